@@ -6,6 +6,7 @@ Names load their module on first use, so that importing the package, or one ligh
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +58,14 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __version__ = "0.1.0"
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def _concerns_users(record: logging.LogRecord) -> bool:
+    return "Models won't be available and only tokenizers" not in record.getMessage()
+
+
+# transformers advises to install PyTorch, which specjax does not need: it uses tokenizers and configs alone.
+logging.getLogger("transformers").addFilter(_concerns_users)
 
 
 def __getattr__(name: str) -> Any:

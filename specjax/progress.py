@@ -21,7 +21,7 @@ class _Line(tqdm):
         if self.disable:
             return
         self.leave = False
-        scaled = tqdm.format_sizeof(self.n, "B", 1024)
+        scaled = tqdm.format_sizeof(self.n, "B", 1000)
         done = scaled if self.unit_scale else f"{self.n} {self.unit}{'s' * (self.n != 1)}"
         part = "" if self.total in (None, self.n) else f" ({self.n / self.total:.0%})"
         note = f", {self.postfix}" if self.postfix and self.n == self.total else ""
@@ -32,7 +32,7 @@ class _Line(tqdm):
 
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:
     """A bar over `total` units (None: unknown), of which `initial` were done before; silent if not `shown`. `unit` is
-    in the singular; "B": bytes."""
+    in the singular; "B": bytes, 1 MB being 10^6 of them. A note for the end is set with `set_postfix_str`."""
     kind = tqdm if sys.stderr.isatty() else _Line
-    scale = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
+    scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
     return kind(total=total, desc=title, unit=unit, initial=initial, disable=not shown, **scale)

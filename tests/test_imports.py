@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 import specjax_kernels
@@ -21,3 +23,17 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_can_be_imported(name):
     importlib.import_module(name)
+
+
+@pytest.mark.parametrize("first", ["import specjax", "from specjax.checkpoint import load_tokenizer"])
+def test_no_advice_to_install_torch_and_other_warnings_of_transformers(first):
+    program = f"""
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+{first}
+import transformers
+assert not transformers.is_torch_available()
+transformers.logging.get_logger("transformers").warning("a real warning")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.strip().splitlines()[-1].endswith("a real warning") and "PyTorch" not in done.stderr

@@ -15,7 +15,7 @@ from specjax.progress import progress_bar
     [
         (3, 3, "bucket", "Compiling: 3 buckets in "),
         (4, 1, "bucket", "Compiling: 1 bucket (25%) in "),
-        (None, 2048, "B", "Compiling: 2.00kB in "),
+        (None, 2048, "B", "Compiling: 2.05kB in "),
     ],
 )
 def test_one_line_at_the_end(capsys, total, count, unit, line):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -12,7 +13,8 @@ from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import Quantised, dequantise
 from test_parity import Reader
-from tiny_checkpoints import save_model
+from tiny_checkpoints import save_model, write_gguf
+from tqdm import tqdm
 
 from specjax.checkpoint import CheckpointError, load_params, model_config, resolve
 from specjax.models import make_target
@@ -60,6 +62,26 @@ def test_weights_are_the_dequantised_ones(tmp_path, name):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
     moved = np.abs(np.asarray(wanted["layers_0"]["down"]) - load_original(tmp_path)).max()
     assert moved > 1e-4, "the quantisation changed nothing"
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "float16", "gguf"])
+def test_the_loading_line_gives_bytes_read_and_bytes_held(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
+    folder, wide = tmp_path / "model", {"intermediate_size": 64}
+    if name in FORMATS:
+        save_quantised(folder, name)
+    else:
+        tensors = save_model(folder, "LlamaForCausalLM", dtype="float16" if name == "float16" else "float32", **wide)
+        if name == "gguf":
+            write_gguf(folder := tmp_path / "it.gguf", tensors, quantize=True, **wide)
+    files = resolve(str(folder), progress=False)
+    params = load_params(files, model_config(files.config, dtype="float32"))
+    read = sum(entry.size for key, entry in files.headers.items() if not key.endswith("input_scale"))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert held < 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), "fewer than in float32"
+    read, held = (tqdm.format_sizeof(size, "B", 1000) for size in (read, held))
+    pattern = rf"Loading {re.escape(str(folder))}: {read} in [\d.]+ s, bytes read; {held} held\n"
+    assert re.search(pattern, said := capsys.readouterr().err), (pattern, said)
 
 
 def load_original(folder: Path) -> np.ndarray:

@@ -79,7 +79,7 @@ def load_head(
 
         params = fill(
             name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress, few_bits,
-            spread=spread_over(mesh, config),
+            stored=lambda name: tensors.arrays[name].nbytes, spread=spread_over(mesh, config),
         )  # fmt: skip
         if ids is not None:
             params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))

@@ -250,6 +250,7 @@ def _write_weights(
     }
     with progress_bar(title or "", sum(sizes.values()), "B", shown=title is not None) as written:
         save_shards(folder, sizes, read)
+        written.set_postfix_str("bytes written")
 
 
 # tokenizer.ggml.token_type

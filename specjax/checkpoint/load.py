@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
@@ -104,7 +105,7 @@ def load_params(
     few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings, spread=mesh is not None)
     return fill(
         files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits,
-        spread=spread_over(mesh, config),
+        stored=lambda name: tensors[name].size, spread=spread_over(mesh, config),
     )  # fmt: skip
 
 
@@ -238,14 +239,16 @@ def _filled_part(
 def fill(
     name: str, declared: Table, sizes: Sizes, read: Callable[[str], np.ndarray], dtype: str,
     put: Callable[[np.ndarray], Any] | None, progress: bool,
-    few_bits: FewBits = lambda scope, leaf, rules: None, *, spread: Spread | None = None,
+    few_bits: FewBits = lambda scope, leaf, rules: None, *, stored: Callable[[str], int], spread: Spread | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The parameters of the model ``name``, leaf by leaf, those without tensors left out.
 
-    ``read`` gives a tensor by its name, ``few_bits`` a quantised leaf or None; ``put`` is that of ``load_params``.
-    ``spread``: over which devices; then ``put`` is not used.
+    ``read`` gives a tensor by its name and ``stored`` its bytes in the files, ``few_bits`` a quantised leaf or None;
+    ``put`` is that of ``load_params``. ``spread``: over which devices; then ``put`` is not used.
     """
     import jax
+
+    from specjax.sharding import local_bytes
 
     params: dict[str, Any] = {}
     size = HOST_DTYPES[dtype].itemsize
@@ -260,7 +263,7 @@ def fill(
 
     def made(item: tuple[Scope, Leaf, list[Placement]]) -> tuple[Any, int]:
         scope, leaf, rules = item
-        count = sum(rule.size * size for rule in rules)
+        count = sum(stored(rule.tensor) for rule in rules)
         host, shape = few_bits(scope, leaf, rules), leaf.shape(sizes)
         if spread is not None:
             if host is not None:
@@ -271,9 +274,10 @@ def fill(
             host = filled(shape, leaf.dtype or HOST_DTYPES[dtype], rules, tensors)
         return host, count
 
-    total = sum(rule.size * size for _, _, rules in leaves for rule in rules)
+    total = sum(stored(rule.tensor) for _, _, rules in leaves for rule in rules)
+    made_bytes = sum(rule.size * size for _, _, rules in leaves for rule in rules)
     # Threads that make small leaves mostly wait for each other, as these are more Python's work than numpy's.
-    each = ahead if total > len(leaves) * LARGE else map
+    each = ahead if made_bytes > len(leaves) * LARGE else map
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
         for (scope, leaf, _), (host, count) in zip(leaves, each(made, leaves), strict=True):
             place = params.setdefault(scope.name, {}) if scope.name else params
@@ -283,6 +287,8 @@ def fill(
             place[leaf.name] = jax.block_until_ready(host)
             loaded.update(count)
             del host
+        held = tqdm.format_sizeof(local_bytes(params), "B", 1000)
+        loaded.set_postfix_str(f"bytes read; {held} held" + " by each device" * (spread is not None))
     if spread is not None:
         spread.widened.tell(name)
     return params

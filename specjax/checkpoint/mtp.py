@@ -84,5 +84,5 @@ def load_mtp(
     few_bits = reduced(tensors, sizes, target.dtype, quantization, tied=False, spread=mesh is not None)
     return fill(
         name, declared, sizes, lambda name: tensors[name].read(), target.dtype, put, progress, few_bits,
-        spread=spread_over(mesh, config),
+        stored=lambda name: tensors[name].size, spread=spread_over(mesh, config),
     )  # fmt: skip

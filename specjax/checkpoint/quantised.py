@@ -48,6 +48,7 @@ class QuantisedEntry:
     name: str
     shape: tuple[int, int]
     load: Callable[[], Stored]
+    size: int  # bytes in the files
 
     def read(self) -> np.ndarray:
         """float32 [out, in]."""
@@ -170,14 +171,15 @@ def _scaled(tensors: dict[str, TensorEntry], block: tuple[int, int]) -> Entries:
         if not scales:
             raise CheckpointError(f"tensor {name} in {entry.file} is {entry.dtype} and has no {name}_scale")
         scale, zero = tensors[scales[0]], tensors.get(f"{name}_zero_point")
-        taken |= {name, scales[0], f"{name}_zero_point"}
+        used = {name, scales[0], f"{name}_zero_point"}
+        taken |= used
 
         def load(entry: TensorEntry = entry, scale: TensorEntry = scale, zero: TensorEntry | None = zero) -> Stored:
             codes = entry.read(integers=True)
             zeros = None if zero is None else _rows(zero.read(integers=True), codes.shape, block)
             return Stored(codes, _rows(scale.read(integers=True), codes.shape, block), zero=zeros)
 
-        entries[name] = QuantisedEntry(name, _two(entry), load)
+        entries[name] = QuantisedEntry(name, _two(entry), load, _bytes(tensors, used))
     return {name: entry for name, entry in tensors.items() if name not in taken} | entries
 
 
@@ -288,7 +290,7 @@ def _blocks(tensors: dict[str, TensorEntry]) -> Entries:
         def load(rows: TensorEntry = rows, kind: str = kind) -> Stored:
             return gguf_blocks.read(kind, rows.read(integers=True))
 
-        found[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load)
+        found[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load, rows.size)
     return found
 
 
@@ -301,8 +303,12 @@ def _by_stem(tensors: dict[str, TensorEntry], suffix: str, make: Callable[[str, 
             stem = name.removesuffix(suffix)
             shape, used, load = make(stem, words)
             taken |= used
-            entries[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load)
+            entries[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load, _bytes(tensors, used))
     return {name: entry for name, entry in tensors.items() if name not in taken} | entries
+
+
+def _bytes(tensors: Mapping[str, TensorEntry], used: set[str]) -> int:
+    return sum(tensors[name].size for name in used if name in tensors)
 
 
 def _codes(words: np.ndarray, bits: int, inside: int) -> tuple[np.ndarray | Rows, int]:
