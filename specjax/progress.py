@@ -1,4 +1,4 @@
-"""Progress of a long phase: a bar where stderr is a terminal, else one line at its end."""
+"""Progress of a long phase: a bar where stderr is a terminal or a notebook's, else one line at its end."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class _Line(tqdm):
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:
     """A bar over `total` units (None: unknown), of which `initial` were done before; silent if not `shown`. `unit` is
     in the singular; "B": bytes, 1 MB being 10^6 of them. A note for the end is set with `set_postfix_str`."""
-    kind = tqdm if sys.stderr.isatty() else _Line
+    kind = tqdm if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.") else _Line
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
     return kind(total=total, desc=title, unit=unit, initial=initial, disable=not shown, **scale)

@@ -1,13 +1,18 @@
-"""Lines about long phases, where stderr is no terminal."""
+"""Bars on terminals and in notebooks, elsewhere a line at the end; and who shows them."""
 
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
+from generate_helpers import saved_model
 
+from specjax import Engine, EngineConfig, SamplingParams
+from specjax.engine import program_store
 from specjax.progress import progress_bar
+from specjax.viz.__main__ import main as viz
 
 
 @pytest.mark.parametrize(
@@ -39,3 +44,42 @@ def test_a_full_disk_ends_no_work(monkeypatch):
         bar.update(10)
         done = bar.n
     assert done == 10
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("ipykernel.iostream", True), ("io", False)])
+def test_a_notebook_has_a_bar(monkeypatch, kind, shown):
+    stream = type("Stream", (io.StringIO,), {"__module__": kind})()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar("Loading", 2, "B"):
+        assert ("Loading:   0%" in stream.getvalue()) == shown
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+@pytest.fixture
+def nothing_stored(monkeypatch):
+    monkeypatch.setattr(program_store, "stored", lambda function, arguments, compile, options=None: compile(function))
+
+
+@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_generate_shows_what_it_waits_for(model, nothing_stored, capsys, progress, stream):
+    config, sampling = EngineConfig(max_running_requests=1, page_size=4), SamplingParams(max_new_tokens=4)
+    engine = Engine.from_pretrained(model, draft="NONE", config=config, progress=progress)
+    capsys.readouterr()
+    for lines in (r"Compiling prefill \d+: 1 program in .* s\nCompiling step 1: 1 program in .* s\n", ""):
+        found = engine.generate("1 2 1 2", sampling, stream=stream)
+        assert list(found) if stream else found
+        assert re.fullmatch(lines if progress else "", capsys.readouterr().err)
+    engine.warm_up([key for key in engine.buckets.all_keys() if key.width == engine.buckets.chunks[-1]])
+    assert re.fullmatch(r"Compiling: \d bucket.*\n", capsys.readouterr().err), "one bar for all"
+
+
+def test_a_picture_of_a_tree_is_not_mute(model, nothing_stored, tmp_path, capsys):
+    output = tmp_path / "tree.svg"
+    assert viz(["--model-path", model, "--prompt", "1 2 1 2", "--output", str(output), "--max-new-tokens", "8"]) == 0
+    said = capsys.readouterr().err
+    assert all(phase in said for phase in ("Loading ", "Compiling prefill ", "Compiling step 1: ")) and output.exists()

@@ -227,6 +227,8 @@ class Engine:
             compilation_cache: keep compiled programs on disk, and what is measured on a GPU at the first start
                 (`EngineConfig.autotune_seconds`).
             group: of the processes whose devices share the model, which has joined; see `specjax.engine.following`.
+            progress: show bars on stderr while weights are loaded and while requests wait for the compiler; where
+                stderr is no terminal, a line at the end of each.
 
         Raises:
             CheckpointError: the model cannot be found or read.
@@ -250,6 +252,7 @@ class Engine:
                 meanwhile=partial(program_store.read_ahead, None if config.first_device else start),
             )  # fmt: skip
         engine = cls(**loaded._asdict(), config=config, group=group)
+        engine.executables.progress = progress
         if compilation_cache and several(mesh) is None:  # what is measured are kernels for one device
             with under(mesh):
                 engine.tuning = tune_at_start(engine, progress=progress)

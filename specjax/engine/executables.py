@@ -156,7 +156,8 @@ class Executables(Programs):
     def variant(self, key: Key, tree_width: int, options: Mapping[str, str | None] = MappingProxyType({})) -> Program:
         """A step of another tree width, or with other options of XLA's than `options`: for measurements, not kept
         here. Raises whatever the compiler raises."""
-        return self._compile(key, (tree_width,), options)
+        with self._quietly():
+            return self._compile(key, (tree_width,), options)
 
     def _compile(
         self, key: Key, widths: tuple[int, ...] = (), options: Mapping[str, str | None] = MappingProxyType({})
@@ -182,12 +183,14 @@ class Executables(Programs):
             if self._mesh is not None:
                 places["out_shardings"] = [leaf.sharding for leaf in leaves[count:-1]], everywhere(self._mesh)
             jitted = jax.jit(flat, donate_argnums=1, compiler_options=chosen, **places)
-            with under(self._mesh):
+            with self._bar(key) as bar, under(self._mesh):
                 lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
-            with under(self._mesh), self._device_idle() if self._exclusive else contextlib.nullcontext():
-                if self._exclusive:  # with the lock, so that all processes compile between the same launches
-                    self.announce(key)
-                return lowered.compile()
+                with self._device_idle() if self._exclusive else contextlib.nullcontext():
+                    if self._exclusive:  # with the lock, so that all processes compile between the same launches
+                        self.announce(key)
+                    compiled = lowered.compile()
+                bar.update()
+                return compiled
 
         program = program_store.stored(_packing(key, function, unpack), arguments, compile, (chosen, self._kernels()))
         if self._room is not None and (temporaries := program.memory_analysis().temp_size_in_bytes) > self._room:

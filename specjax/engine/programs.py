@@ -50,6 +50,8 @@ class Programs(ABC):
             device, where nothing else may run meanwhile.
         on_change: called by any thread that has compiled a program, or failed to.
         announce: called with each key that is about to be compiled.
+        progress: whether stderr shows a bar while a request waits for the compiler. `warm_up` has one of its own, and
+            what is compiled while requests run has none.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -63,6 +65,8 @@ class Programs(ABC):
         self._worker: threading.Thread | None = None  # of `compile_later`
         self._closed = False
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
+        self._quiet: set[int] = set()  # threads whose compilations have no bar of their own
+        self.progress = False
         self._lock = threading.Lock()  # for `_futures`
         self.launch_lock = threading.RLock()
         self.on_change: Callable[[], None] = lambda: None
@@ -246,7 +250,8 @@ class Programs(ABC):
         def run() -> None:
             while self._goes_on:
                 try:
-                    self.get(self._later[0])
+                    with self._quietly():
+                        self.get(self._later[0])
                 except Exception as error:
                     self._log_failure(error)
                 with self._lock:
@@ -269,7 +274,8 @@ class Programs(ABC):
         for key in keys:
             bar.set_postfix_str(f"{key.kind} {key.width}")
             try:
-                self.get(key)
+                with self._quietly():
+                    self.get(key)
             except Exception as error:
                 if not leave_out(error):
                     raise
@@ -280,6 +286,20 @@ class Programs(ABC):
         if not is_out_of_memory(error):
             logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
         return True
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._quiet.add(thread)
+        try:
+            yield
+        finally:
+            self._quiet.discard(thread)
+
+    def _bar(self, key: Key) -> tqdm:
+        """Around the compilation of a key in this thread."""
+        shown = self.progress and threading.get_ident() not in self._quiet
+        return progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown)
 
     @property
     def _goes_on(self) -> bool:
