@@ -133,7 +133,7 @@ def load(
     if drafter is None:
         shared: Any = {"model": given.model, "backend": backend, "quantization": given.quantization}
         made = chosen.drafter(target, given.head, **shared)
-        found = Speculation(made._replace(note=made.note + given.note), given.params)
+        found = Speculation(made._replace(source=made.source + given.note), given.params)
     else:
         given, found = _Draft(), make_speculation(drafter, target)
     made = found.drafter
@@ -203,10 +203,14 @@ class Chosen(NamedTuple):
         weights, for the log."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
         made = make_drafter(self.options, target=target, head=head, model=model, **shared)
-        note = "" if self.head is None else f"; the head {self.head.name}, which comes with specjax"
-        if quantization in ("int8", "fp8"):
-            note += f"; draft weights in {quantization}"
-        return made._replace(note=made.note + note)
+        source = _path(self.options) or ""
+        if self.head is not None:
+            source = f"{self.head.name}, which comes with specjax"
+        if self.mtp is not None:
+            source = f"{self.mtp.count} MTP layer{'s' if self.mtp.count > 1 else ''} of the model"
+        return made._replace(
+            source=f"{source}, weights in {quantization}" if quantization in ("int8", "fp8") else source
+        )
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
@@ -302,7 +306,7 @@ def _load_head(
     chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], quantization: str, progress: bool,
     mesh: Mesh | None,
 ) -> _Draft:  # fmt: skip
-    options, head, ids, note = cast(ModelOptions, chosen.options), chosen.mtp, None, ""
+    options, head, ids = cast(ModelOptions, chosen.options), chosen.mtp, None
     owner = type(options).__name__
     quantization = head_quantization(chosen, files, config, quantization)
 
@@ -325,13 +329,12 @@ def _load_head(
             )
     else:
         params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress, mesh=mesh)
-        note = f"; {head.count} MTP layer{'s' if head.count > 1 else ''} of the model"
     if (token_map := getattr(options, "token_map", None)) is not None:
         with _naming(f"{owner}.token_map"):
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
     if mesh is not None:
         head = fitted(head, mesh.size, "the draft", group_count(mesh))
-    return _Draft(params, quantization, head, ids, note=note)
+    return _Draft(params, quantization, head, ids)
 
 
 @contextmanager
@@ -366,9 +369,7 @@ def _load_model(
         if isinstance(error, checkpoint.VocabularyMismatch):
             advice = f"; to draft with the tokens that both have, set {owner}.vocabulary 'intersection'"
         raise CheckpointError(f"{owner}.path {path}: {error}{advice}") from error
-    note = f"; drafted by {files.name}"
-    if found.reads is not None:
-        note += f", whose tokenizer has {found.common} of the target's tokens"
+    note = "" if found.reads is None else f", whose tokenizer has {found.common} of the target's tokens"
     ids, reads = (None if each is None else jax.device_put(each) for each in (found.ids, found.reads))
     given_model = make_target(own, backend=backend)
     return _Draft(StandaloneParams(params, ids, reads), quantization, model=given_model, note=note)

@@ -94,7 +94,7 @@ def test_no_text_changes(saved, name, kind):
     described = outline(str(saved / model), draft=draft)
     plan = make_plan(Case(described, CONFIG, DEVICES["RTX4090"], "cpu"))
     assert plan.draft_weights == nbytes(drafting.params.draft)
-    assert f"draft weights in {kind}" in drafting.drafter.note and f"weights in {kind}" in described.drafter.note
+    assert f"weights in {kind}" in drafting.drafter.source and drafting.drafter.source == described.drafter.source
     found = [describe(each, "m")["speculative_draft_quantization"] for each in (plain, drafting)]
     assert found == ["none", kind]
 

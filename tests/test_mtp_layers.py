@@ -289,7 +289,8 @@ def test_no_text_changes(saved, name, count, draft):
 def test_the_layers_are_on_the_device_once(saved):
     """And share the target's embedding and output matrix."""
     found = load(str(saved("deepseek").folder), draft="MTP", progress=False)
-    assert found.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic); 1 MTP layer of the model"
+    assert found.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
+    assert found.drafter.source == "1 MTP layer of the model"
     assert found.params.draft.keys() == {"layers_0"}
     assert not {"embed", "head"} & found.params.draft["layers_0"].keys()
     assert "layers_2" not in found.params.target, "the target has two"

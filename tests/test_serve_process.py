@@ -300,8 +300,8 @@ def test_the_log_tells_what_a_start_does(shared):
         r"Listening on http://127\.0\.0\.1:\d+; requests get a 503 until the model is loaded",
         r"Loading \S+: [\d.]+\wB in [\d.]+ s",
         r"Loaded \S+ on \S+ in [\d.]+ s: float32",
-        rf"KV pool: {2 * CONTEXT} tokens in pages of 16, \d+\.\d\d GB for the target; context {CONTEXT} tokens",
-        r"Speculation: NGRAM, trees of up to 4 tokens; .*; \d+\.\d\d GB for the draft",
+        rf"KV pool: {2 * CONTEXT} tokens in pages of 16, \d+\.\d\d GB for the target, \d+\.\d\d GB for the draft",
+        r"Speculation:\n  algorithm  NGRAM\n  tree       up to 4 tokens; .*\n  drafts     in .* where that is measured",
         r"Compiling: \d+ buckets? in [\d.]+ s",
         r"The server is fired up and ready to roll! http://127\.0\.0\.1:\d+",
     ]
@@ -521,7 +521,7 @@ def test_a_signal_while_it_loads_or_compiles(launch, model, number):
     # A context that no other test has: its programs are in no cache.
     context = CONTEXT - 64 * number
     server = launch("--model", model, "--port", 0, "--context-length", context, forked=True)
-    server.wait_for("Speculation: " if number == signal.SIGTERM else "Listening on ")
+    server.wait_for("Speculation:" if number == signal.SIGTERM else "Listening on ")
     server.wait_for("Started server process")
     server.send(number)
     assert server.status(PROMPT_END) == 0

@@ -45,7 +45,7 @@ steps = 4
 topk = 2
 nodes = 9
 """
-NOTE = "2 steps, top-k 3, 13 draft tokens (automatic); the head of-letters, which comes with specjax"
+NOTE, SOURCE = "2 steps, top-k 3, 13 draft tokens (automatic)", "of-letters, which comes with specjax"
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_head_that_is_not_there_ships_for_nothing(row, made, tmp_path, monkeyp
 def test_the_head_drafts_unless_another_algorithm_is_asked_for(row, made, algorithm):
     found = loaded(made / "model", algorithm)
     assert found.drafter.name == "EAGLE3"
-    assert found.drafter.note == NOTE
+    assert (found.drafter.note, found.drafter.source) == (NOTE, SOURCE)
     assert not found.drafter.explicit_width, "batches that drafting would slow do without"
     np.testing.assert_array_equal(found.params.draft["ids"], LETTERS)
     assert loaded(made / "model", "NONE").drafter.name == "NONE"
@@ -187,10 +187,8 @@ def test_each_kind_has_its_head(row, made, tmp_path, monkeypatch):
     save_head(tmp_path / "heads" / "second", "eagle", format="safetensors", target_vocab_size=VOCABULARY)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "heads")
     monkeypatch.setattr(shipped, "HEADS", (row, dataclasses.replace(row, name="second", kind="eagle")))
-    names = {algorithm: loaded(made / "model", algorithm).drafter.note for algorithm in ("AUTO", "EAGLE3", "EAGLE")}
-    assert [name.partition("the head ")[2].partition(",")[0] for name in names.values()] == [
-        "of-letters", "of-letters", "second",
-    ]  # fmt: skip
+    found = [loaded(made / "model", algorithm).drafter.source for algorithm in ("AUTO", "EAGLE3", "EAGLE")]
+    assert [source.partition(",")[0] for source in found] == ["of-letters", "of-letters", "second"]
     with pytest.raises(ValueError, match=r"^draft='STANDALONE' needs a draft model: Standalone.path"):
         loaded(made / "model", "STANDALONE")
 
@@ -205,6 +203,7 @@ def test_a_head_that_is_named_comes_first(row, made, tmp_path):
     save_head(other, "eagle3", target_vocab_size=VOCABULARY)
     found = loaded(made / "model", "EAGLE3", path=str(other))
     assert found.drafter.note == "5 steps, top-k 4, 8 draft tokens (automatic)", "not what was measured for ours"
+    assert found.drafter.source == str(other)
     assert len(found.params.draft["ids"]) == 11
     with pytest.raises(TypeError, match="Auto has no option 'path'"):
         loaded(made / "model", "AUTO", path=str(other))
@@ -287,11 +286,9 @@ def test_how_sure_the_head_must_be_was_measured_too(row, made, tmp_path, monkeyp
     """The user's own number wins, 0 among them; one of a tree leaves it alone."""
     serving(made, tmp_path, monkeypatch, SERVING.replace("[cpu]", "[cpu]\nmin_probability = 0.4"))
     for given, note in {
-        (): "2 steps, top-k 3, 13 draft tokens (automatic); only drafts of a probability of at least 0.4; the head ",
-        (
-            ("min_probability", 0.7),
-        ): "13 draft tokens (automatic); only drafts of a probability of at least 0.7; the head ",
-        (("min_probability", 0.0),): "13 draft tokens (automatic); the head ",
+        (): "2 steps, top-k 3, 13 draft tokens (automatic); only drafts of a probability of at least 0.4",
+        (("min_probability", 0.7),): "13 draft tokens (automatic); only drafts of a probability of at least 0.7",
+        (("min_probability", 0.0),): "13 draft tokens (automatic)",
         (("steps", 4),): "5 draft tokens (what was not given was chosen); only drafts of a probability of at least",
     }.items():
         assert note in loaded(made / "model", algorithm, **dict(given)).drafter.note
@@ -349,8 +346,9 @@ def test_the_server_says_what_auto_chose(row, made, caplog):
     caplog.set_level(logging.INFO, logger="specjax")
     model, engine = flags.ModelSettings(str(made / "model")), flags.EngineSettings(max_total_tokens=128)
     command.load(flags.Settings(model, engine))
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation: ")]
-    assert line.startswith(f"Speculation: EAGLE3, trees of up to 13 tokens; {NOTE}; ")
+    (table,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation:")]
+    rows = ["algorithm  EAGLE3", f"tree       up to 13 tokens; {NOTE}", f"head       {SOURCE}", "drafts     in "]
+    assert all(found.startswith(f"  {row}") for found, row in zip(table.splitlines()[1:], rows, strict=True)), table
 
 
 def test_from_python(row, made):
@@ -442,7 +440,7 @@ def test_the_shipped_eagle_head_drafts_with_and_without_a_token_map(trim):
         done = engine.generate([{"role": "user", "content": "Why do cats purr?"}], sampling)
         texts[str(draft)] = done.output_ids
         if draft.needs:
-            assert "the head smollm2-135m-instruct-eagle2" in engine.drafter.note
+            assert engine.drafter.source.startswith("smollm2-135m-instruct-eagle2, ")
             assert (len(done.output_ids) - 1) / done.spec_verify_ct > 1.2
         del engine
         trim()

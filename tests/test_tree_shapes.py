@@ -18,7 +18,7 @@ from specjax.drafters.tree_shape import candidates
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import BATCHES, Buckets
 from specjax.engine.keys import Key
-from specjax.engine.notes import speculation_note
+from specjax.engine.notes import speculation_table
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
 SHAPES = [
@@ -73,10 +73,10 @@ def test_shape_of_each_batch_on_a_gpu():
     assert shapes(make_drafter("NGRAM", platform="gpu"))[48] == (5, 4)
     buckets = Buckets.build("gpu", chain_of(TreeShape(7, 1, 8), explicit=False), rows=256, request_pages=8)
     assert buckets.tree_widths(256) == (1,) and buckets.most_drafting == 128
-    note = speculation_note(chain_of(TreeShape(7, 1, 8), explicit=False), buckets)
-    assert "more than 32 requests at once have smaller trees, down to 2 tokens" in note
-    assert "smaller" not in speculation_note(chain_of(TreeShape(7, 1, 8)), buckets.build(
-        "gpu", chain_of(TreeShape(7, 1, 8)), rows=256, request_pages=8))  # fmt: skip
+    tree = speculation_table(chain_of(TreeShape(7, 1, 8), explicit=False), buckets)["tree"]
+    assert "smaller for more than 32 requests at once, down to 2 tokens" in tree
+    assert "smaller" not in speculation_table(chain_of(TreeShape(7, 1, 8)), buckets.build(
+        "gpu", chain_of(TreeShape(7, 1, 8)), rows=256, request_pages=8))["tree"]  # fmt: skip
 
 
 def test_programs_of_a_gpu():

@@ -37,7 +37,7 @@ from specjax.cli import build, claims, flags, run_command
 from specjax.cli.replicas import make_engines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.executables import PhaseTimes
-from specjax.engine.notes import doubt, drafting_summary, speculation_note
+from specjax.engine.notes import as_lines, doubt, drafting_summary, speculation_table
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import documented
@@ -272,7 +272,7 @@ def run(
         "verify_steps": count["steps"],
         **drafting_summary(engine.drafter, engine.buckets, count["steps"], drafted_steps, flags.in_flags),
         "algorithm": engine.drafter.name,
-        "draft": flags.in_flags(engine.drafter.note),
+        "draft": flags.in_flags("; ".join(filter(None, (engine.drafter.note, engine.drafter.source)))),
         "device": engine.device_name,
         **({"replicas": len(engines)} if others else {}),
     } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
@@ -381,8 +381,8 @@ def main(argv: list[str] | None = None) -> int:
             config = {"trace": args.show_trees, "time_phases": args.time_phases}
             engine, *others = make_engines(chosen, progress=progress, **config)
             if progress:
-                note = speculation_note(engine.drafter, engine.buckets)
-                print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)
+                table = as_lines(speculation_table(engine.drafter, engine.buckets))
+                print(f"Speculation:{flags.in_flags(table)}", file=sys.stderr)
             requests = partial(parse_lines, given=args.input, defaults={**engine.sampling_defaults, **given})
             if shared is not None:
                 source = requests(lines[place] for place in shared.places())

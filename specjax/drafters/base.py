@@ -195,7 +195,8 @@ class Drafter(NamedTuple):
             measured times say are worth it (`specjax.tree_size`). The scores must then be log-probabilities.
         typical: another drafter whose trees most of its own are like, by which a step's time is estimated before it is
             measured; None: itself.
-        note: for the log.
+        note: its tree, for the log.
+        source: the head, the layers or the model that drafts, for the log.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Drafter(NamedTuple):
     sizing: str = "static"
     typical: Drafter | None = None
     note: str = ""
+    source: str = ""
 
     @property
     def levels(self) -> int:

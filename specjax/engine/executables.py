@@ -261,7 +261,7 @@ class Executables(Programs):
                     shape, function = (key.width, late_size(self.new_pages)), late_step
                     unpack = partial(unpack_late, **tables, new_pages=self.new_pages)
         # These have nothing to trace, but would be a part of the program's name.
-        drafter = drafter._replace(resize=None, typical=None)
+        drafter = drafter._replace(resize=None, typical=None, source="")
         return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
 
 

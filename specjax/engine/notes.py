@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -14,23 +14,26 @@ from specjax.sharding import group_count, local_bytes
 from specjax.state import DecodeState
 
 
-def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
-    """How an engine drafts, for the log."""
-    parts = [f"{drafter.name}, trees of up to {drafter.width} tokens"] if drafter.width > 1 else [drafter.name]
-    if drafter.note:
-        parts.append(drafter.note)
-    if drafter.width > 1 and (whole := buckets.most_whole) < buckets.most_drafting:
+def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
+    """How an engine drafts, for the log: its algorithm, and where it drafts, tree, head, and when it drafts."""
+    if drafter.width == 1:
+        return {"algorithm": drafter.name}
+    tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
+    if (whole := buckets.most_whole) < buckets.most_drafting:
         least = buckets.tree_widths(buckets.most_drafting)[-1]
-        parts.append(f"more than {whole} requests at once have smaller trees, down to {least} tokens")
-    if drafter.width > 1 and buckets.adaptive:
-        parts.append("where that is measured to be faster")
-    if drafter.width > 1 and (most := buckets.most_drafting) < buckets.batches[-1]:
-        many = "several" if most == 1 else f"more than {most}"
-        parts.append(
-            f"{many} requests at once are decoded without drafts, which is faster here; trees whose numbers are given "
-            "by flags are always drafted"
-        )
-    return "; ".join(parts)
+        tree += f"; smaller for more than {whole} requests at once, down to {least} tokens"
+    drafts, more = "in every step", ""
+    if (most := buckets.most_drafting) < buckets.batches[-1]:
+        drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
+        more = "; not of more, which is faster here, unless TreeShape.nodes is given"
+    drafts += " where that is measured to be faster" * buckets.adaptive + more
+    head = {"head": drafter.source} if drafter.source else {}
+    return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
+
+
+def as_lines(table: Mapping[str, str]) -> str:
+    """A table of `speculation_table`'s, as lines to follow a heading."""
+    return "".join(f"\n  {name:9}  {text}" for name, text in table.items())
 
 
 NOT_ASKED = "requests with speculate: false or draft_limit: 0 are decoded without drafts"

@@ -22,7 +22,7 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
 from specjax.cli.replicas import check_devices
 from specjax.engine import Engine, following
-from specjax.engine.notes import devices_note, speculation_note
+from specjax.engine.notes import as_lines, devices_note, speculation_table
 from specjax.hosts import Follower, Leader
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
@@ -124,11 +124,11 @@ def load(
     if engine.mesh is not None and engine.mesh.size > 1:
         logger.info("%s", devices_note(engine.mesh, engine.params, engine.executables.state_shapes))
     gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
-    pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target"
+    pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target, "
+    pool += f"{draft / 1e9:.2f} GB for the draft"
     most = engine.config.max_running_requests
     logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
-    note = flags.in_flags(speculation_note(engine.drafter, engine.buckets))
-    logger.info("Speculation: %s; %.2f GB for the draft", note, draft / 1e9)
+    logger.info("Speculation:%s", flags.in_flags(as_lines(speculation_table(engine.drafter, engine.buckets))))
     if events is not None:
         events.begin(engine.pool.page_size)
         engine.scheduler.prefix.observer = events

@@ -21,7 +21,7 @@ from specjax.cli import build, flags
 from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
-from specjax.engine.notes import speculation_note
+from specjax.engine.notes import speculation_table
 from specjax.engine.plan import CONTEXT, Case, Plan, cannot_split, make_plan
 from specjax.limits import Range, check_value
 from specjax.outline import Outline, outline
@@ -117,7 +117,8 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
         f"{settings.model.model}: {model.family}, {model.num_layers} layers, {model.dtype}, "
         f"context {plan.context_length}; from {source}",
     )
-    yield from _fact("draft", flags.in_flags(speculation_note(case.outline.drafter, plan.buckets)))
+    for name, text in speculation_table(case.outline.drafter, plan.buckets).items():
+        yield from _fact(name, flags.in_flags(text))
     yield from _fact(
         "device",
         f"{device.name}, {count}: {_gb(device.memory)} GB at {device.bandwidth / 1e9:,.0f} GB/s, "
@@ -257,8 +258,8 @@ def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
 
 
 def _fact(name: str, text: str) -> Iterator[str]:
-    lines = textwrap.wrap(text, 70, break_long_words=False, break_on_hyphens=False)
-    yield from (f"{name if index == 0 else '':8}  {line}" for index, line in enumerate(lines))
+    lines = textwrap.wrap(text, 69, break_long_words=False, break_on_hyphens=False)
+    yield from (f"{name if index == 0 else '':9}  {line}" for index, line in enumerate(lines))
 
 
 def _gb(size: float | int) -> str:

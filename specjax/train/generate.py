@@ -48,7 +48,7 @@ from specjax.cli.generate import (
 from specjax.devices import this_memory
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.memory import STEP_COPIES
-from specjax.engine.notes import speculation_note
+from specjax.engine.notes import as_lines, speculation_table
 from specjax.engine.sampling_params import later_seed
 from specjax.models import make_target, table
 from specjax.models.params import dimensions, parameter_bytes
@@ -268,8 +268,8 @@ def load_engine(args: argparse.Namespace, chosen: flags.Settings, lines: int, no
     chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, lines, progress=progress)
     engine = build.make_engine(chosen, progress=progress)
     if progress:
-        rows, speculation = engine.config.max_running_requests, speculation_note(engine.drafter, engine.buckets)
-        tqdm.write(f"{note}; {rows} at once; speculation: {speculation}", file=sys.stderr)
+        rows, table = engine.config.max_running_requests, as_lines(speculation_table(engine.drafter, engine.buckets))
+        tqdm.write(f"{note}; {rows} at once; speculation:{table}", file=sys.stderr)
     return engine
 
 
