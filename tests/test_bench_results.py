@@ -94,6 +94,23 @@ def test_tables_hold_the_same_figures():
     assert {line.count(" & ") for line in latex.splitlines() if line.endswith(r"\\")} <= {2, 3}
 
 
+METHODS = ["NONE", "EAGLE3", "EAGLE3:steps=5,topk=8,nodes=32,path=/a/folder/of/heads/one", "m" * 150]
+
+
+@pytest.mark.parametrize("name", ["all", "spec_bench/multi_turn_conversation", "s" * 80])
+def test_the_table_fits_a_terminal(name):
+    where, made = {"set": name, "temperature": 0.75, "batch": 128}, []
+    for method in METHODS:
+        texts = {"equal": 100, "near tie": 20}
+        own = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
+        made.append(results.row(own, own, where=where | {"method": method}, phases=None))
+    lines = tables.as_text(made).splitlines()
+    assert len(lines) == 5 and max(map(len, lines)) <= 100
+    assert lines[0].split() == ["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]
+    assert all(str(row["tokens_per_second"]["value"])[:6] in line for row, line in zip(made, lines[1:], strict=True))
+    assert "EAGLE3" in lines[3] and "one" in lines[3] and lines[3].endswith("900/1080")
+
+
 def test_steps_that_drafted_may_not_be_known():
     """Of transformers, which says nothing about it: no figure is better than a wrong one."""
     where = {"set": "s", "temperature": 0.0, "batch": 1, "method": "transformers"}
@@ -156,10 +173,14 @@ def test_a_picture_of_many_methods_and_sets(tmp_path):
     assert [text.count(f"<!-- set {i} -->") for i in range(9)] == [1] * 9
 
 
-def test_without_matplotlib_it_says_how_to_install_it(monkeypatch):
+def test_without_matplotlib_it_says_how_to_install_it(monkeypatch, capsys):
+    assert plots.kind_to_draw("none") is None and plots.kind_to_draw("pdf" if plots.available() else "none") != "svg"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'specjax\[bench\]'"):
-        plots.check_available()
+    with pytest.raises(ValueError, match=r"--plots pdf needs .* pip install 'specjax\[bench\]'"):
+        plots.kind_to_draw("pdf")
+    assert plots.kind_to_draw("none") is None and capsys.readouterr().err == ""
+    assert plots.kind_to_draw("auto") is None
+    assert capsys.readouterr().err.startswith("There will be no pictures: matplotlib is not installed (pip install ")
 
 
 def run_of(*turns):

@@ -44,6 +44,9 @@ def test_a_comparison(bench, tmp_path, capsys):
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1])["rows"] == 5
     folder = tmp_path / "out"
+    assert out.startswith("set ") and max(map(len, out.splitlines()[:6])) <= 100
+    assert f"All columns: {folder / 'table.md'}" in out
+    assert "verify ms" in (folder / "table.md").read_text() and "verify ms" not in out
     assert {file.name for file in folder.iterdir()} == FILES
     document = json.loads((folder / "results.json").read_text())
     assert document["methods"] == ["none", NGRAM, "transformers"] and document["versions"]["jax"]

@@ -162,10 +162,32 @@ def test_a_batch_takes_the_largest_tree_and_ends_with_its_first_text():
 
 
 def test_costs_between_shapes_and_their_record():
-    costs = StepCosts(4, {"a": {1: 1.0, 2: 2.0, 5: 8.0}}, {1: 10.0, 3: 14.0}, {0: 0.0, 4: 2.0}, rest=-0.5)
-    assert costs.seconds("a", 3, 2, 1) == 4.0 + 12.0 + 0.5 - 0.5
-    assert costs.seconds("a", 9, 9, 9) == 8.0 + 14.0 + 2.0 - 0.5
+    costs = StepCosts(4, {"a": {1: 1.0, 2: 2.0, 5: 8.0}}, {1: 10.0, 3: 14.0}, {0: 0.0, 4: 2.0}, rest=0.5, scale=2.0)
+    assert costs.seconds("a", 3, 2, 1) == 2 * (4.0 + 12.0 + 0.5) + 0.5
+    assert costs.seconds("a", 9, 9, 9) == 2 * (8.0 + 14.0 + 2.0) + 0.5
     assert StepCosts.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("beyond", [0.0, 0.25])
+def test_parts_timed_on_a_busy_machine_predict_what_those_of_an_idle_one_do(slower, beyond):
+    """The parts of each shape took `slower` times what they take in a run, which adds `beyond` to a step."""
+    draft, verify, commit = {1: 0.125, 2: 0.25}, {1: 2.0, 4: 3.0}, {0: 0.5}
+
+    def times(found):
+        return {shape: slower * seconds for shape, seconds in found.items()}
+
+    timed = StepCosts(1, {"a": times(draft)}, times(verify), times(commit))
+    wanted = 0.25 + 3.0 + 0.5 + beyond
+    fitted = timed.fitted(wanted, timed.seconds("a", 2, 4, 0))
+    assert fitted.rest >= 0 and fitted.seconds("a", 2, 4, 0) == pytest.approx(wanted)
+    smaller = 0.125 + 2.0 + 0.5 + beyond
+    assert fitted.seconds("a", 1, 1, 0) == pytest.approx(smaller, rel=0.05)
+
+
+def test_a_negative_rest_is_refused():
+    with pytest.raises(ValueError, match=r"rest is -0\.5 s; a step cannot take less than its parts"):
+        StepCosts(1, {}, {}, {}, rest=-0.5)
 
 
 def test_widths_are_those_of_the_engine():
@@ -288,6 +310,9 @@ def test_a_search(algorithm, tune, similar, tmp_path, capsys):
     measured = {run["name"]: run["tokens_per_second"] for run in document["verified"]}
     assert document["speed_ups"].keys() == measured.keys() and document["speed_ups"]["none"] == 1
     assert f"The fastest that was run: {summary['flags']}" in out
+    assert f"All columns: {folder / 'table.md'}" in out and "speed-up is off by" in (folder / "table.md").read_text()
+    shown = [line for line in out.partition("All columns")[0].splitlines() if line]
+    assert len(shown) >= len(verified) + 2 and max(map(len, shown)) <= 100, out
 
     # The server takes the file, which says the fastest.
     parser = settings.Parser()

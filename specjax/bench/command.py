@@ -123,8 +123,6 @@ def make_plan(bench: BenchSettings) -> Plan:
         raise ValueError("--methods and --sets: both need at least one name")
     methods = parse_methods(bench.methods)
     check_here(methods)
-    if bench.plots not in ("auto", "none"):
-        plots.check_available()
     names = [method.name for method in methods]
     baseline = bench.baseline or names[0]
     by_text = {method.text: method.name for method in methods}
@@ -193,7 +191,7 @@ def write_results(folder: Path, document: dict[str, Any], rows: list[dict[str, A
 def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Measures, prints and writes. Returns the command's summary."""
     started = time.perf_counter()
-    plan = make_plan(chosen.bench)
+    plan, pictures = make_plan(chosen.bench), plots.kind_to_draw(chosen.bench.plots)
     build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
@@ -208,16 +206,11 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     document |= {"intervals": f"bootstrap, {LEVEL:.0%}, {RESAMPLES} resamples of groups of conversations"}
     notes = experiment.notes(rows)
     write_results(folder, document | {"notes": notes, "results": rows}, rows)
-    print(tables.as_markdown(rows), end="")
+    print(tables.as_text(rows), end="")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"Intervals: 95%, bootstrap over conversations. Speed-ups are over {plan.baseline}.")
-    drawn: list[Path] = []
-    if chosen.bench.plots != "none":
-        if plots.available():
-            kind = "svg" if chosen.bench.plots == "auto" else chosen.bench.plots
-            drawn = plots.draw(folder, kind, rows, samples)
-        else:
-            print(f"No pictures: matplotlib is not installed ({plots.INSTALL})", file=sys.stderr)
+    print(f"All columns: {folder / 'table.md'}")
+    drawn = plots.draw(folder, pictures, rows, samples) if pictures else []
     return {
         "output": str(folder),
         "rows": len(rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,10 +48,17 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_available() -> None:
-    """Raises ValueError if pictures cannot be drawn."""
-    if not available():
-        raise ValueError(f"--plots needs matplotlib, which is not installed: {INSTALL}")
+def kind_to_draw(asked: str) -> str | None:
+    """The format of the pictures that `--plots` asks for; None: there will be none. Says on stderr, before anything is
+    measured, that matplotlib is missing. Raises ValueError if it is and the format was named."""
+    if asked == "none":
+        return None
+    if available():
+        return "svg" if asked == "auto" else asked
+    if asked != "auto":
+        raise ValueError(f"--plots {asked} needs matplotlib, which is not installed: {INSTALL}")
+    print(f"There will be no pictures: matplotlib is not installed ({INSTALL})", file=sys.stderr)
+    return None
 
 
 def heat_map(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from specjax.bench.step_costs import StepCosts, measure_costs
 from specjax.drafters import DraftOptions, Ngram, NoDraft
 from specjax.drafters.options import ModelOptions
 from specjax.load import choose, requested
+
+logger = logging.getLogger(__name__)
 
 NONE = Method("NONE", "none", draft=NoDraft())
 CALIBRATION = 4  # groups of conversations of each set that say what a step takes beyond its parts
@@ -163,8 +166,8 @@ class Search:
                 self._loaded, self.grid, batch, self.recorded.context, temperature=self.plan.temperatures[0],
                 beside=self._calibration(batch, runs), progress=self._progress,
             )  # fmt: skip
-            rest, plain = self._beyond(batch, runs, costs)
-            self._log.add(key, {"costs": replace(costs, rest=rest).as_dict(), "plain": plain})
+            costs, plain = self._fitted(batch, runs, costs)
+            self._log.add(key, {"costs": costs.as_dict(), "plain": plain})
         found = self._log[key]
         return StepCosts.from_dict(found["costs"]), found["plain"]
 
@@ -190,8 +193,8 @@ class Search:
             for index, group in enumerate(groups(each, batch)[:CALIBRATION])
         ]
 
-    def _beyond(self, batch: int, runs: Mapping[str, Sequence[GroupRun]], costs: StepCosts) -> tuple[float, float]:
-        """Seconds that a step of the current tree takes beyond its parts; tokens a second without drafts."""
+    def _fitted(self, batch: int, runs: Mapping[str, Sequence[GroupRun]], costs: StepCosts) -> tuple[StepCosts, float]:
+        """Costs with which steps of the current tree take what they took in runs; tokens a second without drafts."""
 
         def total(name: str, part: str) -> float:
             return float(sum(getattr(window, part) for run in runs[name] for window in run.windows))
@@ -201,9 +204,15 @@ class Search:
                 f"--batch-sizes {batch}: no step was seen in which all requests decode; give a larger --max-new-tokens"
             )
         steps = self._steps(self.grid.current, batch, CALIBRATION)
-        parts_of_step = mean_parts(steps, self.grid.current, costs)
-        rest = total("current", "seconds") / total("current", "steps") - parts_of_step
-        return rest, total(NONE.name, "tokens") / total(NONE.name, "seconds")
+        parts = mean_parts(steps, self.grid.current, costs)
+        measured = total("current", "seconds") / total("current", "steps")
+        if measured < parts:
+            logger.warning(
+                "Batch size %d: a step takes %.1f ms in runs, and its parts take %.1f ms by themselves, as on a busy "
+                "machine. The parts are scaled to the run; the runs of the best trees decide",
+                batch, 1e3 * measured, 1e3 * parts,
+            )  # fmt: skip
+        return costs.fitted(measured, parts), total(NONE.name, "tokens") / total(NONE.name, "seconds")
 
     # Predicted
 

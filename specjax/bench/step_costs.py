@@ -5,8 +5,9 @@
     commit   accepted tokens written to pages and reported to the drafter, by depth of the tree
 
 The parts are programs of their own, which are timed in turns, so that whatever else the machine does hits all of them.
-In the engine they are one program, started ahead of the host; the difference is `rest`, which a run says. A processor's
-speed changes by a tenth within a minute of work, so the run and the timing take turns, too.
+In the engine they are one program, started ahead of the host; the difference is `rest`, which a run says
+(`StepCosts.fitted`). A processor's speed changes by a tenth within a minute of work, so the run and the timing take
+turns, too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class StepCosts:
         draft: variant -> levels that are computed -> seconds.
         verify: nodes of each request's tree -> seconds.
         commit: depth of the tree -> seconds.
-        rest: of a step that drafts: what a run took beyond the sum of these.
+        rest: of a step that drafts: what a run took beyond the sum of these; at least 0.
+        scale: factor of the parts, above 0.
+
+    Raises:
+        ValueError: a negative rest, with which small trees would take next to no time.
     """
 
     batch: int
@@ -56,11 +61,23 @@ class StepCosts:
     verify: Mapping[int, float]
     commit: Mapping[int, float]
     rest: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rest < 0:
+            raise ValueError(f"rest is {self.rest:g} s; a step cannot take less than its parts: scale them")
+
+    def fitted(self, measured: float, parts: float) -> StepCosts:
+        """The costs with which a step whose parts sum to `parts` seconds takes the `measured` seconds of a run. Parts
+        that took longer by themselves, on a machine that was busier then, are scaled down to the run."""
+        if measured < parts:
+            return replace(self, scale=measured / parts)
+        return replace(self, rest=measured - parts)
 
     def seconds(self, variant: str, levels: int, nodes: int, depth: int) -> float:
         """Of a step that computes so many levels of drafts and checks so many nodes of each request."""
         parts = (self.draft[variant], levels), (self.verify, nodes), (self.commit, depth)
-        return sum(_between(*part) for part in parts) + self.rest
+        return self.scale * sum(_between(*part) for part in parts) + self.rest
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,7 +86,9 @@ class StepCosts:
     def from_dict(cls, found: Mapping[str, Any]) -> StepCosts:
         """What `as_dict` gave, as JSON keeps it."""
         draft = {name: _numbers(each) for name, each in found["draft"].items()}
-        return cls(found["batch"], draft, _numbers(found["verify"]), _numbers(found["commit"]), found["rest"])
+        return cls(
+            **{**found, "draft": draft, "verify": _numbers(found["verify"]), "commit": _numbers(found["commit"])}
+        )
 
 
 def _numbers(found: Mapping[str, float]) -> dict[int, float]:

@@ -79,7 +79,7 @@ def cells(row: Row) -> list[str]:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Aligned, so that it can be read as text, too."""
+    """The whole table, aligned, so that it can be read as text, too."""
     table = [list(HEADER), *(cells(row) for row in rows)]
     used = [i for i in range(len(HEADER)) if any(line[i] for line in table[1:])]
     return aligned([[line[i] for i in used] for line in table])
@@ -94,6 +94,38 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """The table for a terminal: without the interval of tokens/s, acceptance by depth and phases."""
+    table = [["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]]
+    for row in rows:
+        named, texts = dict(zip(HEADER, cells(row), strict=True)), row["texts"]
+        equal = f"{texts['equal']}/{total}" if (total := sum(texts.values())) else ""
+        rate = f"{row['tokens_per_second']['value']:.1f}"
+        table.append(
+            [*(named[name] for name in HEADER[:4]), rate, named["speed-up"], named["accept length"],
+             named["drafted steps"], equal]
+        )  # fmt: skip
+    return columns(table, shrinking=(3, 0))
+
+
+TERMINAL = 100  # columns
+
+
+def columns(table: Sequence[Sequence[str]], *, shrinking: Sequence[int] = ()) -> str:
+    """A table as plain text of at most `TERMINAL` columns: texts in the columns `shrinking` lose their middle where it
+    would be wider. The first line is the header."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > TERMINAL and any(widths[place] > 8 for place in shrinking):
+        widths[max(shrinking, key=widths.__getitem__)] -= 1
+
+    def padded(text: str, width: int) -> str:
+        end = (width - 1) // 2
+        return text.ljust(width) if len(text) <= width else f"{text[: width - end - 1]}…{text[-end:]}"
+
+    lines = ("  ".join(map(padded, line, widths)).rstrip() for line in table)
+    return "".join(f"{line}\n" for line in lines)
 
 
 SPECIAL = {

@@ -129,8 +129,6 @@ def axes_of(tune: TuneSettings) -> Axes:
 
 def make_plan(tune: TuneSettings) -> Plan:
     """The prompts and how they are completed; the methods come later. Raises ValueError for wrong settings."""
-    if tune.plots not in ("auto", "none"):
-        plots.check_available()
     data = DATA if tune.data is None else Path(tune.data)
     if not tune.sets:
         raise ValueError("--sets needs at least one name")
@@ -148,7 +146,7 @@ def make_plan(tune: TuneSettings) -> Plan:
 def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Searches, prints and writes. Returns the command's summary."""
     started = time.perf_counter()
-    axes, plan = axes_of(chosen.tune), make_plan(chosen.tune)
+    axes, plan, picture = axes_of(chosen.tune), make_plan(chosen.tune), plots.kind_to_draw(chosen.tune.plots)
     build.claim_gpu(chosen)
     given = build.draft_options(chosen)
     grid = make_grid(current_options(vars(chosen.model), given), axes)
@@ -169,7 +167,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     search.run(chosen.tune.best)
     draft, speeds = search.recommended()
     seconds = round(time.perf_counter() - started, 1)
-    text = "".join(f"Batch size {batch}\n\n{table(search, batch)}\n" for batch in plan.batch_sizes)
+    text = "".join(f"Batch size {batch}\n\n{tables.aligned(table(search, batch))}\n" for batch in plan.batch_sizes)
     found = build.speculative_settings(draft)
     flags_to_use = " ".join(f"--{name} {value}" for name, value in found.items())
     document = head | identity | {
@@ -188,11 +186,16 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     if len(plan.batch_sizes) > 1:
         for batch in plan.batch_sizes:
             write_toml(folder / f"best-batch-{batch}.toml", chosen, search.fastest(batch))
-    print(text, end="")
+    for batch in plan.batch_sizes:
+        print(f"Batch size {batch}\n\n{tables.columns(table(search, batch, BRIEF))}")
+    print(f"All columns: {folder / 'table.md'}")
     print(f"{points} points in {seconds:g} s ({', '.join(f'{part} {t:.0f}' for part, t in search.seconds.items())}).")
     print(f"The fastest that was run: {flags_to_use}")
     print(f"As a file: specjax serve --config {folder / 'best.toml'}")
-    pictures = draw(folder, chosen.tune.plots, search)
+    pictures = []
+    if picture is not None:
+        heat_map(search).savefig(file := folder / f"heat-map.{picture}", dpi=150)
+        pictures.append(file.name)
     return {"output": str(folder), "points": points, "flags": flags_to_use, "pictures": pictures, "seconds": seconds}
 
 
@@ -227,22 +230,31 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def table(search: Search, batch: int) -> str:
-    """The best points of a batch size, and all that were run, in Markdown."""
+BRIEF = {
+    "tokens_per_second": ("predicted", "{:.1f}"), "measured_tokens_per_second": ("tok/s", "{:.1f}"),
+    "deviation": ("off by", "{:+.0%}"), "measured_speed_up": ("speed-up", "{:.2f}"),
+    "measured_accept_length": ("accept", "{:.2f}"),
+}  # fmt: skip
+"""Columns that fit a terminal."""
+
+
+def table(search: Search, batch: int, columns: Mapping[str, tuple[str, str]] = COLUMNS) -> list[list[str]]:
+    """The best points of a batch size, and all that were run; the first line is the header."""
     own = [row for row in rows(search) if row["batch"] == batch]
     chosen = [row for i, row in enumerate(own) if i < SHOWN or "deviation" in row]
     names = [*search.grid.current.numbers]
-    lines = [[*names, *(title for title, _ in COLUMNS.values()), ""]]
+    headers = names if columns is COLUMNS else [name.split()[0] for name in names]
+    lines = [[*headers, *(title for title, _ in columns.values()), ""]]
     current = search.grid.current.numbers
     for row in chosen:
         cells = [_shown(row[name]) for name in names]
-        cells += [form.format(row[key]) if key in row else "" for key, (_, form) in COLUMNS.items()]
+        cells += [form.format(row[key]) if key in row else "" for key, (_, form) in columns.items()]
         lines.append([*cells, "current" if all(row[name] == current[name] for name in names) else ""])
     plain = next(one for one in search.verified[batch] if one.name == NONE.name)
     cells = {"measured_tokens_per_second": f"{plain.tokens_per_second:.1f}", "measured_speed_up": "1.00",
              "measured_accept_length": f"{plain.accept_length:.3f}"}  # fmt: skip
-    lines.append([*([""] * len(names)), *(cells.get(key, "") for key in COLUMNS), "no drafts"])
-    return tables.aligned(lines)
+    lines.append([*([""] * len(names)), *(cells.get(key, "") for key in columns), "no drafts"])
+    return lines
 
 
 def _shown(value: Any) -> str:
@@ -279,18 +291,6 @@ def as_toml(found: Mapping[str, Mapping[str, Any]], comment: str) -> str:
 
 
 # The heat map
-
-
-def draw(folder: Path, kind: str, search: Search) -> list[str]:
-    """Writes the heat map. Returns the file's name."""
-    if kind == "none":
-        return []
-    if not plots.available():
-        print(f"No pictures: matplotlib is not installed ({plots.INSTALL})", file=sys.stderr)
-        return []
-    file = folder / f"heat-map.{'svg' if kind == 'auto' else kind}"
-    heat_map(search).savefig(file, dpi=150)
-    return [file.name]
 
 
 def heat_map(search: Search) -> Any:
