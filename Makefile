@@ -19,9 +19,10 @@ RAY_VENV     ?= .venv-ray
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
+	@echo 'Installing specjax and its tools into $(VENV): minutes the first time'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --progress-bar on --editable '.[dev]'
 	@touch $@
 
 check: setup
@@ -174,6 +175,7 @@ serve: $(SERVE_STAMP)
 	@$(BIN)/specjax serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
 
 $(SERVE_STAMP): pyproject.toml
+	@echo 'Installing specjax into $(VENV): about a minute the first time'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --progress-bar on --editable .
