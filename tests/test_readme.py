@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from server_helpers import running
 from specjax import Engine, checkpoint
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+CURL = next(block for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL) if "curl" in block)
 
 
 CHAT = next(index for index, block in enumerate(BLOCKS) if "openai" in block)
@@ -25,6 +29,8 @@ def test_a_python_example_runs(index, capsys):
     exec(compile(BLOCKS[index], f"README.md, python block {index}", "exec"), names)
     printed = capsys.readouterr().out
     assert len(printed.split()) > 5
+    accept = float(re.search(r"# an accept length of ([\d.]+)", BLOCKS[index])[1])
+    assert names["done"].spec_accept_length == pytest.approx(accept, abs=0.02) and accept > 2
 
 
 @pytest.mark.real_model
@@ -35,6 +41,11 @@ def test_the_chat_example_runs(capsys):
         names: dict = {}
         exec(compile(BLOCKS[CHAT].replace(ADDRESS, server.base), "README.md, chat", "exec"), names)
         names["client"].close()
+        assert ADDRESS in CURL
+        done = subprocess.run(
+            CURL.replace(ADDRESS, server.base), shell=True, capture_output=True, check=True, timeout=60
+        )
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"]
     assert len(capsys.readouterr().out.split()) > 5
 
 
