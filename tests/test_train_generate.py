@@ -434,7 +434,7 @@ def test_the_progress_bar_shows_the_speed(files, capsys):
     assert generate.main([part for part in files.argv() if part != "--no-progress"]) == 0
     shown = capsys.readouterr().err
     assert re.search(r"Generating: 12 requests in .*tok/s", shown)
-    assert "12 lines; 4 at once; speculation: NONE" in shown
+    assert "12 lines; 4 at once; speculation:\n  algorithm  NONE\n" in shown
 
 
 # How large the batch is.

@@ -213,6 +213,7 @@ class Programs(ABC):
             work()
             if helper.ident and not any(isinstance(error, KeyboardInterrupt) for error in errors):
                 helper.join()
+            bar.set_postfix_str("")
         if errors:
             raise errors[0]
         for kind in {key.kind for key in keys}:
