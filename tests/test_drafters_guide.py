@@ -161,7 +161,7 @@ def test_with_a_model(my_drafter, built_in, tmp_path, monkeypatch, capsys):
 @pytest.mark.process
 def test_in_the_benchmark(my_drafter, tmp_path):
     path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
-    words = COMMAND.replace("PYTHONPATH=. python", "").split()
+    words = COMMAND.replace("PYTHONPATH=. specjax", "-m specjax").split()
     model = saved_model(tmp_path, max_position_embeddings=1024)
     few = ["--model", model, "--limit", "1", "--turns", "1", "--max-new-tokens", "24", "--timed", "0"]
     done = subprocess.run(

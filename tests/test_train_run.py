@@ -515,7 +515,7 @@ def test_prompts_without_answers_are_one_error(train, data, tmp_path, row):
         (line,) = [each for each in err.splitlines() if "prompts.jsonl" in each]
         assert (status, summary) == (2, None) and line == err.strip().splitlines()[-1]
         assert "--data: none of its 9 lines can be learnt from" in line and f"{file}, line 1: " in line
-        assert "`python -m specjax.train.generate` writes answers" in line
+        assert "`specjax train generate` writes answers" in line
 
 
 def test_how_much_is_held_back(tmp_path, caplog):

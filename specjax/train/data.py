@@ -142,8 +142,7 @@ PROMPT_IDS, PROMPT_TEXTS = ("prompt_ids", "input_ids"), ("messages", "prompt")
 ANSWER_IDS = ("response_ids", "output_ids")
 ALONE = ("messages", "text", "tokens", "input_ids", "prompt")
 NO_ANSWER = (
-    "the line has a prompt and no answer: `python -m specjax.train.generate` writes answers, and --text-data takes "
-    "prompts"
+    "the line has a prompt and no answer: `specjax train generate` writes answers, and --text-data takes prompts"
 )
 LOSS_ON = ("assistant", "all")
 ROLES = {"developer": "system"}  # new role names -> the ones that templates know, as in the server
