@@ -19,7 +19,7 @@ RAY_VENV     ?= .venv-ray
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@echo 'Installing specjax and its tools into $(VENV): minutes the first time'
+	@echo 'Installing specjax and its tools into $(VENV): takes minutes the first time'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --progress-bar on --editable '.[dev]'
@@ -163,19 +163,19 @@ $(DOCS_VENV)/.installed: Makefile
 	$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs>=1.6,<2' 'mkdocstrings[python]>=1.0'
 	@touch $@
 
-# dist/specjax-VERSION-py3-none-any.whl: for another machine, or to lie beside a notebook.
+# Builds dist/specjax-VERSION-py3-none-any.whl, for another machine or for a notebook's folder.
 wheel:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@rm -f dist/specjax-*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	@echo "Wrote $$(ls dist/specjax-*.whl). Install it with pip, or upload it to Colab beside a notebook."
+	@echo "Wrote $$(ls dist/specjax-*.whl). Install it with pip, or upload it to the notebook's folder in Colab."
 
 # Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
 serve: $(SERVE_STAMP)
 	@$(BIN)/specjax serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
 
 $(SERVE_STAMP): pyproject.toml
-	@echo 'Installing specjax into $(VENV): about a minute the first time'
+	@echo 'Installing specjax into $(VENV): takes about a minute the first time'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --progress-bar on --editable .
