@@ -750,14 +750,15 @@ def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
 def test_reasons_why_a_step_does_not_draft():
     buckets, none = engine_of("NGRAM").buckets, make_engine(toy(), "NONE", warm=False).buckets
     small, drafting, plain = replace(buckets, block_tokens=1), Key("step", 3, 8), Key("step", 3, 8, nodes=PLAIN)
+    params, off, always = SamplingParams(), SamplingParams(speculate=False), SamplingParams(always_draft=True)
     for given, reason in (
-        ((none, plain, True, False), "there is no drafter"),
-        ((buckets, plain, False, False), "draft_limit: 0"),
-        ((small, plain, True, True), "batches of more than 1 requests"),
-        ((small, drafting, True, False), "batches of more than 1 requests"),
-        ((buckets, drafting, True, False), "had not read all of the text"),
-        ((buckets, plain, True, True), "had not read all of the text"),
-        ((buckets, plain, True, False), "measured to be faster"),
+        ((none, plain, params), "there is no drafter"),
+        ((buckets, plain, off), "draft_limit: 0"),
+        ((small, plain, always), "batches of more than 1 requests"),
+        ((small, drafting, params), "batches of more than 1 requests"),
+        ((buckets, drafting, params), "had not read all of the text"),
+        ((buckets, plain, always), "had not read all of the text"),
+        ((buckets, plain, params), "measured to be faster"),
     ):
         assert reason in not_drafted(*given), given
 

@@ -325,8 +325,8 @@ def test_the_server_says_what_was_chosen(caplog):
         "Speculation:\n  algorithm  EAGLE3"
         "\n  tree       up to 8 tokens; 5 steps, top-k 4, 8 draft tokens (automatic)"
         f"\n  head       {head('eagle3-fused')}"
-        "\n  drafts     in steps of one request where that is measured to be faster; not of more, which is faster "
-        "here, unless --speculative-num-draft-tokens is given"
+        "\n  drafts     in steps of one request where that is measured to be faster; larger batches are faster without "
+        "drafts here, and draft only if --speculative-num-draft-tokens is given"
     )
 
 

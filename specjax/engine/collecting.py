@@ -8,7 +8,6 @@ are collected.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import NamedTuple
 
 from jax.profiler import TraceAnnotation
@@ -100,7 +99,7 @@ class Collector:
         self._drafting.record(flight, read, seconds)
         self._sizes.record(flight, read, seconds)
         ended = list[Sequence]()
-        could, reason = set(flight.drafted if drafts else ()), cache(partial(not_drafted, self._buckets, flight.key))
+        drafting = set(flight.drafted if drafts else ())
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
@@ -112,11 +111,11 @@ class Collector:
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
             stepped = verified and bool(tokens)
-            drafted, free = sequence in could, sequence.params.grammar is None
+            drafted, free = sequence in drafting, sequence.params.grammar is None
             self._counters.count(kept, verified=stepped, drafted=drafted, free=free)
             sequence.drafted_steps += stepped and drafted
             if stepped and not drafted:
-                sequence.not_drafted = reason(sequence.params.drafts, sequence.params.always_draft)
+                sequence.not_drafted = not_drafted(self._buckets, flight.key, sequence.params)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
             self._report(sequence)

@@ -10,12 +10,13 @@ from jax.sharding import Mesh
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
 from specjax.engine.keys import Key
+from specjax.engine.sampling_params import SamplingParams
 from specjax.sharding import group_count, local_bytes
 from specjax.state import DecodeState
 
 
 def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
-    """How an engine drafts, for the log: its algorithm, and where it drafts, tree, head, and when it drafts."""
+    """How an engine drafts, for the log: algorithm, tree, head, and the steps that draft."""
     if drafter.width == 1:
         return {"algorithm": drafter.name}
     tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
@@ -25,14 +26,14 @@ def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
     drafts, more = "in steps" if buckets.adaptive else "in every step", ""
     if (most := buckets.most_drafting) < buckets.batches[-1]:
         drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
-        more = "; not of more, which is faster here, unless TreeShape.nodes is given"
+        more = "; larger batches are faster without drafts here, and draft only if TreeShape.nodes is given"
     drafts += " where that is measured to be faster" * buckets.adaptive + more
     head = {"head": drafter.source} if drafter.source else {}
     return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
 
 
 def as_lines(table: Mapping[str, str]) -> str:
-    """A table of `speculation_table`'s, as lines to follow a heading."""
+    """Formats `speculation_table` as indented lines below a heading."""
     return "".join(f"\n  {name:9}  {text}" for name, text in table.items())
 
 
@@ -47,16 +48,15 @@ def _too_many(buckets: Buckets) -> str:
     )
 
 
-def not_drafted(buckets: Buckets, key: Key, drafts: bool, always: bool) -> str:
-    """The reason why a step of the program `key` did not draft for a request. `drafts`, `always`: its
-    `SamplingParams.drafts` and `always_draft`."""
+def not_drafted(buckets: Buckets, key: Key, params: SamplingParams) -> str:
+    """The reason why a step of the program `key` did not draft for a request."""
     if not buckets.drafts(1):
         return "there is no drafter (the speculative algorithm is NONE)"
-    if not drafts:
+    if not params.drafts:
         return NOT_ASKED
     if not buckets.drafts(key.width):
         return _too_many(buckets)
-    if key.drafts or always:
+    if key.drafts or params.always_draft:
         return "the drafter had not read all of the text yet, or its programs were being compiled"
     return SLOWER
 
