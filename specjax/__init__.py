@@ -60,12 +60,10 @@ __version__ = "0.1.0"
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def _concerns_users(record: logging.LogRecord) -> bool:
-    return "Models won't be available and only tokenizers" not in record.getMessage()
-
-
 # transformers advises to install PyTorch, which specjax does not need: it uses tokenizers and configs alone.
-logging.getLogger("transformers").addFilter(_concerns_users)
+logging.getLogger("transformers").addFilter(
+    lambda record: "Models won't be available and only tokenizers" not in record.getMessage()
+)
 
 
 def __getattr__(name: str) -> Any:

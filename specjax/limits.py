@@ -57,9 +57,9 @@ def range_of(owner: Any, name: str) -> Range:
 
 
 def documented(kind: type) -> dict[str, str]:
-    """What the section `Attributes:` of a class's docstring says of each field, in one line."""
+    """The fields of a class, from `Attributes:` in its docstring, with their texts as `--help` shows them."""
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {6}.+)*)", cleandoc(kind.__doc__ or ""), re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    return {name: " ".join(text.split()).rstrip(".").replace("`", "") for name, text in entries}
 
 
 def shown(value: Any) -> str:

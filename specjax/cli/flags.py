@@ -38,11 +38,9 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 
 
 _DOCS = {
-    name: text.rstrip(".").replace("`", "")
-    for options in (EngineConfig, Eagle, Standalone, Ngram)
-    for name, text in documented(options).items()
+    name: text for options in (EngineConfig, Eagle, Standalone, Ngram) for name, text in documented(options).items()
 }
-"""What the docstrings say of the options of the engine and of the algorithms."""
+"""Help for the options of the engine and of the algorithms."""
 
 
 def _engine(name: str, help: str = "", **more: Any) -> Any:
@@ -196,7 +194,7 @@ class SpeculativeSettings:
     speculative_adaptive: bool | None = setting(
         None,
         "draft only where that is measured to be faster, with the fastest tree; off = in every step, except in batches "
-        "so large that drafting would slow them; default: on, unless the steps, the top-k or the draft tokens of a "
+        "too large to gain from it; default: on, unless the steps, the top-k or the draft tokens of a "
         "tree are given: such a tree drafts in every step of every batch",
         sets="adaptive",
     )

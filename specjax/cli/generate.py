@@ -281,9 +281,10 @@ def run(
 DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
 TABLES = ("model", "engine", "speculative")
 
-OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-SAMPLING = (*OF_MODEL, "frequency_penalty", "presence_penalty", "max_new_tokens", "min_new_tokens", "seed")
-"""Fields of `SamplingParams` that are flags. The default of the first is in the model's generation_config.json."""
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling fields whose defaults are in the model's generation_config.json."""
+SAMPLING = (*MODEL_DEFAULTS, "frequency_penalty", "presence_penalty", "max_new_tokens", "min_new_tokens", "seed")
+"""Fields of `SamplingParams` that are flags."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -320,9 +321,9 @@ def build_parser() -> argparse.ArgumentParser:
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
     texts = documented(SamplingParams) | {"seed": "line i of the input uses seed + i, unless it has its own"}
     for name in SAMPLING:
-        default, text = defaults[name], texts.get(name, "").rstrip(".").replace("`", "")
+        default, text = defaults[name], texts[name]
         kind = float if isinstance(default, float) else int
-        if name in OF_MODEL:
+        if name in MODEL_DEFAULTS:
             default, text = None, f"{text}; default: the model's (--sampling-defaults), else {default}"
         add(f"--{settings.dashed(name)}", type=kind, default=default, help=text)
     add("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")

@@ -11,10 +11,9 @@ A row is read by the first of these groups of fields that it has (`row_fields`):
     tokens or input_ids             ids, loss on every token
     prompt                          running text; only where every token is learnt
 
-A chat template gets the row's `tools` and `chat_template_kwargs`. Ids get no end token that they do not hold. Text gets
-the template's, unless `finish_reason` says that the answer was cut off ("length") or ended by a stop string
-(`matched`).
-Earlier assistant turns that the template rewrites, such as turns whose thoughts it drops, have no loss.
+A chat template gets the row's `tools` and `chat_template_kwargs`. No end token is added to ids. Text gets the
+template's end token, unless `finish_reason` says that the answer was cut off ("length") or ended by a stop string
+(`matched`). Earlier assistant turns that the template rewrites, such as turns whose thoughts it drops, have no loss.
 
 Random choices depend on the seed alone, so that a run resumed anywhere continues with the same data.
 """
@@ -32,6 +31,7 @@ from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding, Tokenizer, processors
 
 from specjax.engine.intake import Chat, Prompt, encode
+from specjax.engine.text import END_THINK, THINK
 from specjax.train import corpus
 
 # Purposes of permutations: one seed gives a different permutation for each.
@@ -277,10 +277,9 @@ class _Encoder:
         return Tokens(ids, loss)
 
 
-OF_TEMPLATE = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})
-"""Fields of a message that only the template can put into words."""
+TEMPLATE_FIELDS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})
+"""Fields of a message that only the template can render."""
 PROBE = "specjax-probe"
-THINK, END_THINK = "<think>", "</think>"
 NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
 
 
@@ -297,13 +296,13 @@ class Chats:
 
     def render(
         self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool, last_only: bool = False
-    ) -> Text:  # fmt: skip
-        """The chat up to its last answer, with loss on the answers. Raises ValueError: the last has no place.
+    ) -> Text:
+        """The chat up to its last answer, with loss on the answers. Raises ValueError: the last cannot be located.
 
         Args:
             template: arguments of the template.
-            cut: whether the last answer has no end.
-            last_only: whether the target wrote the last answer alone.
+            cut: the last answer has no end token.
+            last_only: the target wrote the last answer alone.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not self.everything:
@@ -327,21 +326,19 @@ class Chats:
         lost = 0 if self.everything or last_only else len(turns) - len(spans)
         return Text(text, spans, lost)
 
-    def _turn(
-        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool
-    ) -> tuple[str, str]:  # fmt: skip
-        """The prompt that the target reads before its last message, and what it writes.
+    def _turn(self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool) -> tuple[str, str]:
+        """The prompt that the target reads before the last message, and the text that it writes.
 
-        It writes the content as it is. Only what the template puts around a content is taken from the template, which
-        may trim the content, or drop or invent thoughts. Thoughts that the template leaves empty are part of the prompt
-        of an answer without thoughts, and absent from one with thoughts of its own.
+        The content is used as it is, since a template may trim it, or drop or invent thoughts; only the text around it
+        is the template's. An empty block of thoughts is part of the prompt if the answer has no thoughts, and is left
+        out if it has.
         """
         *before, message = messages
         prompt, content = self._rendered(before, template, answer=True), message["content"]
         refusal = (
             f"the chat template writes messages[{len(before)}], or what is before it, in another way than a prompt"
         )
-        if not OF_TEMPLATE.isdisjoint(message):
+        if not TEMPLATE_FIELDS.isdisjoint(message):
             turn = self._rendered(messages, template)
             if not turn.startswith(prompt):
                 raise ValueError(refusal)
@@ -367,9 +364,7 @@ class Chats:
         space, end = close.groups() if close else ("", after)
         return prompt, lead + content + ("" if content.endswith(space) else space) + end
 
-    def _rendered(
-        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, answer: bool = False
-    ) -> str:  # fmt: skip
+    def _rendered(self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, answer: bool = False) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template: give text or token ids instead of messages")
         try:
@@ -381,9 +376,9 @@ class Chats:
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that a row is read by: those of its prompt and its answer, or one. Raises ValueError: it has none.
+    """The fields from which a row is read: those of its prompt and its answer, or one. Raises ValueError: it has none.
 
-    Ids precede the text that they stand for. An answer without a prompt is returned alone.
+    Ids take precedence over their text. An answer without a prompt is returned alone.
     """
 
     def first(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -401,10 +396,10 @@ def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError: the answer's ids are not this tokenizer's, as they decode to another text than the response.
+    """Raises ValueError if the answer's ids are another tokenizer's: the decoded text does not contain the response.
 
-    The response may be a part of the text, such as the one before a stop string. White space and cut characters differ
-    between decoders.
+    The response may lack the end of the text, from a stop string on. White space and incomplete characters, which
+    decoders treat differently, are not compared.
     """
     response = row.get("response")
     if not isinstance(response, str):
@@ -419,10 +414,7 @@ def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
 
 
 def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
-    """What the target reads of `messages` or `prompt`, before the row's `response`.
-
-    A `prompt` is a text where the tokenizer has no chat template.
-    """
+    """The prompt of a row, from `messages` or `prompt`. A `prompt` is plain text if there is no chat template."""
     prompt = row[name]
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
@@ -491,7 +483,7 @@ def _template(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:
-    """Whether the target did not end its answer itself."""
+    """True if a limit or a stop string ended the answer, not the target."""
     reason = row.get("finish_reason")
     details = reason if isinstance(reason, dict) else {"type": reason}
     return details.get("type") == "length" or isinstance(details.get("matched"), str)
