@@ -500,7 +500,7 @@ def test_batches_that_do_not_divide_and_empty_data(train, tmp_path, monkeypatch)
     monkeypatch.undo()
     (tmp_path / "bad.jsonl").write_text('{"text": ""}\nnot json\n')
     status, _, err = train(data=tmp_path / "bad.jsonl", held_back=0)
-    assert status == 2 and "none of its 2 lines can be learnt from" in err and "line 1: text is empty" in err
+    assert status == 2 and "none of the 2 lines is usable" in err and "line 1: text is empty" in err
     (tmp_path / "empty.jsonl").write_text("\n")
     status, _, err = train(data=tmp_path / "empty.jsonl", held_back=0)
     assert status == 2 and "hold no example to learn from" in err
@@ -514,7 +514,7 @@ def test_prompts_without_answers_are_one_error(train, data, tmp_path, row):
         status, summary, err = train(**given)
         (line,) = [each for each in err.splitlines() if "prompts.jsonl" in each]
         assert (status, summary) == (2, None) and line == err.strip().splitlines()[-1]
-        assert "--data: none of its 9 lines can be learnt from" in line and f"{file}, line 1: " in line
+        assert "--data: none of the 9 lines is usable" in line and f"{file}, line 1: " in line
         assert "`specjax train generate` writes answers" in line
 
 

@@ -3,10 +3,10 @@
 The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
 `prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages`, and may have
 a `source`, and `tools` and `chat_template_kwargs` for the chat template. An output line holds `source, tools,
-chat_template_kwargs, temperature, prompt | messages, response, prompt_ids, response_ids, finish_reason, seed`: the ids
-are what the model read and wrote, and what `specjax.train` learns from. `response_ids` ends with the stop token where
-the model stopped. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines
-were bad, 2 the run could not start.
+chat_template_kwargs, temperature, prompt | messages, response, prompt_ids, response_ids, finish_reason, seed`. The ids
+are exactly those that the model read and wrote; `specjax train` learns from them. `response_ids` ends with the stop
+token where the model stopped. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done,
+1 some lines were bad, 2 the run could not start.
 
 An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
 near-ties). So a run may be killed at any time: the same command continues after the last whole line and completes the
@@ -57,7 +57,7 @@ from specjax.train.data import read_prompt
 
 # Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows.
 LARGEST = {"cpu": 64, "gpu": 256}
-KEPT = ("source", "tools", "chat_template_kwargs")  # fields of the input that the output has too
+KEPT = ("source", "tools", "chat_template_kwargs")  # input fields that are copied to the output
 
 DEFAULTS = flags.Settings(
     # None: what fits the memory. Drafting pays in small batches, and these are as large as they can be.

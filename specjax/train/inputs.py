@@ -63,9 +63,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
     for flag, found in {"--data": answers, "--text-data": texts}.items():
         if found.skipped and not found.examples:
             path, number, reason = found.skipped[0]
-            raise ValueError(
-                f"{flag}: none of its {found.lines} lines can be learnt from; of {path}, line {number}: {reason}"
-            )
+            raise ValueError(f"{flag}: none of the {found.lines} lines is usable; {path}, line {number}: {reason}")
     corpus.report([*answers.skipped, *texts.skipped])
     count, held, drawn = len(answers.examples), given.held_back, texts.examples
     if held and held >= count and count + len(drawn):

@@ -24,7 +24,8 @@ class DataSettings:
 
     data: tuple[str, ...] = setting(
         (),
-        "JSONL (.gz): answers of specjax.train.generate, messages, prompt + response, text or ids; or a folder of such",
+        "JSONL (.gz) or a folder of such files: answers of specjax train generate, messages, prompt + response, text, "
+        "ids",
         metavar="FILE",
     )
     text_data: tuple[str, ...] = setting((), "the same, of prompts or text; every token is learnt", metavar="FILE")

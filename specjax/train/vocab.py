@@ -6,10 +6,10 @@ A draft head that scores only the frequent part of the vocabulary is cheaper. No
 it is never proposed, so drafts are accepted less often (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A draft predicts
 the target's own output, so the best corpus is text written by the target, as ids: those include its end tokens.
 
-Text files are tokenised as running text, line ends included. Of a JSONL row the prompt and the answer that
-`specjax.train` would read are counted, ids before text. `--field NAME` (repeatable) counts just these fields; `--field
-NAME=20` counts every token there 20 times. A text, or a list of texts, is tokenised without a template and without the
-tokens put around a prompt; a list of ids is counted as it is; of a list of messages the contents are tokenised.
+Text files are tokenised as running text, line ends included. The prompt and the answer of a JSONL row are counted as
+`specjax train` reads them, ids before text. `--field NAME` (repeatable) counts just these fields; `--field NAME=20`
+counts every token there 20 times. A text, or a list of texts, is tokenised without a template and without the tokens
+put around a prompt; a list of ids is counted as it is; of a list of messages the contents are tokenised.
 
 Ids are sorted by falling count, ties by id; the end tokens of the model are always in the map. The last line of stdout
 is one JSON object: `lines` read, `bad` ones among them, `tokens` counted, `distinct` ids, and `coverage`: the share of
@@ -223,12 +223,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="specjax train vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
-        epilog="Of a JSONL line without --field the prompt (ids, messages or text) and the answer (ids or text) are "
-        "counted, or messages, text or tokens alone.",
+        epilog="Without --field, the prompt (ids, messages or text) and the answer (ids or text) of a JSONL line are "
+        "counted, or its messages, text or tokens alone.",
     )
     parser.add_argument(
         "--model", "--tokenizer", dest="tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
-        help="alias, folder, .gguf or hub id; of a folder only the tokenizer is read",
+        help="alias, folder, .gguf or hub id; only the tokenizer of a folder is read",
     )  # fmt: skip
     parser.add_argument(
         "--input", required=True, nargs="+", action="extend", metavar="FILE",
