@@ -155,7 +155,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         argv = sys.argv[1:] if args is None else list(args)
-        # Before argparse, which first says that a required flag is missing although its name was only mistyped.
+        # Before argparse, which would report a mistyped required flag as missing.
         known = self._option_string_actions
         flags = [text.partition("=")[0] for text in takewhile("--".__ne__, argv) if _is_flag(text)]
         if unknown := [flag for flag in dict.fromkeys(flags) if flag not in known]:
@@ -169,7 +169,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _is_flag(text: str) -> bool:
-    """Whether argparse reads the text as a flag: no value of one can look like this."""
+    """True if argparse reads the text as a flag, never as a value."""
     return text.startswith("-") and text != "-" and " " not in text and re.match(r"-\.?\d", text) is None
 
 
@@ -214,7 +214,7 @@ def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> No
 
 
 def _number(kind: type, text: str) -> Any:
-    """The number that a flag is given, or its text, which `read` refuses with the range that would work."""
+    """A flag's number, or its text if it is none: `read` refuses that and names the allowed range."""
     try:
         return kind(text)
     except ValueError:
@@ -345,7 +345,7 @@ def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
 
 
 def nearest(key: str, names: Iterable[str]) -> str:
-    """The only name that the key begins, or else the closest one; "": none is close."""
+    """The only name that starts with the key, else the closest name; "": none is close."""
     key, names = dashed(key).strip("-").lower(), list(names)
     longer = [name for name in names if key and name.startswith(key)]
     return next(iter(longer if len(longer) == 1 else difflib.get_close_matches(key, names, n=1)), "")

@@ -8,8 +8,7 @@
 What is fed at once makes no difference to what all parts together say. A call is announced once its name, one of the
 request's functions, and the beginning of its arguments have been read; before that, text that turns out to be no call
 is plain text. Arguments are passed on as the model writes them, like OpenAI's: they may be cut off by the limit of
-tokens, or have brackets and commas in wrong places. What strict clients refuse inside them becomes text:
-`JsonObject`.
+tokens, or have brackets and commas in wrong places. `JsonObject` mends values that strict clients refuse.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ LIMIT = 512  # characters from the beginning of a call within which its argument
 MOST = 2**16  # characters of a call that is read as a whole, because its members have another order
 CHUNK = 4096  # characters that are read at once, so that the cost is linear in the text
 _BEGUN = r"(?=\{\s*(?:\}|\"(?:[^\"\\]|\\.)*\"\s*:\s*[\[{\"\dtfnTFNI-]))"
-"""Matches before an object that is empty or whose first value begins, be it JSON's or one of Python's or JavaScript's
-words: True, None, NaN, Infinity."""
+"""Matches before an object that is empty or whose first value begins. Words of Python and JavaScript are values, too:
+True, None, NaN, Infinity."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*' + _BEGUN
@@ -63,7 +62,7 @@ _IN_STRING = re.compile(
 _ESCAPE_BEGUN = re.compile(
     r"\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][\da-fA-F]?)?)?)?)?)?)?\Z"
 )
-"""Matches the end of a text that more text may make an escape."""
+"""Matches an incomplete escape at the end of a text."""
 _SPACE = re.compile(r"[ \t\n\r]+")
 _WORD = re.compile(r'[^"{}\[\]<,: \t\n\r]+')  # a number, or a word such as true
 
@@ -71,9 +70,9 @@ _WORD = re.compile(r'[^"{}\[\]<,: \t\n\r]+')  # a number, or a word such as true
 class JsonObject:
     """Reads an object of JSON that comes in pieces, as far as its brackets and strings go.
 
-    What strict clients refuse inside it becomes text: words and numbers as values (`NaN` becomes `"NaN"`, and 1e999,
-    which no double holds, `"1e999"`), and wrong escapes in strings, half a surrogate among them (a second backslash is
-    put before them). Control characters in strings are escaped.
+    Values that strict clients refuse become strings: `NaN` becomes `"NaN"`, and 1e999, which exceeds a double,
+    `"1e999"`. Invalid escapes in strings, such as a lone surrogate, get a second backslash. Control characters in
+    strings are escaped.
     """
 
     def __init__(self, opened: str = "") -> None:
@@ -84,9 +83,9 @@ class JsonObject:
         self.broken = False  # what comes next cannot belong to it
 
     def read(self, text: str, *, last: bool = False) -> tuple[str, int]:
-        """Reads on, up to the end of the object, or to an escape or a word that may go on. `last`: nothing follows.
+        """Reads on, up to the end of the object or to an incomplete escape or word. `last`: nothing follows.
 
-        Returns what has been read, as it is passed on, and the number of characters.
+        Returns the JSON to pass on, and the number of characters that were read.
         """
         found: list[str] = []
         at = 0
@@ -450,8 +449,8 @@ def whole_call(text: str) -> tuple[str, str] | None:
 
 
 def strict_json(text: str, *, partial: bool = False) -> Any:
-    """Parses JSON, and raises a ValueError for what strict clients refuse: NaN, numbers that are too large, halves of
-    surrogates, more than about 200 levels. `partial`: the text may be cut off, and so may lack its last value."""
+    """Parses JSON. Raises ValueError also for NaN, numbers that are too large, lone surrogates, and more than about 200
+    levels, which strict clients refuse. `partial`: the text may be cut off, and may lack its last value."""
     found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=partial)
     json.dumps(found, allow_nan=False)  # 1e999 is infinite
     return found

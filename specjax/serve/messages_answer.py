@@ -91,8 +91,8 @@ def _block(part: Part, text: str) -> dict[str, Any]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Arguments as an object. Those that are cut off lose their last member, as they do in Anthropic's clients. Those
-    that are no JSON are the member that Anthropic names for them."""
+    """Arguments as an object. If they are cut off, the last member is left out, as in Anthropic's clients; invalid JSON
+    becomes the member `INVALID_JSON`, Anthropic's name for it."""
     try:
         found = strict_json(text or "{}", partial=True)
     except ValueError:

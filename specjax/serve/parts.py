@@ -27,7 +27,7 @@ class Part:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is a call that is not whole."""
+        """True for a call with incomplete arguments."""
         return self.kind == "call" and not is_whole(self.text)
 
 

@@ -113,7 +113,7 @@ class SamplingFields(Body):
     logit_bias: Bias | None = Field(None, description="Token ids to numbers that are added to their logits.")
     ignore_eos: Flag | None = None
     stop_token_ids: StopIds | None = Field(
-        None, description="Ids that the model does not have stop no text. They end thoughts, too."
+        None, description="Ids that end the text, also in thoughts. Ids that the model does not have are ignored."
     )
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
@@ -122,8 +122,8 @@ class SamplingFields(Body):
     )
     always_draft: Flag | None = Field(
         None,
-        description="Draft in each step, also where steps without drafts were measured to be faster. Changes the "
-        "speed, never the text. `not_drafted` of the answer says why a step did not draft all the same.",
+        description="Draft in each step, even if steps without drafts were measured to be faster. Changes the speed, "
+        "never the text. `not_drafted` of the answer gives the reason if a step still did not draft.",
     )
     regex: Source | None = Field(None, description="That the text matches as a whole.")
     ebnf: Source | None = Field(None, description="A grammar of the text: GBNF with the rule `root`.")

@@ -73,7 +73,7 @@ class Reply:
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls, and the last one is whole."""
+        """True if there are calls and the last one is complete."""
         return bool(self._calls) and is_whole(self._calls[-1]["function"]["arguments"])
 
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:
@@ -145,7 +145,7 @@ class Reply:
 
 
 def is_whole(arguments: str) -> bool:
-    """Whether the object of a call's arguments was closed, not cut off."""
+    """True if the JSON object of a call's arguments is closed, not cut off."""
     reader = JsonObject()
     reader.read(arguments)
     return reader.ended

@@ -102,7 +102,7 @@ class ResponsesAnswer(Answer):
                 return item | {"type": "reasoning", "summary": [], "content": content}
 
     def _part_status(self, part: Part, done: Completion | None) -> str:
-        """Of a part that has ended. Only the last one of an answer may be incomplete, or a call that is cut off."""
+        """Status of a part that has ended: only an answer's last part, or a call that is cut off, may be incomplete."""
         if part.is_cut:
             return "incomplete"
         return "completed" if done is None or part is not self._parts.found[-1] else _status(done)

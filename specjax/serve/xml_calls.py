@@ -3,8 +3,8 @@
     <tool_call>\\n<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>       Qwen3-Coder
     <tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>                    GLM
 
-They become JSON, `{"a": 1}`, one member at a time. Only the schema of a function tells the text `1` from the number:
-`typed_value`.
+They become JSON, `{"a": 1}`, one member at a time. `typed_value` decides by the function's schema whether `1` is a
+string or a number.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TaggedCalls(CallParser):
             return False
         at, end = found.span() if found else (len(self._held), len(self._held))
         whole = self._held.startswith("</", at)
-        if not whole:  # without its end tag it ends with the call, if that ends before the next argument
+        if not whole:  # no end tag: the value ends at the next argument, or before it with the call
             ends = [place for mark in self.ends if (place := self._held.find(mark, 0, at)) >= 0]
             at = end = min(ends, default=at)
         cut = not whole and at == len(self._held)
@@ -132,10 +132,10 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
 
     - null, if the text is `null`
     - the text as a string; a schema that does not mention the argument allows it
-    - what JSON reads in it, also in words such as `TRUE`
-    - what Python reads in it, as in vLLM and SGLang: `['a', None]`
+    - the text read as JSON, with words such as `TRUE` in any case
+    - the text read as a Python literal, as in vLLM and SGLang: `['a', None]`
 
-    If it allows none, what JSON reads, else the text.
+    If the schema allows none of them, the value is the text read as JSON, or the text if it is not JSON.
 
     Args:
         name: of the argument.
@@ -160,7 +160,7 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _literal(text: str, default: Any) -> Any:
-    """The value of a literal of Python's that JSON has, too."""
+    """The value of a Python literal that JSON can express, else `default`."""
     if len(text) <= MOST:  # of longer texts the syntax tree takes too much memory
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             with warnings.catch_warnings(action="ignore"):
@@ -170,13 +170,12 @@ def _literal(text: str, default: Any) -> Any:
 
 
 def _allows(schema: Any, value: Any, root: Mapping[str, Any], exact: bool, known: dict[tuple[str, int], bool]) -> bool:
-    """Whether a JSON schema allows a value, as far as types, members and listed values go. Other keywords are ignored,
-    and allow everything.
+    """True if a JSON schema allows a value. Types, members and listed values are checked; other keywords are ignored.
 
     Args:
         root: the schema that references are relative to.
         exact: False: `enum` and `const` allow other values of the same types, and members may be added.
-        known: by reference and id of the value, whether it is allowed. A reference that leads to itself allows nothing.
+        known: results by reference and id of the value. A reference that leads to itself allows nothing.
     """
     if not isinstance(schema, Mapping):
         return schema is not False
