@@ -191,7 +191,7 @@ class Adaptive:
         own = self._of(batch)
         drafting = [request for request in requests if request.params.drafts]
         if any(request.params.always_draft for request in drafting):
-            own.trying, own.left = None, 0  # these steps are no trial, and cost no credit
+            own.trying, own.left = None, 0  # a forced step is no trial
             return options[0]
         warmths = frozenset(map(warmth, drafting))
         behind = sum(request.unseen for request in drafting) * self.catch_up_seconds

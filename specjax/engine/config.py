@@ -32,26 +32,26 @@ class EngineConfig:
         schedule_policy: which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in
             the cache.
         prefix_cache: keep the pages of earlier texts, and use them for requests that begin alike.
-        retract_every: for tests: retract the youngest request after so many steps, at least 1; None: never without
-            need.
+        retract_every: for tests: retract the youngest request after so many steps, at least 1; None: only when pages
+            run out.
         mem_fraction: share of a GPU's memory for weights and KV pool, above 0 and at most 1; JAX reserves a tenth
             more for the rest, unless the environment sets its share.
         overlap: dispatch each step before the result of the last one is read.
         adaptive: draft only where it is measured to be faster; see `specjax.engine.adaptive`.
         trace: keep each step's tree, in `Completion.trees`.
-        time_phases: measure drafting, verifying and committing; slower, as each is waited for.
-        isolate_ngrams: a request drafts from the text of others, which its timing could reveal, only with the same
-            `cache_salt`.
+        time_phases: measure drafting, verifying and committing; slower, since the host waits for each phase.
+        isolate_ngrams: share n-grams only between requests with the same `cache_salt`, since the timing of drafts can
+            reveal other requests' text.
         plain_content: users' text never becomes special tokens; only the chat template's markup does. A prompt given
             as text is users' text; a prompt given as ids may hold special tokens.
         autotune_seconds: seconds that the first start on a GPU spends measuring which kernels, blocks and options are
-            fastest, at least 0; later starts use the result; 0 = off: measure nothing and use no earlier result; a CPU
-            is measured by specjax.tune only.
+            fastest, at least 0; later starts use the result; 0 = off: measure nothing and use no earlier result; on a
+            CPU only `specjax tune` measures.
         tensor_parallel: devices over which weights and KV pool are split, at least 1; see `specjax.sharding`.
         expert_parallel: groups of these devices, at least 1, over which the experts of a mixture are spread; must
             divide `tensor_parallel`. Each group has experts of its own, and its devices share the width of each.
-        first_device: index of the first of these devices among the process's, at least 0.
-        random_seed: seed from which requests without one draw theirs; default: a different one in each run.
+        first_device: index of the first of these devices in the process, at least 0.
+        random_seed: seed of requests that have none; default: a different one in each run.
 
     Raises:
         TypeError: a value has another type. ValueError: it is out of range. Both name the field.

@@ -227,8 +227,8 @@ class Engine:
             compilation_cache: keep compiled programs on disk, and what is measured on a GPU at the first start
                 (`EngineConfig.autotune_seconds`).
             group: of the processes whose devices share the model, which has joined; see `specjax.engine.following`.
-            progress: show bars on stderr while weights are loaded and while requests wait for the compiler; where
-                stderr is no terminal, a line at the end of each.
+            progress: show bars on stderr while weights are loaded and while requests wait for the compiler; if stderr
+                is not a terminal, one line for each.
 
         Raises:
             CheckpointError: the model cannot be found or read.

@@ -59,15 +59,14 @@ class StreamChunk(NamedTuple):
 
     Attributes:
         prompt_index: index of the prompt among those of the call; 0 for a single one.
-        text: what is new. Text that a stop string may still cut off is held back.
+        text: the new text. Text that a stop string may still cut off is held back.
         output_ids: tokens drawn since the last chunk, also those whose text is held back.
-        completion: the whole result, with the request's last chunk; None: it goes on.
-        logprobs: of the tokens whose text is all sent; empty: none is new, or they were not requested.
+        completion: the whole result, in the request's last chunk; None: more chunks follow.
+        logprobs: log-probabilities of the tokens whose text is all sent; empty: no such token, or not requested.
         cached_tokens: tokens of the prompt that were taken from the prefix cache.
-        origins: of the tokens whose text is all sent, so that their texts joined are `text`; empty: not requested.
-        tree: of the last step so far; None: the engine keeps none (`EngineConfig.trace`).
-        scores: in the first chunk holds the log-probabilities of the prompt, which `prompt_logprobs` returns; None:
-            not requested, or another chunk.
+        origins: origins of the same tokens, with texts that join to `text`; empty: no such token, or not requested.
+        tree: draft tree of the last step; None: the engine keeps none (`EngineConfig.trace`).
+        scores: log-probabilities of the prompt, for `prompt_logprobs`, in the first chunk; None: not requested.
     """
 
     prompt_index: int

@@ -97,7 +97,7 @@ class GrammarSteps:
         return sequence.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
 
     def _proposing(self, half: Key) -> Program | None:
-        """None: it has no room, which `Executables` has logged, so nothing is drafted."""
+        """The program; None: out of memory, which `Executables` has logged, and the step does not draft."""
         try:
             return self._executables.get(half)
         except Exception as error:

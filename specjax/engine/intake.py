@@ -31,7 +31,7 @@ from specjax.sampling import STOP_IDS
 
 Prompt: TypeAlias = str | List[int] | List[Mapping[str, Any]]
 """Text, token ids, or the messages of one chat."""
-# A string is a sequence of strings, so `List[Prompt]` would not tell one prompt from several.
+# Not `List[Prompt]`: a string is a sequence of strings, so one prompt would pass for several.
 Prompts: TypeAlias = (
     list[str] | list[Prompt] | tuple[Prompt, ...] | Iterator[Prompt] | List[List[int]] | List[List[Mapping[str, Any]]]
 )
@@ -233,7 +233,7 @@ class Intake:
         return None if begun is False else Reasoning(*self.thinking, begun=bool(begun))
 
     def _thoughts(self, sampling: SamplingParams, prompt: List[int]) -> Thoughts | None:
-        """The thoughts in which no stop string ends the text; None: all do."""
+        """Splits off the thoughts, in which stops do not match; None: stops match everywhere."""
         if not sampling.stop_after_reasoning:
             return None
         return Thoughts(sampling.require_reasoning or bool(begins_thinking(prompt, self.tokenizer)))
@@ -274,8 +274,8 @@ class Intake:
 
 
 def begins_thinking(prompt: List[int], tokenizer: Any) -> bool | None:
-    """Whether a prompt ends with `<think>` and white space, as a template writes it that opens a block of thoughts;
-    False: with `</think>`; None: with neither. A marker that other text follows is the user's."""
+    """True if a prompt ends with `<think>`, False if it ends with `</think>`, else None. White space after the marker
+    is ignored. A marker before other text is part of a message."""
     tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
     return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
 

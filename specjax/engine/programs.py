@@ -50,8 +50,8 @@ class Programs(ABC):
             device, where nothing else may run meanwhile.
         on_change: called by any thread that has compiled a program, or failed to.
         announce: called with each key that is about to be compiled.
-        progress: whether stderr shows a bar while a request waits for the compiler. `warm_up` has one of its own, and
-            what is compiled while requests run has none.
+        progress: whether stderr shows a bar while a request waits for the compiler. `warm_up` shows its own bar, and
+            `compile_later` none.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -103,7 +103,7 @@ class Programs(ABC):
             raise Unavailable(f"{key}: {self._failed[key]}")
         if key in self._broken:
             error, where = self._broken[key]
-            raise error.with_traceback(where)  # which would grow with each time
+            raise error.with_traceback(where)  # the first one, as each raise adds frames
         if (program := self._programs.get(key)) is not None:
             return program
         with self._lock:
@@ -136,7 +136,7 @@ class Programs(ABC):
             self.on_change()
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """The first of these keys whose program has room, and the program. Raises Unavailable if there is none, and
+        """The first of these keys whose program fits into memory, and the program. Raises Unavailable if none does, and
         whatever tracing and compiling raise."""
         problem = "there is none"
         for key in keys:
@@ -149,10 +149,10 @@ class Programs(ABC):
         raise Unavailable(f"no size of batch can run ({problem})")
 
     def fail(self, key: Key, error: BaseException) -> None:
-        """Remembers that there is no memory for the program of a key, and logs it the first time."""
+        """Records that the program of a key does not fit into memory, and logs it the first time."""
         problem = _first_line(error)
         if key not in self._failed:
-            logger.error("No memory for the program of %s, smaller ones are used instead: %s", key, problem)
+            logger.error("Out of memory for the program of %s; using smaller ones: %s", key, problem)
             logger.debug("%s", key, exc_info=error)
         self._failed[key] = problem
 
@@ -184,7 +184,7 @@ class Programs(ABC):
             strict: also raise if a program runs out of memory. False: leave such programs out.
 
         Raises:
-            Unavailable: not `strict`, and no program of a kind has room.
+            Unavailable: not `strict`, and no program of a kind fits into memory.
             Exception: whatever tracing and compiling raise. A key that has failed before is tried again if `strict`.
         """
         keys = list(keys)
@@ -220,8 +220,8 @@ class Programs(ABC):
             self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
     def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
-        """Compiles these one by one in a thread of its own, which `close` ends. What fails is logged, and raised when
-        it is used. At its end the interpreter waits as for `compile_later`."""
+        """Compiles these one by one in a thread of its own, which `close` ends. Failures are logged, and raised when
+        the program is used. At its end the interpreter waits as for `compile_later`."""
         missing = [key for key in keys if key not in self._futures and not self.is_settled(key)]
         self._background = missing
 
@@ -236,7 +236,8 @@ class Programs(ABC):
         return thread
 
     def compile_later(self, keys: Iterable[Key]) -> None:
-        """Compiles these one by one in a thread, while requests run. What fails is logged, and raised when it is used.
+        """Compiles these one by one in a thread, while requests run. Failures are logged, and raised when the program
+        is used.
 
         The interpreter waits at its end for the program that is being compiled, and for no further one: a thread inside
         of XLA would not survive it.
@@ -283,7 +284,7 @@ class Programs(ABC):
             bar.update()
 
     def _log_failure(self, error: Exception) -> bool:
-        """In the background, where nobody waits for the program. `fail` has logged that memory ran out."""
+        """Logs a failure of background compilation, unless `fail` has logged it. Returns True."""
         if not is_out_of_memory(error):
             logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
         return True
@@ -298,7 +299,7 @@ class Programs(ABC):
             self._quiet.discard(thread)
 
     def _bar(self, key: Key) -> tqdm:
-        """Around the compilation of a key in this thread."""
+        """The progress bar for compiling a key in this thread."""
         shown = self.progress and threading.get_ident() not in self._quiet
         return progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown)
 

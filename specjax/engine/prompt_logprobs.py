@@ -19,13 +19,13 @@ NO_SCORES = "the log-probabilities of the prompt cannot be computed"
 
 
 class PromptLogprob(NamedTuple):
-    """Of one token of the prompt: the raw log-softmax after the tokens before it.
+    """Log-probabilities at one token of the prompt: the raw log-softmax after the tokens before it.
 
     Attributes:
         token: id of the prompt's token.
-        logprob: natural logarithm of its probability; None: of the first one that was asked for.
-        top: ids and log-probabilities of the likeliest tokens at its place, the best first.
-        of_ids: the same of the tokens of `SamplingParams.logprob_ids`.
+        logprob: natural logarithm of its probability; None for the first requested token.
+        top: ids and log-probabilities of the likeliest tokens at its position, the best first.
+        of_ids: ids and log-probabilities of the tokens of `SamplingParams.logprob_ids`.
     """
 
     token: int

@@ -51,43 +51,42 @@ class SamplingParams:
     """How to draw, and when to stop. Greedy by default.
 
     Attributes:
-        max_new_tokens: most tokens to draw, at least 0; 0 = the prompt is read, and nothing drawn; None: the rest of
-            the context.
+        max_new_tokens: most tokens to draw, at least 0; 0 = prefill alone; None: the rest of the context.
         temperature: the logits are divided by it; from 0 (greedy) to 10000.
         top_p: draw from the likeliest tokens whose probabilities add up to this; above 0 and at most 1 (off).
-        top_k: draw from so many likeliest tokens, at least 1; -1 = off.
+        top_k: draw from the k likeliest tokens, at least 1; -1 = off.
         min_p: draw from tokens with at least this share of the likeliest one's probability; from 0 (off) to 1.
         frequency_penalty: subtracted from a token's logit for each time that it was drawn; from -2 to 2, 0 = off.
         presence_penalty: subtracted from the logit of a token that was drawn; from -2 to 2, 0 = off.
-        repetition_penalty: of tokens in the prompt or drawn, positive logits are divided by it and negative ones
-            multiplied; above 0 and at most 2, 1 = off.
-        min_new_tokens: stop tokens cannot be drawn before so many tokens; from 0 to `max_new_tokens`.
-        stop: a string, or up to 16 strings of up to 1024 characters, at the first of which the text ends.
-        stop_regex: a pattern, or up to 16 patterns of up to 256 characters (RE2), before a match of which the text
-            ends; see `specjax.engine.stop_patterns`.
+        repetition_penalty: divides positive logits and multiplies negative logits of tokens in the prompt or output;
+            above 0 and at most 2, 1 = off.
+        min_new_tokens: tokens before which stop tokens cannot be drawn; from 0 to `max_new_tokens`.
+        stop: a string, or up to 16 strings of up to 1024 characters; the text ends at the first that occurs.
+        stop_regex: a pattern, or up to 16 patterns of up to 256 characters (RE2); the text ends before the first match;
+            see `specjax.engine.stop_patterns`.
         stop_token_ids: further tokens that end the text; ids that the model does not have stop nothing.
         ignore_eos: go on after the model's end tokens.
         logit_bias: token ids, as numbers or text, to numbers from -100 to 100, which are added to the tokens' logits;
             at most 1024 entries.
-        seed: of the noise that draws the tokens, an integer of 64 bits; None: a random one, which
-            `Completion.seed` names.
+        seed: seed of the sampling noise, an integer of 64 bits; None: random, returned in `Completion.seed`.
         skip_special_tokens: leave special tokens out of the text.
         kept_special_tokens: texts of special tokens that are not skipped.
         no_stop_trim: keep the stop string in the text.
         speculate: False: plain decoding for this request.
         draft_limit: most drafts that a step may check, from 0 (as `speculate=False`) to 1048576; None: the whole tree.
         always_draft: draft in each step, whatever was measured (`EngineConfig.adaptive`).
-        logprobs: return the log-probability of each drawn token, and of so many likeliest ones at its place, from 0
-            to 20; None: none.
-        logprob_start_len: with `logprobs`, also those of the prompt's tokens after this one, at least 0; -1 = none.
-        logprob_ids: with `logprobs`, also those of these tokens at each place; at most 128.
-        prompt_logprobs: return the log-probabilities of all the prompt's tokens, and of so many likeliest ones at each
-            place, from 0 to 20; None: none.
-        priority: waiting requests with a higher one come first; from -2147483647 to 2147483647.
+        logprobs: return the log-probability of each drawn token and of this many likeliest tokens at its position,
+            from 0 to 20; None: none.
+        logprob_start_len: with `logprobs`, also return those of the prompt's tokens after this position, at least 0;
+            -1 = none.
+        logprob_ids: with `logprobs`, also return those of these tokens at each position; at most 128.
+        prompt_logprobs: return the log-probabilities of the prompt's tokens and of this many likeliest tokens at each
+            position, from 0 to 20; None: none.
+        priority: waiting requests with a higher priority run first; from -2147483647 to 2147483647.
         cache_salt: 1 to 256 characters. Requests with different salts share neither pages of the prefix cache nor
             n-grams; None: shared with all others that have none.
         origins: return which tokens were accepted drafts, in `Completion.origins`.
-        grammar: what the text must match; None: nothing.
+        grammar: grammar that the text must match; None: any text.
         require_reasoning: the text begins inside of thoughts, and the grammar applies after their end.
         stop_after_reasoning: stop strings and patterns match in the answer alone, after `</think>`.
 

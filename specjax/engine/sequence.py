@@ -45,14 +45,14 @@ class RawLogprob(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Of the raw log-softmax: before temperature, penalties, bias and cut-offs.
+    """Log-probabilities at one drawn token, from the raw log-softmax: before temperature, penalties, bias and cut-offs.
 
     Attributes:
         token: id of the drawn token.
-        text: the text that this token added; all of a completion's joined are its text.
+        text: the text that this token added; joined, these are the completion's text.
         logprob: natural logarithm of its probability.
-        top: ids and log-probabilities of the likeliest tokens at its place, the best first.
-        of_ids: the same of the tokens of `SamplingParams.logprob_ids`.
+        top: ids and log-probabilities of the likeliest tokens at its position, the best first.
+        of_ids: ids and log-probabilities of the tokens of `SamplingParams.logprob_ids`.
     """
 
     token: int
@@ -121,8 +121,8 @@ class Sequence:
     promised: float = 0.0  # drafts that recent trees promised, and how many of them were accepted
     kept: float = 0.0
     verify_steps: int = 0
-    drafted_steps: int = 0  # those of them that could draft
-    not_drafted: str | None = None  # why the last of the others could not
+    drafted_steps: int = 0  # verify steps that could draft
+    not_drafted: str | None = None  # why the last other verify step did not draft
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller
     sent_tokens: int = 0
@@ -265,23 +265,23 @@ class Completion:
     """A finished request.
 
     Attributes:
-        id: of the request, made by the engine unless the caller gave one.
+        id: id of the request, made by the engine unless the caller gave one.
         text: the output as text, without its stop string unless `SamplingParams.no_stop_trim`.
         output_ids: the drawn tokens, a stop token included.
         prompt_tokens: number of the prompt's tokens.
-        finish_reason: as SGLang's: ``{"type": "stop", "matched": token id or string}``,
+        finish_reason: in SGLang's form: ``{"type": "stop", "matched": token id or string}``,
             ``{"type": "length", "length": tokens}``, or ``{"type": "abort"}`` with a ``message`` if the engine failed.
-        spec_verify_ct: decode steps, each of which verified one tree; the first token comes with the prompt.
-        spec_accept_length: tokens per decode step, the target's own included; 1.0 where no draft was accepted.
+        spec_verify_ct: decode steps, each with one verified tree; the first token is drawn by prefill.
+        spec_accept_length: tokens per decode step, the target's own included; 1.0 if no draft was accepted.
         spec_accept_histogram: decode steps by the number of drafts that were accepted, from 0 on.
-        seed: of the request's noise, as in `SamplingParams`, also where it was random.
-        logprobs: of each drawn token; None: not requested.
-        trees: what each step proposed and accepted; empty unless `EngineConfig.trace`.
+        seed: seed of the sampling noise, also if it was random.
+        logprobs: log-probabilities of each drawn token; None: not requested.
+        trees: proposed and accepted nodes of each step; empty unless `EngineConfig.trace`.
         cached_tokens: tokens of the prompt that were taken from the prefix cache.
         origins: where each drawn token came from; None: not requested.
-        scores: holds the log-probabilities of the prompt, which `prompt_logprobs` returns; None: not requested.
-        drafted_steps: of `spec_verify_ct`, the steps that could draft.
-        not_drafted: why the last of the other steps did not draft; None: all did, or there was none.
+        scores: log-probabilities of the prompt, for `prompt_logprobs`; None: not requested.
+        drafted_steps: number of decode steps that could draft.
+        not_drafted: why the last other decode step did not draft; None: all could.
     """
 
     id: str

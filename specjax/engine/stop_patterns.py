@@ -59,8 +59,8 @@ class StopPatterns:
         return bool(self._patterns)
 
     def find(self, text: str, before: int, end: int, start: int = 0) -> Match | None:
-        """The first match that the token has completed whose text is that from `before` to `end`; of several the
-        longest. Text before `start` is not looked at."""
+        """The first match that is completed by the token with the text from `before` to `end`; the longest of several.
+        Text before `start` is not searched."""
         found = []
         for pattern in self._patterns if end > before else ():
             first = max(before - pattern.width, start)

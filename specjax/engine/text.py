@@ -70,7 +70,7 @@ class Decoding:
         return _Chain(name, skipped, steps, self._known.setdefault(skipped, {}))
 
     def skipped(self, *, skip_special_tokens: bool, kept: Collection[str] = ()) -> dict[int, str]:
-        """The names of the tokens that a stream leaves out, by id."""
+        """Names, by id, of the tokens that a stream leaves out."""
         return {id: name for id, name in self._special.items() if name not in kept} if skip_special_tokens else {}
 
     def _check(self, size: int) -> None:
@@ -237,7 +237,7 @@ class Thoughts:
         thoughts = ""
         if self._opening:
             text, self._held = self._held + text, ""
-            while (rest := text.lstrip()).startswith(THINK):  # the model may repeat the prompt's
+            while (rest := text.lstrip()).startswith(THINK):  # models may repeat the prompt's marker
                 self.begun, text = True, rest[len(THINK) :]
             if THINK.startswith(rest) and not last:
                 self._held = text
@@ -268,7 +268,7 @@ class TextStream:
     Args:
         kept: special tokens that are not skipped.
         patterns: regular expressions that end the text as stop strings do.
-        thoughts: stop strings and patterns match after these alone; None: in all text.
+        thoughts: splits off thoughts, in which stop strings and patterns do not match; None: they match everywhere.
         late: `read` decodes the tokens, which may be called in another thread than `extend` and `finish`; before it all
             else is as if they had not come. With stop strings and patterns `extend` decodes them nevertheless, to find
             these.
@@ -289,7 +289,7 @@ class TextStream:
         self._patterns = StopPatterns(patterns)
         self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens, kept=kept)
         self._thoughts = thoughts if stop or patterns else None  # None as soon as the answer begins
-        self._answer = 0  # where it begins
+        self._answer = 0  # start of the answer
         self._skipped = {}
         if self._thoughts is not None:
             self._skipped = decoding(tokenizer).skipped(skip_special_tokens=skip_special_tokens, kept=kept)
