@@ -1,6 +1,6 @@
 """The command `specjax`, also `python -m specjax`: runs the subcommand that its first words name.
 
-Imports nothing of a subcommand before it runs, so that `--version` and `--help` are immediate.
+Subcommands are imported lazily, so that `--version` and `--help` are immediate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMANDS = {
     "tune": ("specjax.cli.tune:main", "measure kernels and options on this device"),
     "viz": ("specjax.viz.__main__:main", "draw a draft tree as SVG"),
 }
-"""Subcommand to the function that runs it and the line in `--help`. None takes positional arguments."""
+"""Maps a subcommand to its function and its line in `--help`. No subcommand takes positional arguments."""
 
 
 def main(argv: list[str] | None = None) -> int:

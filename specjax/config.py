@@ -15,17 +15,17 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        scaling: how frequencies are changed for long texts; "none" = not at all.
-        factor: of the context's length beyond the original one (linear, dynamic, llama3, yarn).
-        low_freq_factor: llama3: wavelengths above `original_max_position` over this are stretched.
-        high_freq_factor: llama3: those below `original_max_position` over this are kept.
+        scaling: method that extends the context; "none": not extended.
+        factor: ratio of the extended context length to the original one (linear, dynamic, llama3, yarn).
+        low_freq_factor: llama3: wavelengths above `original_max_position` / `low_freq_factor` are stretched.
+        high_freq_factor: llama3: wavelengths below `original_max_position` / `high_freq_factor` are kept.
         original_max_position: tokens of the context before it was extended (dynamic, llama3, yarn).
         beta_fast: yarn: channels with more rotations in the original length are kept.
         beta_slow: yarn: channels with fewer rotations in the original length are stretched.
         truncate: yarn: round the bounds of the ramp between the two to whole channels.
-        divisors: longrope: of each pair's frequency.
+        divisors: longrope: divisor of each pair's frequency.
         magnitude: factor on cos and sin (yarn, longrope).
-        partial: share of a head's channels that are rotated, the first ones.
+        partial: share of a head's channels that are rotated, from the first channel on.
     """
 
     theta: float = 10000.0
@@ -69,15 +69,15 @@ class Experts:
 
     Attributes:
         count: X, experts of a layer.
-        per_token: experts that each token passes.
-        width: of each expert's MLP.
+        per_token: experts chosen for each token.
+        width: channels within an expert's MLP.
         layers: indices of the layers with experts; the others have an MLP.
         scoring: function of the router's logits by which experts are chosen.
         normalised: whether the chosen experts' scores are divided by their sum.
         scale: factor on the experts' sum.
-        groups: experts are chosen from the best `top_groups` of so many groups.
-        top_groups: groups that a token may choose from.
-        shared_width: of an MLP beside the experts that every token passes; 0: none.
+        groups: number of groups of experts.
+        top_groups: best groups of a token, from which its experts are chosen.
+        shared_width: channels within the MLP of the shared expert, which processes every token; 0: none.
     """
 
     count: int
@@ -98,9 +98,9 @@ class Latent:
 
     Attributes:
         rank: channels of the latent vector.
-        query_rank: channels that queries pass through; None: they are projected at once.
+        query_rank: rank of the query projection; None: full rank.
         nope_dim: channels of a head's query and key without rotary embedding.
-        rope_dim: channels with it, whose key the heads share.
+        rope_dim: channels of a head's query and key with rotary embedding; the heads share this part of the key.
         value_dim: channels of a head's value.
     """
 
@@ -131,19 +131,19 @@ class ModelConfig(GroupedHeads):
         head_dim: E, channels of a head.
         norm_epsilon: added to the mean square within norms.
         rope: rotary position embedding.
-        max_positions: most tokens of a text.
+        max_positions: maximum number of tokens of a text.
         tied_embeddings: whether the output layer is the embedding.
         attention_bias: whether queries, keys and values have a bias.
         output_bias: whether attention's output has a bias.
         mlp_bias: whether the MLP has biases.
-        windows: keys that a query of each layer sees, itself included; None: all; (): all, in every layer.
+        windows: sliding window of each layer, in keys, the query's own included; None: no window; (): no layer has one.
         window_rope: rotary embedding of layers with a window; None: `rope`.
         query_scale: factor on attention's scores; None: E ** -0.5.
-        attention_softcap: bound c of attention's scores, c * tanh(score / c); None: none.
-        logit_softcap: the same of the logits.
+        attention_softcap: soft cap c of attention's scores, c * tanh(score / c); None: none.
+        logit_softcap: soft cap of the logits; None: none.
         experts: the mixture of experts; None: every layer has an MLP.
         latent: latent attention; None: grouped-query attention.
-        dtype: name of the type of parameters, activations and pages.
+        dtype: dtype of parameters, activations and pages.
     """
 
     family: str
@@ -181,7 +181,7 @@ class HeadConfig(GroupedHeads):
     Attributes:
         kind: a key of `specjax.models.head_spec.HEAD_SPECS`.
         hidden_size: M of the head.
-        feature_size: F, of the features: M of the target, times the number of auxiliary layers if it has any.
+        feature_size: F, channels of the features: M of the target, times the number of auxiliary layers if any.
         intermediate_size: I, channels within its MLP.
         num_heads: H, query heads.
         num_kv_heads: K, from the shape of k_proj: some configs give the target's.
@@ -192,15 +192,15 @@ class HeadConfig(GroupedHeads):
         aux_layers: layers of the target, 0-based, whose outputs it reads; (): the final hidden state.
         own_embedding: whether it has an embedding; False: it uses the target's.
         own_head: whether it has an output layer; False: it uses the target's.
-        mapped: whether its token ids are not the target's; parameter `ids` [W] leads from one to the other.
+        mapped: whether its token ids differ from the target's; parameter `ids` [W] maps them to the target's.
         fc_bias: whether the layer that joins its inputs has a bias.
         attention_bias: whether queries, keys and values have a bias.
         output_bias: whether attention's output has a bias.
         mlp_bias: whether the MLP has biases.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
-        logit_softcap: of its own output layer's logits, where that was copied from the target's; None: none.
-        max_positions: most tokens of a text, to draft for; None: all that the target has.
-        dtype: name of the type of parameters, activations and pages.
+        logit_softcap: soft cap of the logits of an output layer that was copied from the target's; None: none.
+        max_positions: number of tokens of a text beyond which it drafts nothing; None: the target's.
+        dtype: dtype of parameters, activations and pages.
     """
 
     kind: str
@@ -242,11 +242,11 @@ class MtpConfig:
 
     Attributes:
         style: a key of `specjax.models.mtp_spec.STYLES`.
-        layer: the target's config with one layer, as these are.
-        target_layers: layers of the target itself; some checkpoints number the heads' on from there.
+        layer: config of an MTP layer: the target's, with one layer.
+        target_layers: number of the target's own layers; some checkpoints continue to count from it.
         count: number of heads, one layer each.
         vocab_size: W, tokens that they can propose.
-        own_head: with a token map: whether they have columns of the target's output matrix.
+        own_head: whether they have an output matrix: with a token map, columns of the target's.
         mapped: as in `HeadConfig`.
         logit_softcap: as in `HeadConfig`.
     """

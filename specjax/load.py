@@ -41,17 +41,17 @@ SamplingDefaults = Literal["model", "openai"]  # source of the values of `Sampli
 
 
 class LoadedModel(NamedTuple):
-    """What an engine is made of: the arguments of `Engine`, by their names.
+    """Arguments of `Engine`, by their names.
 
     Attributes:
         target: the model's functions and config.
-        params: parameters of the model and of what drafts.
+        params: parameters of the model and of the draft.
         tokenizer: a fast tokenizer of transformers.
         drafter: the algorithm that drafts.
         verify: decides which drafts are accepted.
         eos_ids: tokens that end a text.
         sampling_defaults: values of `SamplingParams` that a request does not give.
-        draft_model: the head, layers or model that drafts; None: none.
+        draft_model: config of the head or layers, or the model, that drafts; None: none.
     """
 
     target: Target

@@ -32,7 +32,7 @@ class _Line(tqdm):
 
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:
     """A bar over `total` units (None: unknown), of which `initial` were done before; silent if not `shown`. `unit` is
-    in the singular; "B": bytes, 1 MB being 10^6 of them. A note for the end is set with `set_postfix_str`."""
+    in the singular; "B": bytes, 1 MB being 10^6 of them. `set_postfix_str` sets a note for the last line."""
     kind = tqdm if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.") else _Line
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
     return kind(total=total, desc=title, unit=unit, initial=initial, disable=not shown, **scale)

@@ -38,7 +38,7 @@ class Row(NamedTuple):
         draft_limit: int32 [R]. Most draft nodes a step; 0: no speculation.
         salt: uint32 [R]. Requests with different salts share no drafter's memory.
         logprobs: bool [R]. Whether log-probabilities are wanted.
-        logprob_ids: int32 [R, 128]. And of which tokens beside the likeliest, padded with 0.
+        logprob_ids: int32 [R, 128]. Tokens whose log-probabilities are wanted beside the likeliest, padded with 0.
         sampling: parameters of the draws.
         history: tokens that penalties count.
     """
@@ -58,7 +58,7 @@ class DecodeState(NamedTuple):
     """Everything on the device, one donated pytree.
 
     Attributes:
-        cache: what the target's layers keep of committed tokens: `Target.pages` as page leaves [P, S, ...].
+        cache: the target's cache entries of committed tokens: `Target.pages` as page leaves [P, S, ...].
         tokens: int32 [P, S]. The committed tokens in the same pages; None: the drafter does not read them.
         draft: the drafter's own state.
         rows: the requests' parameters and progress, R of them.
@@ -109,7 +109,7 @@ class PrefillInput(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a step drafted and accepted.
+    """Drafted and accepted nodes of a step.
 
     Attributes:
         tree: the trees, N nodes each.

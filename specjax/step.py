@@ -65,12 +65,12 @@ class StepConfig:
     """Static choices of a step.
 
     Attributes:
-        widths: tree widths N that are compiled, ascending, from 1 to the drafter's; of wider trees the best nodes are
-            kept; (): those that the drafter names.
+        widths: tree widths N that are compiled, ascending, from 1 to the drafter's; wider trees keep their best nodes;
+            (): the widths that the drafter names.
         trace: fill in `StepOutput.trace`.
         prompt_logprobs: a prefill fills in `StepOutput.prompt`.
         dynamic: each step chooses among `widths` by `StepInput.sizing`; see `specjax.tree_size`.
-        tokens: most tokens of a prefill, all requests together; the layers then compute so many places instead of the
+        tokens: most tokens of a prefill, all requests together; the layers compute this many positions instead of the
             padded chunk; 0 = the padded chunk.
     """
 
@@ -87,10 +87,10 @@ class Checked(NamedTuple):
 
     Attributes:
         verdict: what is accepted; the first `accepted` + 1 nodes count.
-        block: what the layers keep of the nodes, leaves [B, J, ...].
-        features: [B, J, F], what the drafter reads of them; None: nothing.
+        block: cache entries of the nodes, leaves [B, J, ...].
+        features: [B, J, F]. Features that the drafter reads; None: none.
         finite: bool [B, J]. Whether the logits hold no NaN and no +inf.
-        logprobs: of the emitted tokens, zeros where no row wants them.
+        logprobs: log-probabilities of the emitted tokens; zeros if no row wants them.
     """
 
     verdict: Verdict
@@ -310,8 +310,8 @@ def catch_up_step(
 
 
 class Steps(NamedTuple):
-    """The jitted functions of one (target, drafter, config). Each is given the state, which is donated, and returns
-    the next one.
+    """The jitted functions of one (target, drafter, config). Each takes the state, which is donated, and returns the
+    next state.
 
     Attributes:
         admit: (state, slot int32 [], row) -> state. Puts a request's `Row` at the slot; see `specjax.state.admit`.
@@ -329,7 +329,7 @@ def make_steps(
     target: Target, drafter: Drafter, *, verify: Verifier = verify_tree, config: StepConfig = StepConfig()
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width. Raises
-    DrafterError if the drafter does not keep to the interface (`check_drafter`)."""
+    DrafterError if the drafter violates the interface (`check_drafter`)."""
     check_drafter(drafter, target)
     config = replace(config, widths=config.widths or tree_widths(drafter))
     fixed = {"target": target, "drafter": drafter, "config": config}

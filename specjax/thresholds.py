@@ -37,10 +37,9 @@ class AcceptAbove:
     """A `Verifier` that changes the text of requests that sample, unless both thresholds are 1.
 
     Attributes:
-        single: a draft is accepted where its probability is at least this; above 0 and at most 1 (none is for that
-            reason).
-        cumulative: the coin is compared with the siblings' cumulative probability over this; above 0 and at most 1 (as
-            the target draws).
+        single: a draft is accepted if its probability is at least this; above 0 and at most 1 (off).
+        cumulative: the coin is compared with the siblings' cumulative probability divided by this; above 0 and at most
+            1 (as the target draws).
 
     Raises:
         ValueError: a threshold is not above 0 and at most 1.

@@ -30,13 +30,13 @@ KERNEL_TOP_K = 16  # the largest `top_k` that is one kernel in XLA:GPU; a larger
 
 
 class Logprobs(NamedTuple):
-    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them.
+    """Log-probabilities along the path, from the raw log-softmax. Zeros in a step in which no row wants them.
 
     Attributes:
-        drawn: float32 [B, J]. Of the emitted tokens.
-        top: float32 [B, J, 20]. Of the likeliest tokens, or of all of a smaller vocabulary.
+        drawn: float32 [B, J]. Log-probabilities of the emitted tokens.
+        top: float32 [B, J, 20]. Those of the likeliest tokens, or of all tokens of a smaller vocabulary.
         top_ids: int32 [B, J, 20]. Ids of the likeliest tokens.
-        of_ids: float32 [B, J, 128]. Of the ids that the row names; else meaningless.
+        of_ids: float32 [B, J, 128]. Those of the row's `logprob_ids`; other entries are meaningless.
     """
 
     drawn: Float32[Array, "B J"]

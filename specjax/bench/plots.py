@@ -49,8 +49,8 @@ def available() -> bool:
 
 
 def kind_to_draw(asked: str) -> str | None:
-    """The format of the pictures that `--plots` asks for; None: there will be none. Says on stderr, before anything is
-    measured, that matplotlib is missing. Raises ValueError if it is and the format was named."""
+    """The format of the pictures that `--plots` selects; None: no pictures. If matplotlib is missing, prints a warning
+    before anything is measured, or raises ValueError if the format was named."""
     if asked == "none":
         return None
     if available():

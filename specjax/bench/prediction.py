@@ -8,7 +8,7 @@
     draft time      measured once for each variant and number of levels (`specjax.bench.step_costs`)
     verify time     measured once for each number of nodes
     the rest        committing, measured by depth; and what a run of the current tree took beyond the sum of its parts.
-                    If the parts took longer by themselves than in the run, they are scaled to the run instead
+                    If the parts took longer than the run, they are scaled to it instead
 
 With a minimum probability, and for n-grams, trees differ in size from step to step. A step computes as many levels as
 the request that needs most, and checks the narrowest of its compiled widths that holds the largest tree. So the texts

@@ -194,7 +194,7 @@ class Search:
         ]
 
     def _fitted(self, batch: int, runs: Mapping[str, Sequence[GroupRun]], costs: StepCosts) -> tuple[StepCosts, float]:
-        """Costs with which steps of the current tree take what they took in runs; tokens a second without drafts."""
+        """Costs fitted to the measured steps of the current tree; tokens a second without drafts."""
 
         def total(name: str, part: str) -> float:
             return float(sum(getattr(window, part) for run in runs[name] for window in run.windows))
@@ -208,8 +208,8 @@ class Search:
         measured = total("current", "seconds") / total("current", "steps")
         if measured < parts:
             logger.warning(
-                "Batch size %d: a step takes %.1f ms in runs, and its parts take %.1f ms by themselves, as on a busy "
-                "machine. The parts are scaled to the run; the runs of the best trees decide",
+                "Batch size %d: a step takes %.1f ms in a run, and its parts take %.1f ms when timed alone, as on a "
+                "busy machine. The parts are scaled to the run; runs of the best trees decide",
                 batch, 1e3 * measured, 1e3 * parts,
             )  # fmt: skip
         return costs.fitted(measured, parts), total(NONE.name, "tokens") / total(NONE.name, "seconds")

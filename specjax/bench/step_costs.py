@@ -5,7 +5,7 @@
     commit   accepted tokens written to pages and reported to the drafter, by depth of the tree
 
 The parts are programs of their own, which are timed in turns, so that whatever else the machine does hits all of them.
-In the engine they are one program, started ahead of the host; the difference is `rest`, which a run says
+In the engine they are one program, started ahead of the host; `rest` is the difference, measured by a run
 (`StepCosts.fitted`). A processor's speed changes by a tenth within a minute of work, so the run and the timing take
 turns, too.
 """
@@ -49,11 +49,11 @@ class StepCosts:
         draft: variant -> levels that are computed -> seconds.
         verify: nodes of each request's tree -> seconds.
         commit: depth of the tree -> seconds.
-        rest: of a step that drafts: what a run took beyond the sum of these; at least 0.
+        rest: seconds that a drafting step of a run took beyond the sum of these; at least 0.
         scale: factor of the parts, above 0.
 
     Raises:
-        ValueError: a negative rest, with which small trees would take next to no time.
+        ValueError: `rest` is negative.
     """
 
     batch: int
@@ -68,8 +68,8 @@ class StepCosts:
             raise ValueError(f"rest is {self.rest:g} s; a step cannot take less than its parts: scale them")
 
     def fitted(self, measured: float, parts: float) -> StepCosts:
-        """The costs with which a step whose parts sum to `parts` seconds takes the `measured` seconds of a run. Parts
-        that took longer by themselves, on a machine that was busier then, are scaled down to the run."""
+        """The costs of a step that took `measured` seconds in a run and whose parts sum to `parts` seconds. Parts that
+        exceed the run, as if the machine was busier while they were timed, are scaled down to it."""
         if measured < parts:
             return replace(self, scale=measured / parts)
         return replace(self, rest=measured - parts)

@@ -114,8 +114,8 @@ TERMINAL = 100  # columns
 
 
 def columns(table: Sequence[Sequence[str]], *, shrinking: Sequence[int] = ()) -> str:
-    """A table as plain text of at most `TERMINAL` columns: texts in the columns `shrinking` lose their middle where it
-    would be wider. The first line is the header."""
+    """Formats a table, the header first, as text of at most `TERMINAL` columns. Cells of the columns `shrinking` lose
+    their middle if it would be wider."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > TERMINAL and any(widths[place] > 8 for place in shrinking):
         widths[max(shrinking, key=widths.__getitem__)] -= 1

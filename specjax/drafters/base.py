@@ -195,8 +195,8 @@ class Drafter(NamedTuple):
             measured times say are worth it (`specjax.tree_size`). The scores must then be log-probabilities.
         typical: another drafter whose trees most of its own are like, by which a step's time is estimated before it is
             measured; None: itself.
-        note: its tree, for the log.
-        source: the head, the layers or the model that drafts, for the log.
+        note: description of the tree, for the log.
+        source: name of the head, layers or model that drafts, for the log.
     """
 
     name: str

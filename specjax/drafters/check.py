@@ -1,7 +1,7 @@
-"""Whether a drafter keeps to its interface, from shapes and dtypes alone.
+"""Checks that a drafter keeps to its interface, from shapes and dtypes alone.
 
-`check_drafter` checks before anything is compiled. The step checks the same results again while it is traced, with its
-own parameters and state.
+`check_drafter` runs before anything is compiled. Each step repeats the checks while it is traced, with its own
+parameters and state.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from specjax.sampling import sampling_row
 from specjax.tree import DraftTree
 
 BATCH, ROWS, TABLE, POOL = 3, 5, 2, PoolShape(pages=7, page_size=4)
-"""Sizes of the shapes that are traced. No two are equal, so that one cannot pass for another."""
+"""Sizes of the traced shapes. All differ, so that swapped axes are found."""
 
 TREE_DTYPES = {"tokens": "int32", "parents": "int32", "depth": "int32", "valid": "bool", "scores": "float32"}
 
 
 class DrafterError(TypeError):
-    """A drafter does not keep to the interface of `specjax.Drafter`. The message says how, and where it is defined; the
-    cause is the exception that the drafter raised, if any."""
+    """A drafter violates the interface of `specjax.Drafter`. The message names the fault and the line of the function;
+    `__cause__` is the exception that the function raised, if any."""
 
 
 def check_drafter(drafter: Drafter, target: Target, params: Params | None = None) -> None:
     """Checks a drafter by tracing its three functions; nothing is compiled or run.
 
-    Checked are the declared `width` and `depth`, the features that it asks for, the shapes and dtypes of its trees
-    (int32 tokens, parents and depth, bool valid, float32 scores, each [B, N]), and that `propose` and `observe` return
-    the state as `init` made it.
+    The checks cover the declared `width` and `depth`, the requested features, the shapes and dtypes of the trees
+    (int32 tokens, parents and depth, bool valid, float32 scores, each [B, N]), and the structure of the state that
+    `propose` and `observe` return, which must be that of `init`.
 
     Args:
         drafter: the drafter.
         target: the model that it drafts for.
-        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: those of the target follow from its
-            config, and functions that need others are not checked here, but when a step is first traced.
+        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: the target's are derived from its
+            config; functions that need others are only checked when a step is first traced.
 
     Raises:
-        DrafterError: the drafter does not keep to the interface, or one of its functions fails while it is traced. The
-            cause then has the traceback into the function.
+        DrafterError: the drafter violates the interface, or one of its functions fails while it is traced.
     """
     _check_declared(drafter, target)
     trace = partial(_trace, drafter, _target_shapes(target) if params is None else params)
@@ -81,12 +80,12 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
 
 
 def is_own(drafter: Drafter) -> bool:
-    """Whether the drafter was made by this package. Its tests check these; tracing a draft head takes seconds."""
+    """True for the drafters of this package. Its tests check them; tracing a draft head takes seconds."""
     return (_function(drafter.propose).__module__ or "").startswith("specjax.")
 
 
 def _function(value: Any) -> Any:
-    """The function itself of a partial or a decorated one."""
+    """Unwraps partials and decorated functions."""
     while isinstance(value, partial):
         value = value.func
     return inspect.unwrap(value)
@@ -95,7 +94,7 @@ def _function(value: Any) -> Any:
 def checked_propose(
     drafter: Drafter, params: Params, state: DraftState, context: Context
 ) -> tuple[DraftTree, DraftState]:
-    """`drafter.propose`, and raises `DrafterError` unless the shapes and dtypes of its results are as declared."""
+    """Calls `drafter.propose`. Raises DrafterError unless the shapes and dtypes of its results are as declared."""
     name, result = _name(drafter, "propose"), drafter.propose(params, state, context)
     if isinstance(result, DraftTree) or not isinstance(result, tuple) or len(result) != 2:
         raise DrafterError(f"{name} must return (DraftTree, state), and returned {_kind(result)}")
@@ -119,7 +118,7 @@ def checked_propose(
 def checked_observe(
     drafter: Drafter, params: Params, state: DraftState, context: Context, observation: Observation
 ) -> DraftState:
-    """`drafter.observe`, and raises `DrafterError` unless it returns a state like the one that it was given."""
+    """Calls `drafter.observe`. Raises DrafterError unless the new state has the shapes and dtypes of the old one."""
     if drafter.features is not None and observation.features is None:
         raise DrafterError(
             f"drafter {drafter.name!r} asks for features={drafter.features!r}, and the target's forward returned none"
@@ -130,15 +129,15 @@ def checked_observe(
 
 
 def feature_size(features: Features, target: Target) -> int | None:
-    """F, the numbers that a drafter reads of each token. None: it reads none."""
+    """F, the number of features that a drafter reads of each token; None: no features."""
     if features is None:
         return None
     return target.config.hidden_size * (1 if features == "final" else len(features))
 
 
 class _Unknown(Params):
-    """Parameters that are not known, or of the target alone. Notes that a missing part was read: what fails after that
-    may be right with all of them."""
+    """Parameters of the target alone, or none. `missing_read`: a missing part was read, which may be
+    the cause of a later failure."""
 
     missing_read = False
 
@@ -221,7 +220,7 @@ def _check_state(name: str, before: DraftState, after: DraftState) -> None:
 
 
 def _name(drafter: Drafter, what: str) -> str:
-    """`propose` of a drafter, with the place where it is defined."""
+    """Name of a drafter's function with its file and line, for errors."""
     code = getattr(_function(getattr(drafter, what)), "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{what} of drafter {drafter.name!r}{where}"
@@ -248,7 +247,7 @@ SAME_VALUES = (
 
 
 def _upper_bounds(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[float] = ()) -> list[float]:
-    """The largest value that each output of a program of integers can have, inf where that is not clear."""
+    """Upper bounds of the outputs of an integer program; inf: unknown."""
     known: dict[Any, float] = dict(zip(jaxpr.invars, given, strict=False))
     known |= {var: _most(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 

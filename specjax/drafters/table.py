@@ -22,7 +22,7 @@ class Auto(DraftOptions):
     names those that the chosen algorithm does not have.
 
     Attributes:
-        given: names of options to their values.
+        given: maps names of options to values.
 
     Raises:
         TypeError: no algorithm has the option.

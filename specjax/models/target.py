@@ -20,12 +20,12 @@ from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weig
 
 
 class ForwardOutput(NamedTuple):
-    """What `Target.forward` computes of N tokens of each of B requests.
+    """Results of `Target.forward` for N tokens of each of B requests.
 
     Attributes:
         hidden: [B, N, M]. Hidden states after the final norm.
-        features: [B, N, F]. What `features` asked for; None: nothing.
-        block: what the layers keep of the tokens: leaves [B, N, ...].
+        features: [B, N, F]. The requested features; None: none requested.
+        block: cache entries of the tokens, leaves [B, N, ...].
     """
 
     hidden: Hidden
@@ -37,8 +37,8 @@ class Before(NamedTuple):
     """Uncommitted tokens that a block attends to: the upper levels of a tree that a draft model grows.
 
     Attributes:
-        block: what the layers keep of them, leaves [B, C - N, ...].
-        positions: int32 [B, C - N]. Of these tokens in their texts.
+        block: cache entries of these tokens, leaves [B, C - N, ...].
+        positions: int32 [B, C - N]. Positions of these tokens.
     """
 
     block: Block
@@ -57,7 +57,7 @@ class Target(NamedTuple):
             the mask. `ragged`: `Ragged` or None; how many tokens of each row count.
         unembed: (params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]. `ids`: int32 [W], the
             tokens whose logits are wanted, [..., W]; None: all. `capped`: with the config's soft cap.
-        pages: a pytree of `specjax.cache.PageSpec`: what the layers keep of each token.
+        pages: a pytree of `specjax.cache.PageSpec`: the cache entries of a token.
         norm_offset: norms multiply by this + their weight.
         ragged: whether `forward` can leave out the padding of rows of different lengths.
     """
@@ -79,14 +79,14 @@ def no_past(target: Target, rows: int) -> tuple[Cache, PageTable, PerRequest]:
 def hidden_states(
     target: Target, params: Weights, tokens: Tokens, features: tuple[int, ...] | Literal["final"] = "final"
 ) -> Float[Array, "B N F"]:
-    """What the target computes of whole texts: what `Observation.features` holds of the same tokens. May be jitted.
+    """Features of whole texts, as `Observation.features` holds them. Can be jitted.
 
     Args:
         params: the target's, `Params.target`.
         tokens: int32 [B, N]. Texts from their first token on. Shorter ones are padded at the end with any token id:
             attention is causal, so padding changes nothing before it.
-        features: "final": the hidden states after the final norm, of which `Target.unembed` makes the logits of the
-            next token. Layers, 0-based: the residual streams after them, side by side.
+        features: "final": the hidden states after the final norm, which `Target.unembed` turns into logits of the next
+            token. A tuple of layers, 0-based: their output residual streams, concatenated.
 
     Returns:
         [B, N, F] in the dtype of the target's config. F is M, times the number of layers if layers are given.

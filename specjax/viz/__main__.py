@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def draw(args: argparse.Namespace) -> str:
-    """Decode, draw the step and write it; returns what was done."""
+    """Decodes, draws a step and writes it. Returns the line to print."""
     shape = {} if args.tree is None else dict(zip(("steps", "topk", "nodes"), args.tree, strict=True))
     config = EngineConfig(max_running_requests=1, trace=True)
     engine = Engine.from_pretrained(args.model, draft=Auto(**shape), config=config)
