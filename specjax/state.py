@@ -32,7 +32,7 @@ class Row(NamedTuple):
     """One request's parameters and progress. As state each field has a leading R; for `admit` it has none.
 
     Attributes:
-        prefix_length: int32 [R]. n, the tokens in pages; at admission those that are reused.
+        prefix_length: int32 [R]. n, the tokens in pages; at admission the reused ones.
         generated: int32 [R]. Tokens emitted so far; not 0 at admission of a resumed request.
         limit: int32 [R]. Most tokens to emit.
         draft_limit: int32 [R]. Most draft nodes a step; 0: no speculation.

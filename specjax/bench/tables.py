@@ -79,7 +79,7 @@ def cells(row: Row) -> list[str]:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The whole table, aligned, so that it can be read as text, too."""
+    """The whole table in Markdown, aligned to be readable as text."""
     table = [list(HEADER), *(cells(row) for row in rows)]
     used = [i for i in range(len(HEADER)) if any(line[i] for line in table[1:])]
     return aligned([[line[i] for i in used] for line in table])

@@ -239,7 +239,7 @@ BRIEF = {
 
 
 def table(search: Search, batch: int, columns: Mapping[str, tuple[str, str]] = COLUMNS) -> list[list[str]]:
-    """The best points of a batch size, and all that were run; the first line is the header."""
+    """Rows of the best points of a batch size and of all points that were run, after a header."""
     own = [row for row in rows(search) if row["batch"] == batch]
     chosen = [row for i, row in enumerate(own) if i < SHOWN or "deviation" in row]
     names = [*search.grid.current.numbers]

@@ -194,8 +194,8 @@ class SpeculativeSettings:
     speculative_adaptive: bool | None = setting(
         None,
         "draft only where that is measured to be faster, with the fastest tree; off = in every step, except in batches "
-        "too large to gain from it; default: on, unless the steps, the top-k or the draft tokens of a "
-        "tree are given: such a tree drafts in every step of every batch",
+        "too large to gain from it; default: on, unless the steps, the top-k or the draft tokens of a tree are given: "
+        "such a tree drafts in every step of every batch",
         sets="adaptive",
     )
     speculative_attention_mode: str = _ignored(

@@ -39,8 +39,8 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
     """Checks a drafter by tracing its three functions; nothing is compiled or run.
 
     The checks cover the declared `width` and `depth`, the requested features, the shapes and dtypes of the trees
-    (int32 tokens, parents and depth, bool valid, float32 scores, each [B, N]), and the structure of the state that
-    `propose` and `observe` return, which must be that of `init`.
+    (int32 tokens, parents and depth, bool valid, float32 scores, each [B, N]), and that `propose` and `observe` return
+    a state of the form that `init` made.
 
     Args:
         drafter: the drafter.

@@ -33,7 +33,7 @@ class Unavailable(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of the compiler or of a program means that memory has run out."""
+    """True for exceptions of the compiler or of a program that mean that memory has run out."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, MemoryError | Unavailable)
@@ -43,7 +43,7 @@ class Programs(ABC):
     """Programs by key, compiled at most once. Safe to call from several threads.
 
     A key whose compilation or program runs out of memory is remembered and logged once; `first_usable` then takes
-    another size. Any other exception of tracing or compiling is raised where the program is asked for, each time.
+    another size. Other exceptions of tracing and compiling are raised by each `get` of the program.
 
     Attributes:
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
@@ -169,11 +169,11 @@ class Programs(ABC):
             self.fail(other, error)
 
     def has_failed(self, key: Key) -> bool:
-        """Whether the program of a key has run out of memory."""
+        """True if the program of a key has run out of memory."""
         return key in self._failed
 
     def is_settled(self, key: Key) -> bool:
-        """Whether `get` does not block: the program is compiled, or is known to fail."""
+        """True if `get` would not block: the program is compiled, or is known to fail."""
         return key in self._programs or key in self._failed or key in self._broken
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:

@@ -72,7 +72,7 @@ class Target(NamedTuple):
 
 
 def no_past(target: Target, rows: int) -> tuple[Cache, PageTable, PerRequest]:
-    """Cache, page table and prefix length of B = `rows` texts that begin at position 0."""
+    """An empty cache, a page table and prefix lengths for B = `rows` texts that begin at position 0."""
     return init_cache(target.pages, PoolShape(1, 16)), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
 
 

@@ -1,7 +1,7 @@
 """`--dry-run`: what a model would need on a device and at best reach there, and what to change if it does not fit.
 
 Reads configs and tensors' headers. Prints a report whose last line is the verdict, or with `--json` one line of JSON
-and nothing else. Memory and bounds are those of `specjax.engine.plan`, estimates those of `specjax.costs`.
+alone. `specjax.engine.plan` computes memory and bounds, `specjax.costs` the estimates.
 """
 
 from __future__ import annotations

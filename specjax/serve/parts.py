@@ -59,7 +59,7 @@ class Parts:
 
     @property
     def has_called(self) -> bool:
-        """As `Reply.has_called`."""
+        """See `Reply.has_called`."""
         calls = [part for part in self.found if part.kind == "call"]
         return bool(calls) and not calls[-1].is_cut
 

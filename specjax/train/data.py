@@ -376,7 +376,7 @@ class Chats:
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields from which a row is read: those of its prompt and its answer, or one. Raises ValueError: it has none.
+    """The fields from which a row is read: of its prompt and its answer, or one. Raises ValueError: it has none.
 
     Ids take precedence over their text. An answer without a prompt is returned alone.
     """
@@ -414,7 +414,8 @@ def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
 
 
 def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
-    """The prompt of a row, from `messages` or `prompt`. A `prompt` is plain text if there is no chat template."""
+    """The prompt of a row, from `messages` or `prompt`, without its `response`. A `prompt` is plain text if there is no
+    chat template."""
     prompt = row[name]
     if isinstance(prompt, str):
         if not tokenizer.chat_template:

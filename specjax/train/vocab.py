@@ -65,7 +65,7 @@ def count(
     """Count the ids of all sources.
 
     Args:
-        weights: fields of JSONL rows and how often each counts; empty: those of `row_fields`, once.
+        weights: fields of JSONL rows and how often each counts; empty: `row_fields`, once.
         tokenizer: a fast one of transformers.
         vocabulary: ids are 0 to vocabulary - 1.
     """
