@@ -52,7 +52,6 @@ from specjax.step import (
     verify_phase,
 )
 from specjax.tree import DraftTree
-from specjax.tree_size import Sizing
 from specjax.verify import Verifier, verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
@@ -90,11 +89,10 @@ class Program(NamedTuple):
 
 def programs(
     shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None,
-    verify: Verifier = STRAIGHT, sizes: tuple[int, ...] = (), config: ModelConfig | None = None,
+    verify: Verifier = STRAIGHT, config: ModelConfig | None = None,
 ) -> dict[str, Program]:  # fmt: skip
     """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
-    batch bucket has room for; None: whole trees. `sizes`: tree widths that each step chooses among; (): it does not.
-    `config`: the model; None: Llama-3.1-8B."""
+    batch bucket has room for; None: whole trees. `config`: the model; None: Llama-3.1-8B."""
     config = llama_8b(shapes.layers) if config is None else config
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
@@ -115,10 +113,6 @@ def programs(
     if nodes is not None:
         drafter = drafter.within(nodes)
     step = StepConfig(tree_widths(drafter) if several_widths else (nodes or drafter.width,))
-    if sizes:
-        floats = (jax.ShapeDtypeStruct((count,), jnp.float32) for count in (len(sizes), shapes.batch))
-        inputs = inputs._replace(sizing=place(Sizing(*cast(Any, floats))))
-        step = StepConfig(sizes, dynamic=True)
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=step)

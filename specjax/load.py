@@ -253,7 +253,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
     least = measured.min_probability if options.min_probability is None else options.min_probability
     match = options.hybrid_match
-    if match is None and isinstance(given, Auto) and options.tree == "static":
+    if match is None and isinstance(given, Auto):
         match = measured.hybrid_match
     options = replace(options, path=str(shipped.folder), min_probability=least, hybrid_match=match)
     return Chosen(options, measured.shape() if measured.explicit_tree else None, shipped)

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import Cache, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
 from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
-from specjax.tree_size import Sizing
 from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import LOGPROB_IDS, Logprobs
 
@@ -81,13 +80,11 @@ class StepInput(NamedTuple):
         slots: int32 [B]. Rows of the state; for empty entries >= R, each different.
         page_table: int32 [B, T]. Must cover the D + 1 tokens that a step may commit; holes are P.
         active: bool [B]. Whether the entry takes part.
-        sizing: what the trees' size is chosen from; needed with `StepConfig.dynamic`, else unused.
     """
 
     slots: PerRequest
     page_table: PageTable
     active: Active
-    sizing: Sizing | None = None
 
 
 class PrefillInput(NamedTuple):
@@ -124,18 +121,6 @@ class Trace(NamedTuple):
     accepted: PerRequest
 
 
-class Sized(NamedTuple):
-    """The size of a step's trees, and what the draft promised of them.
-
-    Attributes:
-        nodes: int32 [B]. The tree width that was checked, the same for all.
-        promised: float32 [B]. Accepted drafts to be expected by the draft's own probabilities, uncorrected.
-    """
-
-    nodes: PerRequest
-    promised: Float32[Array, "B"]
-
-
 class StepOutput(NamedTuple):
     """What a step emits.
 
@@ -148,7 +133,6 @@ class StepOutput(NamedTuple):
         trace: None unless `StepConfig.trace`.
         prompt: of a prefill's C tokens, at each index those of the token after it; None unless
             `StepConfig.prompt_logprobs`.
-        sized: None unless `StepConfig.dynamic`.
     """
 
     tokens: Int32[Array, "B J"]
@@ -158,7 +142,6 @@ class StepOutput(NamedTuple):
     logprobs: Logprobs
     trace: Trace | None
     prompt: Logprobs | None = None
-    sized: Sized | None = None
 
 
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:

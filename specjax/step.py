@@ -48,14 +48,12 @@ from specjax.state import (
     Logprobs,
     PrefillInput,
     Row,
-    Sized,
     StepInput,
     StepOutput,
     Trace,
     admit,
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
-from specjax.tree_size import Sizing, best_width, expected_tokens, path_probabilities
 from specjax.types import Active, PerRequest
 from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite, pad_levels, path_logprobs, verify_tree
 
@@ -69,7 +67,6 @@ class StepConfig:
             (): the widths that the drafter names.
         trace: fill in `StepOutput.trace`.
         prompt_logprobs: a prefill fills in `StepOutput.prompt`.
-        dynamic: each step chooses among `widths` by `StepInput.sizing`; see `specjax.tree_size`.
         tokens: most tokens of a prefill, all requests together; the layers compute this many positions instead of the
             padded chunk; 0 = the padded chunk.
     """
@@ -77,7 +74,6 @@ class StepConfig:
     widths: tuple[int, ...] = ()
     trace: bool = False
     prompt_logprobs: bool = False
-    dynamic: bool = False
     tokens: int = 0
 
 
@@ -105,11 +101,8 @@ def draft_phase(
 ) -> tuple[DraftTree, DecodeState]:
     """The drafter's trees for the batch: [B, N] nodes, node 0 the root, N the largest of `config`'s widths.
 
-    A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores, and
-    with `config.dynamic` to as many as are worth checking. With a width of 1 the drafter is not called.
-
-    Raises:
-        ValueError: `config.dynamic` without `StepInput.sizing`.
+    A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores. With
+    a width of 1 the drafter is not called.
     """
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
@@ -117,8 +110,6 @@ def draft_phase(
     tree, draft = checked_propose(drafter, params, state.draft, context)
     most = max(config.widths, default=tree.width)
     count = jnp.where(context.active, row.draft_limit + 1, 1)
-    if config.dynamic:
-        count = jnp.minimum(count, _size(tree, count, context.active, inputs.sizing, config.widths))
     tree = narrow(first_nodes(tree, count), most) if drafter.chains else best_nodes(tree, count, most)
     return tree, state._replace(draft=draft)
 
@@ -199,12 +190,8 @@ def commit_phase(
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
-    sized = None
-    if config.dynamic:
-        nodes = jnp.array(config.widths, jnp.int32)[_narrowest(tree, config.widths)]
-        sized = Sized(jnp.broadcast_to(nodes, emitted.shape), jnp.sum(path_probabilities(tree), axis=1))
     accepted = jnp.maximum(emitted - 1, 0)
-    output = StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace, sized=sized)
+    output = StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
     state = _advance(params, drafter, state, context, row, checked.block, observation, output, after=checked.finite)
     return state, output
 
@@ -366,17 +353,6 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
         page_size=PageSize(pool_shape(state.cache).page_size),
     )
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
-
-
-def _size(
-    tree: DraftTree, count: PerRequest, active: Active, sizing: Sizing | None, widths: tuple[int, ...]
-) -> Int32[Array, ""]:
-    """The tree width with the most tokens a second for the whole batch. `count`: most nodes of each tree."""
-    if sizing is None:
-        raise ValueError("StepConfig.dynamic chooses a tree's size from StepInput.sizing, which is None")
-    tokens = expected_tokens(tree, count, widths, sizing.correction)
-    tokens = jnp.sum(jnp.where(active[:, None], tokens, 0.0), axis=0)
-    return jnp.array(widths, jnp.int32)[best_width(tokens, sizing.milliseconds)]
 
 
 def _narrowest(tree: DraftTree, widths: tuple[int, ...]) -> Int32[Array, ""]:

@@ -188,18 +188,6 @@ def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, bat
           f"{record['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
 
 
-def test_a_step_that_chooses_the_size_of_its_trees_is_one_graph() -> None:
-    """One branch on the device more, between the forwards of the widths; the host decides nothing."""
-    from gpu_compile import compiled
-
-    program = programs_of("h200", "short tree", 1, 2, verify=greedily, sizes=(8, 32))["step"]
-    record = compiled(program, dict(NVIDIA_OPTIONS), weights=False)
-    assert record["one_graph"], record["outside_graphs"]
-    assert record["host_decides"] == [] and record["all_state_aliased"]
-    outer = [decision["place"].split()[-1] for decision in record["device_decides"] if decision["within"] == 0]
-    assert outer == ["check_phase"], "all other branches are inside the widths"
-
-
 LAYERS = {("plain", 1): newest, ("chain", 8): ()}
 MORE_LAYERS = [(shape, batch) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
 

@@ -12,7 +12,6 @@ import pytest
 from engine_helpers import make_engine
 from test_coupling import right_often
 from test_ngram import NONE, Memory
-from test_sizing import SAMPLING
 from toy_models import as_tree
 
 from specjax.bench.methods import parse_method
@@ -20,9 +19,15 @@ from specjax.cache import PoolShape
 from specjax.cli import build, flags
 from specjax.drafters import Auto, Drafter, Eagle3, Ngram, Standalone, TreeShape, make_drafter, ngram_drafter
 from specjax.drafters.hybrid import hybrid_drafter
+from specjax.engine import SamplingParams
 from specjax.engine.adaptive import Adaptive
 from specjax.engine.choice import PLAIN
 from specjax.tree import chain
+
+SAMPLING = [
+    SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=temperature, seed=seed, logprobs=logprobs)
+    for temperature, seed, logprobs in ((0.0, 1, None), (0.9, 3, 2), (0.4, 8, None))
+]
 
 NGRAMS = Ngram(nodes=4, min_match=2, max_match=4, max_breadth=1, capacity=4096)
 
@@ -189,8 +194,6 @@ def test_the_option_makes_the_drafter():
 def test_what_is_refused():
     with pytest.raises(ValueError, match=re.escape("Eagle3.hybrid_match must be an integer from 0 to 64, got 65")):
         Eagle3(hybrid_match=65)
-    with pytest.raises(ValueError, match=r"Eagle3.hybrid_match 3 needs Eagle3.tree static: the scores of n-grams"):
-        Eagle3(hybrid_match=3, tree="dynamic")
 
 
 def test_the_flag_and_the_method_of_a_benchmark():

@@ -259,7 +259,6 @@ def test_each_kind_of_device_has_its_tree(row, made, monkeypatch, platform, tree
         (Auto(), "cpu", 3),
         (Auto(hybrid_match=0), "cpu", 0),
         (Auto(hybrid_match=5), "gpu", 5),
-        (Auto(tree="dynamic"), "cpu", None),
         (Auto(), "gpu", None),
         (Eagle3(), "cpu", None),
     ],

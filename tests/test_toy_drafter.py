@@ -206,7 +206,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"step"},
     {"viz"},
     {"state"},
-    {"drafters", "verify", "tree", "tree_size", "sampling", "thresholds"},
+    {"drafters", "verify", "tree", "sampling", "thresholds"},
     {"models", "sharding", "shares"},
     {"cache"},
     {"settings"},

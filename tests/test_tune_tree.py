@@ -54,8 +54,6 @@ def test_trees_that_can_be_no_different_are_left_out():
 
 def test_trees_that_are_not_searched_for_are_refused():
     model = {"model": "smollm2-135m-instruct", "revision": None, "dtype": None}
-    with pytest.raises(ValueError, match=r"Eagle3\.tree dynamic: static trees are searched for"):
-        current_options(model, Eagle3(tree="dynamic"))
     with pytest.raises(ValueError, match=r"Eagle3\.hybrid_match 3: the model's own trees"):
         current_options(model, Eagle3(hybrid_match=3))
 

@@ -45,15 +45,13 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
         model: `specjax.load.load`'s arguments, without the draft's.
 
     Raises:
-        ValueError: there is no such tree; a drafter from outside has none that could be changed. Or the tree is one
-            that is not searched for: of a size that each step chooses, or with n-grams beside the model's drafts.
+        ValueError: there is no such tree; a drafter from outside has none that could be changed; or n-grams draft
+            beside the model, whose trees are not searched.
     """
     if isinstance(draft, str):
         raise ValueError(f"algorithm {draft}: the tree of a drafter from outside is its own affair")
     if isinstance(draft, ModelOptions):
         name = type(draft).__name__
-        if draft.tree != "static":
-            raise ValueError(f"{name}.tree {draft.tree}: static trees are searched for; leave it out")
         if draft.hybrid_match:
             raise ValueError(
                 f"{name}.hybrid_match {draft.hybrid_match}: the model's own trees are searched for, without n-grams; "

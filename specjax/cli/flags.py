@@ -174,7 +174,6 @@ class SpeculativeSettings:
         "quantization", choices=("int8", "fp8", "none"), parse=str.lower
     )
     speculative_coupling: str = _draft("coupling", choices=("noise", "none"), parse=str.lower)
-    speculative_tree: str = _draft("tree", choices=("static", "dynamic"), parse=str.lower)
     speculative_hybrid_match_window_size: int | None = _draft("hybrid_match")
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")

@@ -191,8 +191,6 @@ class Drafter(NamedTuple):
         remembers: whether what one request has said may be drafted for another: then it is told of each text, if only
             when that has ended.
         coupling: "noise": drafts of requests that sample are chosen with the target's noise; "none": without.
-        sizing: "static": each step checks the whole tree; "dynamic": as many of its best nodes as the scores and
-            measured times say are worth it (`specjax.tree_size`). The scores must then be log-probabilities.
         typical: another drafter whose trees most of its own are like, by which a step's time is estimated before it is
             measured; None: itself.
         note: description of the tree, for the log.
@@ -215,7 +213,6 @@ class Drafter(NamedTuple):
     resize: Callable[[int], Drafter] | None = None
     remembers: bool = False
     coupling: str = "none"
-    sizing: str = "static"
     typical: Drafter | None = None
     note: str = ""
     source: str = ""
@@ -229,7 +226,7 @@ class Drafter(NamedTuple):
         """The drafter for steps whose trees have at most `nodes` nodes."""
         if self.resize is None or not 1 < nodes < self.width:
             return self
-        return self.resize(nodes)._replace(sizing=self.sizing)
+        return self.resize(nodes)
 
 
 def none_drafter() -> Drafter:

@@ -55,7 +55,7 @@ def make_drafter(
         return ngram_drafter(options.on(platform))._replace(explicit_width=options.nodes is not None)
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
-    made = _with_model(options, target, head, model, backend, automatic, platform)._replace(sizing=options.tree)
+    made = _with_model(options, target, head, model, backend, automatic, platform)
     if not (match := options.hybrid_match):
         return made
     ngrams = Ngram(min_match=match, max_match=max(Ngram.max_match, match))

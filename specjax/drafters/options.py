@@ -13,9 +13,6 @@ from specjax.models.head_spec import ALGORITHMS
 Coupling: TypeAlias = Literal["noise", "none"]
 """Whether requests that sample draft with the target's noise; see `specjax.drafters.coupling`."""
 
-TreeSizing: TypeAlias = Literal["static", "dynamic"]
-"""Whether each step checks the whole tree, or so many of its nodes as are worth it; see `specjax.tree_size`."""
-
 MAX_AUTOMATIC_NODES = 64  # of a tree whose number of nodes is not given
 
 
@@ -171,9 +168,6 @@ class ModelOptions(DraftOptions):
         coupling: drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the
             target will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has
             no probabilities to add noise to: no effect there.
-        tree: static = each step checks the whole tree; dynamic = each step checks as many of its best nodes, among
-            the compiled widths, as promise the most tokens a second, by the draft's probabilities and measured step
-            times. The text is the same. Not for NGRAM, whose scores are no probabilities.
         hybrid_match: fewest tokens that must have occurred before for what followed them to be proposed, as by NGRAM,
             in place of the draft's own tokens, at most 64; 0 = the draft alone; default: 0, but with AUTO the
             measured value of a head that comes with specjax.
@@ -188,17 +182,10 @@ class ModelOptions(DraftOptions):
     positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
     coupling: Coupling = field(default="noise", kw_only=True)
-    tree: TreeSizing = field(default="static", kw_only=True)
     hybrid_match: int | None = field(default=None, kw_only=True, metadata={"range": Range(0, 64)})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hybrid_match and self.tree == "dynamic":
-            name = type(self).__name__
-            raise ValueError(
-                f"{name}.hybrid_match {self.hybrid_match} needs {name}.tree static: the scores of n-grams are no "
-                "probabilities, by which dynamic sizes trees"
-            )
         self.shape()  # refuses what is wrong for every target; others have fewer steps
 
     def __init_subclass__(cls) -> None:

@@ -56,10 +56,6 @@ JUMP = 8
 """Nodes of a tree of tokens that a grammar forces, the root included. What stands between two values of a JSON object
 is mostly shorter."""
 
-FULL_ROWS = {"cpu": 1, "gpu": 8}
-"""Nodes of a batch that cost what fewer do, for trees whose size each step chooses: a GPU's matrix units work on eight
-rows or more at once."""
-
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
 
 
@@ -76,7 +72,6 @@ class Buckets:
     free_tokens: int = FREE_TOKENS["cpu"]
     context: int = CONTEXT["cpu"]
     adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.adaptive`)
-    dynamic: bool = False  # whether each step chooses how much of its trees is checked (`specjax.tree_size`)
 
     @classmethod
     def build(
@@ -109,24 +104,19 @@ class Buckets:
         together = [(prompts * small, min(rows, 2 * prompts)) for prompts in RAGGED] if kind == "cpu" and ragged else []
         together = [(min(tokens, prefill or tokens), prompts) for tokens, prompts in together]
         together = [(n, small, tokens) for tokens, n in together if n > 1 and small < tokens < n * small]
-        dynamic = drafter.sizing == "dynamic" and drafter.width > 1
-        widths = tree_widths(drafter)
-        if dynamic:
-            widths = tuple(sorted({*widths, *(1 << i for i in range((drafter.width - 1).bit_length()))}))
         return cls(
             batches=(*(b for b in BATCHES[kind] if b < rows), rows),
             chunks=tuple(sorted({small, largest})),
             packs=tuple(packs),
             ragged=tuple(dict.fromkeys(together)),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
-            widths=widths,
+            widths=tree_widths(drafter),
             block_tokens=None if drafter.explicit_width else most,
             # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
             several_widths=kind == "cpu",
             free_tokens=FREE_TOKENS[kind],
             context=CONTEXT[kind],
             adaptive=adaptive,
-            dynamic=dynamic,
         )
 
     def batch(self, count: int) -> int:
@@ -221,18 +211,12 @@ class Buckets:
     def tree_widths(self, batch: int) -> tuple[int, ...]:
         """The tree widths of a batch's steps, of at most `block_tokens` nodes over the batch; for one request alone all
         that the drafter has. With `several_widths` those of the drafter's that fit, 1 among them, else as many nodes
-        as fit (the drafter makes trees of them, see `Drafter.within`). With `dynamic` powers of two below the largest
-        besides, on a GPU those that fill its matrix units."""
+        as fit (the drafter makes trees of them, see `Drafter.within`)."""
         most, widest = self.block_tokens, self.widths[-1]
         if not self.several_widths:
             widest = widest if most is None or batch == 1 else max(min(widest, most // batch), 1)
-            return (*self._narrower(batch, widest), widest)
+            return (widest,)
         return tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most)
-
-    def _narrower(self, batch: int, widest: int) -> tuple[int, ...]:
-        """The widths below `widest` that a step chooses among where a batch has a width of its own."""
-        full = FULL_ROWS["cpu" if self.several_widths else "gpu"]
-        return tuple(w for w in self.widths if self.dynamic and w < widest and w * batch >= full)
 
     def drafts(self, batch: int) -> bool:
         """Whether steps of this batch bucket may draft."""
@@ -317,17 +301,11 @@ class Buckets:
     def step_widths(self, key: Key) -> tuple[int, ...]:
         """The tree widths of a step."""
         if key.nodes:
-            # As for the batch's own tree: fewer nodes are checked where fewer are proposed, or worth it.
-            several = (self.several_widths or self.dynamic) and key.kind == "step"
+            # As for the batch's own tree: fewer nodes are checked where fewer are proposed.
+            several = self.several_widths and key.kind == "step"
             inner = self.tree_widths(key.width) if several else ()
             return (*(w for w in inner if w < key.nodes), key.nodes)
         return self.constrained_widths(key.width) if key.kind == "constrained" else self.tree_widths(key.width)
-
-    def sizes(self, key: Key) -> tuple[int, ...]:
-        """The tree widths among which each step of a program chooses by what they are worth; (): it does not. A step
-        with a grammar checks what the grammar leaves of the whole tree."""
-        widths = self.step_widths(key) if self.dynamic and key.kind == "step" else ()
-        return widths if len(widths) > 1 else ()
 
     def jump_width(self, batch: int, forced: List[int], least: int = 1, free: int | None = None) -> int:
         """The tree width, `least` or more, with which a constrained step checks the most tokens a second that are known

@@ -20,7 +20,6 @@ from specjax.engine.notes import not_drafted
 from specjax.engine.pace import Pace
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.sizing import TreeSizes
 from specjax.engine.transfers import Counters, Output, Read, read_output, take, take_prompt
 from specjax.state import NOT_FINITE, RUNS
 from specjax.verify import TOP_LOGPROBS
@@ -50,12 +49,12 @@ class Collector:
     """
 
     def __init__(
-        self, scheduler: Scheduler, buckets: Buckets, pace: Pace, drafting: Drafting, sizes: TreeSizes,
+        self, scheduler: Scheduler, buckets: Buckets, pace: Pace, drafting: Drafting,
         flights: Flights, counters: Counters, *, vocab_size: int, catches_up: bool,
         check: Callable[[Output], None], report: Callable[[Sequence], object], finish: Callable[[Sequence], object],
     ) -> None:  # fmt: skip
         self._scheduler, self._buckets, self._pace, self._drafting = scheduler, buckets, pace, drafting
-        self._sizes, self._flights, self._counters = sizes, flights, counters
+        self._flights, self._counters = flights, counters
         self._top, self._catches_up = min(TOP_LOGPROBS, vocab_size), catches_up
         self._check, self._report, self._finish = check, report, finish
 
@@ -74,8 +73,7 @@ class Collector:
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
             self._check(flight.output)
-            sized = bool(self._buckets.sizes(flight.key))
-            read = read_output(flight.output, self._top if wanted else None, sized=sized)
+            read = read_output(flight.output, self._top if wanted else None)
         seconds = self._flights.seconds(flight)
         for i, (sequence, tokens) in enumerate(zip(flight.sequences, read.tokens, strict=False)):
             if sequence.status is Status.FINISHED:
@@ -97,7 +95,6 @@ class Collector:
         if seconds is not None:
             self._pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
         self._drafting.record(flight, read, seconds)
-        self._sizes.record(flight, read, seconds)
         ended = list[Sequence]()
         drafting = set(flight.drafted if drafts else ())
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):

@@ -19,7 +19,6 @@ from specjax.engine.choice import PLAIN
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
-from specjax.engine.keys import Key
 from specjax.engine.packing import catch_up_input
 from specjax.engine.sequence import Sequence
 from specjax.engine.step_times import StepTimes, stored_bits, tree_of
@@ -66,17 +65,6 @@ def expected_ratio(
         return drafted / plain
     drafting = 1 - (1 - FOUND) ** batch if buckets.several_widths and not drafter.runs_model else 1.0
     return 1 + drafting * (_forward(batch, widest, buckets, params) - 1) + _draft(drafter, params)
-
-
-def width_ratios(key: Key, ratio: float, buckets: Buckets, drafter: Drafter, params: Params) -> dict[int, float]:
-    """Seconds of a step of each of a key's tree widths, all of which draft the same tree, over those of one without
-    drafts, before they were measured in use. From the number of tokens in the forward and the bytes of a draft model,
-    with what both add scaled so that the widest has the `ratio` that `expected_ratio` says."""
-    widths = buckets.step_widths(key)
-    draft = _draft(drafter.within(widths[-1]), params)
-    added = {width: _forward(key.width, width, buckets, params) - 1 + draft for width in widths}
-    scale = max(ratio - 1, 0.0) / added[widths[-1]]
-    return {width: 1 + scale * more for width, more in added.items()}
 
 
 def free_tokens(buckets: Buckets, params: Params) -> int:

@@ -38,7 +38,7 @@ from specjax.engine.buckets import JUMP
 from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
-from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width_ratios
+from specjax.engine.drafting import Drafting, expected_ratio, free_tokens
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
 from specjax.engine.flight import Flights
@@ -55,7 +55,6 @@ from specjax.engine.prefilling import Prefills
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Completion, Sequence
-from specjax.engine.sizing import TreeSizes
 from specjax.engine.step_times import StepTimes, predictions
 from specjax.engine.stepping import Steps
 from specjax.engine.transfers import Counters
@@ -167,14 +166,13 @@ class Engine:
             self.executables, self.device, self.buckets, self._in_flight, drafter,
             chooses=self._deferred is not None, expected=self._expected_ratio, rows=rows,
         )  # fmt: skip
-        self.tree_sizes = TreeSizes(self.buckets, self._width_ratios)
         self._draft_model = draft_model
         self._prefills = Prefills(
             self.scheduler, self.executables, self.device, self.buckets, self.pace, self._in_flight, self.counters,
             rows=rows, pages=self.pool.pages, give_up=self._give_up,
         )  # fmt: skip
         collector = Collector(
-            self.scheduler, self.buckets, self.pace, self.drafting, self.tree_sizes, self._in_flight, self.counters,
+            self.scheduler, self.buckets, self.pace, self.drafting, self._in_flight, self.counters,
             vocab_size=self.vocab_size, catches_up=self._deferred is not None and drafter.remembers,
             check=self.device.check, report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
         )  # fmt: skip
@@ -182,7 +180,7 @@ class Engine:
         grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size, free)
         self._steps = Steps(
             self.scheduler, self.executables, self.device, self.buckets, self._in_flight, self.counters, self.drafting,
-            self.tree_sizes, grammar, collector, overlap=config.overlap, rows=rows, new_pages=self._new_pages,
+            grammar, collector, overlap=config.overlap, rows=rows, new_pages=self._new_pages,
             give_up=self._give_up,
         )  # fmt: skip
 
@@ -437,11 +435,6 @@ class Engine:
             return StepTimes.of(self.tuning, predicted)
 
         return expected_ratio(batch, nodes, self.buckets, self.drafter, self.params, times)
-
-    def _width_ratios(self, key: Key) -> dict[int, float]:
-        """See `width_ratios`."""
-        ratio = self._expected_ratio(key.width, key.nodes)
-        return width_ratios(key, ratio, self.buckets, self.drafter, self.params)
 
     def _give_up(self, sequence: Sequence, message: str) -> None:
         """Ends a request that cannot go on; the others do. `message`: its reason."""

@@ -243,10 +243,8 @@ class Executables(Programs):
             if widths != (1,) or self._deferred is None:
                 drafter = self._drafter.within(self._buckets.tree_widths(key.width)[-1] if constrained else widths[-1])
             fixed |= {"verify": self._verify}
-            sizes = len(widths) if self._buckets.sizes(key) == widths else 0  # a variant has one width
-            columns = 2 + self.new_pages + (sizes + 1 if sizes else 0)
-            shape, unpack = (key.width, columns), partial(unpack_step, **tables, sizes=sizes)
-            function, config = speculate_step, StepConfig(widths, self._trace, dynamic=sizes > 0)
+            shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
+            function, config = speculate_step, StepConfig(widths, self._trace)
             if key.kind == "propose":
                 function, fixed = propose_step, {}
             elif constrained:

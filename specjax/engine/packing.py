@@ -4,7 +4,6 @@ Each array that is sent costs a copy of its own, and page tables hardly change b
 page tables, [R, T], and a step's input has only the pages that are new:
 
     step        [B, 2 + K]           slot, the number of pages that the device knows, K new pages (NO_PAGE: none)
-                [... + W + 1]        and, where its trees' size is chosen among W widths, the bits of a `Sizing`
     prefill     [B, 3 + C + T']      slot, length, next token, C tokens, all T' <= T pages of the row
     catch-up    [B, 1]               slot
     admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, whether each token is in the prompt
@@ -27,7 +26,6 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import Sequence
 from specjax.sampling import History
 from specjax.state import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, DecodeState, PrefillInput, Row, StepInput, admit_row, new_row
-from specjax.tree_size import Sizing
 
 NO_PAGE = -1
 _WORD = 32  # bits
@@ -56,27 +54,8 @@ def step_input(sequences: list[Sequence], batch: int, new_pages: int, rows: int)
     return packed
 
 
-def with_sizing(packed: np.ndarray, milliseconds: Iterable[float], corrections: Iterable[float]) -> np.ndarray:
-    """A step's input with a `Sizing`: the milliseconds of each width, repeated in each row, and a correction for each
-    of the first entries."""
-    costs = np.array([*milliseconds], np.float32)
-    found = np.ones((packed.shape[0], len(costs) + 1), np.float32)
-    found[:, :-1] = costs
-    for i, correction in enumerate(corrections):
-        found[i, -1] = correction
-    return np.concatenate([packed, found.view(np.int32)], axis=1)
-
-
-def unpack_step(
-    packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int, sizes: int = 0
-) -> Any:
-    """The `StepInput` with page tables of `width`, and the tables of all rows with the new pages. `sizes`: the number
-    of tree widths in its `Sizing`; 0: it has none."""
-    sizing = None
-    if sizes:
-        packed, last = packed[:, : -sizes - 1], packed[:, -sizes - 1 :]
-        found = jax.lax.bitcast_convert_type(last, jnp.float32)
-        sizing = Sizing(found[0, :-1], found[:, -1])
+def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
+    """The `StepInput` with page tables of `width`, and the tables of all rows with the new pages."""
     slots, known, new = packed[:, 0], packed[:, 1], packed[:, 2:]
     rows, size = tables.shape
     ahead = jnp.arange(new.shape[1], dtype=jnp.int32)
@@ -84,7 +63,7 @@ def unpack_step(
     tables = tables.at[slots[:, None], columns].set(new, mode="drop", unique_indices=True)
     active = slots < rows
     page_table = jnp.where(active[:, None], tables[jnp.minimum(slots, rows - 1), :width], pages)
-    return StepInput(slots, page_table, active, sizing), tables
+    return StepInput(slots, page_table, active), tables
 
 
 def catch_up_input(slots: Iterable[int], batch: int, rows: int) -> np.ndarray:

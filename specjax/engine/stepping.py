@@ -19,10 +19,9 @@ from specjax.engine.flight import Flights, InFlight
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.keys import Key
-from specjax.engine.packing import step_input, with_sizing
+from specjax.engine.packing import step_input
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.sizing import TreeSizes
 from specjax.engine.transfers import Counters
 
 
@@ -38,11 +37,11 @@ class Steps:
 
     def __init__(
         self, scheduler: Scheduler, executables: Executables, device: Device, buckets: Buckets, flights: Flights,
-        counters: Counters, drafting: Drafting, sizes: TreeSizes, grammar: GrammarSteps, collector: Collector, *,
+        counters: Counters, drafting: Drafting, grammar: GrammarSteps, collector: Collector, *,
         overlap: bool, rows: int, new_pages: int, give_up: Callable[[Sequence, str], None],
     ) -> None:  # fmt: skip
         self._scheduler, self._executables, self._device, self._buckets = scheduler, executables, device, buckets
-        self._flights, self._counters, self._drafting, self._sizes = flights, counters, drafting, sizes
+        self._flights, self._counters, self._drafting = flights, counters, drafting
         self._grammar, self._collector = grammar, collector
         self._overlap, self._rows, self._new_pages, self._give_up = overlap, rows, new_pages, give_up
         self._known = list[Known]()  # results that were read and not yet collected; empty between two iterations
@@ -88,8 +87,6 @@ class Steps:
             key, program = self._executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = self._step_input(key, part), perf_counter()
-            if self._buckets.sizes(key):
-                inputs = with_sizing(inputs, *self._sizes.inputs(key, part))
             told = self._drafting.told(part, forced, drafts=key.drafts)
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
             drafting = list[Sequence]()

@@ -15,7 +15,7 @@ from jax import Array
 
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence
-from specjax.state import FULL, NOT_FINITE, STOPPED, DecodeState, Sized, StepOutput, Trace
+from specjax.state import FULL, NOT_FINITE, STOPPED, DecodeState, StepOutput, Trace
 from specjax.verify import LOGPROB_IDS, Logprobs
 from specjax.viz.trees import step_tree
 
@@ -78,7 +78,7 @@ class Counters:
 class Output(NamedTuple):
     """Of a step or a prefill, on the device. One array holds what every step needs, so that it costs one copy."""
 
-    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens; and two more of a step's `Sized`, if it has one
+    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
     logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32; copied only where a request wants them
     trace: Trace | None
     prompt: Array | None = None  # the same of a prefill's C tokens, if its program computes them
@@ -89,11 +89,7 @@ def packed(
 ) -> tuple[DecodeState, Output]:
     """A step or a prefill with its output packed, to be traced."""
     state, output = function(*given, **fixed)
-    columns = [output.emitted[:, None], output.finish[:, None], output.tokens]
-    if (sized := output.sized) is not None:
-        promised = jax.lax.bitcast_convert_type(sized.promised, jnp.int32)
-        columns += [sized.nodes[:, None], promised[:, None]]
-    integers = jnp.concatenate(columns, axis=1)
+    integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
     prompt = None if output.prompt is None else _bits(output.prompt)
     return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
 
@@ -125,21 +121,17 @@ class Read(NamedTuple):
     tokens: list[list[int]]  # [B][emitted]
     finish: list[int]  # [B]
     logprobs: Logprobs | None  # of numpy arrays
-    sized: Sized | None = None  # the same
 
 
-def read_output(output: Output, top: int | None, *, sized: bool = False) -> Read:
+def read_output(output: Output, top: int | None) -> Read:
     """Copies a step's output to the host; waits for the step. Log-probabilities hold `top` alternatives of a token, and
-    are not copied if it is None. `sized`: whether the step's program chooses the size of its trees."""
+    are not copied if it is None."""
     packed = np.asarray(output.packed)
     tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
     finish = packed[:, 1].tolist()
-    known: Any = (packed[:, -2], np.ascontiguousarray(packed[:, -1]).view(np.float32)) if sized else None
-    size = Sized(*known) if sized else None
     if top is None:
-        return Read(tokens, finish, None, size)
-    width = packed.shape[1] - (4 if sized else 2)
-    return Read(tokens, finish, _from_bits(output.logprobs, width, top), size)
+        return Read(tokens, finish, None)
+    return Read(tokens, finish, _from_bits(output.logprobs, packed.shape[1] - 2, top))
 
 
 def _from_bits(bits: Array, width: int, top: int) -> Logprobs:

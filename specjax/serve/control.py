@@ -66,7 +66,6 @@ def rank_state(rank: Runner) -> dict[str, Any]:
             "tokens_each": engine.pool.page_size,
         },
         "speculative_choice": engine.drafting.report(),
-        "speculative_tree_sizes": engine.tree_sizes.report(),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
         "generated_tokens": counters.generated,

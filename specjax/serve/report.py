@@ -116,7 +116,6 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
         "speculative_coupling": engine.drafter.coupling,
-        "speculative_tree": engine.drafter.sizing,
         "speculative_lossy": lossy_thresholds(engine),
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
