@@ -118,7 +118,8 @@ def find_verdict(
     lossless = matches is None
     if matches is None:
         matches = tree.tokens == jnp.take_along_axis(drawn, jnp.maximum(tree.parents, 0), axis=1)
-    matches = (tree.valid & matches).at[:, 0].set(True)
+    # A path has no place for deeper nodes, which only a drafter that declares too small a depth proposes.
+    matches = (tree.valid & matches & (tree.depth <= depth)).at[:, 0].set(True)
     accepted = tree.valid & jnp.all(matches[:, None, :] | ~ancestors, axis=2)
     last = jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1)
     count = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]

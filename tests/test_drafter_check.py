@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from engine_helpers import make_engine, toy
+from engine_helpers import make_engine, outcome, shared_engine, toy
 from oracle import Sampling
-from test_toy_drafter import random_trees, replay
+from test_toy_drafter import known_text, random_trees, replay
 from toy_models import Runner, tiny_llama
 
-from specjax import Drafter, DrafterError, Ngram, Params, check_drafter, make_drafter, make_steps
+from specjax import Drafter, DrafterError, DraftTree, Ngram, Params, chain, check_drafter, make_drafter, make_steps
 from specjax.engine import SamplingParams
 from specjax.engine.generation import EngineError
 
@@ -92,6 +94,7 @@ FAULTS = {
         proposing(lambda tree, state, context: (tree, state + context.suffix(2)[0, 0])),
         f"{PROPOSE}.* fails .* return Drafter.*reads_tokens=True",
     ),
+    "widths": (REPLAY._replace(widths=(3, 99)), r"widths must be integers from 1 to width=6, got \(3, 99\)"),
     "features": (REPLAY._replace(features=(0, 7)), r"asks for features=\(0, 7\); the target has layers 0 to 0"),
     "negative feature": (REPLAY._replace(features=(-1,)), r"asks for features=\(-1,\); the target has layers"),
     "list of features": (REPLAY._replace(features=[0]), r"asks for features=\[0\]; .* give a tuple"),
@@ -122,10 +125,88 @@ def test_the_cause_has_the_traceback_into_the_drafter():
     assert ("branches", "if context.root[0] > 3:") in [(frame.name, frame.line) for frame in frames]
 
 
-@pytest.mark.parametrize("drafter", [REPLAY, random_trees(range(40)), make_drafter("NONE"), make_drafter(Ngram())])
+PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2], np.int32)
+
+
+def depths_by_loop():
+    """Depths of `PARENTS`, whose largest possible value is not that of a single iteration, nor of a sum of all."""
+
+    def level(_, depth):
+        return jnp.where(PARENTS >= 0, depth[jnp.maximum(PARENTS, 0)] + 1, 0)
+
+    return jax.lax.fori_loop(0, 6, level, jnp.zeros(7, jnp.int32))
+
+
+def depths_unrolled():
+    depth = jnp.zeros(7, jnp.int32)
+    for _ in range(6):
+        depth = jnp.where(PARENTS >= 0, depth[jnp.maximum(PARENTS, 0)] + 1, 0)
+    return depth
+
+
+def bushy(depths: Callable[[], Any], depth: int = 2, shift: int = 0) -> Drafter:
+    """The tree of `PARENTS` from a computation of its depths; node i has the token i + `shift`."""
+
+    def propose(params, state, context):
+        def wide(values):
+            return jnp.broadcast_to(values, (context.root.shape[0], 7))
+
+        tokens = wide(jnp.arange(7, dtype=jnp.int32) + shift).at[:, 0].set(context.root)
+        fields = jnp.asarray(PARENTS), depths(), jnp.ones(7, bool), jnp.zeros(7, jnp.float32)
+        return DraftTree(tokens, *map(wide, fields)), state
+
+    return Drafter("BUSHY", None, 7, depth, lambda params, rows, pool: (), propose, REPLAY.observe)
+
+
+def best_of_the_text(params, state, context):
+    """Needs more tokens than a small pool holds."""
+    best, _ = jax.lax.top_k(context.committed(jnp.arange(context.room, dtype=jnp.int32)[None]), 5 * 16)
+    return chain(context.root, best[:, :5], 0 * context.root + 5, jnp.zeros((context.root.shape[0], 5))), state
+
+
+GOOD = {
+    "replay": REPLAY,
+    "random trees": random_trees(range(40)),
+    "none": make_drafter("NONE"),
+    "n-grams": make_drafter(Ngram()),
+    "loop": bushy(depths_by_loop),
+    "unrolled": bushy(depths_unrolled),
+    "numbers of numpy": REPLAY._replace(width=np.int64(6), depth=np.int32(5)),
+    "long texts": REPLAY._replace(reads_tokens=True, propose=best_of_the_text),
+    "partial": REPLAY._replace(propose=functools.partial(REPLAY.propose)),
+    "jitted": REPLAY._replace(propose=jax.jit(REPLAY.propose)),
+}
+
+
+@pytest.mark.parametrize("drafter", GOOD)
 def test_drafters_that_keep_to_the_interface(drafter):
-    check_drafter(drafter, toy().target)
-    check_drafter(drafter, tiny_llama().target)
+    check_drafter(GOOD[drafter], toy().target)
+    check_drafter(GOOD[drafter], tiny_llama().target)
+
+
+def test_a_bug_at_one_batch_size_is_found_by_the_engine():
+    def change(tree, state, context):
+        assert context.root.shape[0] != 4, "four"
+        return tree, state
+
+    check_drafter(proposing(change), toy().target)
+    with pytest.raises(DrafterError, match="fails while it is traced: AssertionError: four"):
+        make_engine(toy(), proposing(change), warm=False)
+
+
+def test_nodes_below_a_depth_that_is_too_small_are_not_accepted():
+    """No bound of these depths is known, so the check lets the drafter pass; the text is right nevertheless."""
+    text = known_text(40)
+    drafter = replay(text)
+
+    def change(tree, state, context):
+        return tree._replace(depth=tree.depth * jnp.minimum(1, 1 + state[0])), state
+
+    engine = make_engine(toy(), proposing(change, drafter)._replace(depth=2), max_running_requests=1)
+    params = SamplingParams(max_new_tokens=21)
+    done = engine.generate(text[:4], params)
+    assert outcome(done) == outcome(shared_engine("NONE").generate(text[:4], params))
+    assert 1 < done.spec_accept_length <= 3
 
 
 def test_parameters_of_a_draft_are_needed_to_judge_what_reads_them():
@@ -140,12 +221,17 @@ def test_parameters_of_a_draft_are_needed_to_judge_what_reads_them():
         check_drafter(drafter, model.target, Params(model.params, {}))
 
 
-def test_the_targets_parameters_follow_from_its_config():
-    def propose(params, state, context):
-        return REPLAY.propose(params, state + 0 * params.target["embed"].shape[2], context)
+def test_quantised_parameters_are_not_known_without_being_given():
+    """A drafter that reads them may be right; without parameters only its results are checked."""
 
-    with pytest.raises(DrafterError, match=r"propose of .* fails while it is traced: IndexError"):
-        check_drafter(REPLAY._replace(propose=propose), tiny_llama().target)
+    def propose(params, state, context):
+        tree, state = REPLAY.propose(params, state, context)
+        return tree, state + 0 * params.target["embed"].codes.shape[0]
+
+    drafter, model = REPLAY._replace(propose=propose), tiny_llama()
+    make_steps(model.target, drafter)
+    with pytest.raises(DrafterError, match=r"propose of .* fails while it is traced: AttributeError"):
+        check_drafter(drafter, model.target, Params(model.params))
 
 
 def test_the_step_checks_a_drafter_with_parameters_of_its_own():

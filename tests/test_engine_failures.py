@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import GREEDY, byte_ids, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
+from server_helpers import running
 from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
@@ -25,7 +27,7 @@ from specjax.engine.programs import Key, Unavailable
 from specjax.engine.sequence import TEXT_FAILED, completion
 from specjax.engine.text import TextStream
 from specjax.serve.runner import Runner
-from specjax.serve.states import State
+from specjax.serve.states import NO_PROGRAM, State
 from specjax.verify import verify_tree
 
 PROMPTS = [[70 + i, 71, 72] for i in range(4)]
@@ -126,7 +128,9 @@ def test_a_bug_in_a_program_is_raised_and_no_other_size_is_used(error, monkeypat
     tried = failing(monkeypatch, engine, lambda key: key == Key("step", 4, key.table), error)
     lengths = []
     for _ in range(3):
-        with pytest.raises(EngineError, match="no registers left for 4") as caught:
+        with pytest.raises(
+            EngineError, match=f"cannot be compiled: {error.__name__}: no registers left for 4"
+        ) as caught:
             engine.generate(PROMPTS, PARAMS)
         assert type(caught.value.__cause__) is error
         lengths.append(len(traceback.extract_tb(caught.value.__cause__.__traceback__)))
@@ -160,6 +164,17 @@ def test_a_bug_in_the_background_is_logged_and_raised_when_it_is_used(caplog):
     with pytest.raises(EngineError, match="no verdict for four"):
         engine.generate(PROMPTS, PARAMS)
     check_all(engine, PROMPTS[:1])
+
+
+def test_requests_that_need_a_broken_program_get_a_500(monkeypatch):
+    """Sending them again would not help. Others are served."""
+    engine = make_engine(toy(), verify=broken_verifier, warm=False)
+    with running(engine) as server, ThreadPoolExecutor(4) as clients:
+        assert server.complete(max_tokens=3).status_code == 200
+        both = [clients.submit(server.complete, f"{i} hello", max_tokens=60) for i in range(4)]
+        answers = {answer.status_code: answer.text for answer in (each.result(120) for each in both)}
+        assert set(answers) <= {200, 500} and NO_PROGRAM in answers[500]
+        assert server.complete(max_tokens=3).status_code == 200
 
 
 def test_a_server_does_not_start_with_a_bug_in_its_first_program():
@@ -357,7 +372,7 @@ def test_after_a_failed_step_generate_works_again(monkeypatch):
         return run(key, program, inputs)
 
     monkeypatch.setattr(engine.device, "run", breaks)
-    with pytest.raises(EngineError, match="was reset; it can be used again: a bug"):
+    with pytest.raises(EngineError, match="was reset; it can be used again: ValueError: a bug"):
         engine.generate(PROMPTS, PARAMS)
     check_idle(engine)
     check_all(engine)

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ from specjax.models.target import Target
 from specjax.sampling import sampling_row
 from specjax.tree import DraftTree
 
-BATCH, ROWS, TABLE, POOL = 3, 5, 2, PoolShape(pages=7, page_size=4)
+BATCH, ROWS, TABLE, POOL = 3, 5, 17, PoolShape(pages=37, page_size=16)
 """Sizes of the traced shapes. All differ, so that swapped axes are found."""
+CHUNK = 64  # tokens of a prompt's chunk
 
 TREE_DTYPES = {"tokens": "int32", "parents": "int32", "depth": "int32", "valid": "bool", "scores": "float32"}
 
@@ -35,7 +36,7 @@ class DrafterError(TypeError):
     `__cause__` is the exception that the function raised, if any."""
 
 
-def check_drafter(drafter: Drafter, target: Target, params: Params | None = None) -> None:
+def check_drafter(drafter: Drafter, target: Target, params: Params | None = None, *, batch: int = BATCH) -> None:
     """Checks a drafter by tracing its three functions; nothing is compiled or run.
 
     The checks cover the declared `width` and `depth`, the requested features, the shapes and dtypes of the trees
@@ -45,12 +46,15 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
     Args:
         drafter: the drafter.
         target: the model that it drafts for.
-        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: the target's are derived from its
-            config; functions that need others are only checked when a step is first traced.
+        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: a function that reads parameters
+            and fails is only checked when a step is first traced.
+        batch: B, the requests in the traced shapes.
 
     Raises:
         DrafterError: the drafter violates the interface, or one of its functions fails while it is traced.
     """
+    if not isinstance(drafter, Drafter):
+        raise DrafterError(f"drafter must be a specjax.Drafter, got {_kind(drafter)}")
     _check_declared(drafter, target)
     trace = partial(_trace, drafter, _target_shapes(target) if params is None else params)
     made = trace("init", lambda params: drafter.init(params, ROWS, POOL))
@@ -58,23 +62,23 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
         return
     _, state = made
     struct: Any = jax.ShapeDtypeStruct
-    number, page_table = struct((BATCH,), np.int32), struct((BATCH, TABLE), np.int32)
-    active, salt = struct((BATCH,), np.bool_), struct((BATCH,), np.uint32)
-    rows = jax.tree.map(lambda leaf: struct((BATCH, *leaf.shape), leaf.dtype), sampling_row(target.config.vocab_size))
+    number, page_table = struct((batch,), np.int32), struct((batch, TABLE), np.int32)
+    active, salt = struct((batch,), np.bool_), struct((batch,), np.uint32)
+    rows = jax.tree.map(lambda leaf: struct((batch, *leaf.shape), leaf.dtype), sampling_row(target.config.vocab_size))
     tokens = struct(POOL, np.int32) if drafter.reads_tokens else None
     context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
     proposed = trace("propose", lambda *args: checked_propose(drafter, *args), state, context)
     if proposed is not None:
-        deepest = _upper_bounds(proposed[0].jaxpr, proposed[0].consts)[DraftTree._fields.index("depth")]
-        if drafter.depth != deepest < math.inf:
+        depth = _bounds(proposed[0].jaxpr, proposed[0].consts)[DraftTree._fields.index("depth")]
+        if drafter.depth > depth.most or (depth.reached and drafter.depth < depth.most):
             raise DrafterError(
-                f"{_name(drafter, 'propose')} builds trees of depth {deepest:g}, and the drafter declares depth="
-                f"{drafter.depth}; nodes below the declared depth are never accepted"
+                f"{_name(drafter, 'propose')} builds trees of depth {depth.most:g}, and the drafter declares depth="
+                f"{drafter.depth}: declare depth={depth.most:g}"
             )
     size = feature_size(drafter.features, target)
-    for width in sorted({drafter.depth + 1, 2 * POOL.page_size}):  # a path of a tree, and the chunk of a prompt
-        block = struct((BATCH, width), np.int32)
-        features = None if size is None else struct((BATCH, width, size), jnp.dtype(target.config.dtype))
+    for width in sorted({drafter.depth + 1, CHUNK}):  # a path of a tree, and the chunk of a prompt
+        block = struct((batch, width), np.int32)
+        features = None if size is None else struct((batch, width, size), jnp.dtype(target.config.dtype))
         observation = Observation(block, block, features, number)
         trace("observe", lambda *args: checked_observe(drafter, *args), state, context, observation)
 
@@ -136,19 +140,19 @@ def feature_size(features: Features, target: Target) -> int | None:
 
 
 class _Unknown(Params):
-    """Parameters of the target alone, or none. `missing_read`: a missing part was read, which may be
-    the cause of a later failure."""
+    """Float parameters of the target, or none. The real ones may be quantised. `read`: they were read, which may be the
+    cause of a later failure."""
 
-    missing_read = False
+    read = False
 
     @property
     def target(self) -> Any:
-        self.missing_read |= self[0] is None
+        self.read = True
         return self[0]
 
     @property
     def draft(self) -> None:
-        self.missing_read = True
+        self.read = True
 
 
 def _target_shapes(target: Target) -> _Unknown:
@@ -174,7 +178,7 @@ def _trace(
     except DrafterError:
         raise
     except Exception as error:
-        if any(isinstance(each, _Unknown) and each.missing_read for each in known):
+        if any(isinstance(each, _Unknown) and each.read for each in known):
             return None
         reason = str(error).strip().partition("\n")[0]
         raise DrafterError(
@@ -186,22 +190,28 @@ def _check_declared(drafter: Drafter, target: Target) -> None:
     name, layers = f"drafter {drafter.name!r}", target.config.num_layers
     for field, least in (("width", 1), ("depth", 0)):
         value = getattr(drafter, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not _is_integer(value) or value < least:
             raise DrafterError(f"{name}: {field} must be an integer of at least {least}, got {value!r}")
     if not (drafter.depth < drafter.width and (drafter.depth or drafter.width == 1)):
         raise DrafterError(
             f"{name} declares width={drafter.width} and depth={drafter.depth}: a tree of {drafter.width} nodes, the "
             f"root of depth 0 among them, has a depth from {min(1, drafter.width - 1)} to {drafter.width - 1}"
         )
+    if not all(_is_integer(width) and 1 <= width <= drafter.width for width in drafter.widths):
+        raise DrafterError(f"{name}: widths must be integers from 1 to width={drafter.width}, got {drafter.widths!r}")
     features = drafter.features
     if features is None or features == "final":
         return
     known = isinstance(features, tuple) and len(features) > 0
-    if not known or not all(isinstance(layer, int) and 0 <= layer < layers for layer in features):
+    if not known or not all(_is_integer(layer) and 0 <= layer < layers for layer in features):
         raise DrafterError(
             f"{name} asks for features={features!r}; the target has layers 0 to {layers - 1}: give a tuple of these, "
             "'final' for the last hidden state, or None"
         )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_state(name: str, before: DraftState, after: DraftState) -> None:
@@ -239,40 +249,79 @@ def _array(value: Any) -> str:
         return _kind(value)
 
 
-SAME_VALUES = (
-    "broadcast_in_dim", "convert_element_type", "copy", "cummax", "dynamic_slice", "expand_dims", "gather",
-    "reduce_max", "reshape", "rev", "slice", "squeeze", "transpose",
-)  # fmt: skip
-"""Primitives whose results are elements of their first operand."""
+class _Bound(NamedTuple):
+    """The largest element that an integer array can have.
+
+    Attributes:
+        most: an upper bound; inf: not known.
+        reached: whether some input leads to it.
+        constant: whether the array is the same for all inputs.
+    """
+
+    most: float = math.inf
+    reached: bool = False
+    constant: bool = False
 
 
-def _upper_bounds(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[float] = ()) -> list[float]:
-    """Upper bounds of the outputs of an integer program; inf: unknown."""
-    known: dict[Any, float] = dict(zip(jaxpr.invars, given, strict=False))
-    known |= {var: _most(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+KEEP_ELEMENTS = frozenset(
+    [
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reduce_max",
+        "reshape",
+        "rev",
+        "squeeze",
+        "transpose",
+    ]
+)
+SELECT_ELEMENTS = frozenset(["cummax", "dynamic_slice", "gather", "slice"])
 
-    def read(atom: Any) -> float:
-        return _most(atom.val) if isinstance(atom, Literal) else known.get(atom, math.inf)
+
+def _bounds(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[_Bound] = ()) -> list[_Bound]:
+    """Bounds of a program's outputs. Trees of `chain` and constant trees have exact ones."""
+    known: dict[Any, _Bound] = dict(zip(jaxpr.invars, given, strict=False))
+    known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+
+    def read(atom: Any) -> _Bound:
+        return _constant(atom.val) if isinstance(atom, Literal) else known.get(atom, _Bound())
 
     for equation in jaxpr.eqns:
         name, operands = equation.primitive.name, [read(atom) for atom in equation.invars]
         inner = equation.params.get("jaxpr")
-        if isinstance(inner, ClosedJaxpr):
-            known |= zip(equation.outvars, _upper_bounds(inner.jaxpr, inner.consts, operands), strict=True)
-        elif name == "iota":
-            known[equation.outvars[0]] = equation.params["shape"][equation.params["dimension"]] - 1.0
+        if name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
+            known |= zip(equation.outvars, _bounds(inner.jaxpr, inner.consts, operands), strict=True)
+            continue
+        constant = all(operand.constant for operand in operands)
+        largest = max(operands, default=_Bound())
+        found = _Bound(constant=constant)
+        if name == "iota":
+            found = _Bound(equation.params["shape"][equation.params["dimension"]] - 1.0, True, True)
+        elif name in ("concatenate", "pad"):
+            found = _Bound(largest.most, largest.reached, constant)
+        elif name == "select_n":  # which elements a constant predicate takes is not followed
+            largest = max(operands[1:])
+            found = _Bound(largest.most, largest.reached and not operands[0].constant, constant)
         elif name == "add":
-            known[equation.outvars[0]] = sum(operands)
-        elif name in ("concatenate", "pad", "max"):
-            known[equation.outvars[0]] = max(operands)
-        elif name == "select_n":
-            known[equation.outvars[0]] = max(operands[1:])
-        elif name == "min":
-            known[equation.outvars[0]] = min(operands)
-        elif name in SAME_VALUES:
-            known[equation.outvars[0]] = operands[0]
+            scalar = any(
+                getattr(atom.aval, "shape", None) == () and each.constant
+                for atom, each in zip(equation.invars, operands, strict=True)
+            )
+            found = _Bound(
+                sum(each.most for each in operands), scalar and all(each.reached for each in operands), constant
+            )
+        elif name in ("max", "min"):
+            found = _Bound((max if name == "max" else min)(each.most for each in operands), False, constant)
+        elif name in KEEP_ELEMENTS:
+            found = operands[0]
+        elif name in SELECT_ELEMENTS:
+            indices = operands[1:]
+            free = bool(indices) and not any(each.constant for each in indices)
+            found = _Bound(operands[0].most, operands[0].reached and free, constant)
+        known[equation.outvars[0]] = found
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _most(value: Any) -> float:
-    return float(np.max(value)) if np.size(value) else -math.inf
+def _constant(value: Any) -> _Bound:
+    return _Bound(float(np.max(value)) if np.size(value) else -math.inf, True, True)

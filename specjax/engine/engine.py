@@ -100,7 +100,7 @@ class Engine:
         if not is_own(drafter):
             check_drafter(drafter, target, params)
         self.lock = FairLock()
-        self._deferred = config.deferred(drafter, target)
+        self._deferred, given = config.deferred(drafter, target), drafter
         drafter = drafter if self._deferred is None else self._deferred.eager
         self.group = group
         self.mesh = _mesh(config, group)
@@ -121,6 +121,9 @@ class Engine:
             tokens = group.agree(facts(target, drafter, params, config, self.context_length), tokens)
         sizes = config, self.context_length, tokens, self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None, ragged=target.ragged)
+        if not is_own(given):
+            for batch in self.buckets.batches:
+                check_drafter(given, target, params, batch=batch)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead, jump=JUMP,

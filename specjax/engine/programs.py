@@ -172,6 +172,10 @@ class Programs(ABC):
         """True if the program of a key has run out of memory."""
         return key in self._failed
 
+    def is_broken(self, error: BaseException) -> bool:
+        """Whether this exception made a program fail for another reason than memory. It will be raised again."""
+        return any(error is known for known, _ in self._broken.values())
+
     def is_settled(self, key: Key) -> bool:
         """True if `get` would not block: the program is compiled, or is known to fail."""
         return key in self._programs or key in self._failed or key in self._broken

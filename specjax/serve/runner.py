@@ -31,7 +31,7 @@ from specjax.serve.metrics import Traffic
 from specjax.serve.places import Places
 from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
-from specjax.serve.states import ABORTED, ENGINE_GONE, ENGINE_STUCK, FAILED_STEP, Pause, State
+from specjax.serve.states import ABORTED, ENGINE_GONE, ENGINE_STUCK, FAILED_STEP, NO_PROGRAM, Pause, State
 from specjax.serve.watchdog import EngineStuck, Watchdog
 
 logger = logging.getLogger("specjax.serve")
@@ -293,7 +293,7 @@ class Runner(threading.Thread):
             except Exception as error:
                 logger.exception("A step failed: all running requests end, the engine starts anew")
                 forget_frames(error)
-                engine.reset(FAILED_STEP)
+                engine.reset(NO_PROGRAM if engine.executables.is_broken(error) else FAILED_STEP)
                 with self._wake:
                     changed = list(self._listeners)  # also those that had ended in this step
             self.traffic.changed(changed)

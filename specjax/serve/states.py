@@ -9,6 +9,7 @@ Pause: TypeAlias = Literal["abort", "retract", "in_place"]
 
 # Messages of requests that end without an answer.
 FAILED_STEP = "the engine failed and was reset; the request can be sent again"
+NO_PROGRAM = "a program that the request needs cannot be compiled; the log says why"
 ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
 ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
 SHUT_DOWN = "the server is shutting down"
