@@ -259,6 +259,7 @@ BAD = {
     "no tokens": ({"input_ids": []}, "input_ids must be"),
     "prompt of ids": ({"prompt": [5]}, "prompt must be a string"),
     "outside": ({"input_ids": [VOCABULARY]}, f"token {VOCABULARY}"),
+    "half a surrogate": ('{"prompt": "a\\ud800"}', "prompt holds '\\ud800': surrogates must come in pairs"),
     "bad message": ({"messages": [{"role": "user"}]}, "role and a content"),
     "bad stop": ({"prompt": "a", "stop": [""]}, "stop must be"),
     "nan": ('{"prompt": "a", "temperature": NaN}', "temperature must be"),
@@ -266,7 +267,7 @@ BAD = {
 
 
 def test_bad_lines_are_reported_by_number_and_the_rest_runs(run):
-    lines = [GOOD, ""]
+    lines = [GOOD | {"messages": None}, ""]
     for line, _ in BAD.values():
         lines += [line, GOOD]
     status, rows, summary, err = run(lines)

@@ -149,6 +149,10 @@ RESPONSES = {
     "messages": ({"messages": [USER]}, chat("u:hello 12", "a:hell the")),
     "several turns, of which the target wrote none": ({"messages": EARLIER}, EARLIER_TEXT + chat("a:hell the")),
     "messages with the answer": ({"messages": [*EARLIER, SAID]}, EARLIER_TEXT + chat("a:hell the")),
+    "messages with the answer and no reply": (
+        {"messages": [*EARLIER, SAID], "response": None},
+        EARLIER_TEXT + chat("a:hell the"),
+    ),
     "messages and a prompt": ({"messages": EARLIER, "prompt": "no"}, EARLIER_TEXT + chat("a:hell the")),
     "prompt_ids without response_ids": ({"messages": [USER], "prompt_ids": [7]}, chat("u:hello 12", "a:hell the")),
 }
@@ -159,8 +163,10 @@ RESPONSES = {
 def test_a_response_follows_its_prompt_and_alone_has_a_loss(load, prompt, text, response):
     if response and "prompt_ids" in prompt:
         pytest.skip("then all are ids")
+    if not response and "response" in prompt:
+        pytest.skip("then there is no answer beside the messages")
     wanted = text.replace("the<|im_end|>⟧", "the⟧") if "output_ids" in response else text
-    assert only(load([prompt | {"response": "hell the"} | response])) == unmark(wanted)
+    assert only(load([{"response": "hell the"} | prompt | response])) == unmark(wanted)
 
 
 def test_tools_and_variables_reach_the_template(load):
@@ -184,6 +190,15 @@ BROKEN_OFF = {
     "its reason is an object": ({"finish_reason": {"type": "length", "length": 3}}, True),
     "its reason is another": ({"finish_reason": "stop"}, False),
     "its reason is an end token": ({"finish_reason": {"type": "stop", "matched": END}}, False),
+    "an end token of the server's": ({"finish_reason": "stop", "matched_stop": END}, False),
+    "a stop string of the server's": ({"finish_reason": "stop", "matched_stop": "stop"}, True),
+    "a stop string of vLLM's": ({"finish_reason": "stop", "stop_reason": "Ask:"}, True),
+    "a stop token of vLLM's": ({"finish_reason": "stop", "stop_reason": END}, False),
+    "another name of an end": ({"stop_reason": "end_turn"}, False),
+    "another name of a limit": ({"stop_reason": "max_tokens"}, True),
+    "aborted": ({"finish_reason": "abort"}, True),
+    "aborted, as an object": ({"finish_reason": {"type": "abort", "message": "gone"}}, True),
+    "max_tokens": ({"finish_reason": "max_tokens"}, True),
     "its reason is a stop string": ({"finish_reason": {"type": "stop", "matched": "Ask:"}}, True),
     "its ids precede its reason": ({"finish_reason": "stop", "response_ids": ids("hell the")}, True),
     "its ids end, whatever the reason": ({"finish_reason": "length", "response_ids": [*ids("hell the"), END]}, False),
@@ -225,6 +240,13 @@ IDS = {
     "tokens": ({"tokens": [5, 6, 7]}, [5, 6, 7], "111"),
     "input_ids": ({"input_ids": [5, 6, 7]}, [5, 6, 7], "111"),
     "a mask": ({"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0]}, [5, 6, 7, 8], "0101"),
+    "another mask beside loss_mask": (
+        {"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [-100, 6], "attention_mask": [1, 1]}, [5, 6], "01",
+    ),
+    "labels that are the ids": ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]}, [5, 6], "11"),
+    "text beside padded ids": (
+        {"text": "hello", "input_ids": [5, 0], "attention_mask": [1, 0]}, ids("hello"), "1" * len(ids("hello")),
+    ),
     "a mask of booleans": ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], "01"),
     "text": ({"text": "hello"}, ids("hello"), "1" * len(ids("hello"))),
     "text before ids": ({"text": "hello", "input_ids": [5]}, ids("hello"), "1" * len(ids("hello"))),
@@ -353,7 +375,34 @@ BAD = {
     "a response alone": ({"response": "the"}, "its prompt (messages or prompt) is not there"),
     "a response after ids": ({"input_ids": [5], "response": "the"}, "its prompt (messages or prompt) is not there"),
     "response_ids alone": ({"response_ids": [5]}, "its prompt (prompt_ids or input_ids or messages or prompt)"),
-    "a prompt alone": ({"prompt": "the"}, "the line has a prompt and no answer"),
+    "a prompt alone": ({"prompt": "the"}, "the line has a prompt and no answer, such as `response`: "),
+    "completion": ({"prompt": "a", "completion": "b"}, "completion is not read; give the answer as response"),
+    "completion after messages": ({"messages": [USER], "completion": "b"}, "completion is not read"),
+    "chosen": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen is not read; give the answer as response"),
+    "chosen alone": ({"chosen": [USER, SAID]}, "chosen is not read; give the answer as response"),
+    "text and response": ({"text": "a", "response": "b"}, "give the prompt as messages or prompt"),
+    "text and response_ids": ({"text": "a", "response_ids": [5]}, "text is running text, and response_ids an answer"),
+    "function_call": (
+        {"messages": [USER, SAID | {"function_call": {"name": "f"}}]},
+        "messages[1].function_call is not read",
+    ),
+    **{
+        name: ({"input_ids": [5, 6], name: mask}, f"{name} is not read; give loss_mask: a list of 2 of 0 and 1")
+        for name, mask in {
+            "labels": [-100, 6],
+            "assistant_masks": [0, 1],
+            "assistant_mask": [0, 1],
+            "completion_mask": [0, 1],
+        }.items()
+    },
+    "padding": (
+        {"input_ids": [5, 6, 0], "loss_mask": [0, 1, 0], "attention_mask": [1, 1, 0]},
+        "attention_mask must be 1 for every token, got [1, 1, 0]",
+    ),
+    "padding of a response": (
+        {"prompt_ids": [5], "response_ids": [6, 0], "attention_mask": [1, 1, 0]},
+        "attention_mask must be 1",
+    ),
     "ids of another tokenizer": (
         {"prompt_ids": [5], "response_ids": ids("the 12"), "response": "hello"},
         "response_ids decodes to 'the 12' and response is 'hello': the ids are of another tokenizer",
@@ -362,10 +411,19 @@ BAD = {
     "tools that are no JSON": ({"messages": [USER, SAID], "tools": "look"}, "tools is not JSON"),
     "variables": ({"messages": [USER, SAID], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
     "too deep": (b'{"text": ' + b"[" * 10**5, "recursion"),
-    "half a surrogate": (b'{"text": "\\ud800"}', "surrogates"),
+    "half a surrogate": (b'{"text": "\\ud800"}', "text holds '\\ud800': surrogates must come in pairs"),
+    "half a surrogate in an answer": (b'{"prompt": "a", "response": "\\ud83d"}', "response holds '\\ud83d'"),
+    "half a surrogate in tools": (
+        b'{"prompt": "a", "response_ids": [5], "tools": [{"name": "\\ud800"}]}',
+        "tools holds '\\ud800'",
+    ),
+    "half a surrogate in thoughts": (
+        b'{"messages": [{"role": "assistant", "content": "", "reasoning_content": "\\ud800"}]}',
+        "messages[0].reasoning_content holds '\\ud800'",
+    ),
     "half a surrogate in a role": (
         b'{"messages": [{"role": "\\ud800", "content": ""}, {"role": "assistant", "content": "a"}]}',
-        "surrogates",
+        "messages[0].role holds '\\ud800'",
     ),
     "half a surrogate in a name": (b'{"\\ud800": 1}', "it has \\ud800"),
     "id too large": (

@@ -161,10 +161,11 @@ def test_tools_and_variables_of_a_line(files, tmp_path, model):
     }  # fmt: skip
     call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 12}'}}
     messages = [{"role": "developer", "content": "the"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "l"}]
     lines = [{"prompt": "e"} | extra, {"messages": messages} | extra, {"prompt": "e", "tools": "no json"}]
     status, summary, err = files("--tokenizer-path", tmp_path / "tokenizer", lines=lines)
     assert (status, summary["failed"]) == (1, 1) and "line 3: tools is not JSON" in err
-    for row, line, text in zip(files.rows, lines, ["lookhelluea", "lookhellsthe12aa"], strict=False):
+    for row, line, text in zip(files.rows, lines, ["lookhelluea", "lookhellsthe12atla"], strict=False):
         assert row["prompt_ids"] == tokenizer()(text)["input_ids"]
         assert {name: row[name] for name in extra} == extra and row.items() >= line.items()
 
@@ -225,12 +226,18 @@ def test_wrong_mixtures(given):
 
 def test_long_prompts_are_skipped_and_bad_lines_named(files):
     long = {"prompt": "x" * 70}
-    lines = [PROMPTS[0], long, "", "{", {"prompt": ""}, {"prompt": "a", "messages": []}, {"input_ids": [5]}, PROMPTS[1]]
+    lines = [PROMPTS[0], long, "", "{", {"prompt": ""}, {"prompt": "a", "messages": []}, {"input_ids": [5]}]
+    lines += [
+        {"prompt": "\ud800"},
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        PROMPTS[1] | {"messages": None},
+    ]
     status, summary, err = files(lines=lines)
     assert summary is not None
-    assert (status, summary["requests"], summary["failed"], summary["too_long"]) == (1, 2, 4, 1)
-    assert [re.match(r"line (\d+): ", line)[1] for line in err.splitlines()] == ["4", "5", "6", "7"]
-    assert [row["seed"] for row in files.rows] == [0, 6], "blank lines have no place, others keep theirs"
+    assert (status, summary["requests"], summary["failed"], summary["too_long"]) == (1, 2, 6, 1)
+    assert [re.match(r"line (\d+): ", line)[1] for line in err.splitlines()] == ["4", "5", "6", "7", "8", "9"]
+    assert "line 8: prompt holds '\\ud800'" in err and "line 9: messages ends with an answer of the assistant" in err
+    assert [row["seed"] for row in files.rows] == [0, 8], "blank lines have no place, others keep theirs"
     assert files(lines=[long])[0] == 2, "another input"
     assert files("--overwrite", lines=[long])[0] == 0
 

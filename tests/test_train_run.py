@@ -479,6 +479,8 @@ def test_later_texts_are_others(tmp_path):
     assert used(text_skip=15, text_examples=10) < rest
     with pytest.raises(ValueError, match="--text-skip 40 leaves none of the 40 examples of --text-data"):
         used(text_skip=40)
+    with pytest.raises(ValueError, match="--held-back 4 needs --data: nothing of --text-data is held back"):
+        used(held_back=4)
 
 
 def test_a_run_that_cannot_be_measured_says_so(train, data, caplog):

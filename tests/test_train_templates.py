@@ -197,6 +197,47 @@ def test_an_answer_of_another_author(read, name):
     )
 
 
+HM = {"content": "", "reasoning_content": "hm"}
+CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    # The family, fields beside content "It is 4. ", the end of the prompt, and the answer.
+    "no calls": ("qwen3", {"tool_calls": []}, "<think>\n\n</think>\n\n", "It is 4. <|im_end|>"),
+    "no thoughts": ("qwen3", {"reasoning_content": ""}, "<think>\n\n</think>\n\n", "It is 4. <|im_end|>"),
+    "no calls, trimmed": ("llama 3", {"tool_calls": []}, "<|end_header_id|>\n\n", "It is 4. <|eot_id|>"),
+    "no thoughts, trimmed": ("llama 3", {"reasoning": ""}, "<|end_header_id|>\n\n", "It is 4. <|eot_id|>"),
+    "a call": ("qwen3", {"content": None, "tool_calls": [CALL]}, "<think>\n\n</think>\n\n", CALL_TEXT),
+    "a call, opened": ("qwen3-thinking", {"content": None, "tool_calls": [CALL]}, "</think>\n\n", CALL_TEXT),
+    "a call, never thinking": ("qwen2.5", {"content": None, "tool_calls": [CALL]}, "assistant\n", CALL_TEXT),
+    "a call after content": ("qwen3", {"tool_calls": [CALL]}, "</think>\n\n", "It is 4. " + CALL_TEXT),
+    "a call after thoughts": (
+        "qwen3", HM | {"tool_calls": [CALL]}, "assistant\n", "<think>\nhm\n</think>\n\n" + CALL_TEXT,
+    ),
+    "thoughts the template does not read": (
+        "llama 3", {"thinking": "hm"}, "<|end_header_id|>\n\n", "It is 4. <|eot_id|>",
+    ),
+    "thoughts": ("qwen3", {"reasoning_content": "hm"}, "assistant\n", "<think>\nhm\n</think>\n\nIt is 4. <|im_end|>"),
+    "cut inside thoughts": ("qwen3", HM, "assistant\n", "<think>\nhm"),
+    "cut inside thoughts, null": ("qwen3", HM | {"content": None}, "assistant\n", "<think>\nhm"),
+    "cut inside thoughts, a line end": ("qwen3", HM | {"reasoning_content": "hm\n"}, "assistant\n", "<think>\nhm\n"),
+    "cut inside thoughts, opened": ("qwen3-thinking", HM, "assistant\n<think>\n", "hm"),
+    "cut inside thoughts that the template drops": ("deepseek-r1", HM, "<｜Assistant｜><think>\n", "hm"),
+    "cut after thoughts": (
+        "qwen3", {"reasoning_content": "hm"}, "assistant\n", "<think>\nhm\n</think>\n\nIt is 4. ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_that_only_the_template_renders(read, case):
+    """The target wrote no empty block of thoughts, and nothing after thoughts inside of which it was cut off."""
+    name, fields, prompt, answer = FIELDS[case]
+    row: dict[str, Any] = {"messages": [CHAT[0], {"role": "assistant", "content": "It is 4. "} | fields]}
+    (example,) = read(name, [row | ({"finish_reason": "length"} if case.startswith("cut") else {})])
+    shown = functools.partial(family_tokenizer(name).decode, skip_special_tokens=False)
+    assert shown(example.tokens[example.loss]) == answer
+    assert shown(example.tokens[~example.loss]).endswith(prompt) and not example.loss[: -len(ids(answer))].any()
+
+
 # Logits.
 
 KINDS: dict[str, dict[str, Any]] = {

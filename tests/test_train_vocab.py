@@ -327,7 +327,13 @@ def test_nothing_is_replaced_if_one_output_fails(run, tmp_path, monkeypatch):
 BAD = {
     "not JSON": (b"{nope", "Expecting property name"),
     "not UTF-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),
-    "half a surrogate": (b'{"prompt": "fine", "response": "\\ud800"}', "surrogates not allowed"),
+    "half a surrogate": (
+        b'{"prompt": "fine", "response": "\\ud800"}',
+        "response holds '\\ud800': surrogates must come in pairs",
+    ),
+    "completion": (b'{"prompt": "a", "completion": "b"}', "completion is not read; give the answer as response"),
+    "text and response": (b'{"text": "a", "response": "b"}', "text is running text, and response an answer"),
+    "padding": (b'{"input_ids": [5, 0], "attention_mask": [1, 0]}', "attention_mask must be 1 for every token"),
     "no object": (b"[1]", "a line must be a JSON object, got [1]"),
     "no field": (b'{"a": 1, "b": 2}', "none of the fields response_ids, output_ids, response, messages, "),
     "a number": (b'{"text": 5}', "text must be a text, a list of ids, of texts or of messages, got 5"),

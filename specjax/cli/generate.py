@@ -79,16 +79,17 @@ class BadLine(NamedTuple):
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """A line's JSON object. Raises ValueError if it is none, or holds what can be neither tokenised nor written."""
     row = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
-    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate can be neither tokenised nor written
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
+    for name, value in row.items():
+        corpus.check_encodes(repr(name)[1:-1], {name: value})
     return row
 
 
 def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT_FIELDS)) -> str:
-    """The one of the fields that holds the row's prompt, which has the field's form. Raises ValueError if none or
-    several are there, or if it has another form."""
-    given = [name for name in allowed if name in row]
+    """The one of the fields that holds the row's prompt, which has the field's form; null is absent. Raises ValueError
+    if none or several are there, or if it has another form."""
+    given = [name for name in allowed if row.get(name) is not None]
     if len(given) != 1:
         raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {' and '.join(given) or 'none'}")
     (name,) = given

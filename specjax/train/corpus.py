@@ -160,8 +160,17 @@ def read_text(name: str, value: Any, *, empty: bool = False) -> str:
         raise ValueError(f"{name} must be a text, got {value!r:.60}")
     if not value and not empty:
         raise ValueError(f"{name} is empty")
-    value.encode()  # JSON can hold half a surrogate, which cannot be tokenised
+    check_encodes(name, value)
     return value
+
+
+def check_encodes(name: str, value: Any) -> None:
+    """Raises ValueError: half a surrogate is in the JSON value. It can be neither tokenised nor written."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds {text[error.start]!r}: surrogates must come in pairs") from None
 
 
 def read_json(where: str, text: str) -> Any:

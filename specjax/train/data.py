@@ -12,8 +12,9 @@ A row is read by the first of these groups of fields that it has (`row_fields`):
     prompt                          running text; only where every token is learnt
 
 A chat template gets the row's `tools` and `chat_template_kwargs`. No end token is added to ids. Text gets the
-template's end token, unless `finish_reason` says that the answer was cut off ("length") or ended by a stop string
-(`matched`). Earlier assistant turns that the template rewrites, such as turns whose thoughts it drops, have no loss.
+template's end token, unless `finish_reason` says that the answer was cut off (`CUT`), or a stop string in `matched`,
+`matched_stop` or `stop_reason` ended it. Earlier assistant turns that the template rewrites, such as turns whose
+thoughts it drops, have no loss.
 
 Random choices depend on the seed alone, so that a run resumed anywhere continues with the same data.
 """
@@ -142,8 +143,14 @@ PROMPT_IDS, PROMPT_TEXTS = ("prompt_ids", "input_ids"), ("messages", "prompt")
 ANSWER_IDS = ("response_ids", "output_ids")
 ALONE = ("messages", "text", "tokens", "input_ids", "prompt")
 NO_ANSWER = (
-    "the line has a prompt and no answer: `specjax train generate` writes answers, and --text-data takes prompts"
+    "the line has a prompt and no answer, such as `response`: `specjax train generate` writes answers, and --text-data "
+    "takes prompts"
 )
+OTHER_MASKS = ("labels", "assistant_masks", "assistant_mask", "completion_mask")
+CUT = ("length", "max_tokens", "abort", "content_filter", "stop_sequence")
+"""Values of `finish_reason` after which there is no end token."""
+ENDED = ("stop", "end_turn", "tool_use", "tool_calls", "eos", "eos_token")
+"""Values of `stop_reason` that are no stop strings: some servers write the finish reason there."""
 LOSS_ON = ("assistant", "all")
 ROLES = {"developer": "system"}  # new role names -> the ones that templates know, as in the server
 
@@ -277,8 +284,9 @@ class _Encoder:
         return Tokens(ids, loss)
 
 
-TEMPLATE_FIELDS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})
-"""Fields of a message that only the template can render."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers passes the first one to templates
+TEMPLATE_FIELDS = frozenset({"tool_calls", *THOUGHTS})
+"""Fields of a message that only the template can render. An empty one is removed."""
 PROBE = "specjax-probe"
 NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
 
@@ -321,7 +329,6 @@ class Chats:
             else:
                 learnt[index] = prompt + turn, len(prompt)
         text = learnt[last][0] if last in learnt else self._rendered(messages, template)
-        text.encode()  # a role, or other output of a template, can hold half a surrogate
         spans = [(start, len(part)) for part, start in learnt.values() if text.startswith(part)]
         lost = 0 if self.everything or last_only else len(turns) - len(spans)
         return Text(text, spans, lost)
@@ -338,15 +345,28 @@ class Chats:
         refusal = (
             f"the chat template writes messages[{len(before)}], or what is before it, in another way than a prompt"
         )
+        opened = prompt.rstrip().endswith(THINK)
+        thoughts = next((name for name in THOUGHTS if isinstance(message.get(name), str)), None)
+        if cut and thoughts and not content.strip() and "tool_calls" not in message:  # cut inside the thoughts
+            start = self._rendered([*before, message | {thoughts: PROBE}], template).rpartition(PROBE)[0]
+            if not (opened or start.startswith(prompt)):
+                raise ValueError(refusal)
+            return prompt, ("" if opened else start[len(prompt) :]) + message[thoughts]
+        plain = {name: value for name, value in message.items() if name not in THOUGHTS}
+        if thoughts and self._rendered(messages, template) == self._rendered([*before, plain], template):
+            message = plain  # the template ignores the thoughts
         if not TEMPLATE_FIELDS.isdisjoint(message):
             turn = self._rendered(messages, template)
             if not turn.startswith(prompt):
                 raise ValueError(refusal)
+            if END_THINK not in content and NO_THOUGHTS.match(turn, len(prompt)):
+                start = self._rendered([*before, message | {"content": PROBE}], template).rpartition(PROBE)[0]
+                prompt = start if NO_THOUGHTS.fullmatch(start, len(prompt)) and turn.startswith(start) else prompt
             turn = turn[len(prompt) :]
             close = self._ends.search(turn)
             return prompt, turn[: close.start() if cut else close.end(1)] if close else turn
         start, found, after = self._rendered([*before, message | {"content": PROBE}], template).rpartition(PROBE)
-        opened, agrees = prompt.rstrip().endswith(THINK), start.startswith(prompt)
+        agrees = start.startswith(prompt)
         if not found or not (agrees or opened):
             raise ValueError(refusal)
         lead = start[len(prompt) :] if agrees else ""
@@ -376,20 +396,35 @@ class Chats:
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields from which a row is read: of its prompt and its answer, or one. Raises ValueError: it has none.
+    """The fields from which a row is read: of its prompt and its answer, or one.
 
     Ids take precedence over their text. An answer without a prompt is returned alone.
-    """
 
+    Raises ValueError: it has none, its ids hold padding, or an answer in another field would be ignored.
+    """
+    names, mask = _row_fields(row), row.get("attention_mask")
+    if mask is None or {"tokens", *PROMPT_IDS, *ANSWER_IDS}.isdisjoint(names):
+        return names
+    if not isinstance(mask, list) or not all(each == 1 for each in mask):
+        raise ValueError(f"attention_mask must be 1 for every token, got {mask!r:.60}: leave out the padding")
+    return names
+
+
+def _row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
     def first(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if row.get(name) is not None)[:1]
 
     answer, masked = first((*ANSWER_IDS, "response")), first(("tokens", "input_ids"))
     if masked and row.get("loss_mask") is not None and answer in ((), ("response",)):
         return masked
+    others = ("completion",) if row.get("messages") is not None else ("completion", "chosen")
+    if not answer and (other := first(others)):
+        raise ValueError(f"{other[0]} is not read; give the answer as response, after messages or prompt")
     prompt = first(PROMPT_TEXTS + PROMPT_IDS if answer == ("response",) else PROMPT_IDS + PROMPT_TEXTS)
     if answer and (prompt or row.get("text") is None):
         return prompt + answer
+    if answer and answer != ("output_ids",):  # `specjax generate` writes text and output_ids: both are the answer
+        raise ValueError(f"text is running text, and {answer[0]} an answer: give the prompt as messages or prompt")
     if alone := first(ALONE):
         return alone
     raise corpus.missing_fields(row, dict.fromkeys((*ANSWER_IDS, "response", *ALONE)))
@@ -402,29 +437,37 @@ def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
     decoders treat differently, are not compared.
     """
     response = row.get("response")
-    if not isinstance(response, str):
-        return
-    core, wanted = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", response)
-    texts = [core.decode(row[name], skip_special_tokens=skip) for skip in (True, False)]
-    if not any(wanted in re.sub(r"[\s\ufffd]", "", text) for text in texts):
+    if isinstance(response, str) and not _holds(tokenizer, row[name], response):
+        text = tokenizer.backend_tokenizer.decode(row[name])
         raise ValueError(
-            f"{name} decodes to {texts[0]!r:.60} and response is {response!r:.60}: the ids are of another tokenizer; "
+            f"{name} decodes to {text!r:.60} and response is {response!r:.60}: the ids are of another tokenizer; "
             "without the ids, the text is used"
         )
 
 
-def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
-    """The prompt of a row, from `messages` or `prompt`, without its `response`. A `prompt` is plain text if there is no
-    chat template."""
+def _holds(tokenizer: Any, ids: list[int], text: str) -> bool:
+    """True if the decoded ids contain the text, apart from white space and incomplete characters."""
+    core, wanted = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", text)
+    decoded = (core.decode(ids, skip_special_tokens=skip) for skip in (True, False))
+    return any(wanted in re.sub(r"[\s\ufffd]", "", each) for each in decoded)
+
+
+def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any, answer: list[int] | None = None) -> Prompt:
+    """The prompt of a row, from `messages` or `prompt`, without its `response`, or without an answer of these ids. A
+    `prompt` is plain text if there is no chat template."""
     prompt = row[name]
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
     *before, last = messages = _read_messages(name, prompt)
-    response = row.get("response")
-    if last["role"] == "assistant" and isinstance(response, str) and last["content"].strip() == response.strip():
-        messages = before  # some data sets hold the answer as a message too
+    if last["role"] == "assistant":  # some data sets hold the answer as a message too
+        response, said = row.get("response"), last["content"]
+        if isinstance(response, str):
+            repeated = said.strip() == response.strip()
+        else:
+            repeated = answer is not None and _holds(tokenizer, answer, said)
+        messages = before if repeated else messages
     return Chat(messages, _template(row))
 
 
@@ -451,7 +494,7 @@ def _read_row(row: dict[str, Any], chats: Chats, vocabulary: int) -> Text | Toke
             answer = _read_ids(last, row[last], vocabulary)
             check_written(chats.tokenizer, row, last)
             if name in ("messages", "prompt"):
-                prompt = encode(read_prompt(row, name, chats.tokenizer), chats.tokenizer, vocabulary)
+                prompt = encode(read_prompt(row, name, chats.tokenizer, answer), chats.tokenizer, vocabulary)
             else:
                 prompt = _read_ids(name, row[name], vocabulary)
         case _:
@@ -459,6 +502,9 @@ def _read_row(row: dict[str, Any], chats: Chats, vocabulary: int) -> Text | Toke
             raise ValueError(f"{names[-1]} is an answer, and its prompt ({needed}) is not there")
     ids, mask = [*prompt, *answer], row.get("loss_mask")
     if mask is None:
+        other = [name for name in OTHER_MASKS if row.get(name) not in (None, ids)]  # labels may equal the ids
+        if other and not chats.everything and names[-1] not in ANSWER_IDS:
+            raise ValueError(f"{other[0]} is not read; give loss_mask: a list of {len(ids)} of 0 and 1, one a token")
         return Tokens(ids, np.arange(len(ids)) >= len(prompt))
     if not isinstance(mask, list) or len(mask) != len(ids) or any(each not in (0, 1) for each in mask):
         raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
@@ -480,6 +526,7 @@ def _template(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", variables, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} must be a JSON {'array' if kind is list else 'object'}, got {value!r:.60}")
+        corpus.check_encodes(name, value)
     return {**(variables or {}), **({"tools": tools} if tools else {})}
 
 
@@ -487,7 +534,10 @@ def _is_cut(row: Mapping[str, Any]) -> bool:
     """True if a limit or a stop string ended the answer, not the target."""
     reason = row.get("finish_reason")
     details = reason if isinstance(reason, dict) else {"type": reason}
-    return details.get("type") == "length" or isinstance(details.get("matched"), str)
+    if details.get("type") in CUT:
+        return True
+    stop = None if row.get("stop_reason") in ENDED else row.get("stop_reason")
+    return any(isinstance(each, str) for each in (details.get("matched"), row.get("matched_stop"), stop))
 
 
 def _read_messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -500,13 +550,17 @@ def _read_message(where: str, message: Any) -> dict[str, Any]:
     """The message with its content as one text; other fields stay for the template."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where} must be an object with role and content, got {message!r:.60}")
-    kept = {name: value for name, value in message.items() if value is not None}
+    kept = {key: value for key, value in message.items() if value or (value is not None and key not in TEMPLATE_FIELDS)}
+    if kept.get("function_call"):
+        raise ValueError(f"{where}.function_call is not read; give tool_calls")
+    for name, value in kept.items():
+        corpus.check_encodes(f"{where}.{name}", value)
     content, calls = kept.get("content"), kept.get("tool_calls")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(corpus.read_text(f"{where}.content", part.get("text"), empty=True) for part in content)
     if calls is not None:
         kept["tool_calls"] = _read_calls(f"{where}.tool_calls", calls)
-        content = "" if content is None and calls else content
+    content = "" if content is None and not TEMPLATE_FIELDS.isdisjoint(kept) else content
     text = corpus.read_text(f"{where}.content", content, empty=True)
     return kept | {"role": ROLES.get(message["role"], message["role"]), "content": text}
 

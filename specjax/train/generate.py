@@ -1,12 +1,12 @@
 """`specjax train generate`: the target answers prompts; its answers train a draft.
 
 The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
-`prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages`, and may have
-a `source`, and `tools` and `chat_template_kwargs` for the chat template. An output line holds `source, tools,
-chat_template_kwargs, temperature, prompt | messages, response, prompt_ids, response_ids, finish_reason, seed`. The ids
-are exactly those that the model read and wrote; `specjax train` learns from them. `response_ids` ends with the stop
-token where the model stopped. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done,
-1 some lines were bad, 2 the run could not start.
+`prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages` (without an
+answer at the end), and may have a `source`, and `tools` and `chat_template_kwargs` for the chat template. An output
+line holds `source, tools, chat_template_kwargs, temperature, prompt | messages, response, prompt_ids, response_ids,
+finish_reason, seed`. The ids are exactly those that the model read and wrote; `specjax train` learns from them.
+`response_ids` ends with the stop token where the model stopped. The last line of stdout is one JSON object about the
+run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could not start.
 
 An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
 near-ties). So a run may be killed at any time: the same command continues after the last whole line and completes the
@@ -47,6 +47,7 @@ from specjax.cli.generate import (
 )
 from specjax.devices import this_memory
 from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine.intake import Chat
 from specjax.engine.memory import STEP_COPIES
 from specjax.engine.notes import as_lines, speculation_table
 from specjax.engine.sampling_params import later_seed
@@ -170,7 +171,11 @@ def requests(
         try:
             row = parse_object(raw.text())
             field = prompt_field(row, ("prompt", "messages"))
-            ids = engine.encode(read_prompt(row, field, engine.tokenizer))
+            prompt = read_prompt(row, field, engine.tokenizer)
+            last = prompt[-1:] if isinstance(prompt, Chat) and not prompt.template.get("continue_final_message") else []
+            if any(message["role"] == "assistant" for message in last):
+                raise ValueError(f"{field} ends with an answer of the assistant: leave it out, to get the model's own")
+            ids = engine.encode(prompt)
         except (ValueError, RecursionError) as error:
             yield bad_line(raw, args.input, error)
             continue

@@ -66,6 +66,8 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
             raise ValueError(f"{flag}: none of the {found.lines} lines is usable; {path}, line {number}: {reason}")
     corpus.report([*answers.skipped, *texts.skipped])
     count, held, drawn = len(answers.examples), given.held_back, texts.examples
+    if held and not given.data:
+        raise ValueError(f"--held-back {held} needs --data: nothing of --text-data is held back; leave the flag out")
     if held and held >= count and count + len(drawn):
         raise ValueError(f"--held-back {held} must be less than the {count} usable examples of --data")
     if held is None:
