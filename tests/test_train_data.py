@@ -456,7 +456,7 @@ BAD = {
     "nobody answers": ({"messages": [USER]}, "no message has the role assistant; there are user"),
     "arguments": (
         {"messages": [USER, SAID | {"tool_calls": [{"function": {"arguments": "{"}}]}]},
-        "messages[1].tool_calls: the arguments is not JSON",
+        "messages[1].tool_calls: the arguments are not JSON",
     ),
     "the answer is too far away": (
         {"prompt": "l " * 600, "response": "the"},

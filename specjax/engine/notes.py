@@ -37,8 +37,8 @@ def as_lines(table: Mapping[str, str]) -> str:
     return "".join(f"\n  {name:9}  {text}" for name, text in table.items())
 
 
-NOT_ASKED = "requests with speculate: false or draft_limit: 0 are decoded without drafts"
-SLOWER = "steps without drafts were measured to be faster, or tried (EngineConfig.adaptive)"
+NOT_ASKED = "requests with speculate: false or draft_limit: 0 (the page's limit of drafts) are decoded without drafts"
+SLOWER = "steps without drafts are faster by measurement, or are being measured (EngineConfig.adaptive)"
 
 
 def _too_many(buckets: Buckets) -> str:

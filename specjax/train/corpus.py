@@ -173,11 +173,11 @@ def check_encodes(name: str, value: Any) -> None:
         raise ValueError(f"{name} holds {text[error.start]!r}: surrogates must come in pairs") from None
 
 
-def read_json(where: str, text: str) -> Any:
+def read_json(where: str, text: str, verb: str = "is") -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise ValueError(f"{where} {verb} not JSON: {error.msg} at character {error.pos + 1}") from None
 
 
 def check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:

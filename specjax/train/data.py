@@ -573,7 +573,7 @@ def _read_calls(where: str, calls: Any) -> list[Any]:
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            arguments = corpus.read_json(f"{where}: the arguments", function["arguments"])
+            arguments = corpus.read_json(f"{where}: the arguments", function["arguments"], "are")
             call = call | {"function": function | {"arguments": arguments}}
         found.append(call)
     return found
