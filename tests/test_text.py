@@ -331,7 +331,7 @@ def test_stop_strings_in_pieces_of_any_length(stop, pieces):
 
 def answer_start(text: str, begun: bool, last: bool) -> int | None:
     """Where the answer begins in a text so far; None: not yet, or that depends on what follows."""
-    opened = re.match(r"\s*(?:<think>\s*)*", text)[0]
+    opened = re.match(r"\s{,8}(?:<think>\s{,8})*", text)[0]
     if not begun and THINK not in opened:
         return None if THINK.startswith(text[len(opened) :]) and not last else 0
     if (at := text.find(END_THINK)) < 0:
@@ -377,6 +377,8 @@ THOUGHTS = st.lists(
 @example("<t", False, ["<t"], [], False, [1])  # decided by the end
 @example(" <th a", False, ["h "], [" "], False, [1, 1, 1, 1, 1, 1])  # decided by a later token
 @example("<think>a", False, ["a"], [], False, [])  # never ends
+@example("\n" * 30, False, ["\n"], [], False, [1] * 30)  # no thoughts begin after so much white space
+@example(" " * 9 + "<think>a</think>", False, ["a"], [], False, [1] * 30)
 def test_stops_match_in_the_answer_alone(text, begun, stop, patterns, keep, sizes):
     stream = TextStream(
         tokenizer(), tuple(stop), skip_special_tokens=True, keep_stop=keep, patterns=patterns, thoughts=Thoughts(begun)
@@ -411,7 +413,8 @@ def test_stops_match_in_the_answer_alone(text, begun, stop, patterns, keep, size
         ("hi", {"stop_after_reasoning": True}, "<think>a stop</think> "),
         ("<think>\n", {"stop_after_reasoning": True}, "<think>a stop</think> "),
         ("hi", {"stop_after_reasoning": True, "require_reasoning": True}, "<think>a stop</think> "),
-        ("<think></think>", {"stop_after_reasoning": True}, "<think>a stop</think> "),
+        ("<think></think>\n\n", {"stop_after_reasoning": True}, "<think>a s"),
+        ("<think></think>", {"stop_after_reasoning": True, "require_reasoning": True}, "<think>a stop</think> "),
     ],
 )
 def test_stops_after_thoughts_whose_markers_are_tokens(special, prompt, fields, expected):

@@ -233,10 +233,12 @@ class Intake:
         return None if begun is False else Reasoning(*self.thinking, begun=bool(begun))
 
     def _thoughts(self, sampling: SamplingParams, prompt: List[int]) -> Thoughts | None:
-        """Splits off the thoughts, in which stops do not match; None: stops match everywhere."""
+        """Splits off the thoughts, in which stops do not match. None: there are none, also because the prompt has ended
+        them, and stops match everywhere."""
         if not sampling.stop_after_reasoning:
             return None
-        return Thoughts(sampling.require_reasoning or bool(begins_thinking(prompt, self.tokenizer)))
+        begun = sampling.require_reasoning or begins_thinking(prompt, self.tokenizer)
+        return None if begun is False else Thoughts(bool(begun))
 
     @functools.cached_property
     def thinking(self) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -29,6 +30,8 @@ from specjax.engine.stop_patterns import StopPatterns
 logger = logging.getLogger(__name__)
 
 THINK, END_THINK = "<think>", "</think>"
+MAX_LEAD = 8  # characters of white space before `<think>`; models write one or two line breaks
+_LEAD = re.compile(rf"\s{{,{MAX_LEAD}}}")
 MAX_KNOWN = 8  # sets of skipped tokens whose texts are remembered; a server uses three
 
 
@@ -216,8 +219,9 @@ class _Windowed:
 class Thoughts:
     """Splits text that comes in pieces into thoughts and the answer.
 
-    Thoughts begin in the prompt, or with `<think>` at the beginning of the text, and end with `</think>`. White space
-    between them and the answer belongs to neither. Without thoughts all text is the answer.
+    Thoughts begin in the prompt, or with `<think>` at the beginning of the text, after at most `MAX_LEAD` characters of
+    white space, and end with `</think>`. White space between them and the answer belongs to neither. Without thoughts
+    all text is the answer.
 
     Attributes:
         begun: there are thoughts.
@@ -237,7 +241,7 @@ class Thoughts:
         thoughts = ""
         if self._opening:
             text, self._held = self._held + text, ""
-            while (rest := text.lstrip()).startswith(THINK):  # models may repeat the prompt's marker
+            while (rest := _LEAD.sub("", text, count=1)).startswith(THINK):  # models may repeat the prompt's marker
                 self.begun, text = True, rest[len(THINK) :]
             if THINK.startswith(rest) and not last:
                 self._held = text
