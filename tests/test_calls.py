@@ -54,6 +54,9 @@ CASES: dict[str, Case] = {
     "hermes: arguments as text": Case(
         "qwen", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', None, (("add", '{"a": 1}'),)
     ),
+    "hermes: no arguments as text": Case(
+        "qwen", '<tool_call>{"name": "noop", "arguments": ""}</tool_call>', None, (("noop", "{}"),)
+    ),
     "hermes: OpenAI's form": Case(
         "qwen",
         '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',
@@ -241,6 +244,39 @@ CASES: dict[str, Case] = {
         "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\n1\n<parameter=a>\n2\n</tool_call>\nDone", "Done",
         (("add", '{"s": "1", "a": 2}'),),
     ),
+    "coder: tags in a text": Case(
+        "qwen3_coder",
+        "<function=add><parameter=s>\nx = '<parameter=a>'\n<parameter=b>\n  <parameter=s>\nprint(1)\n</parameter>\n"
+        "</function>",
+        None,
+        (("add", json.dumps({"s": "x = '<parameter=a>'\n<parameter=b>\n  <parameter=s>\nprint(1)"})),),
+    ),
+    "coder: tags in a text, without a schema": Case(
+        "qwen3_coder",
+        "<function=noop><parameter=s>\nx = '<parameter=b>'\n</parameter><parameter=t>\n1\n\t<parameter=u>2</function>",
+        None,
+        (("noop", json.dumps({"s": "x = '<parameter=b>'", "t": "1", "u": "2"})),),
+    ),
+    "coder: an empty value without an end": Case(
+        "qwen3_coder", "<function=add><parameter=s><parameter=a>1</parameter></function>", None,
+        (("add", '{"s": "", "a": 1}'),),
+    ),
+    "coder: a call in a text": Case(
+        "qwen3_coder",
+        "<function=add><parameter=s>\n</tool_call> <function=nope>\n<parameter=city>\n</parameter></function>",
+        None,
+        (("add", '{"s": "</tool_call> <function=nope>\\n<parameter=city>"}'),),
+    ),
+    **{f"coder: a wrong tag, {tag:.20} {end:.4}": Case(
+        "qwen3_coder",
+        f"<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n{tag}\n2\n</function>\n</tool_call> {end}",
+        f"{tag}\n2\n</function>\n</tool_call> {end}", (("add", '{"a": 1}'),),
+    ) for tag in ("<parameter=bad", "<parameter=a<b>", "<parameter=>", "<parameters>", f"<parameter={'x' * 257}>")
+      for end in ("tail", "x" * 600)},
+    "coder: a wrong first tag": Case(
+        "qwen3_coder", "<function=add><parameter=>1</parameter></function>", "<parameter=>1</parameter></function>",
+        (("add", "{}"),),
+    ),
     "coder: ends in a text": Case(
         "qwen3_coder",
         "<function=add><parameter=s>\n</function> <parameter= </tool_call>\n</parameter></function>",
@@ -269,6 +305,32 @@ CASES: dict[str, Case] = {
         ", .",
         (("add", '{"a": 1, "s": "2"}'), ("add", '{"s": "</tool_call>"}')),
     ),
+    "glm: tags in a text": Case(
+        "glm",
+        "<tool_call>add<arg_key>s</arg_key><arg_value>x = '<arg_key>b</arg_key><arg_value>'\n"
+        "<arg_key>s</arg_key><arg_value>\n</arg_value></tool_call>",
+        None,
+        (("add", json.dumps({"s": "x = '<arg_key>b</arg_key><arg_value>'\n<arg_key>s</arg_key><arg_value>\n"})),),
+    ),
+    "glm: tags in a text, without a schema": Case(
+        "glm",
+        "<tool_call>noop<arg_key>s</arg_key><arg_value>'<arg_key>b</arg_key><arg_value>'\n"
+        " <arg_key>t</arg_key><arg_value>1</arg_value></tool_call>",
+        None,
+        (("noop", json.dumps({"s": "'<arg_key>b</arg_key><arg_value>'", "t": "1"})),),
+    ),
+    "glm: ends are missing on one line": Case(
+        "glm",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1<arg_key>s</arg_key><arg_value>2</tool_call>"
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call>",
+        None,
+        (("add", '{"a": 1, "s": "2"}'), ("get_weather", '{"city": "Rom"}')),
+    ),
+    **{f"glm: a wrong tag, {tag} {end:.4}": Case(
+        "glm", f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>\n{tag}</tool_call> {end}",
+        f"{tag}</tool_call> {end}", (("add", '{"a": 1}'),),
+    ) for tag in ("<arg_key>n\n", "<arg_key>n</arg_key>2", "<arg_key></arg_key><arg_value>2</arg_value>", "<arg_keys>")
+      for end in ("tail", "x" * 600)},
     "glm: an unknown function": Case("glm", *["<tool_call>rm\n<arg_key>a</arg_key></tool_call>"] * 2),
     "glm: no call": Case("glm", *["<tool_call> add it </tool_call>"] * 2),
     "glm: cut off": Case(
@@ -393,6 +455,36 @@ def test_text_comes_at_once():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "rest", "called"),
+    [
+        ("hermes", "<tool_call>" + NESTED + "</tool_call>", '\n<tool_call>{"name": "get_weather", "argu', False),
+        ("hermes", "<tool_call>" + NESTED + "</tool_call>", "<tool_ca", False),
+        ("hermes", "<tool_call>" + NESTED + "</tool_call>", "<tool_call>", False),
+        ("hermes", "<tool_call>" + NESTED + "</tool_call>", " So 1 <", True),
+        ("hermes", "<tool_call>" + NESTED, "</tool_c", True),
+        ("hermes", "<tool_call>" + NESTED + "</tool_call>", "<tool_call> no JSON </tool_call>", True),
+        ("llama3", '{"name": "noop", "parameters": {}}', '; {"name": "no', False),
+        ("llama3", '{"name": "noop", "parameters": {}}', "; ", True),
+        ("mistral", '[TOOL_CALLS] [{"name": "noop", "arguments": {}}', ', {"name"', False),
+        ("mistral", '[TOOL_CALLS] [{"name": "noop", "arguments": {}}', "]", True),
+        ("deepseekv31", f"{SECTION}{BEGIN}noop{SEP}{{}}{END}", f"{BEGIN}noo", False),
+        ("kimi_k2", "<|tool_call_begin|>noop<|tool_call_argument_begin|>{}<|tool_call_end|>", "<|tool_call_begin|>",
+         False),
+        ("qwen3_coder", "<tool_call><function=noop></function></tool_call>", "<tool_call><function=no", False),
+        ("qwen3_coder", "<function=noop></function>", "<funct", False),
+        ("glm", "<tool_call>noop</tool_call>", "<tool_call>no", False),
+    ],
+)  # fmt: skip
+def test_a_text_that_ends_where_a_second_call_begins_has_not_called(name, first, rest, called):
+    for pieces in ([first + rest], [*first, *rest]):
+        reply = ReplyOptions(PARSERS[name], NAMES, None, hidden(name), schemas=SCHEMAS).reply(thinking=False)
+        for piece in pieces:
+            reply.feed(piece)
+        reply.feed("", last=True)
+        assert reply.has_called == called and len(reply.message()["tool_calls"]) == 1
+
+
 def test_one_call_at_most():
     text = '<tool_call>{"name": "noop", "arguments": {}}</tool_call>'
     case = Case("qwen", text + text, None)
@@ -469,6 +561,11 @@ TYPED: list[tuple[Any, str, Any]] = [  # a schema, a text, its value
     ({"anyOf": [{"enum": ["all"]}, INTEGER]}, "5", 5), ({"anyOf": [{"enum": ["all"]}, INTEGER]}, "all", "all"),
     # Other types.
     (INTEGER, "12", 12), (INTEGER, " 12\n", 12), (INTEGER, "1_000", 1000), (INTEGER, "twelve", "twelve"),
+    *(({"type": "object", "properties": {"x": STRING, "n": INTEGER}}, text, value)
+      for text, value in (("{'x': 1, 'n': 1.5}", {"x": 1, "n": 1.5}), ("{'x': None}", {"x": None}), ("[1]", [1]),
+                          ('{"x": 1, "n": 1.5}', {"x": 1, "n": 1.5}), ("['x']", "['x']"),
+                          ("{'x': f()}", "{'x': f()}"))),
+    ({"anyOf": [LIST, {"type": "null"}]}, "['a', (1,)]", ["a", [1]]),
     (INTEGER, "1.5", 1.5), (INTEGER, "1,5", "1,5"), (INTEGER, "9" * 5000, "9" * 5000), (INTEGER, "null", None),
     ({"type": "number"}, "1e999", "1e999"), ({"type": "number"}, "NaN", "NaN"), ({"type": "number"}, "1.50", 1.5),
     ({"type": "boolean"}, "TRUE", True), ({"type": "boolean"}, "False", False), ({"type": "boolean"}, "true", True),
@@ -503,6 +600,13 @@ def test_values_between_tags_of_one_of_several_objects():
 @pytest.mark.parametrize("schema", [{}, {"properties": {"q": {}}}, {"properties": {}, "additionalProperties": False}])
 def test_arguments_without_a_schema_are_strings(schema):
     assert [typed_value(text, "p", schema) for text in ("1", "true", "[1]")] == ["1", "true", "[1]"]
+
+
+@pytest.mark.parametrize("schema", [{"properties": True}, {"properties": ["a"]}, {"properties": None}, {}])
+def test_a_next_argument_with_a_schema_that_names_none(schema):
+    parser = PARSERS["qwen3_coder"](NAMES, schemas={"noop": schema})  # type: ignore[call-arg]
+    parts = parser.feed("<function=noop><parameter=a>1\n<parameter=b>2</parameter></function>", last=True)
+    assert "".join(part.text for part in parts if isinstance(part, Arguments)) == '{"a": "1", "b": "2"}'
 
 
 def test_references_that_branch_take_no_time():

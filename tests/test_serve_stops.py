@@ -215,6 +215,7 @@ def test_a_call_that_a_stop_cuts_off_is_not_reported_as_finished(server, name, s
 
 
 def test_the_last_of_several_calls_decides(server):
-    for stop, finish in (("Rome", "stop"), ('"get', "tool_calls")):
-        choice = answered(server, CHAT, ask("c", tools=TOOLS, stop=stop), stream=False)["choices"][0]
-        assert choice["finish_reason"] == finish, stop
+    for stop, finish in (("Rome", "stop"), ('"get', "stop"), ('ments": {"c', "stop"), ("</tool_call>", "tool_calls")):
+        for stream in (False, True):
+            chat = answered(server, CHAT, ask("c", tools=TOOLS, stop=stop), stream=stream)
+            assert (chat[-1] if stream else chat)["choices"][0]["finish_reason"] == finish, stop

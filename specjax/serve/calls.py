@@ -71,14 +71,15 @@ class JsonObject:
     """Reads an object of JSON that comes in pieces, as far as its brackets and strings go.
 
     Values that strict clients refuse become strings: `NaN` becomes `"NaN"`, and 1e999, which exceeds a double,
-    `"1e999"`. Invalid escapes in strings, such as a lone surrogate, get a second backslash. Control characters in
-    strings are escaped.
+    `"1e999"`. Words that are only a part of a value, as in `new york`, stay as they are. Invalid escapes in strings,
+    such as a lone surrogate, get a second backslash. Control characters in strings are escaped.
     """
 
     def __init__(self, opened: str = "") -> None:
         """`opened`: the brackets that have to be closed, the innermost first."""
         self._closing = [*opened]
         self._in_string = self._at_value = False
+        self._in_value = True  # no colon can follow
         self.ended = False
         self.broken = False  # what comes next cannot belong to it
 
@@ -108,6 +109,11 @@ class JsonObject:
                 if word.end() == len(text) and not last:
                     break
                 as_it_is = not self._at_value or word.end() == len(text) or _is_json(word[0])
+                if not as_it_is:
+                    follows = text[word.end() :].lstrip(" \t\n\r")[:1]
+                    if not follows and not last:
+                        break
+                    as_it_is = follows not in ("}", "]", ",")  # a part of a wrong value, or cut off
                 found.append(word[0] if as_it_is else json.dumps(word[0], ensure_ascii=False))
                 self._at_value = False
                 at = word.end()
@@ -123,7 +129,11 @@ class JsonObject:
                 elif character in "}]":
                     self._closing.pop()
                     self.ended = not self._closing
-                self._at_value = character == ":" or (character in "[," and self._closing[-1:] == ["]"])
+                if character in "{[,":
+                    self._at_value = self._in_value = self._closing[-1:] == ["]"]
+                else:
+                    self._at_value = character == ":" and not self._in_value
+                    self._in_value |= character != '"'
             at += 1
         return "".join(found), at
 
@@ -165,6 +175,7 @@ class CallParser:
         self._json = JsonObject()
         self._at = 0  # characters of `_held` that `_json` has read
         self._in_object = False  # the arguments are a member of an object
+        self.is_cut = False  # the text ended inside the beginning of a call, before it was announced
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
@@ -193,7 +204,9 @@ class CallParser:
                 self._raw = "" if mark in self._hidden else mark
                 self._enter(self._close if mark in self.begins[:-1] else self._head)
             return True
-        kept = 0 if self._last else begun(self._held, self._marks)
+        kept = begun(self._held, self._marks)
+        if self._last:
+            self.is_cut, kept = self.is_cut or kept > 1, 0
         self._say(self._held[: len(self._held) - kept])
         self._held = self._held[len(self._held) - kept :]
         return False
@@ -202,8 +215,11 @@ class CallParser:
         head = self._find_head()
         if head is None and not self._last:
             return False
+        if head is None:  # a list may end with a separator
+            self.is_cut = bool(self._held.strip()) or self._raw.strip() not in (";", ",")
         if not head or head.name not in self._names:
             return self._no_call()
+        self.is_cut = False
         self._held = self._held[head.length :]
         self._raw = ""
         self._count += 1
@@ -440,6 +456,7 @@ def whole_call(text: str) -> tuple[str, str] | None:
         name = found.get("name", found.get("function"))
         given = found.get("arguments", found.get("parameters"))
         if isinstance(given, str):  # some models write the arguments as text
+            given = given or "{}"
             return (name, given) if isinstance(name, str) and isinstance(strict_json(given), dict) else None
         if not isinstance(name, str) or not isinstance(given, dict | None):
             return None
@@ -450,8 +467,13 @@ def whole_call(text: str) -> tuple[str, str] | None:
 
 def strict_json(text: str, *, partial: bool = False) -> Any:
     """Parses JSON. Raises ValueError also for NaN, numbers that are too large, lone surrogates, and more than about 200
-    levels, which strict clients refuse. `partial`: the text may be cut off, and may lack its last value."""
-    found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=partial)
+    levels, which strict clients refuse. `partial`: the text may be cut off; its last value is then left out."""
+    try:
+        found = pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        if not partial or not str(error).startswith("EOF"):  # of wrong JSON it would return what is before the error
+            raise
+        found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
     json.dumps(found, allow_nan=False)  # 1e999 is infinite
     return found
 

@@ -60,8 +60,7 @@ class Parts:
     @property
     def has_called(self) -> bool:
         """See `Reply.has_called`."""
-        calls = [part for part in self.found if part.kind == "call"]
-        return bool(calls) and not calls[-1].is_cut
+        return self._reply is not None and self._reply.has_called
 
     def feed(self, text: str, *, last: bool = False) -> list[Change]:
         """Adds text of the model's; what it changes. `last`: nothing follows."""

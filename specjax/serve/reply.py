@@ -73,8 +73,8 @@ class Reply:
 
     @property
     def has_called(self) -> bool:
-        """True if there are calls and the last one is complete."""
-        return bool(self._calls) and is_whole(self._calls[-1]["function"]["arguments"])
+        """True if there are calls, the last one is complete, and the text does not end where another one begins."""
+        return bool(self._calls) and not self._parser.is_cut and is_whole(self._calls[-1]["function"]["arguments"])
 
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:
         """Adds text; the deltas of the message that it completes. `last`: nothing follows."""

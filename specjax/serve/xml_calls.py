@@ -34,7 +34,8 @@ class TaggedCalls(CallParser):
     name: ClassVar[re.Pattern[str]]  # up to the first argument or the end of the call; group `name`
     key: ClassVar[re.Pattern[str]]  # before a value; group `key`
     opens: ClassVar[str]  # the beginning of `key`
-    value_end: ClassVar[re.Pattern[str]]  # its end tag or, where that is missing, the next `key`
+    example: ClassVar[str]  # matches `key`
+    value_end: ClassVar[re.Pattern[str]]  # its end tag or, where that may be missing, the next `key`; group `next`
     ends: ClassVar[tuple[str, ...]]  # after the last argument
     line_breaks: ClassVar[bool] = False  # one stands before each value, and one after it
 
@@ -42,11 +43,12 @@ class TaggedCalls(CallParser):
         self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
     ) -> None:
         super().__init__(names, **more)
-        self._schemas, self._called, self._key, self._first = schemas or {}, "", "", True
+        self._schemas, self._called = schemas or {}, ""
+        self._keys: list[str] = []  # of this call so far
 
     def _find_head(self) -> Head | Literal[False] | None:
         if match := self.name.match(self._held[:LIMIT]):
-            self._called, self._first = match["name"].strip(), True
+            self._called, self._keys = match["name"].strip(), []
             return Head(self._called, match.end())
         return None if len(self._held) < LIMIT and self._may_name(self._held) else False
 
@@ -60,41 +62,59 @@ class TaggedCalls(CallParser):
     def _arguments(self) -> bool:
         rest = self._held.lstrip()
         if match := self.key.match(rest[:LIMIT]):
-            self._held, self._key, self._at = rest[match.end() :], match["key"], 0
+            self._held, self._at = rest[match.end() :], 0
+            self._keys.append(match["key"])
             self._state = self._value
             return True
-        marks = (self.opens, *self.ends)
-        begun = rest.startswith(self.opens) and len(rest) < LIMIT
-        if not self._last and (begun or not rest or any(mark.startswith(rest) and mark != rest for mark in marks)):
+        begun = any(mark.startswith(rest) and mark != rest for mark in self.ends) or (
+            len(rest) < LIMIT and any(self.key.fullmatch(rest + self.example[at:]) for at in range(len(self.example)))
+        )
+        if begun and not self._last:
             return False
-        if begun or any(mark.startswith(rest) and mark != rest for mark in marks):
+        if begun:
             self._held = ""  # cut off, as the arguments are
         else:
-            self._add(Arguments("{}" if self._first else "}"))
+            self._add(Arguments("}" if self._keys else "{}"))
         return self._enter(self._close)
 
+    def _next_key(self, found: re.Match[str]) -> bool:
+        """Whether a tag ends a value without an end tag, and is not a part of it."""
+        key, named = found["next"], self._schemas.get(self._called, {}).get("properties")
+        start, mark = found.start(), self.begins[-1]
+        if (at := self._held.rfind(mark, max(0, start - LIMIT), start)) >= 0:  # of another call, after the end of this
+            head = self.name.match(self._held, at + len(mark))
+            if head and head.end() == start and head["name"].strip() in self._names:
+                return any(self._held.find(end, 0, at) >= 0 for end in self.ends)
+        named = named if isinstance(named, Mapping) else {}
+        if key in self._keys or (named and key not in named):
+            return False
+        before = self._held[max(0, start - LIMIT) : start].rstrip(" \t")
+        return not before or before.endswith("\n") or (bool(named) and not self.line_breaks)
+
     def _value(self) -> bool:
-        found = self.value_end.search(self._held, self._at)
+        ends = self.value_end.finditer(self._held, self._at)
+        found = next((end for end in ends if end["next"] is None or self._next_key(end)), None)
         if found is None and not self._last:
             self._at = max(0, len(self._held) - LIMIT)
             return False
         at, end = found.span() if found else (len(self._held), len(self._held))
-        whole = self._held.startswith("</", at)
+        whole = found is not None and found["next"] is None
         if not whole:  # no end tag: the value ends at the next argument, or before it with the call
-            ends = [place for mark in self.ends if (place := self._held.find(mark, 0, at)) >= 0]
-            at = end = min(ends, default=at)
+            places = [place for mark in self.ends if (place := self._held.find(mark, 0, at)) >= 0]
+            at = end = min(places, default=at)
         cut = not whole and at == len(self._held)
         text, self._held = self._held[:at], self._held[end:]
         if self.line_breaks:
             text = text.removeprefix("\n")
-        if not cut and (self.line_breaks or not whole):
+        if not cut and not whole:
+            text = re.sub(r"\n[ \t]*\Z", "", text)
+        elif not cut and self.line_breaks:
             text = text.removesuffix("\n")
-        value = json.dumps(typed_value(text, self._key, self._schemas.get(self._called, {})), ensure_ascii=False)
+        value = json.dumps(typed_value(text, self._keys[-1], self._schemas.get(self._called, {})), ensure_ascii=False)
         if cut and value.startswith('"'):
             value = value[:-1]
-        key = json.dumps(self._key, ensure_ascii=False)
-        self._add(Arguments(f"{'{' if self._first else ', '}{key}: {value}"))
-        self._first = False
+        key = json.dumps(self._keys[-1], ensure_ascii=False)
+        self._add(Arguments(f"{'{' if len(self._keys) == 1 else ', '}{key}: {value}"))
         return self._enter(self._close if cut else self._arguments)
 
 
@@ -106,8 +126,8 @@ class QwenCoder(TaggedCalls):
     joins = ("<function=",)
     name = re.compile(r"(?P<name>[^<>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)")
     key = re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>")
-    value_end = re.compile(r"<(?:/parameter>|parameter=[^<>\n]{1,256}>)")
-    opens, ends = "<parameter=", ("</function>", "</tool_call>")
+    value_end = re.compile(r"<(?:/parameter>|parameter=(?P<next>[^<>\n]{1,256})>)")
+    opens, example, ends = "<parameter=", "<parameter=a>", ("</function>", "</tool_call>")
     line_breaks = True
 
 
@@ -118,8 +138,8 @@ class Glm(TaggedCalls):
     closers = ("</tool_call>",)
     name = re.compile(r"\s*(?P<name>[^<>\n]+?)\s*(?=<arg_key>|</tool_call>)")
     key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
-    value_end = re.compile(r"<(?:/arg_value>|arg_key>[^<>]{1,256}</arg_key>\s{,64}<arg_value>)")
-    opens, ends = "<arg_key>", ("</tool_call>",)
+    value_end = re.compile(r"<(?:/arg_value>|arg_key>(?P<next>[^<>]{1,256})</arg_key>\s{,64}<arg_value>)")
+    opens, example, ends = "<arg_key>", "<arg_key>a</arg_key><arg_value>", ("</tool_call>",)
 
     def _may_name(self, text: str) -> bool:
         name, tag, rest = text.strip().partition("<")
@@ -135,7 +155,8 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     - the text read as JSON, with words such as `TRUE` in any case
     - the text read as a Python literal, as in vLLM and SGLang: `['a', None]`
 
-    If the schema allows none of them, the value is the text read as JSON, or the text if it is not JSON.
+    If the schema allows none of them, the value is the JSON or else the literal, if the schema allows its type, members
+    and items aside. Otherwise it is the text read as JSON, or the text if it is not JSON.
 
     Args:
         name: of the argument.
@@ -156,6 +177,8 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
         read = text
     values = text, read, _literal(bare, text)
     found = [value for value in values if allowed(value)] or [each for each in values if allowed(each, exact=False)]
+    outer = {dict: {}, list: []}  # in place of a value with members or items
+    found += [each for each in values[1:] if allowed(outer.get(type(each), each), exact=False)]
     return found[0] if found else read
 
 
