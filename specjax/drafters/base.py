@@ -1,7 +1,8 @@
 """The interface of a drafter: a NamedTuple of pure functions, returned by one file an algorithm.
 
-The step asks it for a tree (`propose`) and reports which tokens were committed (`observe`). Whatever a drafter
-proposes, the text stays the target's own. docs/drafters.md is a guide.
+The step asks it for a tree (`propose`) and reports which tokens were committed (`observe`). Whatever tokens a drafter
+proposes, the text stays the target's own. Shapes and dtypes of its trees are checked (`specjax.drafters.check`); their
+values are not: node 0 must be the root, and parents must come before children. docs/drafters.md is a guide.
 """
 
 from __future__ import annotations
