@@ -111,7 +111,7 @@ def widest(text: str) -> int:
 )
 def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said, kind, size, beside, break_even):
     """A draft weight takes `size` bytes, an output of a matrix `beside`; int8 is the default on a GPU."""
-    tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1
+    tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1, "--speculative-adaptive"
     tree += ("--speculative-draft-quantization", kind) if kind else ()
     found = said("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
     document, memory = found.document, found.document["memory"]

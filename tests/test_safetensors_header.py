@@ -75,8 +75,8 @@ def check(file: Path) -> None:
     with safe_open(file, "np") as opened:
         assert set(opened.keys()) == set(found)
         for name, tensor in found.items():
-            if str(tensor.dtype) == "bfloat16":
-                continue
+            if str(tensor.dtype) == "bfloat16" or str(tensor.dtype).startswith("float8"):
+                continue  # numpy has no such dtype
             expected = opened.get_tensor(name)
             assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
             assert tensor.tobytes() == expected.tobytes()
@@ -97,6 +97,7 @@ def test_a_whole_file(folder):
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(headers())
+@example(json.dumps(HEADER | {"c": HEADER["c"] | {"dtype": "F8_E4M3"}}))
 def test_changed_parts(folder, header):
     check(write(folder, header.encode()))
 
