@@ -190,8 +190,8 @@ settings = {
 }  # fmt: skip
 if SHORT:
     settings |= {
-        "steps": 4, "batch-size": 2, "row-length": 64, "rounds": 2, "draft-vocab-size": 16, "held-back": 2,
-        "log-every": 1, "measure-every": 2, "measure-prompts": 1, "measure-tokens": 8,
+        "steps": 4, "batch-size": 2, "row-length": 64, "rounds": 2, "draft-vocab-size": 16, "held-back": 1,
+        "log-every": 1, "measure-every": 2, "measure-prompts": 1, "measure-tokens": 8, "warmup-steps": 1,
     }  # fmt: skip
 flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
 run(train, "--model", MODEL, "--data", answers, "--output", output, "--draft", "EAGLE3", *flags)

@@ -261,7 +261,7 @@ EXPLAINED = {
     "draft": "the drafter has proposed",
     "own": "the model drew itself",
     "limit": "at 0 nothing is drafted",
-    "always": "without drafts are faster",
+    "always": "without drafts to be faster",
     "temperature": "the likeliest one",
     "most": "as many as fit",
     "seed": "The same seed",

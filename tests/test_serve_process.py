@@ -301,7 +301,7 @@ def test_the_log_tells_what_a_start_does(shared):
         r"Loading \S+: [\d.]+\wB in [\d.]+ s",
         r"Loaded \S+ on \S+ in [\d.]+ s: float32",
         rf"KV pool: {2 * CONTEXT} tokens in pages of 16, \d+\.\d\d GB for the target, \d+\.\d\d GB for the draft",
-        r"Speculation:\n  algorithm  NGRAM\n  tree       up to 4 tokens; .*\n  drafts     in .* where that is measured",
+        r"Speculation:\n  algorithm  NGRAM\n  tree       up to 4 tokens; .*\n  drafts     in every step",
         r"Compiling: \d+ buckets? in [\d.]+ s",
         r"The server is fired up and ready to roll! http://127\.0\.0\.1:\d+",
     ]
@@ -569,7 +569,7 @@ def test_a_start_that_fails_says_why(launch, model, flags, message):
         ),
         (["--log-level", "loud"], "--log-level must be one of debug, info, warning, error, got 'loud'"),
         (["--port", "65536"], "--port must be an integer from 0 to 65535, got 65536"),
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--no-such-flag"], "unrecognized argument --no-such-flag; see --help."),
         (["--config", "/no/such.toml"], "--config /no/such.toml cannot be read: No such file or directory"),
     ],
 )
