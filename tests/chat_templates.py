@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from engine_helpers import MERGES
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from engine_helpers import MERGES, byte_level_bpe
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = (
@@ -122,12 +122,7 @@ FAMILIES = {
 
 @functools.cache
 def _core() -> Tokenizer:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *letters, *(a + b for a, b in MERGES)]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
+    core = byte_level_bpe(SPECIAL)
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
     return core
 

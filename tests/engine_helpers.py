@@ -36,17 +36,22 @@ NEAR = 1e-3
 """A draw whose gap is below this may go either way (docs/design.md, Floating point)."""
 
 
-@functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: three special tokens, the 256 bytes, six merges."""
+def byte_level_bpe(special: List[str] = SPECIAL) -> Tokenizer:
+    """A new byte-level BPE: special tokens, the 256 bytes, six merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *letters, *(a + b for a, b in MERGES)]
+    words = [*special, *letters, *(a + b for a, b in MERGES)]
     core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
+    core.add_special_tokens(list(special))
+    return core
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """`byte_level_bpe` for transformers, with a chat template."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
+        tokenizer_object=byte_level_bpe(), eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
     )
 
 
