@@ -191,7 +191,6 @@ config = EngineConfig(
     max_running_requests=1,
     context_length=512,
     max_total_tokens=4096,
-    autotune_seconds=0.0,  # 60 seconds of trying kernels at the first start on a GPU are worth it for a server
 )
 
 

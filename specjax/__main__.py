@@ -21,7 +21,6 @@ COMMANDS = {
     "train": ("specjax.train.__main__:main", "train a draft for a target"),
     "train generate": ("specjax.train.generate:main", "let the target write training data"),
     "train vocab": ("specjax.train.vocab:main", "count tokens: the vocabulary of a draft head"),
-    "tune": ("specjax.cli.tune:main", "measure kernels and options on this device"),
     "viz": ("specjax.viz.__main__:main", "draw a draft tree as SVG"),
 }
 """Maps a subcommand to its function and its line in `--help`. No subcommand takes positional arguments."""

@@ -31,19 +31,6 @@ LOOPS, SCHEDULING = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_sch
 
 NVIDIA_OPTIONS = MappingProxyType({LOOPS: f"{IN_GRAPHS},WHILE", SCHEDULING: "CONCURRENT"})
 
-WITHOUT_LOOPS = NVIDIA_OPTIONS | {LOOPS: IN_GRAPHS.removesuffix(",CONDITIONAL")}
-"""The options where a driver fails on loops and branches in graphs; see `specjax.engine.probe`."""
-
-
-_loops = True
-
-
-def loops_in_graphs(wanted: bool) -> None:
-    """Sets whether the programs that this process compiles from now on have their loops and branches in CUDA graphs.
-    Without them a step is several graphs, between which the host decides."""
-    global _loops
-    _loops = wanted
-
 
 def compiler_options(**changes: str | None) -> dict[str, str] | None:
     """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU. An
@@ -55,9 +42,8 @@ def compiler_options(**changes: str | None) -> dict[str, str] | None:
     """
     if not on_nvidia():
         return None
-    options = NVIDIA_OPTIONS if _loops else WITHOUT_LOOPS
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
-    wanted = {name: value for name, value in {**options, **changes}.items() if value is not None}
+    wanted = {name: value for name, value in {**NVIDIA_OPTIONS, **changes}.items() if value is not None}
     return {name: value for name, value in wanted.items() if name not in given and _known(name, value)} or None
 
 

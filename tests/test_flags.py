@@ -529,7 +529,6 @@ def test_a_misspelt_flag_of_each_command_is_one_sentence_with_the_nearest_flag(n
         ("train --learning-rate fast", "--learning-rate must be a number above 0, got 'fast'"),
         ("train generate --input in --output out --count x", "argument --count: invalid int value: 'x'"),
         ("train vocab --input in --output out --size x", "argument --size: invalid int value: 'x'"),
-        ("tune --tp 0", "--tensor-parallel-size must be an integer of at least 1, got 0"),
         ("viz --prompt x --output y --tree 1 2", "argument --tree: expected 3 arguments"),
         ("viz --prompt x --output y --model /no/such/folder", "the model '/no/such/folder' looks like a path"),
     ],

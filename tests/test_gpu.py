@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +12,9 @@ import jax
 import pytest
 from tiny_checkpoints import save_llama
 
-from specjax import compiling, devices, gpu
+from specjax import devices, gpu
 from specjax.cli import build, flags
 from specjax.devices import GB, SHARE_VARIABLES, Memory, share_of, this_memory
-from specjax.engine import probe
 from specjax.gpu import Card, GpuError, cards, claim
 from specjax.load import load
 from specjax.settings import Parser, add_flags, parse
@@ -38,7 +35,6 @@ def settings(monkeypatch):
     yield
     for name, value in zip(("jax_cuda_visible_devices", "jax_platforms"), before, strict=True):
         jax.config.update(name, value)
-    compiling.loops_in_graphs(True)
 
 
 @pytest.fixture
@@ -243,8 +239,6 @@ def test_a_card_that_is_too_small_is_told_before_weights_are_read(tmp_path, monk
 
 def test_the_flags_claim_the_gpu_and_name_themselves(machine, monkeypatch):
     machine(T4, H200)
-    tried: list[Card] = []
-    monkeypatch.setattr(build, "graphs_run", lambda card: tried.append(card) or False)
 
     def chosen(*argv: str) -> flags.Settings:
         parser = Parser()
@@ -253,53 +247,5 @@ def test_the_flags_claim_the_gpu_and_name_themselves(machine, monkeypatch):
 
     build.claim_gpu(chosen("--base-gpu-id", "1", "--mem-fraction-static", "0.5"))
     assert visible() == "1" and float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.6)
-    assert [card.name for card in tried] == ["NVIDIA H200"]
-    assert not compiling._loops, "the probe failed"
     with pytest.raises(GpuError, match=r"^--base-gpu-id: GPU 5 was asked for"):
         build.claim_gpu(chosen("--base-gpu-id", "5"))
-
-
-# The probe.
-
-
-def python(code: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", code)
-
-
-@pytest.mark.parametrize(
-    ("code", "problem", "lasting"),
-    [
-        ("", "", True),
-        ("import os; os.kill(os.getpid(), 11)", "was ended by signal 11", True),
-        ("import time; time.sleep(60)", "did not end in 0.5 s", True),
-        ("raise SystemExit(3)", "drew other tokens than without graphs", True),
-        ("raise ImportError('no such thing')", "ended with status 1: ImportError: no such thing", False),
-    ],
-)
-def test_the_probe_survives_what_it_tries(monkeypatch, tmp_path, caplog, code, problem, lasting):
-    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
-    seconds = 0.5 if "sleep" in code else 60.0
-    with caplog.at_level(logging.WARNING):
-        assert probe.graphs_run(CARD, command=python(code), seconds=seconds) == (not problem)
-    assert problem in caplog.text
-    files = [*tmp_path.rglob("*.json")]
-    assert len(files) == lasting
-    # A second start asks the file; another driver asks the card.
-    other = python("" if problem else "raise SystemExit(3)")
-    assert probe.graphs_run(CARD, command=other) == (not problem if lasting else True)
-    assert probe.graphs_run(CARD._replace(driver="590.1"), command=other) == bool(problem)
-    for file in files:
-        file.write_text("damaged")
-    assert probe.graphs_run(CARD, command=other) == bool(problem)
-    assert all("problem" in json.loads(file.read_text()) for file in tmp_path.rglob("*.json"))
-
-
-def test_the_probes_steps_emit_tokens_and_differ_where_a_step_is_wrong(monkeypatch):
-    drawn = probe.tokens_drawn(None)
-    assert len(drawn) == probe.STEPS and all(len(row) >= 1 for step in drawn for row in step)
-    assert len({tuple(map(tuple, step)) for step in drawn}) == probe.STEPS, "each step draws anew"
-    results = [drawn, drawn]
-    monkeypatch.setattr(probe, "tokens_drawn", lambda options: results.pop())
-    assert probe.main() == 0
-    results += [drawn, drawn[:-1]]
-    assert probe.main() == probe.WRONG_TOKENS

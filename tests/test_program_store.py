@@ -72,16 +72,6 @@ def test_a_program_is_compiled_once(folder):
     assert folder.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_measured_is_stored_and_not_read_ahead(folder):
-    program_store.read_ahead("start")
-    with program_store.not_read_ahead():
-        run(Compiler(), adding(1.0))
-    run(Compiler(), adding(2.0))
-    program_store.read_ahead("start")
-    assert len([*folder.iterdir()]) == 2 and len(program_store._ahead) == 1
-    assert run(never, adding(1.0)) == [1.0] * 3
-
-
 def test_the_next_start_reads_what_this_one_used(folder, monkeypatch):
     program_store.read_ahead("start")
     for number in range(1, 7):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from test_costs import HEAD, LLAMA
 from test_eagle_cache import toy as llama
 
 from specjax import devices, make_target
-from specjax.costs import PLAIN, Tree
-from specjax.drafters import Eagle3, Params, make_drafter
+from specjax.costs import PLAIN, Decoding, Machine, Tree, expected_accept
+from specjax.drafters import Eagle3, Ngram, Params, make_drafter
 from specjax.engine import Engine
 from specjax.engine.drafting import FOUND
 from specjax.engine.step_times import StepTimes, predictions, stored_bits, tree_of
@@ -42,7 +44,7 @@ def test_predictions_for_a_known_gpu(draft_in_few_bits):
     drafter = make_drafter(Eagle3(steps=7, topk=1, nodes=8), target=target, head=HEAD)
     params = Params(None, {"head": FEW} if draft_in_few_bits else None)
     found = predictions(target, params, drafter, HEAD, "NVIDIA H200")
-    times = StepTimes.of(None, found)
+    times = StepTimes(predicted=found)
     ratio = times.milliseconds(1, tree_of(drafter)) / times.milliseconds(1)
     assert ratio == pytest.approx(1.24 if draft_in_few_bits else 1.38, abs=0.01)
     assert predictions(target, params, drafter, HEAD, "Tesla T4") is None
@@ -69,12 +71,29 @@ def test_the_ratio_that_an_engine_expects(monkeypatch):
     assert engine._expected_ratio(batch) == by_tokens
     monkeypatch.setattr(Engine, "device_name", "NVIDIA H200")
     predicted = predictions(engine.target, engine.params, engine.drafter.within(width), None, "NVIDIA H200")
-    times = StepTimes.of(None, predicted)
+    times = StepTimes(predicted=predicted)
     expected = times.milliseconds(batch, tree_of(engine.drafter.within(width))) / times.milliseconds(batch)
     assert engine._expected_ratio(batch) == expected != by_tokens
     own = make_engine(toy(), NGRAM, warm=False, adaptive=True)
     own.platform = "gpu"
     assert own._expected_ratio(batch) == by_tokens, "nothing is known of the user's own target"
-    measured = {Tree(*tree_of(engine.drafter)): 3.0, PLAIN: 2.0}
-    monkeypatch.setattr(StepTimes, "of", lambda tuning, predicted: StepTimes({batch: measured}, predicted))
-    assert engine._expected_ratio(batch) == 1.5
+
+
+def test_what_was_not_measured_is_predicted(monkeypatch):
+    def predicted(model, on, *, batch, tree, context):
+        return SimpleNamespace(seconds=1e-3 * (batch + tree.nodes))
+
+    monkeypatch.setattr("specjax.engine.step_times.step_cost", predicted)
+    model = Decoding((), (), ()), Machine("toy", 1e12, 1e12)
+    nothing = StepTimes(predicted=model)
+    assert nothing.milliseconds(4, Tree(3, 1, 4)) == pytest.approx(8.0)
+    assert nothing.best(4, [Tree(3, 1, 4)], expected_accept([0.8])) == Tree(3, 1, 4)
+    some = StepTimes({4: {PLAIN: 10.0}, 1: {PLAIN: 1.0}}, model)  # twice and half the prediction
+    assert some.milliseconds(4, Tree(3, 1, 4)) == pytest.approx(16.0)
+    assert some.milliseconds(2, PLAIN) == pytest.approx(3.0), "the mean of both ratios"
+
+
+def test_trees_of_drafters():
+    drafter = make_drafter(Ngram(capacity=4096, nodes=8))
+    assert tree_of(make_drafter("NONE")) == PLAIN
+    assert tree_of(drafter).nodes == 8 and tree_of(drafter.within(4)).nodes == 4

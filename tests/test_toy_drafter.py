@@ -198,7 +198,7 @@ def imports(path: Path, package: str) -> set[str]:
 
 
 LAYERS = [  # a module may import those of its own row and of the rows below
-    {"__main__", "serve", "cli", "generate", "tune", "bench", "ray_data"},
+    {"__main__", "serve", "cli", "generate", "bench", "ray_data"},
     {"engine"},
     {"costs", "fabric"},
     {"outline"},

@@ -19,7 +19,6 @@ from specjax.bench.methods import Method, Outside
 from specjax.drafters import Drafter, DraftOptions, NoDraft
 from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.autotune import tune_at_start
 from specjax.engine.config import EngineConfig
 from specjax.engine.executables import PhaseTimes, use_compilation_cache
 from specjax.engine.notes import drafting_summary
@@ -156,7 +155,6 @@ class Source:
         """An engine that is compiled for what it will run. `changes`: fields of its config."""
         config = replace(config, adaptive=method.adaptive, **changes)
         engine = Engine(**self.load(method)._asdict(), config=config)
-        engine.tuning = tune_at_start(engine, progress=self._progress)
         keys = engine.single_request_keys() if config.max_running_requests == 1 else None
         if keys is None and self._full_batches:
             widths = {"step": (config.max_running_requests,), "prefill": engine.buckets.chunks}

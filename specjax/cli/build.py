@@ -9,11 +9,10 @@ import logging
 from dataclasses import fields
 from typing import Any
 
-from specjax import compiling, gpu
+from specjax import gpu
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.probe import graphs_run
 from specjax.hosts import Address, Follower, Group, Leader, Place
 from specjax.settings import dashed, overrides, place_of
 from specjax.thresholds import AcceptAbove
@@ -21,11 +20,8 @@ from specjax.thresholds import AcceptAbove
 logger = logging.getLogger(__name__)
 
 
-def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
+def claim_gpu(chosen: Settings) -> None:
     """Prepares JAX, before its backend starts, for the GPU that the settings name; without one, nothing happens.
-
-    Args:
-        probe: try once on this card whether loops run in CUDA graphs, in another process, and leave them out if not.
 
     Raises:
         GpuError: there is no such GPU, or JAX cannot use it.
@@ -42,7 +38,6 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
         raise gpu.GpuError(f"{places}: {error}" if places else str(error)) from None
     if card is not None:
         logger.info("GPU %d: %s", engine.base_gpu_id, card)
-        compiling.loops_in_graphs(not probe or graphs_run(card))
 
 
 def make_engine(
@@ -97,7 +92,7 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
 
 _OWN = {
     "model", "revision", "tokenizer_path", "chat_template", "max_total_tokens", "mem_fraction_static", "base_gpu_id",
-    "sampling_defaults", "autotune_seconds", "random_seed", "speculative_draft_model_path",
+    "sampling_defaults", "random_seed", "speculative_draft_model_path",
     "speculative_draft_model_revision", "speculative_token_map",
 }  # fmt: skip
 """Settings that each process of a group may have otherwise. Files may lie elsewhere; what is in them is compared when

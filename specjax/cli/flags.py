@@ -133,7 +133,6 @@ class EngineSettings:
         "repetition_penalty of the model's generation_config.json; openai = temperature 1, as in OpenAI's API",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
-    autotune_seconds: float = _engine("autotune_seconds")
     random_seed: int | None = _engine("random_seed")
     enable_torch_compile: bool = _ignored("every step is compiled by XLA")
     torch_compile_max_bs: int | None = _ignored("steps of every batch size are compiled by XLA", None, minimum=1)

@@ -136,13 +136,6 @@ def lag(state: DeferredState, context: Context) -> PerRequest:
     return jnp.maximum(context.prefix_length - seen, 0)
 
 
-def all_seen(state: DraftState) -> DraftState:
-    """A state in which no request lags, as measurements need it. Another drafter's state is returned as it is."""
-    if not isinstance(state, DeferredState):
-        return state
-    return state._replace(seen=jnp.full_like(state.seen, jnp.iinfo(jnp.int32).max // 2))
-
-
 def _counted(counts: Int32[Array, "P"], context: Context, seen: Observation, told: Any) -> Int32[Array, "P"]:
     """`seen` of the pages in which tokens were committed at ``context.prefix_length + [0, length)``: with these where
     the drafter was `told` of them, bool [B], else without them and all after them."""

@@ -44,9 +44,6 @@ class EngineConfig:
             reveal other requests' text.
         plain_content: users' text never becomes special tokens; only the chat template's markup does. A prompt given
             as text is users' text; a prompt given as ids may hold special tokens.
-        autotune_seconds: seconds that the first start on a GPU spends measuring which kernels, blocks and options are
-            fastest, at least 0; later starts use the result; 0 = off: measure nothing and use no earlier result; on a
-            CPU only `specjax tune` measures.
         tensor_parallel: devices over which weights and KV pool are split, at least 1; see `specjax.sharding`.
         expert_parallel: groups of these devices, at least 1, over which the experts of a mixture are spread; must
             divide `tensor_parallel`. Each group has experts of its own, and its devices share the width of each.
@@ -74,7 +71,6 @@ class EngineConfig:
     time_phases: bool = False
     isolate_ngrams: bool = False
     plain_content: bool = False
-    autotune_seconds: float = limited(60.0, 0)
     tensor_parallel: int = limited(1, 1)
     expert_parallel: int = limited(1, 1)
     first_device: int = limited(0, 0)

@@ -33,7 +33,6 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
 from specjax.engine import program_store
 from specjax.engine.adaptive import Adaptive
-from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP
 from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
@@ -58,11 +57,10 @@ from specjax.engine.sequence import Completion, Sequence
 from specjax.engine.step_times import StepTimes, predictions
 from specjax.engine.stepping import Steps
 from specjax.engine.transfers import Counters
-from specjax.engine.tuning import Tuning
 from specjax.hosts import Group, Leader
 from specjax.load import load
 from specjax.models.target import Target
-from specjax.sharding import described, empty_state, make_mesh, on_first, several, under
+from specjax.sharding import described, empty_state, make_mesh, on_first, several
 from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, verify_tree
 
@@ -74,7 +72,6 @@ class Engine:
 
     Attributes:
         verify: decides which drafts are accepted.
-        tuning: what was measured on this device and is used (`specjax.engine.autotune`); None: nothing.
         waits: a step compiles a program for a grammar, or for the log-probabilities of a prompt, or waits for a mask
             that takes long, if nothing else is left to do. False: another thread does, and the engine is `stalled`
             meanwhile.
@@ -164,7 +161,6 @@ class Engine:
         self.waits = True
         self._put_off: list[Key] = []  # programs that requests need, for which this step does not wait
         self._masks: list[Future[None]] = []  # the same of masks
-        self.tuning: Tuning | None = None
         self.drafting = Drafting(
             self.executables, self.device, self.buckets, self._in_flight, drafter,
             chooses=self._deferred is not None, expected=self._expected_ratio, rows=rows,
@@ -225,8 +221,7 @@ class Engine:
             sampling_defaults: model: what generation_config.json says of sampling becomes `engine.sampling_defaults`,
                 the values of what a request does not give; openai: it is left unread.
             backend: a `tree_attention` implementation; None or auto = what suits the device.
-            compilation_cache: keep compiled programs on disk, and what is measured on a GPU at the first start
-                (`EngineConfig.autotune_seconds`).
+            compilation_cache: keep compiled programs on disk.
             group: of the processes whose devices share the model, which has joined; see `specjax.engine.following`.
             progress: show bars on stderr while weights are loaded and while requests wait for the compiler; if stderr
                 is not a terminal, one line for each.
@@ -254,9 +249,6 @@ class Engine:
             )  # fmt: skip
         engine = cls(**loaded._asdict(), config=config, group=group)
         engine.executables.progress = progress
-        if compilation_cache and several(mesh) is None:  # what is measured are kernels for one device
-            with under(mesh):
-                engine.tuning = tune_at_start(engine, progress=progress)
         return engine
 
     @property
@@ -435,7 +427,7 @@ class Engine:
             predicted = None
             if self.platform != "cpu":
                 predicted = predictions(self.target, self.params, drafter, self._draft_model, self.device_name)
-            return StepTimes.of(self.tuning, predicted)
+            return StepTimes(predicted=predicted)
 
         return expected_ratio(batch, nodes, self.buckets, self.drafter, self.params, times)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -93,7 +92,6 @@ class Executables(Programs):
         new_pages: most pages that a row may get between two steps.
         room: bytes of the device that a program may hold beside its arguments; None: not known. A program that needs
             more fails when it is compiled, so that smaller ones serve, not when a large batch first runs.
-        options: XLA's, in place of those that `specjax.compiling` names; for programs that are compiled from then on.
     """
 
     def __init__(
@@ -115,7 +113,6 @@ class Executables(Programs):
         super().__init__(buckets)
         self._target, self._drafter, self._trace = target, drafter, trace
         self._verify, self._deferred, self._room = verify, deferred, room
-        self.options: dict[str, str | None] = {}
         self.phase_times = PhaseTimes() if time_phases else None
         self._mesh = mesh
 
@@ -153,23 +150,15 @@ class Executables(Programs):
         self._admit[resumed] = admit
         return admit
 
-    def variant(self, key: Key, tree_width: int, options: Mapping[str, str | None] = MappingProxyType({})) -> Program:
-        """A step of another tree width, or with other options of XLA's than `options`: for measurements, not kept
-        here. Raises whatever the compiler raises."""
-        with self._quietly():
-            return self._compile(key, (tree_width,), options)
-
-    def _compile(
-        self, key: Key, widths: tuple[int, ...] = (), options: Mapping[str, str | None] = MappingProxyType({})
-    ) -> Program:
+    def _compile(self, key: Key) -> Program:
         if not self._exclusive:
             self.announce(key)
-        function, unpack, shape = self._function(key, widths)
+        function, unpack, shape = self._function(key)
         arguments: Any = (self._params, self._state, self._input(shape))
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
                 return _compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
-        chosen = compiler_options(**{**self.options, **options})
+        chosen = compiler_options()
         leaves, tree = jax.tree.flatten(arguments)
         count = len(jax.tree.leaves(self._params))
 
@@ -204,9 +193,9 @@ class Executables(Programs):
         """Whether the program of a key is on disk, so that it is loaded rather than compiled."""
         if self.phase_times is not None and key.kind == "step":
             return False
-        function, unpack, shape = self._function(key, ())
+        function, unpack, shape = self._function(key)
         arguments = (self._params, self._state, self._input(shape))
-        options = (compiler_options(**self.options), self._kernels())
+        options = (compiler_options(), self._kernels())
         return program_store.is_stored(_packing(key, function, unpack), arguments, options)
 
     def masks_come_late(self, key: Key) -> bool:
@@ -225,9 +214,8 @@ class Executables(Programs):
         where = None if self._mesh is None else everywhere(self._mesh)
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
 
-    def _function(self, key: Key, widths: tuple[int, ...]) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
-        """What a key's program computes, what unpacks its input, and that input's shape. `widths`: of a step's trees;
-        (): as the key says."""
+    def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
+        """What a key's program computes, what unpacks its input, and that input's shape."""
         tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
         if key.kind == "catch-up":
             assert self._deferred is not None
@@ -239,7 +227,7 @@ class Executables(Programs):
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
-            widths, constrained = widths or self._buckets.step_widths(key), key.kind == "constrained"
+            widths, constrained = self._buckets.step_widths(key), key.kind == "constrained"
             if widths != (1,) or self._deferred is None:
                 drafter = self._drafter.within(self._buckets.tree_widths(key.width)[-1] if constrained else widths[-1])
             fixed |= {"verify": self._verify}

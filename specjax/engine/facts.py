@@ -18,7 +18,7 @@ from specjax.engine import program_store
 from specjax.engine.config import EngineConfig
 from specjax.models.target import Target
 
-OWN = ("mem_fraction", "max_total_tokens", "random_seed", "autotune_seconds")
+OWN = ("mem_fraction", "max_total_tokens", "random_seed")
 """Fields of `EngineConfig` that each process may have otherwise. The pool's size is agreed upon."""
 
 SAMPLE = 4096  # most bytes of a tensor

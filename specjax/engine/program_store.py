@@ -33,7 +33,6 @@ import jax
 import numpy as np
 import specjax_kernels
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from specjax_kernels import choice
 from specjax_kernels.cpu.runtime import register_kept, registered
 
 import specjax
@@ -82,18 +81,6 @@ def read_ahead(start: Any) -> None:
             for file in sorted(map(_folder.joinpath, _used[:AHEAD]), key=lambda file: -file.stat().st_size):
                 _ahead[file] = loader.submit(_load, file)
             loader.shutdown(wait=False)
-
-
-@contextlib.contextmanager
-def not_read_ahead() -> Iterator[None]:
-    """Within the context, programs are stored and loaded, but not noted as those that a start uses first: for
-    measurements, which the next start does not repeat."""
-    global _start
-    noted, _start = _start, None
-    try:
-        yield
-    finally:
-        _start = noted
 
 
 class Unknown(Exception):
@@ -227,7 +214,6 @@ def _key(value: Any) -> str:
 def environment() -> Iterator[str]:
     """All that every program depends on. Raises Unknown if the running code may not be that of the files."""
     yield sources()
-    yield choice.digest()  # of the kernels' measured entries
     yield from (f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
     device = jax.devices()[0]
     yield f"{device.platform} {device.device_kind} {device.client.platform_version} {jax.device_count()}"

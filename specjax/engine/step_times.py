@@ -14,12 +14,9 @@ from specjax import devices
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import PLAIN, AcceptLength, Decoding, Machine, Tree, machine, step_cost
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.tuning import Tuning
 from specjax.models.params import Bits
 from specjax.models.target import Target
 from specjax.outline import Outline
-
-STEP_TIMES = "step times, batch "
 
 
 def tree_of(drafter: Drafter) -> Tree:
@@ -72,17 +69,6 @@ class StepTimes:
 
     measured: Mapping[int, Mapping[Tree, float]] = field(default_factory=dict)
     predicted: tuple[Decoding, Machine] | None = None
-
-    @classmethod
-    def of(cls, tuning: Tuning | None, predicted: tuple[Decoding, Machine] | None = None) -> StepTimes:
-        """The step times of a record, and what is predicted."""
-        measured: dict[int, dict[Tree, float]] = {}
-        for name, result in (tuning.named("steps") if tuning else {}).items():
-            if name.startswith(STEP_TIMES) and result.seconds is not None:
-                measured[int(name.removeprefix(STEP_TIMES))] = {
-                    Tree(*tree): 1e3 * score * result.seconds for tree, score in result.tried if score is not None
-                }
-        return cls(measured, predicted)
 
     def milliseconds(self, batch: int, tree: Tree = PLAIN, *, context: int = 1024) -> float | None:
         """Of a step of `batch` requests; None: neither measured nor predicted.

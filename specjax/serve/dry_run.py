@@ -88,7 +88,7 @@ def _case(
 ) -> tuple[Case, Outlines]:
     share = given_share()
     if device is None:
-        build.claim_gpu(settings, probe=False)
+        build.claim_gpu(settings)
     platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
     model, revision = arguments["model"], arguments["revision"]
 
