@@ -13,9 +13,9 @@
 
 `--plan first` is the first half hour on a device, in one command: `sampled` (rows that sample draw the tokens of this
 machine's CPU), `kernels`, `steps-1`, `profile` (a step by kernel), `products` (by shape and rows), `options` (a step
-with one of XLA's options changed), `steps-64`, `steps-48`, `blocks` (the attention kernel's block sizes in what time is
-left); each in its own time, results as they come. XLA keeps what it measures of products in `autotune` beside --save,
-unless XLA_FLAGS names another --xla_gpu_per_fusion_autotune_cache_dir.
+with one of XLA's options changed), `steps-64`, `steps-48`; each in its own time, results as they come. XLA keeps what
+it measures of products in `autotune` beside --save, unless XLA_FLAGS names another
+--xla_gpu_per_fusion_autotune_cache_dir.
 
 Each part runs in a process of its own, so that it finds the device's memory empty and none can break another; it stops
 beginning new measurements after `--minutes`. What fails is a line, and the run goes on. Tables first, then one JSON
@@ -73,7 +73,7 @@ PARTS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
 """Part -> module, function, arguments after the report."""
 
 FIRST_PARTS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    name: ("gpu_check_first", name, ()) for name in ("sampled", "profile", "products", "options", "blocks")
+    name: ("gpu_check_first", name, ()) for name in ("sampled", "profile", "products", "options")
 } | {"steps-48": ("gpu_check_steps", "steps", (48,))}
 
 FIRST: dict[str, tuple[float, str]] = {
@@ -85,9 +85,8 @@ FIRST: dict[str, tuple[float, str]] = {
     "options": (5, "--context 1024"),
     "steps-64": (2.5, "--context 1024 --trees 3,1,4 7,1,8 --implementation pallas"),
     "steps-48": (2.5, "--context 1024 --trees 3,1,4 7,1,8 --implementation pallas"),
-    "blocks": (2, ""),
 }
-"""--plan first: part -> minutes, flags; the most valuable first, 29 minutes together."""
+"""--plan first: part -> minutes, flags; the most valuable first, 27 minutes together."""
 
 TREES = ("3,1,4", "5,1,6", "7,1,8", "5,8,32", "7,10,60")
 GRACE = 75

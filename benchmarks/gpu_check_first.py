@@ -2,12 +2,11 @@
 
 `sampled` compares tokens with those of this machine's CPU, which another process draws from the same weights; `profile`
 sums a step's time by kernel; `products` times the 8B's products by rows; `options` times steps with one of XLA's
-options changed; `blocks` searches the attention kernel's block sizes in what time is left.
+options changed.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -23,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_chains import CACHES, rotating
 from gpu_check_report import Report, say
 from gpu_check_steps import GOAL_TREE, Bench, model_of, models
 from llama_shapes import eagle3_head
-from specjax_kernels.choice import MOST_ROWS
-from specjax_kernels.product_tuning import ProductBench, Shape, around
-from specjax_kernels.timing import WARMUP, copy_bandwidth, interleaved
+from specjax_kernels import linear
+from timing import WARMUP, copy_bandwidth, interleaved
 from traces import Trace
 
 from specjax import (
@@ -44,7 +43,7 @@ from specjax import (
     make_target,
     new_row,
 )
-from specjax.compiling import LOOPS, SCHEDULING, WITHOUT_LOOPS, compiler_options
+from specjax.compiling import IN_GRAPHS, LOOPS, SCHEDULING, compiler_options
 from specjax.drafters.table import options_of
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
@@ -190,51 +189,49 @@ def by_kernel(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 # Products.
 
-
-def products_of(config: ModelConfig) -> dict[str, Shape]:
-    """The products of a layer and of the output, as the kernels' table names them; their rows are to be set."""
-    m, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
-    heads = config.num_heads + 2 * config.num_kv_heads
-    return {
-        "qkv": Shape(dtype, (m, heads * config.head_dim), 0, norm=True),
-        "o": Shape(dtype, (config.num_heads * config.head_dim, m), 0, residual=True),
-        "gate-up": Shape(dtype, (m, 2, inner), 0, norm=True),
-        "down": Shape(dtype, (inner, m), 0, residual=True),
-        "output": Shape(dtype, (m, config.vocab_size), 0),
-    }
-
-
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
+def products_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The weights [M, W] of a layer and of the output."""
+    m, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return {
+        "qkv": (m, heads * config.head_dim),
+        "o": (config.num_heads * config.head_dim, m),
+        "gate-up": (m, 2 * inner),
+        "down": (inner, m),
+        "output": (m, config.vocab_size),
+    }
+
+
 def products(report: Report) -> None:
-    """XLA's product of each shape by rows, and ours with the first blocks where it takes so many: microseconds, and the
-    share of a copy's speed at which weights are read."""
-    plan = report.plan
+    """XLA's product with each weight by rows, over matrices that no cache holds: microseconds, and the share of a
+    copy's speed at which the weight is read."""
+    plan, config = report.plan, model_of(report.plan)
     bandwidth = copy_bandwidth(16 if plan.tiny else None)
     report.add("ceiling", copy_gigabytes_per_second=round(bandwidth / 1e9, 1))
-    jit = partial(jax.jit, compiler_options=compiler_options(**{SCHEDULING: "SERIALIZE"}))
-    say(f"{'':10} {'rows':>5} {'':9} {'us':>9} {'of a copy':>9}")
-    for label, shape in products_of(model_of(plan)).items():
-        matrix = jax.random.normal(jax.random.key(plan.seed), shape.weight, jnp.dtype(shape.dtype))
+    multiply = jax.jit(lambda x, weight: linear(x[None], weight)[0], compiler_options=compiler_options())
+    say(f"{'':10} {'rows':>5} {'us':>9} {'of a copy':>9}")
+    for label, shape in products_of(config).items():
+        draw, size = partial(jax.random.normal, dtype=jnp.dtype(config.dtype)), jnp.dtype(config.dtype).itemsize
+        count = 1 if plan.tiny else max(1, -(-CACHES // (math.prod(shape) * size)))
+        weights = [draw(jax.random.key(plan.seed + index), shape) for index in range(count)]
         for rows in ROWS[:1] if plan.tiny else ROWS:
             name = f"{label} {rows}"
             if not report.in_time(name):
                 return
             with report.attempt(name):
-                shape = shape._replace(rows=rows)
-                bench = ProductBench(shape, [matrix], runs=1 if plan.tiny else 5, jit=jit, say=report.note)
-                few = rows <= MOST_ROWS and label != "output" and not plan.tiny
-                for candidate in ("xla", *itertools.islice(around(shape, "xla"), few)):
-                    score = bench.score(candidate)
-                    seconds = score * (bench.start_seconds or math.nan)
-                    if not math.isfinite(seconds):
-                        continue
-                    share, kind = shape.bytes / bandwidth / seconds, "xla" if candidate == "xla" else "few_rows"
-                    say(f"{label:10} {rows:5} {kind:9} {1e6 * seconds:9.2f} {share:8.1%}")
-                    found = {"microseconds": round(1e6 * seconds, 3), "share_of_copy": round(share, 4)}
-                    report.add("product", shape=label, rows=rows, implementation=kind, **found)
-        del matrix
+                x = draw(jax.random.key(plan.seed), (rows, shape[0]))
+                call = rotating(multiply, [(x, weight) for weight in weights])
+                (taken,) = interleaved({"": call}, runs=1 if plan.tiny else 5, region_seconds=0.02).values()
+                seconds = float(np.median([one.total for one in taken]))
+                moved = (math.prod(shape) + rows * sum(shape)) * size
+                share = moved / bandwidth / seconds
+                say(f"{label:10} {rows:5} {1e6 * seconds:9.2f} {share:8.1%}")
+                found = {"microseconds": round(1e6 * seconds, 3), "share_of_copy": round(share, 4)}
+                report.add("product", shape=label, rows=rows, **found)
+        del weights
 
 
 # Options.
@@ -243,7 +240,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "as it is": {},
     "concurrent graphs": {SCHEDULING: "CONCURRENT"},
     "serial graphs": {SCHEDULING: "SERIALIZE"},
-    "no loops in graphs": {LOOPS: WITHOUT_LOOPS[LOOPS]},
+    "no loops in graphs": {LOOPS: IN_GRAPHS.removesuffix(",CONDITIONAL")},
     "no graphs": {LOOPS: ""},
     "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": "true"},
     "cuBLAS alone": {"xla_gpu_enable_triton_gemm": "false"},
@@ -287,27 +284,6 @@ def options(report: Report) -> None:
                            temp_bytes=calls[change][1].get("temp_bytes"))  # fmt: skip
 
 
-# Blocks.
-
-
-def blocks(report: Report) -> None:
-    """The attention kernel's block sizes for the specs of the 8B, one entry of the table at a time. Entries are in the
-    report: the checkout on a lent machine does not come back."""
-    from specjax_kernels import launch  # the kernel's module is not there on every machine
-    from specjax_kernels.specs import tagged
-    from specjax_kernels.tuning import groups, tune
-
-    if launch.generation() is None:
-        report.note("blocks: no NVIDIA GPU, nothing to tune")
-        return
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        for name, specs in groups(tagged("bench")).items():
-            if report.in_time(name, needs=45):
-                with report.attempt(name):
-                    for record in tune(specs, table=Path(folder, "table.json")):
-                        report.add("blocks", generation=launch.generation(), **record)
-
-
 # The table for people.
 
 
@@ -348,10 +324,9 @@ def table(document: dict[str, Any]) -> str:
         ],
     )
     section(
-        "product | rows | by | us | of a copy",
+        "product | rows | us | of a copy",
         [
-            f"{row['shape']} | {row['rows']} | {row['implementation']} | {row['microseconds']:.1f} | "
-            f"{row['share_of_copy']:.1%}"
+            f"{row['shape']} | {row['rows']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%}"
             for row in rows("product")
         ],
     )
@@ -361,10 +336,6 @@ def table(document: dict[str, Any]) -> str:
             f"{_tree(row['tree'])} | {row['change']} | {row['milliseconds']:.3f} | {row['ratio']:.3f}"
             for row in rows("option")
         ],
-    )
-    section(
-        "entry | best blocks | of the time",
-        [f"{row['entry']} | {row['best']} | {row['score']:.3f}" for row in rows("blocks")],
     )
     return "\n".join(lines) + "\n"
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_chains import chain, enough_layers, enough_sets, inputs_of, rotating
 from gpu_check_report import Report, say
 from specjax_kernels import tree_attention
-from specjax_kernels.chains import chain, enough_layers, enough_sets, inputs_of, rotating
 from specjax_kernels.masks import Causal, unpack_bits
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from specjax_kernels.timing import copy_bandwidth, interleaved
 from specjax_kernels.truncation import in_prefix
+from timing import copy_bandwidth, interleaved
 
 from specjax.verify import top_in_parts
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_check_report import Plan, Report, say
 from llama_shapes import eagle3_head, kv_bytes, least_bytes, llama_8b, nbytes, normal, random_head, random_target
-from specjax_kernels.timing import WARMUP, Region, copy_bandwidth, region
 from thunks import counts, dump_options, read_dump
+from timing import WARMUP, Region, copy_bandwidth, region
 
 from specjax import (
     Eagle3,

@@ -1,32 +1,26 @@
 """Times `tree_attention` over the named shapes of `specjax_kernels.specs`.
 
     python benchmarks/kernels.py [--spec NAME ...] [--implementation xla reference] [--record]
-    python benchmarks/kernels.py --tune [--spec NAME ...] [--table FILE] [--record]
 
 A call of one layer lasts microseconds, so what is timed is one program of `--layers` calls, each with its own pool,
 the queries of one made from the output of the one before: as in a decoder. Runs of all implementations alternate, the
 first ones are discarded, and the figure is the median. On a GPU a run is many such programs waited for together, which
 go round sets of pools that no cache holds. The ceiling is printed first: the bandwidth of a plain copy on this machine.
 The last line is one JSON document with every sample.
-
-`--tune` measures block sizes of the GPU kernel on this GPU instead, and writes the better ones to
-`kernels/specjax_kernels/launch_table.json`, or to `--table` (see `specjax_kernels/tuning.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import jax
+from attention_chains import enough_layers, enough_sets, program
 from records import finish, machine
 from specjax_kernels import IMPLEMENTATIONS, default_implementation
-from specjax_kernels.chains import enough_layers, enough_sets, program
-from specjax_kernels.launch import generation
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from specjax_kernels.timing import WARMUP, copy_bandwidth, interleaved, seconds
+from timing import WARMUP, copy_bandwidth, interleaved, seconds
 
 REGION = 0.02
 """Seconds of calls that are waited for together on a GPU."""
@@ -78,28 +72,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="calls in one program (default: 30, or 4 for the large specs; on "
                         "a GPU 16, or 4 for those that read much)")  # fmt: skip
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--tune", action="store_true", help="measure block sizes of the GPU kernel; write its table")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="of --tune: where the entries are written (default: "
-                        "the package's own table)")  # fmt: skip
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/kernels-<device>-<date>.json")
     arguments = parser.parse_args()
 
     on_cpu = jax.default_backend() == "cpu"
-    if arguments.tune and generation() is None:
-        parser.error(f"--tune measures on an NVIDIA GPU, and JAX's default device here is {jax.devices()[0]}")
-    if arguments.table and not arguments.tune:
-        parser.error("--table is where --tune writes, and there is no --tune")
     bench = [spec for spec in tagged("bench") if not (on_cpu and "large" in spec.tags)]
     specs = [named(name) for name in arguments.spec] if arguments.spec else bench
     document: dict[str, Any]
     kind = "cpu" if on_cpu else jax.devices()[0].device_kind.lower().replace(" ", "-")
-    if arguments.tune:
-        from specjax_kernels.tuning import tune  # the kernel's module is not there on every machine
-
-        tuned = tune(specs, layers=arguments.layers, table=arguments.table)
-        document = machine() | {"generation": generation(), "entries": tuned}
-        finish(f"tuned-{kind}", document, record=arguments.record)
-        return
     bandwidth = copy_bandwidth()
     document = machine() | {"copy_gigabytes_per_second": round(bandwidth / 1e9, 2), "results": []}
     print(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from records import finish, machine
 from specjax_kernels import Quantised, linear, quantise
-from specjax_kernels.timing import interleaved
+from timing import interleaved
 
 LAYERS = 30
 SHAPES = {"qkv": (576, 960), "output": (576, 576), "gate_up": (576, 3072), "down": (1536, 576), "head": (576, 49152)}

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from records import finish, machine
-from specjax_kernels.timing import seconds
+from timing import seconds
 
 from specjax import checkpoint
 from specjax.models import init_params

@@ -26,7 +26,7 @@ from specjax_kernels import mesh
 from specjax.types import PageTable, PerRequest
 
 Cache: TypeAlias = Any  # a pytree of page leaves [P, S, ...]
-# A pytree of the cache's structure with leaves [B, N, ...], arrays or `kernels.Slice`s: what layers keep of new tokens.
+# A pytree of the cache's structure with leaves [B, N, ...]: what layers keep of new tokens.
 Block: TypeAlias = Any
 
 
@@ -94,7 +94,7 @@ def bytes_per_token(init: Callable[[PoolShape], Any], page_size: int = 1) -> int
 def take_path(block: Block, path: Int32[Array, "B J"]) -> Block:
     """The block's rows at node indices `path`, in path order: [B, J, ...] leaves."""
 
-    leaves, tree = jax.tree.flatten(block, is_leaf=kernels.is_slice)
+    leaves, tree = jax.tree.flatten(block)
     if all(leaf.shape[1] == path.shape[1] == 1 for leaf in leaves):
         return block  # a path through one node; a gather would be a kernel a layer
     return jax.tree.unflatten(tree, kernels.take_rows(leaves, path))
@@ -131,5 +131,5 @@ def commit(
     page, slot = jnp.where(write, page, nowhere), position % size
 
     pools, tree = jax.tree.flatten(cache)
-    rows = jax.tree.leaves(block, is_leaf=kernels.is_slice)
+    rows = jax.tree.leaves(block)
     return jax.tree.unflatten(tree, kernels.commit_all(pools, rows, page, slot))

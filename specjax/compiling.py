@@ -32,19 +32,14 @@ LOOPS, SCHEDULING = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_sch
 NVIDIA_OPTIONS = MappingProxyType({LOOPS: f"{IN_GRAPHS},WHILE", SCHEDULING: "CONCURRENT"})
 
 
-def compiler_options(**changes: str | None) -> dict[str, str] | None:
+def compiler_options() -> dict[str, str] | None:
     """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU. An
-    option that this XLA does not know is left out.
-
-    Args:
-        changes: options by name in place of those of `NVIDIA_OPTIONS`, such as ``**{SCHEDULING: "SERIALIZE"}``; None:
-            XLA's default.
-    """
+    option that this XLA does not know is left out."""
     if not on_nvidia():
         return None
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
-    wanted = {name: value for name, value in {**NVIDIA_OPTIONS, **changes}.items() if value is not None}
-    return {name: value for name, value in wanted.items() if name not in given and _known(name, value)} or None
+    wanted = NVIDIA_OPTIONS.items()
+    return {name: value for name, value in wanted if name not in given and _known(name, value)} or None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from specjax import compiling
-from specjax.compiling import LOOPS, NVIDIA_OPTIONS, SCHEDULING, compiler_options
+from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING, compiler_options
 
 
 @pytest.fixture
@@ -47,12 +47,6 @@ def test_what_the_user_sets_wins(on, monkeypatch):
     assert compiler_options() == {SCHEDULING: NVIDIA_OPTIONS[SCHEDULING]}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     assert compiler_options() == dict(NVIDIA_OPTIONS)
-
-
-def test_an_option_can_be_changed_or_left_to_xla(on):
-    on("cuda 12090")
-    assert compiler_options(**{SCHEDULING: "SERIALIZE"}) == {**NVIDIA_OPTIONS, SCHEDULING: "SERIALIZE"}
-    assert compiler_options(**{SCHEDULING: None}) == {LOOPS: NVIDIA_OPTIONS[LOOPS]}
 
 
 @pytest.mark.parametrize(

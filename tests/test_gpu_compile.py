@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from specjax_kernels import api, choice
+from specjax_kernels import api
 from specjax_kernels.specs import SPECS, named, tagged
 
 from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING
@@ -113,9 +113,6 @@ FORWARD, COMMIT = 12, 2
 """Kernels of a further target layer: norm, qkv, rotation, attention, combine, output, add, norm, gate and up, their
 product, down, add; and a scatter each for the keys and the values. The naive layer had 23."""
 
-OURS = 7
-"""The same with our kernels."""
-
 SAMPLING = 40
 """Kernels of a step's draws with top-k, top-p, min-p, penalties and biases, for any tree."""
 
@@ -195,22 +192,12 @@ MORE_LAYERS = [(shape, batch) for shape in ("plain", "chain", "tree") for batch 
 @pytest.mark.parametrize(
     ("shape", "batch"), [pytest.param(*case, marks=LAYERS.get(case, slow)) for case in MORE_LAYERS]
 )
-def test_kernels_of_a_further_layer(shape: str, batch: int, monkeypatch) -> None:
-    """With XLA's products and scatters, and with kernels of ours: norm, qkv; rotation; attention; combine; output, sum;
-    norm, gate, up, their product; down, sum; and the pages' kernels once for all layers."""
-    found, temporaries = {}, {}
-    for setting in ("xla", "pallas"):
-        monkeypatch.setenv(choice.VARIABLE, setting)
-        more, few = (verification(shape, batch, layers) for layers in (MORE, FEW))
-        assert more["one_graph"] and more["all_state_aliased"]
-        found[setting] = (more["kernels_every_call"] - few["kernels_every_call"]) / (MORE - FEW)
-        temporaries[setting] = few["temp_bytes"]
-    print(f"{shape}, batch {batch}: kernels a layer {found}, temporaries {temporaries}")
-    assert round(found["xla"]) <= FORWARD + COMMIT
-    assert found["pallas"] <= OURS
-    rows = TREES[shape][1][2] if shape != "plain" else 1
-    of_block = batch * rows * FEW * 2 * 8 * 128 * 2
-    assert temporaries["pallas"] <= temporaries["xla"] + 2 * of_block, "keys and values of the path"
+def test_kernels_of_a_further_layer(shape: str, batch: int) -> None:
+    more, few = (verification(shape, batch, layers) for layers in (MORE, FEW))
+    assert more["one_graph"] and more["all_state_aliased"]
+    found = (more["kernels_every_call"] - few["kernels_every_call"]) / (MORE - FEW)
+    print(f"{shape}, batch {batch}: {found} kernels a layer")
+    assert round(found) <= FORWARD + COMMIT
 
 
 def weight_bytes(record: dict, layers: int = ALL) -> int:

@@ -15,7 +15,6 @@ from specjax_kernels.mesh import largest, top_k
 from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.pages import commit_all, take_rows
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
-from specjax_kernels.slices import Slice, arrays, is_slice, part_of
 
 __all__ = [
     "CAUSAL",
@@ -25,20 +24,16 @@ __all__ = [
     "Causal",
     "Norm",
     "Quantised",
-    "Slice",
     "argmax",
-    "arrays",
     "attention",
     "commit_all",
     "default_implementation",
     "dequantise",
     "embed",
     "implementation_named",
-    "is_slice",
     "largest",
     "linear",
     "pack_bits",
-    "part_of",
     "quantise",
     "rms_norm",
     "take_rows",

@@ -1,9 +1,8 @@
 """Launch parameters of the GPU kernels: block sizes, splits, warps and pipeline stages.
 
 A rule of thumb covers every shape; measured entries of `launch_table.json`, one per GPU generation, dtype, head width
-and number of query rows, go first, and before them those that this process has measured or read (`use`).
-`specjax tune --write-tables` and `python benchmarks/kernels.py --tune` write the table. The number of splits
-is not tuned: it follows from the tuned programs per multiprocessor, the batch and the size of the page table.
+and number of query rows, go first. The number of splits is not in the table: it follows from the programs per
+multiprocessor, the batch and the size of the page table.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import jax
-
-T = TypeVar("T")
 
 TABLE = Path(__file__).parent / "launch_table.json"
 
@@ -114,23 +110,6 @@ def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = No
     return Blocks(block, tokens, 8 if wide > 256 or block > 32 else 4, stages, programs=4)
 
 
-_measured: dict[str, Blocks] = {}
-
-
-def use(entries: Mapping[str, Blocks]) -> None:
-    """Sets the entries, by `key`, that this process takes before the table's, in place of those set before. They are
-    of JAX's default device. Before anything is traced: what has been traced keeps what it had."""
-    global _measured
-    if dict(entries) != _measured:
-        _measured = dict(entries)
-        jax.clear_caches()  # of traces
-
-
-def in_use() -> dict[str, Blocks]:
-    """The entries that `use` has set."""
-    return dict(_measured)
-
-
 @functools.cache
 def table() -> dict[str, dict[str, Blocks]]:
     """The measured entries: generation -> `key` -> blocks; empty without a file. ValueError: names a wrong entry."""
@@ -144,15 +123,8 @@ def table() -> dict[str, dict[str, Blocks]]:
 
 def entry(where: str, value: Any) -> Blocks:
     """An entry as JSON holds it. ValueError: names what is wrong, and `where` it is."""
-    return blocks_of(Blocks, where, value, {"rows": 16, "tokens": 16, "warps": 1})
-
-
-def blocks_of(kind: type[T], where: str, value: Any, powers: dict[str, int]) -> T:
-    """A table's entry as the dataclass `kind` of whole numbers. ValueError: it is none.
-
-    `powers`: the fields that are powers of two, and their least values. Others are 1 or more.
-    """
-    names = [field.name for field in dataclasses.fields(cast(Any, kind))]
+    names = [field.name for field in dataclasses.fields(Blocks)]
+    powers = {"rows": 16, "tokens": 16, "warps": 1}  # fields that are powers of two, and their least values
     if not isinstance(value, dict) or set(value) != set(names) or not all(isinstance(x, int) for x in value.values()):
         raise ValueError(f"{where} must give the whole numbers {', '.join(names)}, got {value}")
     for name, number in value.items():
@@ -160,20 +132,7 @@ def blocks_of(kind: type[T], where: str, value: Any, powers: dict[str, int]) -> 
             raise ValueError(f"{where}: {name} must be at least {powers.get(name, 1)}, got {number}")
         if name in powers and number != power_of_two(number):
             raise ValueError(f"{where}: {name} must be a power of two, got {number}")
-    return kind(**value)
-
-
-def write_table(generation: str, entries: dict[str, Blocks], file: Path = TABLE) -> None:
-    """Adds or replaces entries of one generation, and keeps the others."""
-    write_entries(generation, {name: dataclasses.asdict(blocks) for name, blocks in entries.items()}, file)
-    table.cache_clear()
-
-
-def write_entries(generation: str, entries: dict[str, Any], file: Path) -> None:
-    """The same for any table: generation -> name -> what JSON holds."""
-    whole = json.loads(file.read_text()) if file.exists() else {}
-    whole[generation] = dict(sorted((whole.get(generation, {}) | entries).items()))
-    file.write_text(json.dumps(dict(sorted(whole.items())), indent=1) + "\n")
+    return Blocks(**value)
 
 
 def on_nvidia() -> bool:
@@ -203,13 +162,12 @@ def refuse_unless_ampere(implementation: str) -> None:
 
 
 def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, blocks: Blocks | None = None) -> Launch:
-    """The grid of one call, for max(E, Ev), N * G rows, B * K heads and T * S tokens of context. `blocks`: the tuner's,
-    in place of the table and the rule of thumb."""
+    """The grid of one call, for max(E, Ev), N * G rows, B * K heads and T * S tokens of context. `blocks`: in
+    place of the table and the rule of thumb."""
     device = generation()
     if blocks is None:
         name = key(dtype, width, rows)
-        measured = _measured.get(name) or table().get(device or "", {}).get(name)
-        blocks = measured or rule_of_thumb(dtype, width, rows, device)
+        blocks = table().get(device or "", {}).get(name) or rule_of_thumb(dtype, width, rows, device)
     tiles = math.ceil(rows / blocks.rows)
     wanted = blocks.programs * GENERATIONS.get(device or "", UNKNOWN).multiprocessors
     most = min(MOST_SPLITS, math.ceil(context / LEAST_SPLIT), max(1, wanted // (heads * tiles)))

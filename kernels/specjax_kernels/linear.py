@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels import choice, few_rows, mesh, quantised_product
+from specjax_kernels import mesh, quantised_product
 from specjax_kernels.cpu import rows as cpu_rows
 from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.quantised import Quantised
@@ -42,8 +42,6 @@ def linear(
 ) -> Float[Array, "B N ..."]:
     """x times weight, over the weight's first axis. Sums are float32; half-precision results are rounded once.
 
-    Where `specjax_kernels.choice` says so, one kernel does it all. Else each part is an operation of XLA's.
-
     Args:
         weight: [M, *out], stored in x's dtype or, beside a float32 x, in bfloat16 or float16. Or quantised, which is
             output-major: [*out, M]. Then the result is that of the dequantised weights.
@@ -58,33 +56,6 @@ def linear(
     Raises:
         ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
-    blocks = None
-    if not isinstance(weight, Quantised) and weight.dtype == x.dtype and mesh.devices() == 1:
-        shape = matrix_shape(weight.shape, gated=gated is not None)
-        blocks = choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1]))
-    return linear_by(blocks, x, weight, norm=norm, bias=bias, gated=gated, residual=residual)
-
-
-def matrix_shape(shape: tuple[int, ...], *, gated: bool) -> tuple[int, ...]:
-    """A weight's shape [M, *out] as tables name it: [M, W] or, gated, [M, 2, W]."""
-    return (shape[0], 2, math.prod(shape[2:])) if gated else (shape[0], math.prod(shape[1:]))
-
-
-def linear_by(
-    blocks: choice.ProductBlocks | None, x: Array, weight: Any, *, norm: Norm | None = None, bias: Array | None = None,
-    gated: Activation | None = None, residual: Array | None = None,
-) -> Array:  # fmt: skip
-    """`linear` by the kernel with these blocks, or (None) by operations of XLA's."""
-    options = {"norm": norm, "bias": bias, "gated": gated, "residual": residual}
-    if blocks is not None:
-        return few_rows.linear_few_rows(_composed, blocks, x, weight, **options)
-    return _composed(x, weight, **options)
-
-
-def _composed(
-    x: Array, weight: Any, *, norm: Norm | None, bias: Array | None, gated: Activation | None, residual: Array | None
-) -> Array:
-    """The definition of `linear`."""
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.epsilon, offset=norm.offset)
     out = _matrix_product(x, weight)

@@ -46,7 +46,7 @@ class Softmax(NamedTuple):
 
 
 def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
-    """See `specjax_kernels.tree_attention`. `blocks`: for the tuner."""
+    """See `specjax_kernels.tree_attention`. `blocks`: launch parameters in place of the table's."""
     return _launched(call, call.shape, False, blocks)
 
 

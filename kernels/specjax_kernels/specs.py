@@ -1,4 +1,4 @@
-"""Named shapes of the operations, and seeded inputs for them, which the tests, the benchmarks and the tuner share."""
+"""Named shapes of the operations, and seeded inputs for them, which the tests and the benchmarks share."""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ LOG2_E = math.log2(math.e)  # the GPU's exponent has base 2: scores are kept in 
 
 
 def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
-    """See `specjax_kernels.tree_attention`. `blocks`: for the tuner. Raises as `refuse`, and for too wide heads."""
+    """See `specjax_kernels.tree_attention`. `blocks`: launch parameters in place of the table's.
+
+    Raises as `refuse`, and for too wide heads.
+    """
     refuse()
     shape, dtype = call.shape, call.q.dtype
     B, H, N, C, K, G, E, Ev, P, S, T = shape[:11]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32, UInt32
-from specjax_kernels import CAUSAL, arrays
+from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
@@ -90,7 +90,7 @@ def standalone_drafter(
             positions = jnp.broadcast_to(start + level, tokens.shape)
             past = state.cache, context.page_table, context.attended
             output = draft.forward(given.model, embed(given, tokens), positions, mask, *past, before=before)
-            own = Before(arrays(output.block), positions)
+            own = Before(output.block, positions)
             keys = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, own)
             return Read(unembed(given, output.hidden), carry, keys)
 

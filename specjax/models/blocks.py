@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 
 class KeyValue(NamedTuple):
-    """What attention keeps of tokens: two page leaves [P, S, K, E], or two block leaves [B, N, K, E] (which may be
-    `kernels.Slice`s)."""
+    """What attention keeps of tokens: two page leaves [P, S, K, E], or two block leaves [B, N, K, E]."""
 
     key: Array
     value: Array
@@ -43,8 +42,7 @@ Backend: TypeAlias = str | Callable[..., Array] | None
 
 
 def joined(before: T | None, block: T) -> T:
-    """Blocks one after another, such as keys and values [B, C, K, E]; None: nothing comes before. Leaves are arrays."""
-    block = kernels.arrays(block)
+    """Blocks one after another, such as keys and values [B, C, K, E]; None: nothing comes before."""
     return block if before is None else jax.tree.map(lambda *keys: jnp.concatenate(keys, axis=1), before, block)
 
 
@@ -106,7 +104,7 @@ def attention(
     if ragged is not None:
         attended = ragged.joined(attended)
     out = mesh.whole(linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual))
-    return out, KeyValue(*cast(Any, (kernels.part_of(rotated, group), kernels.part_of(rotated, group + 1))))
+    return out, KeyValue(rotated[:, :, :, group], rotated[:, :, :, group + 1])
 
 
 def _by_heads(rotated: Array, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Array:

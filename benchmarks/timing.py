@@ -1,4 +1,4 @@
-"""How times are taken: whole calls, many calls in one region, and a plain copy and a large product as the ceilings."""
+"""How times are taken: whole calls, many calls in one region, and a plain copy as the ceiling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 WARMUP = 3
 """Calls whose time does not count: a GPU records its graphs in the first ones."""
@@ -70,13 +69,3 @@ def copy_bandwidth(megabytes: int | None = None) -> float:
         array.block_until_ready()
         samples.append(time.perf_counter() - start)
     return 2 * array.nbytes * steps / statistics.median(samples[WARMUP:])
-
-
-def product_speed(dtype: str, size: int | None = None) -> float:
-    """Multiplications and additions a second of a product of two matrices [size, size] (None: 8192, on a CPU 1024).
-    Float32 is exact float32, as all products of ours."""
-    size = size or (1024 if jax.default_backend() == "cpu" else 8192)
-    matrix = jnp.ones((size, size), dtype)
-    multiply = jax.jit(lambda x, y: jnp.matmul(x, y, precision="highest" if dtype == "float32" else None))
-    samples = [seconds(lambda: multiply(matrix, matrix)) for _ in range(WARMUP + 5)]
-    return 2 * size**3 / statistics.median(samples[WARMUP:])
