@@ -1,13 +1,16 @@
 """Grammars that a text must follow, and their compilation for one tokenizer.
 
 A grammar is compiled once and kept for later requests (`Grammars`). The library is llguidance; beside this module only
-`specjax.engine.constraint` and `grammar_check` know it. Host side; knows nothing of the device.
+`specjax.engine.constraint` knows it. Host side; knows nothing of the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -19,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specjax.engine.constraint import SLOW_SECONDS, Constraint, Reasoning, said
 from specjax.engine.gbnf import translate
-from specjax.engine.grammar_check import SECONDS, compiles_soon
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,6 +31,8 @@ MAX_SOURCE = 2**16  # characters
 
 KEPT = 64  # compiled grammars that are kept for later requests, those used last
 KEPT_SOURCE = 2**19  # characters that their sources may have together
+COMPILE_SECONDS = 0.5  # of the processor, for one grammar
+SHORT = 256  # characters of a source up to which a grammar cannot take long to compile
 LEXER_STATES = 20_000  # of a compiled grammar, 1 to 2 kB each
 SLOW_THREADS = 2
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -132,6 +136,36 @@ def _plain(kind: str) -> Any:
     return kind
 
 
+_PROGRAM = f"""
+import signal, sys
+from llguidance import LLMatcher
+signal.setitimer(signal.ITIMER_PROF, {COMPILE_SECONDS})
+LLMatcher.validate_grammar(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"))
+"""
+_LATEST = 20.0  # seconds, by the clock, on a machine that does other things
+
+
+def compiles_soon(source: str) -> bool:
+    """Whether a grammar in llguidance's form is compiled, or refused, within `COMPILE_SECONDS`. True where no process
+    can be started to try it.
+
+    Some schemas take exponential time: a place whose text must match twenty patterns at once takes a minute, one of
+    forty an age. The compiler cannot be interrupted within a process, and its limits do not hold there. So it runs in
+    a process of its own first, which ends after that time.
+    """
+    if len(source) <= SHORT or not sys.executable:
+        return True
+    command = [sys.executable, "-c", _PROGRAM]
+    data = source.encode("utf-8", "surrogatepass")
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=_LATEST, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    except OSError:
+        return True
+    return done.returncode not in (-signal.SIGPROF, 128 + signal.SIGPROF)
+
+
 class Compiled(NamedTuple):
     """A grammar."""
 
@@ -214,7 +248,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         if not compiles_soon(source := library_source(grammar)):
-            raise GrammarError(f"takes more than {SECONDS:g} s to compile: give fewer patterns for one place")
+            raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: give fewer patterns for one place")
         matcher = self._matcher(source)
         started = time.thread_time()
         if not matcher.is_error():  # some errors show with the first token
