@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels.cpu import mailbox, object_code, runtime
+from specjax_kernels.cpu import object_code, runtime
 from specjax_kernels.cpu import rows as cpu_rows
 
 
@@ -39,73 +38,6 @@ def test_the_products_are_the_exact_ones(depth, columns, transposed, dtype):
     for rows in (2, 3, 5, 8):
         assert cpu_rows.takes(rows, *given.shape, given.dtype, transposed=transposed)
         np.testing.assert_array_equal(np.asarray(product(x[:rows], given)), alone[:rows])
-
-
-@jax.jit
-def _read_twice(first, second, x):
-    product = x @ x
-    return mailbox.posted(first, product, (2, 3)), mailbox.posted(second, product, (2, 3)) + jnp.uint32(1)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_program_waits_for_what_is_posted(late):
-    """Whichever of two postings comes first; places are used again."""
-    assert mailbox.usable()
-    box, x = mailbox.Mailbox(), jnp.ones((8, 8))
-    for i in range(6):
-        one, other = box.open(6), box.open(6)
-        words = np.arange(6, dtype=np.uint32).reshape(2, 3) + np.uint32(2**32 - 1 - 6 * i)
-        given = [(one, words), (other, words + 7)]
-        if not late:
-            for posting, posted in given:
-                box.post(posting, posted)
-        found = _read_twice(one.ticket, other.ticket, x)
-        if late:
-            time.sleep(0.01)
-            assert not any(each.is_ready() for each in found)
-            for posting, posted in given[:: 1 if i % 2 else -1]:
-                box.post(posting, posted)
-        np.testing.assert_array_equal(np.asarray(found[0]), words)
-        np.testing.assert_array_equal(np.asarray(found[1]), words + 8)
-    assert len(box._places) == 2
-
-
-def test_no_place_is_used_again_before_it_is_read():
-    """Postings may be made long before their programs run, in any number and of any size."""
-    assert mailbox.usable()
-    box = mailbox.Mailbox()
-    read = jax.jit(lambda ticket, count: mailbox.posted(ticket, ticket, (count,)), static_argnums=1)
-    for sizes in ([3, 4, 5, 3, 8, 2, 7, 7, 1, 4], [8, 8, 1, 9]):
-        postings = [box.open(size) for size in sizes]
-        for i, (posting, size) in enumerate(zip(postings, sizes, strict=True)):
-            box.post(posting, np.arange(size, dtype=np.uint32) + np.uint32(10 * i))
-        for i, (posting, size) in enumerate(zip(postings, sizes, strict=True)):
-            np.testing.assert_array_equal(np.asarray(read(posting.ticket, size)), np.arange(size) + 10 * i)
-    assert 10 <= len(box._places) <= 12
-
-
-@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs", "jax_cpu_enable_async_dispatch"])
-def test_no_program_waits_where_its_launch_waits_for_it(setting):
-    assert mailbox.usable()
-    before = jax.config.values[setting]
-    jax.config.update(setting, not before)
-    try:
-        assert not mailbox.usable()
-    finally:
-        jax.config.update(setting, before)
-
-
-def test_what_is_never_posted_is_zero_in_the_end(monkeypatch):
-    """Rather than a program that never ends. No grammar allows the token that is drawn then."""
-    monkeypatch.setattr(mailbox, "SECONDS", 0)
-    monkeypatch.setattr(mailbox, "NAME", "specjax_posted_at_once")  # the kernel is compiled with the time
-    assert mailbox.usable()
-    box = mailbox.Mailbox()
-    posting = box.open(3)
-    read = jax.jit(lambda ticket: mailbox.posted(ticket, ticket, (3,)))
-    np.testing.assert_array_equal(np.asarray(read(posting.ticket)), 0)
-    box.post(posting, np.array([1, 2, 3], np.uint32))
-    np.testing.assert_array_equal(np.asarray(read(posting.ticket)), [1, 2, 3])
 
 
 def test_shapes_without_a_kernel():

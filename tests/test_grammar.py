@@ -15,9 +15,9 @@ from engine_helpers import END, VOCABULARY, idle_sequence, tokenizer
 from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, follows, mask, matcher
 
 from specjax.engine import grammar as module
-from specjax.engine.constrained import Fields, constrained_input, root_trees
 from specjax.engine.constraint import ALL, Reasoning
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError, Grammars
+from specjax.engine.grammar_steps import Fields, constrained_input, root_trees
 
 WORDS = -(-VOCABULARY // 32)
 START, STOP = 100, 101  # of the reasoning: any two tokens

@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
@@ -25,18 +24,13 @@ from engine_helpers import (
     toy,
 )
 from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, check_masked, follows
-from specjax_kernels.cpu import mailbox
-from specjax_kernels.quantised import quantise
 from test_toy_drafter import random_trees
 from toy_models import tiny_llama
 
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
-from specjax.drafters.base import Params
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.buckets import JUMP, Buckets
 from specjax.engine.choice import PLAIN
-from specjax.engine.drafting import FEW_BIT_TOKENS, free_tokens
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
 from specjax.engine.keys import Key
@@ -105,7 +99,7 @@ def test_text_is_the_target_s_own_with_a_mask(kind):
     check(llama() if kind == "eagle3" else toy(), made, found)
     assert any(done.finish_reason["type"] == "stop" for done in found)
     jumped = [done.spec_accept_length > 1 for (_, params), done in zip(made, found, strict=True) if params.grammar]
-    assert any(jumped), "forced tokens are drafted whatever the algorithm"
+    assert any(jumped) == (kind != "NONE"), "forced tokens are drafted by any drafter's trees"
     check_idle(engine)
 
 
@@ -133,7 +127,6 @@ def test_what_a_drafter_has_missed_is_counted(monkeypatch):
     monkeypatch.setattr(
         engine.drafting.adaptive["constrained"], "choose", lambda batch, requests: 0 if rng.random() < 0.3 else PLAIN
     )
-    monkeypatch.setattr(Buckets, "jump_width", lambda *_: JUMP)
     prompt, seen = byte_ids(b"one two"), 0
     sequence = engine.add(prompt, SamplingParams(max_new_tokens=60, grammar=OBJECT))
     while sequence.status is not Status.FINISHED:
@@ -161,12 +154,14 @@ def test_json_fits_its_schema():
 
 
 def test_forced_tokens_are_drafted():
-    """Of a text that is forced but for one token, where nothing else is drafted."""
-    engine = engine_of("NONE")
+    """Of a text that is forced but for one token, where n-grams find nothing."""
+    engine = engine_of("NGRAM")
     grammar = Grammar("regex", "[xy]abcdefgh ijkl mnop qrst uvwx yz")
     done = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar))
     assert done.finish_reason["type"] == "stop" and len(done.output_ids) > 30
-    assert done.spec_accept_length > 5 and len(done.spec_accept_histogram) == JUMP
+    assert (
+        done.spec_accept_length > engine.drafter.depth and len(done.spec_accept_histogram) == engine.drafter.depth + 1
+    )
     alone = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, speculate=False))
     assert alone.output_ids == done.output_ids and alone.spec_accept_length == 1.0
     few = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, draft_limit=1))
@@ -269,70 +264,42 @@ def test_a_grammar_that_cannot_go_on_ends_one_request():
     check_idle(engine)
 
 
-def test_a_step_is_launched_before_the_last_one_is_collected(monkeypatch):
-    """Its tokens alone must be known, and where a request ends, what follows from that."""
-    engine, launched, ahead = engine_of("NONE"), list[object](), list[int]()
-    run, take = engine.device.run, engine._steps._collector.take
+def test_a_step_is_read_before_the_next_is_launched(monkeypatch):
+    """Masks follow from its tokens. Steps without a grammar are dispatched ahead."""
+    engine, unread = engine_of("NONE"), dict[str, list[int]](step=[], constrained=[])
+    run = engine.device.run
 
     def noted(key, *given):
-        output = run(key, *given)
-        launched.extend([output.packed] if key.kind == "constrained" else [])
-        return output
-
-    def taken(known):
-        if known.flight.key.kind == "constrained":
-            place = next(i for i, each in enumerate(launched) if each is known.flight.output.packed)
-            ahead.append(len(launched) - place - 1)
-        take(known)
+        if key.kind in unread:
+            unread[key.kind].append(len(engine._in_flight))
+        return run(key, *given)
 
     monkeypatch.setattr(engine.device, "run", noted)
-    monkeypatch.setattr(engine._steps._collector, "take", taken)
     params = SamplingParams(max_new_tokens=20, grammar=Grammar("regex", "[a-d]{60}"))
     check_masked(toy(), HELLO, params, engine.generate(HELLO, params))
-    assert ahead == [1] * 19 + [0]
-    check_idle(engine)
-
-
-def test_the_next_draft_is_launched_behind_a_step(monkeypatch):
-    """It runs while the host reads that step. Where another request has come, or one has gone, it is of no use."""
-    engine, kinds = engine_of("eagle3"), list[str]()
-    run = engine.device.run
-    monkeypatch.setattr(engine.device, "run", lambda key, *given: kinds.append(key.kind) or run(key, *given))
-    params = SamplingParams(max_new_tokens=30, grammar=Grammar("regex", "[a-z ]{60}"), temperature=1.0, seed=1)
-    alone = engine.generate(HELLO, params)
-    check_masked(llama(), HELLO, params, alone)
-    steps, found = kinds.count("constrained"), [kind for kind in kinds if kind != "prefill"]
-    assert steps > 5 and found == [*["propose", "constrained"] * steps, "propose"]
-    first, second = engine.add(HELLO, params), engine.add(HELLO, replace(params, seed=2))
-    while len(second.output) < 10:
-        engine.step()
-    kinds.clear()
-    engine.abort(first.id)
+    assert set(unread["constrained"][1:]) == {0}
+    engine.generate(HELLO, SamplingParams(max_new_tokens=20))
+    assert min(unread["step"][1:]) == 1
     while engine.unfinished:
         engine.step()
-    assert kinds[:3] == ["propose", "constrained", "propose"]
-    assert kinds.count("propose") == kinds.count("constrained") + 1
-    check_masked(llama(), HELLO, second.params, completion(second))
     check_idle(engine)
+
+
+def test_forced_tokens_are_not_drafted_twice(monkeypatch):
+    """No drafter runs where all requests have forced tokens, and a step without either has the plain program."""
+    engine, keys = engine_of("NGRAM", adaptive=True), list[Key]()
+    monkeypatch.setattr(engine.drafting.adaptive["constrained"], "choose", lambda batch, requests: PLAIN)
+    run = engine.device.run
+    monkeypatch.setattr(engine.device, "run", lambda key, *given: keys.append(key) or run(key, *given))
+    params = SamplingParams(max_new_tokens=64, grammar=Grammar("regex", "[xy]abcdefgh ijkl[xy]"))
+    done = engine.generate(HELLO, params)
+    check_masked(toy(), HELLO, params, done)
+    assert done.spec_accept_length > 1
+    assert {key.nodes for key in keys if key.kind == "constrained"} == {0, PLAIN}
+    assert not [key for key in keys if key.kind == "propose"]
 
 
 WORDS = Grammar("regex", "([a-d]{1,5} )+")
-
-
-@pytest.fixture
-def unread(monkeypatch):
-    """A function from an engine to a list that gets the requests of each step that is launched before the last one is
-    read."""
-
-    def watch(engine: Engine) -> list[int]:
-        found = list[int]()
-        launch = engine._steps._launch_unread
-        monkeypatch.setattr(
-            engine._steps, "_launch_unread", lambda key, part: found.append(len(part)) or launch(key, part)
-        )
-        return found
-
-    return watch
 
 
 def some_words(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -345,93 +312,9 @@ def some_words(count: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["NONE", pytest.param("NGRAM", marks=pytest.mark.slow), "eagle3"])
-def test_masks_may_come_while_a_step_runs(kind, unread, monkeypatch):
-    """Where a full batch would not be worth widening for what is forced of one request."""
-    engine, made = engine_of(kind, **({} if kind == "NONE" else ADAPTIVE)), some_words(9)
-    for adaptive in filter(None, engine.drafting.adaptive.values()):
-        monkeypatch.setattr(adaptive, "choose", lambda batch, requests: PLAIN)
-    launched = unread(engine)
-    found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
-    check(llama() if kind == "eagle3" else toy(), made, found)
-    assert len(launched) > 10 and set(launched) == {4}
-    check_idle(engine)
-
-
-def test_a_step_is_read_first_where_the_host_needs_its_tokens(unread, monkeypatch):
-    engine, made = engine_of("NONE"), some_words(4)
-    launched = unread(engine)
-    for few in (made[:1], made[:2]):  # forced tokens of one of so few are worth a wider step
-        engine.generate([prompt for prompt, _ in few], [params for _, params in few])
-    assert not launched
-    sequences = [engine.add(*request) for request in made]
-    while not launched:
-        engine.step()
-    bound = next(one for one in sequences if one.constraint is not None)
-    monkeypatch.setattr(bound.constraint, "slow", True)
-    before = len(launched)
-    for _ in range(5):
-        engine.step()
-    assert len(launched) == before and bound.status is Status.RUNNING
-    while engine.unfinished:
-        engine.step()
-    check(toy(), made, map(completion, sequences))
-    check_idle(engine)
-
-
-def test_without_the_kernel_masks_come_first(unread, monkeypatch):
-    monkeypatch.setattr(mailbox, "usable", lambda: False)
-    engine, made = _made("NONE"), some_words(4)
-    launched = unread(engine)
-    check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
-    assert not launched
-
-
-def test_a_grammar_that_fails_while_a_step_runs_has_no_text_without_a_mask(unread, monkeypatch):
-    engine = engine_of("NONE")
-    launched, params = unread(engine), SamplingParams(max_new_tokens=30, grammar=WORDS)
-    sequences = [engine.add(HELLO, replace(params, seed=i, temperature=1.0)) for i in range(4)]
-    while len(launched) < 5:
-        engine.step()
-    failing, known = sequences[1].constraint, len(sequences[1].output)
-    monkeypatch.setattr(failing, "_fill", lambda words: None)  # as where the library has an error
-    while engine.unfinished:
-        engine.step()
-    found = [*map(completion, sequences)]
-    reason = found[1].finish_reason
-    assert reason["type"] == "abort" and reason["message"].startswith(GRAMMAR_FAILED)
-    assert known <= len(found[1].output_ids) <= known + 1 and follows(WORDS, found[1].output_ids, whole=False)
-    for one in (0, 2, 3):
-        check_masked(toy(), HELLO, sequences[one].params, found[one])
-    check_idle(engine)
-
-
 def test_a_step_in_many_parts():
     """Each has its own masks."""
     engine, made = _made("NONE", max_running_requests=8, max_batch=1), some_words(10)
-    check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("place", ["read", "mask"])
-def test_no_step_waits_for_a_mask_that_will_not_come(place, unread, monkeypatch):
-    """Whatever fails between the launch of a step and its masks."""
-    engine, made = engine_of("NONE"), some_words(4)
-    launched = unread(engine)
-    sequences = [engine.add(*request) for request in made]
-    while len(launched) < 3:
-        engine.step()
-    failing = engine._steps._collector if place == "read" else sequences[1].constraint
-
-    def fail(*given):
-        raise ZeroDivisionError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(failing, place, fail)
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-    engine.reset("it failed")
-    assert all(one.status is Status.FINISHED for one in sequences)
     check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
     check_idle(engine)
 
@@ -479,34 +362,6 @@ def test_programs_of_grammars_are_compiled_when_there_is_one():
     plain = engine_of("NONE").buckets
     assert {key.kind for key in plain.constrained_keys()} == {"constrained"}
     assert str(Key("constrained", 4, 32)) == "a step with a grammar of 4 requests with 32 pages each"
-
-
-@pytest.mark.parametrize(
-    ("batch", "forced", "least", "width"),
-    [(1, [7], 1, 8), (1, [3], 1, 4), (1, [0], 1, 1), (1, [0], 4, 4), (1, [7], 4, 8), (4, [0, 0, 0, 1], 1, 1),
-     (4, [3, 3, 3, 3], 1, 4), (4, [7, 7, 7, 7], 4, 8), (4, [7, 0, 0, 0], 4, 4)],
-)  # fmt: skip
-def test_how_wide_a_step_is_worth_while_for_forced_tokens(batch, forced, least, width):
-    buckets = engine_of("NGRAM").buckets
-    assert buckets.constrained_widths(batch) == (1, 4, 8) and buckets.free_tokens == 12
-    assert buckets.jump_width(batch, forced, least) == width
-
-
-@pytest.mark.parametrize(
-    ("batch", "forced", "width"),
-    [(1, [7], 8), (1, [1], 4), (1, [0], 1), (4, [3, 3, 3, 3], 4), (4, [3, 0, 0, 0], 1), (4, [7, 5, 0, 0], 4),
-     (4, [7, 7, 7, 7], 8)],
-)  # fmt: skip
-def test_few_bits_make_wide_steps_dear(batch, forced, width):
-    """Weights in few bits are read fast, so that each further token adds more to a step."""
-    buckets = engine_of("NGRAM").buckets
-    assert buckets.jump_width(batch, forced, free=FEW_BIT_TOKENS) == width
-
-
-def test_what_a_forced_token_costs_depends_on_the_weights():
-    buckets, weights = engine_of("NGRAM").buckets, jnp.ones((32, 32))
-    assert free_tokens(buckets, Params({"w": weights}, None)) == buckets.free_tokens
-    assert free_tokens(buckets, Params({"w": quantise(weights, "int8")}, None)) == FEW_BIT_TOKENS
 
 
 def test_a_wrong_grammar_is_refused_before_anything_starts():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from specjax.drafters.base import Drafter
@@ -51,10 +50,6 @@ drafts for one request alone: with a draft head, four at once had half the speed
 SMALL_TREE = 4
 """Nodes of the smaller tree that a step may draft with; half of the batch's own where those are fewer than twice as
 many."""
-
-JUMP = 8
-"""Nodes of a tree of tokens that a grammar forces, the root included. What stands between two values of a JSON object
-is mostly shorter."""
 
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
 
@@ -290,13 +285,7 @@ class Buckets:
 
     def constrained_choices(self, batch: int) -> tuple[int, ...]:
         """As `choices`, for steps in which some follow a grammar."""
-        return (1,) if self.constrained_widths(batch) == (1,) else (0, 1)
-
-    def constrained_widths(self, batch: int) -> tuple[int, ...]:
-        """The tree widths of these steps: those of the batch, and `JUMP` where so many nodes are no burden."""
-        widths, most = self.tree_widths(batch), BLOCK_TOKENS["cpu" if self.several_widths else "gpu"]
-        wide = max(widths[-1], JUMP if JUMP * batch <= most else 1)
-        return tuple(sorted({1, *widths, wide})) if self.several_widths else (wide,)
+        return (0, 1) if self.drafts(batch) else (1,)
 
     def step_widths(self, key: Key) -> tuple[int, ...]:
         """The tree widths of a step."""
@@ -305,17 +294,7 @@ class Buckets:
             several = self.several_widths and key.kind == "step"
             inner = self.tree_widths(key.width) if several else ()
             return (*(w for w in inner if w < key.nodes), key.nodes)
-        return self.constrained_widths(key.width) if key.kind == "constrained" else self.tree_widths(key.width)
-
-    def jump_width(self, batch: int, forced: List[int], least: int = 1, free: int | None = None) -> int:
-        """The tree width, `least` or more, with which a constrained step checks the most tokens a second that are known
-        to come, so many for each request. `free`: as `FREE_TOKENS`, which tells the costs; default: `free_tokens`."""
-        free = self.free_tokens if free is None else free
-
-        def rate(width: int) -> float:
-            return sum(min(count, width - 1) + 1 for count in forced) / (batch * width + free)
-
-        return max((w for w in (1, *self.constrained_widths(batch)) if w >= least), key=rate)
+        return self.tree_widths(key.width)
 
     def scoring_keys(self) -> list[Key]:
         """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt

@@ -1,14 +1,8 @@
-"""Reading the results of programs in flight, and what follows from them for sequences, counters and measurements.
-
-The two may be apart: a grammar needs the tokens of the last step before the next one can be launched, or before that
-gets its masks, and nothing else of what follows from them. So its steps are read, the next is launched, and then they
-are collected.
-"""
+"""Reading the results of programs in flight, and what follows from them for sequences, counters and measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from jax.profiler import TraceAnnotation
 
@@ -20,22 +14,9 @@ from specjax.engine.notes import not_drafted
 from specjax.engine.pace import Pace
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.transfers import Counters, Output, Read, read_output, take, take_prompt
+from specjax.engine.transfers import Counters, Output, read_output, take, take_prompt
 from specjax.state import NOT_FINITE, RUNS
 from specjax.verify import TOP_LOGPROBS
-
-
-class Known(NamedTuple):
-    """What was read of a step or a prefill."""
-
-    flight: InFlight
-    read: Read
-    seconds: float | None  # see `Flights.seconds`
-
-    @property
-    def runs_on(self) -> bool:
-        """Whether no request has ended, as far as the device knows."""
-        return all(finish == RUNS for finish in self.read.finish[: len(self.flight.sequences)])
 
 
 class Collector:
@@ -60,36 +41,15 @@ class Collector:
 
     def collect(self, flight: InFlight) -> None:
         """Reads one program's result, and what follows from it; waits for it."""
-        if (known := self.read(flight)) is not None:
-            self.take(known)
-
-    def read(self, flight: InFlight) -> Known | None:
-        """Reads one program's result; waits for it. Tells grammars of its tokens, and counts these as committed. None:
-        nothing more follows from it."""
         if flight.key.kind == "catch-up":
             with TraceAnnotation("wait"):
                 self._drafting.collect(flight)
-            return None
+            return
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
             self._check(flight.output)
             read = read_output(flight.output, self._top if wanted else None)
         seconds = self._flights.seconds(flight)
-        for i, (sequence, tokens) in enumerate(zip(flight.sequences, read.tokens, strict=False)):
-            if sequence.status is Status.FINISHED:
-                continue
-            if sequence.constraint is not None and sequence.constraint.failure is not None:
-                tokens.clear()  # it was launched before that was known, and drew without a mask
-                read.finish[i] = RUNS
-            if flight.key.verifies:
-                sequence.committed += len(tokens)
-            if tokens and sequence.constraint is not None:
-                sequence.constraint.consume(tokens)
-        return Known(flight, read, seconds)
-
-    def take(self, known: Known) -> None:
-        """What follows from a result that was read, besides."""
-        flight, read, seconds = known
         verified = flight.key.verifies
         drafts = flight.key.drafts and self._buckets.drafts(flight.key.width)
         if seconds is not None:
@@ -100,6 +60,10 @@ class Collector:
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
+            if verified:
+                sequence.committed += len(tokens)
+            if tokens and sequence.constraint is not None:
+                sequence.constraint.consume(tokens)
             if flight.prefilled and finish != NOT_FINITE:
                 start, sequence.certain = flight.prefilled[i]
                 self._scheduler.store(sequence)

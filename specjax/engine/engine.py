@@ -33,11 +33,10 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
 from specjax.engine import program_store
 from specjax.engine.adaptive import Adaptive
-from specjax.engine.buckets import JUMP
 from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
-from specjax.engine.drafting import Drafting, expected_ratio, free_tokens
+from specjax.engine.drafting import Drafting, expected_ratio
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
 from specjax.engine.flight import Flights
@@ -123,10 +122,10 @@ class Engine:
                 check_drafter(given, target, params, batch=batch)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
-            rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead, jump=JUMP,
+            rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
             reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
         )  # fmt: skip
-        self._new_pages = -(-max(lookahead, JUMP) // size)  # most pages that a row may get between two steps
+        self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(lambda: self._made_state(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
@@ -151,7 +150,6 @@ class Engine:
             pool_tokens=self.pool.pages * size,
             eos_ids=eos_ids,
             depth=drafter.depth,
-            jump=JUMP,
             salts=Salts(isolate=config.isolate_ngrams),
             late=not config.trace,  # a delta goes with the tree of its step
             plain_content=config.plain_content,
@@ -175,11 +173,10 @@ class Engine:
             vocab_size=self.vocab_size, catches_up=self._deferred is not None and drafter.remembers,
             check=self.device.check, report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
         )  # fmt: skip
-        free = free_tokens(self.buckets, params)
-        grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size, free)
+        grammar = GrammarSteps(self.executables, self.device, self.buckets, drafter, self.vocab_size)
         self._steps = Steps(
             self.scheduler, self.executables, self.device, self.buckets, self._in_flight, self.counters, self.drafting,
-            grammar, collector, overlap=config.overlap, rows=rows, new_pages=self._new_pages,
+            grammar, collector, rows=rows, new_pages=self._new_pages,
             give_up=self._give_up,
         )  # fmt: skip
 
@@ -291,8 +288,7 @@ class Engine:
     def _start_over(self) -> None:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
         read are drawn again."""
-        self._steps.settle()  # grammars know these tokens already
-        self._steps.forget()
+        self._in_flight.clear()
         self.scheduler.start_over()
         if self.device.poisoned:
             self.device.renew()
@@ -342,7 +338,7 @@ class Engine:
             ended = list(self._by_id.values())
             for sequence in ended:
                 self.end(sequence, message)
-            self._steps.forget()
+            self._in_flight.clear()
             self._unreported.clear()
             self.scheduler.start_over()
             self.device.renew()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from specjax_kernels.cpu import attention as cpu_attention
-from specjax_kernels.cpu import mailbox, object_code
+from specjax_kernels.cpu import object_code
 
 from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
@@ -21,17 +21,8 @@ from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
-from specjax.engine.buckets import JUMP, Buckets
-from specjax.engine.choice import PLAIN
-from specjax.engine.constrained import (
-    constrained_size,
-    constrained_step,
-    late_size,
-    late_step,
-    propose_step,
-    unpack_constrained,
-    unpack_late,
-)
+from specjax.engine.buckets import Buckets
+from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
 from specjax.engine.keys import Key
 from specjax.engine.packing import (
     Resident,
@@ -124,7 +115,6 @@ class Executables(Programs):
         self.state_shapes: DecodeState = self._state.decode
         self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
         self._admit: dict[bool, Callable[..., Resident]] = {}
-        self._late: dict[Key, bool] = {}
 
     def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
         """Puts a packed `admission` into the state, which it takes over. `resumed`: whether it has emitted tokens.
@@ -198,14 +188,6 @@ class Executables(Programs):
         options = (compiler_options(), self._kernels())
         return program_store.is_stored(_packing(key, function, unpack), arguments, options)
 
-    def masks_come_late(self, key: Key) -> bool:
-        """Whether the program of a key is launched with a ticket for what its requests' grammars allow, and reads that
-        while it runs. Of a compiled one it is known at once; else a kernel may be compiled first."""
-        if key not in self._late:
-            plain = key.kind == "constrained" and key.nodes == PLAIN
-            self._late[key] = plain and self._mesh is None and mailbox.usable()
-        return self._late[key]
-
     def _kernels(self) -> Any:
         return cpu_attention.prepare(self._target.config.dtype)
 
@@ -227,25 +209,19 @@ class Executables(Programs):
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
-            widths, constrained = self._buckets.step_widths(key), key.kind == "constrained"
+            widths = self._buckets.step_widths(key)
             if widths != (1,) or self._deferred is None:
-                drafter = self._drafter.within(self._buckets.tree_widths(key.width)[-1] if constrained else widths[-1])
+                drafter = self._drafter.within(widths[-1])
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
             function, config = speculate_step, StepConfig(widths, self._trace)
             if key.kind == "propose":
                 function, fixed = propose_step, {}
-            elif constrained:
+            elif key.kind == "constrained":
                 vocab_size, nodes = self._target.config.vocab_size, widths[-1]
-                # Its `observe` alone is called. Forced tokens may make a deeper tree than its own.
-                depth = max(drafter.depth, min(nodes, JUMP) - 1)
-                drafter = drafter._replace(depth=depth, width=max(drafter.width, nodes))
                 shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
-                if self.masks_come_late(key):
-                    shape, function = (key.width, late_size(self.new_pages)), late_step
-                    unpack = partial(unpack_late, **tables, new_pages=self.new_pages)
         # These have nothing to trace, but would be a part of the program's name.
         drafter = drafter._replace(resize=None, typical=None, source="")
         return partial(function, **fixed, drafter=drafter, config=config), unpack, shape

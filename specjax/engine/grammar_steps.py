@@ -1,189 +1,253 @@
-"""What an engine decides of steps in which some request follows a grammar: their programs, forced tokens and inputs.
+"""Steps in which some request follows a grammar: the two halves of a step, with the host between them.
 
-The steps themselves are `specjax.engine.constrained`'s.
+    propose       the drafter's trees, to the host         left out where nothing is drafted, or all tokens are forced
+    host          forced tokens in place of a tree; nodes that no grammar excludes; a bit for each token at each node
+    constrained   these trees and bits, to the device: one forward, the walk, the commit
+
+The masks follow from the tokens of the last step, so that step is read before the next one is launched. Requests
+without a grammar share the batch, with all bits set. A tree is only a proposal, so the text does not depend on the
+trees that the host sends. The host packs them in one int32 array:
+
+    [B, 2 + K + 5 N + N W]      a step's input, the tree's five fields, the bits: W = ceil(V / 32) words for each node
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from specjax_kernels.cpu.mailbox import Mailbox, Posting
+from jax import Array
+from jaxtyping import Int32, UInt32
 
-from specjax.engine.buckets import JUMP, Buckets
+from specjax.drafters.base import Drafter, Params
+from specjax.engine.buckets import Buckets
 from specjax.engine.choice import PLAIN
-from specjax.engine.constrained import constrained_input, read_trees, root_trees, words
-from specjax.engine.constraint import ALL
+from specjax.engine.constraint import ALL, WORD
 from specjax.engine.device import Device, memory_checked
-from specjax.engine.executables import Executables
-from specjax.engine.flight import InFlight
 from specjax.engine.keys import Key
-from specjax.engine.programs import Program, is_out_of_memory
-from specjax.engine.sequence import Sequence, Status
+from specjax.engine.packing import unpack_step
+from specjax.engine.programs import Program, Programs, is_out_of_memory
+from specjax.engine.sequence import Sequence
 from specjax.engine.transfers import Output
+from specjax.models.target import Target
+from specjax.state import DecodeState, StepInput, StepOutput
+from specjax.step import StepConfig, draft_phase, verify_phase
+from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
+from specjax.verify import Verifier
+
+FIELDS = len(DraftTree._fields)
+WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
 
 
-class Draft(NamedTuple):
-    """The trees of a step that were launched before it."""
+class Fields(NamedTuple):
+    """A `DraftTree` on the host: views of int32 [5, N], or of [5, B, N]. Scores are the bits of floats."""
 
-    key: Key  # of the program
-    sequences: list[Sequence]
-    output: Output
+    tokens: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+    valid: np.ndarray
+    scores: np.ndarray
+
+
+class ConstrainedInput(NamedTuple):
+    """Input of `constrained_step`."""
+
+    step: StepInput
+    tree: DraftTree  # of N nodes
+    allowed: UInt32[Array, "B N W"]  # bits of a grammar; all ones where there is none
+
+
+def constrained_size(new_pages: int, nodes: int, vocab_size: int) -> int:
+    """Entries of a row of the packed input."""
+    return 2 + new_pages + FIELDS * nodes + nodes * _words(vocab_size)
+
+
+def _words(vocab_size: int) -> int:
+    return -(-vocab_size // WORD)
+
+
+# On the device
+
+
+def propose_step(
+    params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig
+) -> tuple[DecodeState, Output]:
+    """`draft_phase` with the trees packed, int32 [B, 5 N]."""
+    tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
+    scores = jax.lax.bitcast_convert_type(tree.scores, jnp.int32)
+    fields = [field.astype(jnp.int32) for field in tree._replace(scores=scores)]
+    return state, Output(jnp.concatenate(fields, axis=1), jnp.zeros((fields[0].shape[0], 0), jnp.int32), None)
+
+
+def constrained_step(
+    params: Params,
+    state: DecodeState,
+    inputs: ConstrainedInput,
+    *,
+    target: Target,
+    drafter: Drafter,
+    verify: Verifier,
+    config: StepConfig,
+) -> tuple[DecodeState, StepOutput]:
+    """`verify_phase` of the host's trees. Their roots' tokens are the state's."""
+    step, tree, allowed = inputs
+    root = state.root[jnp.minimum(step.slots, state.root.shape[0] - 1)]
+    tree = tree._replace(tokens=tree.tokens.at[:, 0].set(root))
+    return verify_phase(
+        params, state, step, tree, target=target, drafter=drafter, verify=verify, config=config, allowed=allowed
+    )
+
+
+def unpack_constrained(
+    packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], *, width: int, pages: int, new_pages: int, nodes: int
+) -> Any:
+    """The `ConstrainedInput` with page tables of `width`, and the tables of all rows with the new pages."""
+    at, size = 2 + new_pages, FIELDS * nodes
+    step, tables = unpack_step(packed[:, :at], tables, width, pages)
+    tokens, parents, depth, valid, scores = packed[:, at : at + size].reshape(-1, FIELDS, nodes).transpose(1, 0, 2)
+    tree = DraftTree(tokens, parents, depth, valid != 0, jax.lax.bitcast_convert_type(scores, jnp.float32))
+    allowed = jax.lax.bitcast_convert_type(packed[:, at + size :], jnp.uint32)
+    return ConstrainedInput(step, tree, allowed.reshape(packed.shape[0], nodes, -1)), tables
+
+
+# On the host
 
 
 class GrammarSteps:
-    """`free`: see `specjax.engine.drafting.free_tokens`.
+    """The programs of an engine's steps with grammars, their forced tokens and their inputs."""
 
-    Attributes:
-        ahead: launched behind the last step, for the next one of the same requests; None: nothing was.
-    """
-
-    def __init__(self, executables: Executables, device: Device, buckets: Buckets, vocab_size: int, free: int) -> None:
-        self._executables, self._device, self._buckets = executables, device, buckets
-        self._vocab_size, self._free = vocab_size, free
-        self.ahead: Draft | None = None
-        self._mailbox = Mailbox()
+    def __init__(self, programs: Programs, device: Device, buckets: Buckets, drafter: Drafter, vocab_size: int) -> None:
+        self._programs, self._device, self._buckets = programs, device, buckets
+        self._drafter, self._vocab_size = drafter, vocab_size
 
     def keys(self, count: int, pages: int, nodes: int) -> list[Key]:
-        """Programs for a step of so many requests, the best first. Those that are compiled come first, whether or not
-        they draft, and what is missing is compiled meanwhile: nothing of it was at the start."""
+        """Programs for a step of `count` requests of up to `pages` pages, the best first. Compiled ones come first,
+        whether or not they draft; the others are compiled meanwhile, since a start compiles none of them. `nodes`: as
+        `Key.nodes`."""
 
         def found(nodes: int) -> list[Key]:
-            ready = self._executables.compiled(), self._executables.pending
+            ready = self._programs.compiled(), self._programs.pending
             return list(self._buckets.step_keys(count, pages, *ready, nodes, "constrained"))
 
         choices = self._buckets.constrained_choices(self._buckets.batch(count))
         for choice in sorted(choices, key=lambda choice: choice != nodes):
-            # What waits for the compiler after the first look has smaller programs in its place at the second.
-            if self.is_ready(found(choice)[0]) or self.is_ready(found(choice)[0]):
+            # The first look puts a missing program into `pending`, for which the second finds a smaller compiled one.
+            if self._is_ready(found(choice)[0]) or self._is_ready(found(choice)[0]):
                 return found(choice)
-        return found(nodes)
-
-    def is_ready(self, key: Key) -> bool:
-        """Whether a step can run at once, or never will; else compiles it meanwhile."""
-        ready = [self._executables.compile_ahead(half) for half in self._halves(key)]  # begins with all of them
-        return all(ready)
+        return found(nodes if nodes in choices else PLAIN)
 
     def missing(self, keys: list[Key]) -> list[Key]:
-        """What the best of these that can be compiled still waits for; another thread compiles it. None: it can run."""
-        best = next((key for key in keys if not self._executables.has_failed(key)), keys[0])
-        if self.is_ready(best):
-            return []
-        return [half for half in self._halves(best) if not self._executables.is_settled(half)]
+        """Programs that another thread still compiles for the best of these keys that can run; []: it can run now."""
+        best = next((key for key in keys if not self._programs.has_failed(key)), keys[0])
+        return (
+            [] if self._is_ready(best) else [half for half in self._halves(best) if not self._programs.is_settled(half)]
+        )
+
+    def _is_ready(self, key: Key) -> bool:
+        """Whether a step can run at once, or never will; else compiles it meanwhile."""
+        ready = [self._programs.compile_ahead(half) for half in self._halves(key)]  # begins with all of them
+        return all(ready)
 
     def _halves(self, key: Key) -> list[Key]:
-        drafts = key.nodes == 0 and self._buckets.drafts(key.width)
-        return [key, key._replace(kind="propose")] if drafts else [key]
+        return [key, key._replace(kind="propose")] if key.drafts else [key]
 
-    def forced(self, sequences: list[Sequence], nodes: int) -> tuple[dict[Sequence, list[int]], bool]:
-        """Tokens that must come next in some of these: as many as are worth a wider step. And whether nothing is
-        drafted beside them. `nodes`: of the step that is wanted."""
-        batch, found = self._buckets.batch(len(sequences)), dict[Sequence, list[int]]()
+    def forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The tokens that must come next, for the sequences that have some: no more than the drafts of their batch's
+        trees on one path."""
+        nodes = self._buckets.tree_widths(self._buckets.batch(len(sequences)))[-1]
+        most, found = min(nodes - 1, self._drafter.within(nodes).depth), dict[Sequence, list[int]]()
         for one in sequences:
-            if one.constraint is not None and one.params.drafts:
-                found[one] = self._forced(one)
-        drafting = nodes != PLAIN and self._buckets.drafts(batch)
-        least = self._buckets.tree_widths(batch)[-1] if drafting else 1
-        width = self._buckets.jump_width(batch, [len(found.get(one, ())) for one in sequences], least, self._free)
-        cut = {one: tokens[: width - 1] for one, tokens in found.items()}
-        return {one: tokens for one, tokens in cut.items() if tokens}, not drafting
-
-    def _forced(self, sequence: Sequence) -> list[int]:
-        """The tokens that must come next and may be drafted."""
-        if sequence.constraint is None or not sequence.params.drafts:
-            return []
-        limit = sequence.params.draft_limit
-        return sequence.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
-
-    def _proposing(self, half: Key) -> Program | None:
-        """The program; None: out of memory, which `Executables` has logged, and the step does not draft."""
-        try:
-            return self._executables.get(half)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return None
-            raise
-
-    def draft(self, key: Key, part: list[Sequence], inputs: np.ndarray) -> Draft | None:
-        """Launches the draft for a step of `part`, with the input of a step without a grammar. None: such steps do not
-        draft."""
-        half = key._replace(kind="propose")
-        if key.nodes == PLAIN or not self._buckets.drafts(key.width) or (program := self._proposing(half)) is None:
-            return None
-        return Draft(half, part, self._device.run(half, program, inputs))
-
-    def goes_on(self, flights: List[InFlight], running: list[Sequence]) -> bool:
-        """Whether the next step of these requests may be launched before the last one is read: that is all that is in
-        flight and emits one token of each, no mask takes long, and forced tokens would not be worth a wider step, be it
-        those that are known to follow or as many as one of them alone can have."""
-        if len(flights) != 1 or flights[0].sequences != running:
-            return False
-        key, bound = flights[0].key, [one.constraint for one in running if one.constraint is not None]
-        if not bound or not self._executables.masks_come_late(key):
-            return False
-        if any(constraint.slow or constraint.failure is not None for constraint in bound):
-            return False
-        batch = self._buckets.batch(len(running))
-        first = [JUMP - 1] + [0] * (len(running) - 1)
-        if self._buckets.jump_width(batch, first, 1, self._free) > 1:
-            return False
-        known = [len(self._forced(one)) for one in running]  # the first is what the step in flight emits
-        return self._buckets.jump_width(batch, [max(count - 1, 0) for count in known], 1, self._free) == 1
-
-    def key_ahead(self, running: list[Sequence], nodes: int) -> Key | None:
-        """The program of that step. None: it is not compiled, or is to draft. `nodes`: of the step that is wanted."""
-        count, pages = len(running), max(len(one.pages) for one in running)
-        if nodes != PLAIN and self._buckets.drafts(self._buckets.batch(count)):
-            return None
-        ready = self._executables.compiled()
-        key = next(iter(self._buckets.step_keys(count, pages, ready, set(), PLAIN, "constrained")))
-        if key not in ready or key.width < count or self._executables.has_failed(key):
-            return None
-        return key if self._executables.masks_come_late(key) else None
-
-    def ticket(self, key: Key, inputs: np.ndarray) -> tuple[Posting, np.ndarray]:
-        """For a step whose masks come late: what `post` gives it these with, and its packed input, from that of a step
-        without a grammar."""
-        posting = self._mailbox.open(key.width * words(self._vocab_size))
-        ticket = np.broadcast_to(posting.ticket, (len(inputs), len(posting.ticket)))
-        return posting, np.concatenate([inputs, ticket], axis=1)
-
-    def post(self, posting: Posting, key: Key, part: list[Sequence]) -> None:
-        """Gives a step of `part` its masks, which follow from what was read. A request that has ended needs none."""
-        bits = np.zeros(0, np.uint32)
-        try:
-            bits = np.full((key.width, words(self._vocab_size)), ALL, np.uint32)
-            for i, one in enumerate(part):
-                if one.constraint is not None and one.status is Status.RUNNING:
-                    bits[i] = one.constraint.mask()
-        finally:  # the program waits for it
-            self._mailbox.post(posting, bits)
+            if most and one.constraint is not None and one.params.drafts:
+                limit = one.params.draft_limit
+                if tokens := one.constraint.forced(most if limit is None else min(most, limit)):
+                    found[one] = tokens
+        return found
 
     def inputs(
         self,
         key: Key,
         part: list[Sequence],
-        inputs: np.ndarray,
+        step: np.ndarray,
         forced: dict[Sequence, list[int]],
         drafting: list[Sequence],
-        ahead: Draft | None = None,
     ) -> np.ndarray:
-        """The packed input of a step of `part`, from that of a step without a grammar. Drafts, if only for `drafting`,
-        and waits for that. `ahead`: as the attribute was after the last step."""
-        if self._executables.masks_come_late(key):
-            posting, packed = self.ticket(key, inputs)
-            self.post(posting, key, part)
-            return packed
+        """The packed input of a step of `part`, from the input `step` of a step without a grammar. Drafts if some
+        requests are `drafting`, and waits for the trees."""
         nodes = self._buckets.step_widths(key)[-1]
-        trees = root_trees(key.width, nodes)
-        if drafting:
-            if ahead is None or ahead.key != key._replace(kind="propose") or ahead.sequences != part:
-                ahead = self.draft(key, part, inputs)
-            if ahead is not None:
-                with memory_checked(ahead.key):
-                    self._device.check(ahead.output)
-                    drafts = read_trees(ahead.output, self._buckets.step_widths(ahead.key)[-1])
-                trees[:, :, : drafts.shape[2]] = drafts
-        chains = [forced.get(sequence, [])[: nodes - 1] for sequence in part]
-        return constrained_input(inputs, part, trees, chains, self._vocab_size)
+        half, trees = key._replace(kind="propose"), root_trees(key.width, nodes)
+        if key.drafts and drafting and (program := self._proposing(half)) is not None:
+            output = self._device.run(half, program, step)
+            with memory_checked(half):
+                self._device.check(output)
+                trees = np.array(output.packed).reshape(trees.shape)
+        return constrained_input(step, part, trees, [forced.get(one, []) for one in part], self._vocab_size)
+
+    def _proposing(self, half: Key) -> Program | None:
+        """The program; None: out of memory, which `Programs` has logged, and the step does not draft."""
+        try:
+            return self._programs.get(half)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+
+
+def root_trees(batch: int, nodes: int) -> np.ndarray:
+    """Trees of a root alone, int32 [batch, 5, nodes]."""
+    trees = np.zeros((batch, FIELDS, nodes), np.int32)
+    tree = Fields(*trees.transpose(1, 0, 2))
+    tree.tokens[:], tree.parents[:] = NO_TOKEN, NO_PARENT
+    tree.tokens[:, 0], tree.valid[:, 0] = 0, 1
+    tree.scores[:, 1:] = np.float32(-np.inf).view(np.int32)
+    return trees
+
+
+def constrained_input(
+    step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: list[list[int]], vocab_size: int
+) -> np.ndarray:
+    """Input of a `constrained_step`, packed, for a bucket of B entries.
+
+    Args:
+        step: the packed input of a step, without the grammar.
+        sequences: those of the batch, no more than B.
+        trees: int32 [B, 5, N], as drafted.
+        forced: for each sequence, tokens that must come next: they take the place of its tree if there are any.
+    """
+    batch, _, nodes = trees.shape
+    allowed = np.full((batch, nodes, _words(vocab_size)), ALL, np.uint32)
+    deadline = time.perf_counter() + WALK_SECONDS
+    for i, sequence in enumerate(sequences):
+        if sequence.constraint is None:
+            continue
+        if chain := forced[i][: nodes - 1]:
+            trees[i] = _chain(chain, nodes)
+        tree = Fields(*trees[i])
+        kept = sequence.constraint.masks(tree.tokens, tree.parents, tree.valid != 0, allowed[i], deadline)
+        if not np.array_equal(kept, tree.valid != 0):
+            order = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])
+            trees[i], allowed[i] = _ordered(trees[i], kept, order), allowed[i][order]
+    return np.concatenate([step, trees.reshape(batch, -1), allowed.view(np.int32).reshape(batch, -1)], axis=1)
+
+
+def _chain(tokens: list[int], nodes: int) -> np.ndarray:
+    """A tree of one path, int32 [5, nodes]."""
+    found = root_trees(1, nodes)[0]
+    tree, places = Fields(*found), slice(1, len(tokens) + 1)
+    tree.tokens[places] = tokens
+    tree.parents[places], tree.depth[places] = range(len(tokens)), range(1, len(tokens) + 1)
+    tree.valid[places], tree.scores[places] = 1, 0
+    return found
+
+
+def _ordered(fields: np.ndarray, kept: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """A tree, int32 [5, N], with its nodes in another order, in which those that are kept are the first and the only
+    valid ones."""
+    place = np.argsort(order)
+    found = fields[:, order]
+    tree, count = Fields(*found), int(kept.sum())
+    tree.parents[1:count] = place[tree.parents[1:count]]
+    tree.tokens[count:], tree.parents[count:], tree.depth[count:], tree.valid[count:] = NO_TOKEN, NO_PARENT, 0, 0
+    return found

@@ -92,7 +92,6 @@ class Intake:
     pool_tokens: int  # in all pages
     eos_ids: tuple[int, ...]
     depth: int  # D
-    jump: int = 0  # most tokens that a step emits for a request with a grammar
     salts: Salts = field(default_factory=lambda: Salts(isolate=False))
     late: bool = True  # whether texts are decoded where they are read
     plain_content: bool = False  # users' text makes no special tokens
@@ -209,7 +208,7 @@ class Intake:
             arrival=number,
             salt=self.salts(sampling.cache_salt),
             constraint=constraint,
-            histogram=[0] * max(self.depth + 1, 0 if constraint is None else self.jump),
+            histogram=[0] * (self.depth + 1),
         )
 
     def _constraint(self, sampling: SamplingParams, prompt: List[int]) -> Constraint | None:

@@ -13,7 +13,7 @@ class Key(NamedTuple):
     `nodes`: of a step's trees, at most; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
 
     Kinds: "step", "prefill", "catch-up"; "scoring" is a prefill with its tokens' log-probabilities; where a request
-    follows a grammar, "propose" and "constrained" are the two halves of a step (`specjax.engine.constrained`).
+    follows a grammar, "propose" and "constrained" are the two halves of a step (`specjax.engine.grammar_steps`).
     """
 
     kind: str

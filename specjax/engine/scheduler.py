@@ -28,7 +28,6 @@ class Scheduler:
 
     Args:
         lookahead: tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
-        jump: the same for a sequence with a grammar: of its steps only those that emit one token are dispatched ahead.
         reuse: whether there is a prefix cache.
         retract_every: see `EngineConfig.retract_every`.
     """
@@ -40,7 +39,6 @@ class Scheduler:
         pages: int,
         page_size: int,
         lookahead: int,
-        jump: int = 0,
         reuse: bool = True,
         policy: Policy = "fcfs",
         retract_every: int | None = None,
@@ -48,7 +46,7 @@ class Scheduler:
         self.allocator = PageAllocator(pages)
         self.prefix = PrefixCache(self.allocator, page_size)
         self.page_size = page_size
-        self.lookahead, self.jump = lookahead, jump
+        self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
         self._reuse, self._policy, self._every = reuse, policy, retract_every
@@ -107,7 +105,7 @@ class Scheduler:
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Reserves pages for all that these may commit before the next step is read. False: there are not enough."""
         for sequence in sequences:
-            if len(sequence.pages) * self.page_size >= sequence.committed + self._ahead(sequence):
+            if len(sequence.pages) * self.page_size >= sequence.committed + self.lookahead:
                 continue
             missing = self._pages_for(sequence, sequence.committed) - len(sequence.pages)
             if missing <= 0:
@@ -255,8 +253,4 @@ class Scheduler:
 
     def _pages_for(self, sequence: Sequence, committed: int) -> int:
         """Pages for all that may be committed before the next step is read."""
-        return -(-min(committed + self._ahead(sequence), sequence.most_tokens) // self.page_size)
-
-    def _ahead(self, sequence: Sequence) -> int:
-        """Tokens that steps not yet read may commit."""
-        return self.lookahead if sequence.constraint is None else max(self.lookahead, self.jump)
+        return -(-min(committed + self.lookahead, sequence.most_tokens) // self.page_size)

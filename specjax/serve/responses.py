@@ -174,7 +174,7 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     steps = sum(c.spec_verify_ct for c in done)
     histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
     accepted = sum(count * drafts for drafts, count in enumerate(histogram))
-    proposed = steps * (max(width, len(histogram)) - 1)  # a grammar's forced tokens may be more than the drafts
+    proposed = steps * (width - 1)
     return {
         "spec_verify_ct": steps,
         "spec_accept_length": round((accepted + steps) / steps, 4) if steps else 1.0,

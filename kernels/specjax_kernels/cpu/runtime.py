@@ -31,7 +31,7 @@ _NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL, _ARGUMENTS = range(7)
 _WORDS = _ARGUMENTS + 5
 
 # Words of the table: addresses of functions, the largest number of threads of a call, and XLA's interface.
-_WORK, _OF_TILE, _ALLOCATE, _FREE, _SLEEP, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(9)
+_WORK, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(8)
 _SYMBOLS = "specjax_handle", "specjax_work", "specjax_tile"
 _ALONE = "specjax_host"
 
@@ -55,8 +55,6 @@ class Tools(NamedTuple):
     result: Any  # (call, i) -> address of result i's data
     result_size: Any  # (call, i, axis) -> size of result i
     threads: Any  # () -> the largest number of threads of a call; not for `host_function`
-    loaded: Any  # address -> the int64 that is there now, which other threads may write
-    sleep: Any  # (microseconds) -> 0; not for `host_function`
     emitted: Any  # (count, generate) -> a function of `count` int64 that generate(LLVM builder, values) writes; gives 0
 
 
@@ -155,10 +153,10 @@ def register_kept(name: str) -> None:
 def _outside() -> list[int]:
     """The words of the table from `_ALLOCATE` on."""
     libc = ctypes.CDLL(None)
-    functions = (ctypes.cast(function, ctypes.c_void_p) for function in (libc.malloc, libc.free, libc.usleep))
-    allocate, free, sleep = (function.value or 0 for function in functions)
+    functions = (ctypes.cast(function, ctypes.c_void_p) for function in (libc.malloc, libc.free))
+    allocate, free = (function.value or 0 for function in functions)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [allocate, free, sleep, cores, *_interface()]
+    return [allocate, free, cores, *_interface()]
 
 
 def _interface() -> tuple[int, int, int]:
@@ -286,12 +284,8 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
     def threads() -> int:
         return entry_of(_CORES)
 
-    @inlined
-    def sleep(microseconds: int) -> int:
-        return call(entry_of(_SLEEP), microseconds, 0)
-
     sizes = *buffers_at(9), *buffers_at(14)
-    tools = Tools._make((inlined, reordered, *arrays, *converters, *sizes, threads, load, sleep, emitted))
+    tools = Tools._make((inlined, reordered, *arrays, *converters, *sizes, threads, emitted))
 
     def alone(function: Any) -> Any:
         return entry(types.int64(*[types.int64] * len(inspect.signature(function).parameters)))(function)
