@@ -13,7 +13,7 @@ from engine_helpers import GREEDY, check_idle, make_engine, outcome, shared_engi
 from server_helpers import MODEL, SECONDS, running
 
 from specjax.engine import SamplingParams
-from specjax.serve.responses import TokenNames, byte_of_letter
+from specjax.serve.responses import TokenNames
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -94,7 +94,6 @@ def test_an_end_token_and_an_unfinished_character():
 def test_the_bytes_of_tokens():
     tokenizer = shared_engine("NONE").tokenizer
     names = TokenNames(tokenizer)
-    assert len(byte_of_letter()) == 256
     for text in ("é", "😀", "hello the"):
         assert bytes(b for token in tokenizer(text)["input_ids"] for b in names.bytes(token)) == text.encode()
     assert names.text(2) == "<|im_end|>"

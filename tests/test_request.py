@@ -101,7 +101,7 @@ def push_all(stream, ids):
     """Pushes until a stop string is complete; the texts and settled counts after each token."""
     seen = []
     for token in ids:
-        found = stream.push(token)
+        found = stream.extend([token])
         seen.append((stream.text, stream.settled))
         if found:
             break
@@ -121,7 +121,7 @@ def test_a_stream_ends_as_a_plain_decode(ids):
     for skip in (True, False):
         stream = stream_of(skip=skip)
         for token in ids:
-            assert not stream.push(token)
+            assert not stream.extend([token])
         stream.finish()
         whole = decode(ids, skip=skip)
         assert stream.text in (whole, whole.removesuffix("\ufffd"))
@@ -144,7 +144,7 @@ def test_tokens_of_a_step_give_the_text_of_single_tokens(ids, stop, keep, sizes)
         assert found <= size
         for token in left[: found or size]:
             assert not single.matched
-            single.push(token)
+            single.extend([token])
         assert (single.text, single.ends, single.matched, single.settled) == (
             several.text, several.ends, several.matched, several.settled
         )  # fmt: skip
@@ -257,13 +257,13 @@ def test_what_may_become_a_stop_string_is_not_settled_and_the_rest_is(text, stop
 def test_a_stop_string_inside_a_token_and_several_in_one():
     hell = tokenizer().convert_tokens_to_ids("hell")
     stream = stream_of(["ell"])
-    assert stream.push(hell)
+    assert stream.extend([hell])
     assert (stream.text, stream.matched) == ("h", "ell")
     stream = stream_of(["ell", "el", "hel"], keep=True)
-    assert stream.push(hell)
+    assert stream.extend([hell])
     assert (stream.text, stream.matched) == ("hel", "hel")
     stream = stream_of(["ell", "el"])
-    assert stream.push(hell)
+    assert stream.extend([hell])
     assert (stream.text, stream.matched) == ("h", "ell")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
-from typing import SupportsIndex
 
 import pytest
 from engine_helpers import END, VOCABULARY, byte_ids, idle_sequence, tokenizer
@@ -18,7 +18,7 @@ from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.generation import take_delta
 from specjax.engine.intake import Intake
 from specjax.engine.sequence import RawLogprob, Status
-from specjax.engine.text import END_THINK, THINK, TextStream, Thoughts, _Chain, _StopString, _Windowed, decoding
+from specjax.engine.text import END_THINK, THINK, Detokenizer, TextStream, Thoughts
 from specjax.serve.reply import ReplyOptions
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -93,10 +93,10 @@ MIXED = st.lists(st.one_of(IDS, BYTE_IDS), max_size=4).map(lambda parts: [token 
 @example(ids_of("Sure", "!", "a", "!", "!"), False)
 @example(ids_of("Sure", "!", "a", "Ġa", "▁", " ", "▁", "▁"), False)
 @example([len(NAMES), *ids_of("▁Sure")], False)  # an id without a token
+@example([*ids_of("a", "<0x0A>"), len(NAMES), *ids_of("<0xF0>", "a")], False)  # in a run of byte tokens
 def test_the_stream_is_a_plain_decode(decoder, model, clean, ids, skip):
     known = made(decoder, model, clean)
-    stream = decoding(known).stream(skip_special_tokens=skip)
-    assert isinstance(stream, _Chain), "decoded by windows"
+    stream = Detokenizer(known, skip_special_tokens=skip)
     text = "".join(map(stream.push, ids)) + stream.finish(keep_incomplete=True)
     try:
         expected = known.decode(ids, skip_special_tokens=skip)
@@ -127,7 +127,7 @@ def test_an_incomplete_character_at_the_end_is_left_out_of_a_byte_fallback(ids):
     stream = TextStream(known, (), skip_special_tokens=True, keep_stop=False)
     shown = ""
     for token in ids:
-        stream.push(token)
+        stream.extend([token])
         assert stream.text.startswith(shown)
         shown = stream.text
     stream.finish()
@@ -151,7 +151,7 @@ def test_an_incomplete_character_at_the_end_is_left_out_of_byte_level(ids):
     letters = {token: byte for byte, token in enumerate(byte_ids(bytes(range(256))))}
     stream = TextStream(tokenizer(), (), skip_special_tokens=True, keep_stop=False)
     for token in [*ids, END]:
-        stream.push(token)
+        stream.extend([token])
     stream.finish()
     assert stream.text == complete(bytes(letters[token] for token in ids)).decode(errors="replace")
     assert "".join(stream.piece(i) for i in range(len(ids) + 1)) == stream.text
@@ -161,7 +161,7 @@ def test_text_of_whole_characters_is_not_held_back():
     stream = TextStream(made("llama"), (), skip_special_tokens=True, keep_stop=False)
     shown = []
     for token in ids_of("▁Sure", "<s>", "!", "<0xC3>", "<0xA9>", "a", "▁"):
-        stream.push(token)
+        stream.extend([token])
         shown.append(stream.text)
     assert shown == ["Sure", "Sure", "Sure!", "Sure!", "Sure!", "Sure!éa", "Sure!éa "]
 
@@ -217,7 +217,9 @@ class Counted:
 
     def __init__(self) -> None:
         self.inner, self.decoded = tokenizer(), 0
-        self.all_special_ids = self.inner.all_special_ids
+        self.added_tokens_decoder, self.unk_token_id = self.inner.added_tokens_decoder, None
+        self.convert_tokens_to_ids = self.inner.convert_tokens_to_ids
+        self.convert_ids_to_tokens = self.inner.convert_ids_to_tokens
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         self.decoded += len(ids)
@@ -225,41 +227,55 @@ class Counted:
 
 
 @pytest.mark.parametrize("ids", [byte_ids("漢🙂a".encode()) * 100, [END] * 2000, byte_ids(b"\x80") * 2000])
-def test_windows_of_tokens_do_linear_work(ids):
-    """What a decoder of no known kind gets."""
+def test_decoding_is_linear_work(ids):
     known = Counted()
-    stream = decoding(known).stream(skip_special_tokens=True)
-    assert isinstance(stream, _Windowed)
+    stream = Detokenizer(known, skip_special_tokens=True)
     text = "".join(map(stream.push, ids)) + stream.finish(keep_incomplete=True)
     assert text == tokenizer().decode(ids, skip_special_tokens=True)
     assert known.decoded < 20 * len(ids)
 
 
-def test_a_decoder_that_cannot_be_streamed_is_decoded_by_windows(caplog):
+@pytest.mark.parametrize(("decoder", "model", "clean"), KINDS)
+@settings(max_examples=20)
+@given(ids=MIXED.filter(lambda ids: len(ids) < 8))
+def test_plain_tokens_emit_all_text_before_them(decoder, model, clean, ids):
+    """Text is held back no longer than a token that can change it may follow."""
+    known = made(decoder, model, clean)
+    stream = Detokenizer(known, skip_special_tokens=False)
+    tokens = [*ids, *ids_of("a", "a")]
+    text = "".join(map(stream.push, tokens))
+    assert text == known.decode(tokens)[: len(text)] and len(known.decode(tokens)) - len(text) <= 1
+
+
+def test_a_vocabulary_of_words():
+    core = Tokenizer(models.WordLevel({"[end]": 0, "one": 1, "two": 2, ",": 3}, unk_token="[end]"))
+    core.add_special_tokens(["[end]"])
+    known = PreTrainedTokenizerFast(tokenizer_object=core)
+    stream = Detokenizer(known, skip_special_tokens=True)
+    assert [stream.push(token) for token in (2, 0, 1, 3, 2)] == ["two", "", " one", " ,", " two"]
+
+
+def test_a_decoder_with_bytes_after_joining():
     core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
     core.decoder = decoders.Sequence([REPLACE, decoders.Fuse(), decoders.ByteFallback()])
-    known = PreTrainedTokenizerFast(tokenizer_object=core)
-    stream = decoding(known).stream(skip_special_tokens=True)
-    assert "ByteFallback after tokens are joined" in caplog.text
+    stream = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=core), skip_special_tokens=True)
     ids = ids_of("▁Sure", "▁", "!", "a")
     assert "".join(map(stream.push, ids)) + stream.finish() == " Sure !a"
 
 
-def test_a_decode_of_its_own_is_used(monkeypatch, caplog):
+def test_a_decode_of_its_own_is_used(monkeypatch):
     core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
     core.decoder = decoders.Metaspace()
     known = PreTrainedTokenizerFast(tokenizer_object=core)
     plain = known.decode
-    assert isinstance(decoding(known).stream(skip_special_tokens=True), _Chain)
     monkeypatch.setattr(known, "decode", lambda ids, **options: plain(ids, **options).upper())
-    stream = decoding(known).stream(skip_special_tokens=True)
+    stream = Detokenizer(known, skip_special_tokens=True)
     ids = ids_of("▁Sure", "!", "▁a")
     assert "".join(map(stream.push, ids)) + stream.finish() == "SURE! A"
-    assert "decode() of its own" in caplog.text
 
 
 def test_bytes_that_are_no_character_wait_for_one():
-    stream = decoding(tokenizer()).stream(skip_special_tokens=True)
+    stream = Detokenizer(tokenizer(), skip_special_tokens=True)
     assert [stream.push(token) for token in byte_ids(b"a\x98\xf0\xf0a\xff")] == [
         "a",
         "",
@@ -268,7 +284,7 @@ def test_bytes_that_are_no_character_wait_for_one():
         "\ufffd" * 3 + "a",
         "",
     ]
-    assert stream.holds and stream.finish() == "\ufffd"
+    assert stream.held and stream.finish() == "\ufffd"
 
 
 def test_a_changed_tokenizer_is_looked_at_again():
@@ -279,25 +295,8 @@ def test_a_changed_tokenizer_is_looked_at_again():
     for change in (lambda: None, lambda: core.add_special_tokens(["<extra>"])):
         change()
         known = PreTrainedTokenizerFast(tokenizer_object=core)
-        stream = decoding(known).stream(skip_special_tokens=True)
+        stream = Detokenizer(known, skip_special_tokens=True)
         assert "".join(map(stream.push, ids)) == known.decode(ids, skip_special_tokens=True)
-
-
-class CountedText(str):
-    """Counts the characters that are looked at."""
-
-    looked = 0
-
-    def __getitem__(self, key: SupportsIndex | slice) -> str:
-        self.looked += 1
-        return super().__getitem__(key)
-
-
-@pytest.mark.parametrize("stop", ["a" * 1000 + "b", "ab" * 500 + "c", "b" * 1000])
-def test_a_long_stop_string_looks_at_no_character_often(stop):
-    found, text = _StopString(stop), CountedText("ab" * 100 + "a" * 3000)
-    assert not found.feed(text)
-    assert text.looked < 4 * len(text)
 
 
 def test_long_stop_strings_hold_back_their_beginnings():
@@ -305,28 +304,39 @@ def test_long_stop_strings_hold_back_their_beginnings():
     stream = TextStream(tokenizer(), stops, skip_special_tokens=True, keep_stop=False)
     a, b = byte_ids(b"ab")
     for _ in range(1100):
-        assert not stream.push(a)
+        assert not stream.extend([a])
         assert stream.settled == max(0, len(stream.text) - 1015)
-    assert stream.push(b)
+    assert stream.extend([b])
     assert (stream.matched, len(stream.text)) == (stops[-1], 1100 - 1015)
 
 
-STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
+@functools.cache
+def syllables() -> PreTrainedTokenizerFast:
+    """Tokens are all texts of one to three of the letters a and b."""
+    names = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("ab", repeat=size)]
+    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["[UNK]", *names])}, unk_token="[UNK]"))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
 
 
 @settings(max_examples=300)
-@given(STOPS, st.lists(st.text("ab", max_size=5), max_size=8))
-def test_stop_strings_in_pieces_of_any_length(stop, pieces):
-    """The first piece that completes one ends it: the earliest start wins, then the longest."""
-    found, text = [_StopString(each) for each in stop], ""
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
+    st.lists(st.text("ab", min_size=1, max_size=3), max_size=12),
+)
+def test_stop_strings_in_tokens_of_several_characters(stop, pieces):
+    """The first token that completes one ends it: the earliest start wins, then the longest."""
+    stream, text = TextStream(syllables(), tuple(stop), skip_special_tokens=True, keep_stop=False), ""
     for piece in pieces:
         text += piece
-        ends = [each.feed(piece) for each in found]
-        assert ends == [max(0, text.find(each) + len(each) - len(text) + len(piece)) * (each in text) for each in stop]
-        if any(ends):
+        stopped = stream.extend([syllables().convert_tokens_to_ids(piece)])
+        if found := [(text.find(each), -len(each), each) for each in stop if each in text]:
+            start, _, matched = min(found)
+            assert (stopped, stream.text, stream.matched) == (1, text[:start], matched)
             return
-        held = [max(n for n in range(len(each)) if text.endswith(each[:n])) for each in stop]
-        assert [each.begun for each in found] == held
+        assert (stopped, stream.text) == (0, text)
+        held = max(n for each in stop for n in range(len(each)) if text.endswith(each[:n]))
+        assert stream.settled == len(text) - held
 
 
 def answer_start(text: str, begun: bool, last: bool) -> int | None:

@@ -28,12 +28,6 @@ _MEMORY = 2**18  # bytes of RE2's caches for a pattern
 _READ_OTHERWISE = ("{,", "[[", "--", "&&", "~~", "||")  # in these, Python reads another pattern than RE2
 
 
-class Match(NamedTuple):
-    start: int
-    end: int
-    pattern: str
-
-
 class _Pattern(NamedTuple):
     text: str
     compiled: Any
@@ -55,20 +49,16 @@ class StopPatterns:
         if size > MAX_SIZE:
             raise ValueError(f"is too large: {size} instructions for RE2, of which a request may have {MAX_SIZE}")
 
-    def __bool__(self) -> bool:
-        return bool(self._patterns)
-
-    def find(self, text: str, before: int, end: int, start: int = 0) -> Match | None:
-        """The first match that is completed by the token with the text from `before` to `end`; the longest of several.
-        Text before `start` is not searched."""
+    def find(self, text: str, before: int, start: int = 0) -> list[tuple[int, int, str]]:
+        """The matches, one of each pattern, that the characters from `before` on complete: start, minus the end, and
+        the pattern. Text before `start` is not searched."""
         found = []
-        for pattern in self._patterns if end > before else ():
+        for pattern in self._patterns if len(text) > before else ():
             first = max(before - pattern.width, start)
-            context = min(first - start, 1)  # the character before, for `^` and `\b`
-            if match := pattern.compiled.search(text[first - context : end], context):
-                offset = first - context
-                found.append(Match(offset + match.start(), offset + match.end(), pattern.text))
-        return min(found, key=lambda match: (match.start, -match.end), default=None)
+            offset = first - min(first - start, 1)  # includes the character before, for `^` and `\b`
+            if match := pattern.compiled.search(text[offset:], first - offset):
+                found.append((offset + match.start(), -offset - match.end(), pattern.text))
+        return sorted(found, key=lambda match: match[:2])[:1]
 
 
 def _compiled(pattern: str) -> _Pattern:

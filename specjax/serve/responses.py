@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +18,9 @@ from typing import Any, ClassVar
 
 from specjax.cli.flags import in_flags
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.decoders import byte_of_letter
 from specjax.engine.prompt_logprobs import PromptLogprob
 from specjax.engine.sequence import TokenLogprob, TokenOrigin
+from specjax.engine.text import token_bytes
 from specjax.serve.echo import Echo
 from specjax.serve.errors import ApiError
 from specjax.serve.protocol import ChatRequest, CompletionRequest
@@ -94,11 +93,8 @@ class TokenNames:
         """Also of a token that is only a part of a character, where the vocabulary is one of bytes."""
         written = self._tokenizer.convert_ids_to_tokens(token)
         text = self._text(token)
-        if "\ufffd" in text and isinstance(written, str):
-            if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", written):
-                return [int(match[1], 16)]
-            if all(letter in byte_of_letter() for letter in written):
-                return [byte_of_letter()[letter] for letter in written]
+        if "\ufffd" in text and isinstance(written, str) and (found := token_bytes(written)) is not None:
+            return list(found)
         return list(text.encode())
 
 
