@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
 from specjax_kernels import largest, mesh
 from specjax_kernels.launch import has_kernels
+from specjax_kernels.platforms import by_platform
 
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain, mask_forbidden
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
@@ -204,7 +205,7 @@ def _logprobs(raw: Float32[Array, "B J V"], tokens: Int32[Array, "B J"], ids: In
     """Of tokens after raw logits, of the likeliest, and of `ids`."""
     total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
     count = min(TOP_LOGPROBS, raw.shape[-1])
-    best, best_ids = jax.lax.platform_dependent(
+    best, best_ids = by_platform(
         raw, cpu=lambda x: tuple(jax.lax.top_k(x, count)), default=partial(top_in_parts, count=count)
     )
     drawn = jnp.take_along_axis(raw, tokens[:, :, None], axis=2) - total

@@ -17,6 +17,7 @@ from jax import Array
 from specjax_kernels.call import Call, check
 from specjax_kernels.launch import has_kernels
 from specjax_kernels.masks import Causal
+from specjax_kernels.platforms import by_platform
 
 IMPLEMENTATIONS = MappingProxyType(
     {
@@ -192,7 +193,7 @@ def _first_that_can(attend: Callable[[str], Array], implementation: str | None) 
         return attend(name)
     try:
         # A program for the host of such a device gets what suits a host.
-        return jax.lax.platform_dependent(cpu=lambda: attend("xla"), default=lambda: attend(name))
+        return by_platform(cpu=lambda: attend("xla"), default=lambda: attend(name))
     except NotImplementedError:
         return attend("xla")
 

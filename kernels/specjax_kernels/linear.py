@@ -18,6 +18,7 @@ from jaxtyping import Float, Float32
 from specjax_kernels import mesh, quantised_product
 from specjax_kernels.cpu import rows as cpu_rows
 from specjax_kernels.norm import Norm, rms_norm
+from specjax_kernels.platforms import by_platform
 from specjax_kernels.quantised import Quantised
 
 # Number of partial sums in a one-row float32 product on a CPU: XLA:CPU uses all cores for a batch of products only. On
@@ -79,7 +80,7 @@ def _matrix_product(x: Array, weight: Any) -> Array:
     def rounded(x: Array, weight: Array) -> Array:  # XLA:CPU is faster with a float32 result
         return cast(Array, _product(x, weight, 0)).astype(x.dtype)
 
-    return jax.lax.platform_dependent(x, weight, cpu=rounded, default=plain)
+    return by_platform(x, weight, cpu=rounded, default=plain)
 
 
 def unembed(
@@ -115,10 +116,10 @@ def _product(x: Array, weight: Array, axis: int) -> Array:
     plain = functools.partial(_dot, axis=axis, out=jnp.float32)
     rows, depth = math.prod(x.shape[:-1]), x.shape[-1]
     if _has_cpu_kernel(x, weight, axis):
-        return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_by_kernel, axis=axis), default=plain)
+        return by_platform(x, weight, cpu=functools.partial(_by_kernel, axis=axis), default=plain)
     cheap = axis == 0 and 0 < rows <= CHEAP_ROWS and depth % PARTS == 0 and mesh.devices() == 1
     if x.dtype == weight.dtype == jnp.float32 and cheap:
-        return jax.lax.platform_dependent(x, weight, cpu=_in_parts, default=plain)
+        return by_platform(x, weight, cpu=_in_parts, default=plain)
     return plain(x, weight)
 
 

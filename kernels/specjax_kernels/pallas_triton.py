@@ -31,6 +31,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax_kernels.call import Call, Shape
 from specjax_kernels.launch import Blocks, Launch, launch_for, padded, refuse_unless_ampere, too_wide
 from specjax_kernels.masks import FLOOR, MASKED, Causal
+from specjax_kernels.platforms import by_platform
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
@@ -70,7 +71,7 @@ def _launched(call: Call, shape: Shape, packed: bool, blocks: Blocks | None) -> 
     arguments += [call.k_block, call.k_pages, *(() if shape.latent else (call.v_block, call.v_pages))]
     run = functools.partial(_call, shape=shape, packed=packed, launch=launch)
     # Lowered for one platform, only that platform's branch is there.
-    return jax.lax.platform_dependent(
+    return by_platform(
         *arguments, cpu=functools.partial(run, interpret=True), default=functools.partial(run, interpret=False)
     )
 

@@ -25,6 +25,7 @@ from jax import Array
 from specjax_kernels import launch, mesh
 from specjax_kernels.cpu import quantised_blocks, quantised_rows
 from specjax_kernels.cpu.quantised_dots import Layout
+from specjax_kernels.platforms import by_platform
 from specjax_kernels.quantised import Quantised, check, dequantise, scales, split_axes
 
 
@@ -68,10 +69,15 @@ def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
         elsewhere = on_nvidia = by_channel
     else:
         elsewhere = by_dequantising
-        on_nvidia = _gpu_kernel(rows, leaf, dtype) or elsewhere
+
+        def by_gpu_kernel(rows: Array, matrix: Quantised) -> Array:
+            return (_gpu_kernel(rows, leaf, dtype) or by_dequantising)(rows, matrix)
+
+        on_nvidia = by_gpu_kernel
+
     branches = {"cpu": on_cpu, "cuda": on_nvidia, "default": elsewhere}
     bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
-    out = jax.lax.platform_dependent(rows, *arrays, **bound)
+    out = by_platform(rows, *arrays, **bound)
     return out.reshape(*x.shape[:-1], *leaf.out)
 
 
@@ -84,7 +90,7 @@ def _matrix(leaf: Quantised) -> Quantised:
 
 def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
     """The implementation for an NVIDIA GPU, None: it has none for this."""
-    # Imported here: a model that is not quantised starts sooner.
+    # Imported here: other devices and models start sooner.
     kernel = importlib.import_module("specjax_kernels.pallas_quantised")
     if not kernel.takes(rows.shape[0], leaf):
         return None
@@ -131,7 +137,7 @@ def by_dequantising(rows: Array, leaf: Quantised) -> Array:
     arrays, kind = jax.tree.flatten(leaf)
     if rows.dtype == jnp.float32:
         return plain(rows, *arrays)
-    return jax.lax.platform_dependent(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
+    return by_platform(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
 
 
 def by_channel(rows: Array, leaf: Quantised) -> Array:

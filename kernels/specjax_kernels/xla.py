@@ -20,6 +20,7 @@ from jax import Array
 from specjax_kernels.call import Call
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.masks import FLOOR, MASKED, block_visibility
+from specjax_kernels.platforms import by_platform
 
 # Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000.
 CHUNK_TOKENS = 128
@@ -41,7 +42,7 @@ def tree_attention(call: Call) -> Array:
     if not cpu_attention.takes(call):
         return _in_chunks(call)
     elsewhere = functools.partial(_in_chunks, call, on_cpu=False)
-    return jax.lax.platform_dependent(cpu=lambda: cpu_attention.attend(call), default=elsewhere)
+    return by_platform(cpu=lambda: cpu_attention.attend(call), default=elsewhere)
 
 
 def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:

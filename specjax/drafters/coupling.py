@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32
 from specjax_kernels import mesh
+from specjax_kernels.platforms import by_platform
 
 from specjax.drafters.base import Context
 from specjax.sampling import MIN_TEMPERATURE, SamplingRows, cut_min_p, token_noise, truncate
@@ -69,7 +70,7 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
         return jax.lax.cond(jnp.any(needed), cut_rows, lambda logits, *_: logits, logits, rows, needed)
 
     given = logits, context.sampling, truncates(context)
-    return jax.lax.platform_dependent(*given, cpu=where_needed, default=lambda logits, *_: logits)
+    return by_platform(*given, cpu=where_needed, default=lambda logits, *_: logits)
 
 
 def level_noise(
@@ -102,4 +103,4 @@ def level_noise(
     if not truncated:
         temperature = jnp.where(truncates(context), 0.0, temperature)
     given = temperature, context.sampling.seed, context.prefix_length + level, truncates(context)
-    return jax.lax.platform_dependent(*given, cpu=where_needed, default=where_whole)
+    return by_platform(*given, cpu=where_needed, default=where_whole)

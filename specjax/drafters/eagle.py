@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, UInt32
 from specjax_kernels import CAUSAL, CHEAP_ROWS
+from specjax_kernels.platforms import by_platform
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
@@ -99,7 +100,7 @@ def eagle_drafter(
 
         # Most paths are short, and on a CPU each row costs; on a GPU a branch would ask the host.
         if CHEAP_ROWS < count <= LONG_PATH:
-            last, block = jax.lax.platform_dependent(cpu=read_few, default=partial(read, count))
+            last, block = by_platform(cpu=read_few, default=partial(read, count))
         else:
             last, block = read(count)
         # A NaN in a page would spread to the requests that hold the page later.

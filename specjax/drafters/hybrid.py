@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from specjax_kernels.platforms import by_platform
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
@@ -54,7 +55,7 @@ def hybrid_drafter(model: Drafter, ngrams: Drafter) -> Drafter:
             return jax.lax.cond(jnp.any(rest.active), drafted, lambda: roots(context.root, width))
 
         # Elsewhere a branch may cost more than it leaves out.
-        own = jax.lax.platform_dependent(cpu=where_needed, default=drafted)
+        own = by_platform(cpu=where_needed, default=drafted)
         tree = jax.tree.map(lambda one, other: jnp.where(there[:, None], one, other), widen(found, width), own)
         return tree, state
 

@@ -18,6 +18,7 @@ import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import mesh
+from specjax_kernels.platforms import by_platform
 from specjax_kernels.quantised import expert_specs, split_axes
 
 from specjax.config import Experts
@@ -132,7 +133,7 @@ def _on_each_platform(cpu: Any, elsewhere: Any, *arguments: Any) -> Array:
     def bound(function: Any) -> Any:
         return lambda *arrays: function(*jax.tree.unflatten(tree, arrays))
 
-    return jax.lax.platform_dependent(*arrays, cpu=bound(cpu), default=bound(elsewhere))
+    return by_platform(*arrays, cpu=bound(cpu), default=bound(elsewhere))
 
 
 def _one_by_one(

@@ -1,0 +1,38 @@
+"""Branches by platform: all of them are traced, or that of the default device alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from specjax_kernels.platforms import by_platform, of_default_device
+
+
+def branching(traced: list[str]):
+    """x + 1 on a CPU, x * 3 elsewhere. Appends to `traced` the name of each branch that is traced."""
+
+    def branch(name: str, function):
+        def run(x):
+            traced.append(name)
+            return function(x)
+
+        return run
+
+    branches = {"cpu": branch("cpu", lambda x: x + 1), "default": branch("default", lambda x: x * 3)}
+    return lambda x: by_platform(x, **branches)
+
+
+def test_all_branches_are_traced_for_unknown_platforms() -> None:
+    traced: list[str] = []
+    function = jax.jit(branching(traced)).trace(jnp.ones(4))
+    texts = [function.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")]
+    assert sorted(traced) == ["cpu", "default"]
+    assert ["multiply" in text for text in texts] == [False, True]
+
+
+def test_only_the_default_devices_branch_is_traced() -> None:
+    traced: list[str] = []
+    with of_default_device():
+        assert jax.jit(branching(traced))(jnp.ones(())) == 2
+    assert traced == ["cpu"]
+    jax.jit(branching(traced)).trace(jnp.ones(()))  # the context has ended
+    assert sorted(traced) == ["cpu", "cpu", "default"]
