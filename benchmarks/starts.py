@@ -3,9 +3,9 @@
     python benchmarks/starts.py [--rounds 3] [--config configs/smollm2-135m-instruct-eagle3.toml] [--record]
 
 Ready is the log line "The server is fired up". A cold start has an empty cache folder but for the downloaded wheel: it
-converts the model and compiles. A warm start has what the cold one left, after all programs were compiled. Each process
-also reports the processor time that it took (a cold one's includes the programs that are compiled in the background),
-which tells more than seconds where other work shares the machine. The last line is one JSON document.
+converts the model and compiles. A warm start has what the cold one left, after all programs were compiled. Processor
+seconds, which tell more where other work shares the machine, are those of the server's process until it is ready, and
+of a cold one also from then until all programs are compiled. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +32,53 @@ READY = "The server is fired up"
 COMPILED = "Compiling in the background:"
 
 
-def measured(command: list[str], environment: dict[str, str], wanted: tuple[str, ...] = ()) -> dict[str, float]:
-    """Seconds until each wanted line on stderr, or until the process ends, and its processor seconds until then."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+def measured(
+    command: list[str], environment: dict[str, str], wanted: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
+    """Seconds and the process's processor seconds until each wanted line on stderr."""
+    started = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, float]] = {}
     log = []
     for line in process.stderr:
         log.append(line)
-        found |= {text: time.perf_counter() - started for text in wanted if text in line and text not in found}
-        if wanted and len(found) == len(wanted):
+        now = time.perf_counter() - started, processor_seconds(process.pid)
+        found |= {text: now for text in wanted if text in line and text not in found}
+        if len(found) == len(wanted):
             process.send_signal(signal.SIGINT)
             break
     process.communicate()
-    seconds = time.perf_counter() - started
-    if len(found) < len(wanted) or (not wanted and process.returncode):
+    if len(found) < len(wanted):
         raise SystemExit("".join(log))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found["processor"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": found.get(READY, seconds)} | found
+    return found
 
 
-def samples(rows: list[dict[str, float]]) -> dict[str, Any]:
-    def of(key: str) -> dict[str, Any]:
-        found = [round(row[key], 3) for row in rows]
+def processor_seconds(pid: int) -> float:
+    """User and system time of a running process. Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def imported(environment: dict[str, str]) -> tuple[float, float]:
+    """Seconds and processor seconds of a process that imports specjax."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import specjax"], env=environment, check=True)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def described(seconds: float, processor: float) -> str:
+    return f"{seconds:.1f} s, {processor:.1f} s of processor time"
+
+
+def samples(rows: list[tuple[float, float]]) -> dict[str, Any]:
+    def of(values: Iterable[float]) -> dict[str, Any]:
+        found = [round(value, 3) for value in values]
         return {"median": statistics.median(found), "all": found}
 
-    return {"seconds": of("seconds"), "processor_seconds": of("processor")}
+    seconds, processor = zip(*rows, strict=True)
+    return {"seconds": of(seconds), "processor_seconds": of(processor)}
 
 
 def main() -> None:
@@ -70,10 +90,9 @@ def main() -> None:
     args = parser.parse_args()
     document = machine("jaxlib") | {"config": args.config}
     serve = [sys.executable, "-m", "specjax.serve", "--config", args.config, "--port", "0"]
-    imported = [measured([sys.executable, "-c", "import specjax"], dict(os.environ)) for _ in range(args.rounds)]
-    document["import"] = samples(imported)
+    document["import"] = samples([imported(dict(os.environ)) for _ in range(args.rounds)])
     print(f"import specjax: {document['import']['seconds']['median']:.3f} s", flush=True)
-    cold, warm = [], []
+    cold, background, warm = [], [], []
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             if (downloads := default_cache_dir() / "downloads").exists():
@@ -84,12 +103,13 @@ def main() -> None:
                 environment["SPECJAX_CACHE"] = str(default_cache_dir())
             found = measured(serve, environment, (READY, COMPILED))
             if not args.skip_cold:
-                cold.append(found)
-                print(f"cold {number + 1}: ready after {found[READY]:.1f} s", flush=True)
-            warm.append(measured(serve, environment, (READY,)))
-            print(f"warm {number + 1}: ready after {warm[-1][READY]:.1f} s", flush=True)
+                cold.append(found[READY])
+                background.append((found[COMPILED][0] - found[READY][0], found[COMPILED][1] - found[READY][1]))
+                print(f"cold {number + 1}: {described(*cold[-1])}, background {described(*background[-1])}", flush=True)
+            warm.append(measured(serve, environment, (READY,))[READY])
+            print(f"warm {number + 1}: {described(*warm[-1])}", flush=True)
     if cold:
-        document["cold"] = samples(cold)
+        document |= {"cold": samples(cold), "background": samples(background)}
     document["warm"] = samples(warm)
     finish("starts", document, record=args.record)
 
