@@ -64,7 +64,7 @@ def from_scratch(kind: str, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
     runner.admit(0, tokens[:-1], Sampling(max_tokens=4))
     runner.prefill([tokens[:-1]], forced=tokens[-1])
     draft = runner.state.draft
-    return slots(draft, runner.table[0], len(tokens) - 1), np.asarray(draft.hidden[0])
+    return slots(draft, runner.table[0], len(tokens) - 1), np.asarray(draft.feature[0])
 
 
 def check_sequence(engine, kind: str, sequence) -> None:
@@ -76,9 +76,9 @@ def check_sequence(engine, kind: str, sequence) -> None:
         return
     assert n < len(text), "the root is known"
     table = np.asarray(sequence.pages)
-    expected, hidden = from_scratch(kind, text[: n + 1])
+    expected, feature = from_scratch(kind, text[: n + 1])
     np.testing.assert_allclose(slots(engine.state.draft, table, n), expected, atol=ERROR)
-    np.testing.assert_allclose(np.asarray(engine.state.draft.hidden[sequence.slot]), hidden, atol=ERROR)
+    np.testing.assert_allclose(np.asarray(engine.state.draft.feature[sequence.slot]), feature, atol=ERROR)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
@@ -163,7 +163,7 @@ def test_a_page_list_that_is_reused(kind, same_next):
         output = runner.step([False, True])
         text += output.tokens[1, : output.emitted[1]].tolist()
     n = len(text) - 1
-    found, (expected, hidden) = slots(runner.state.draft, runner.table[1], n), from_scratch(kind, text)
+    found, (expected, feature) = slots(runner.state.draft, runner.table[1], n), from_scratch(kind, text)
     stale = len(shared) - 1
     others = [slot for slot in range(n) if slot != stale]
     np.testing.assert_array_equal(found[:8], before)
@@ -171,10 +171,10 @@ def test_a_page_list_that_is_reused(kind, same_next):
     fits = np.allclose(found[stale], expected[stale], atol=ERROR)
     assert fits == same_next
     if same_next:
-        np.testing.assert_allclose(np.asarray(runner.state.draft.hidden[1]), hidden, atol=ERROR)
+        np.testing.assert_allclose(np.asarray(runner.state.draft.feature[1]), feature, atol=ERROR)
     alone = oracle.generate_plain(toy().logits, second, Sampling(max_tokens=len(text) - len(second)))
     assert min(alone.gaps) > NEAR and alone.tokens == text[len(second) :]
-    assert jnp.all(jnp.isfinite(runner.state.draft.hidden))
+    assert jnp.all(jnp.isfinite(runner.state.draft.feature))
 
 
 @pytest.mark.parametrize(("kind", "page_size"), [("eagle", 1), ("eagle3", 16)])

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -107,10 +108,11 @@ def test_a_distilled_head_is_often_right_and_a_misaligned_one_is_not(kind):
     assert accept_length(drafter, params) > 2.5
     assert accept_length(drafter, params, temperature=1.0) > 2
 
-    def observe_unshifted(all_params, state, context, seen):
-        return drafter.observe(all_params, state, context, seen._replace(next_tokens=seen.tokens))
+    def observe_shifted(all_params, state, context, seen):
+        earlier = jnp.roll(seen.features, 1, axis=1)  # each token's feature is the one before its own
+        return drafter.observe(all_params, state, context, seen._replace(features=earlier))
 
-    assert accept_length(drafter._replace(observe=observe_unshifted), params) < 2
+    assert accept_length(drafter._replace(observe=observe_shifted), params) < 2
     assert accept_length(drafter, untrained(kind)[1]) < 2
 
 

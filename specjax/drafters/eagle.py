@@ -4,13 +4,13 @@ Serves EAGLE-1/2, EAGLE-3 and MTP heads alike (`specjax.models.draft_head`; `spe
 `grow` makes the tree, EAGLE-2's. n tokens are committed, the root x_n is the last one drawn, and the head's cache holds
 n slots, slot t made of (f_t, x_{t+1}):
 
-    observe   the tokens that became certain go through the head with the TARGET's features; their slots are kept, and
-              so is the output at the last one
-    propose   that output predicts level 1; a node of a level reads its parent's output as the feature, at position
-              n + level - 1
+    observe   writes the keys and values of the slots of new tokens, from the TARGET's features: no attention, no MLP.
+              The row keeps the fused feature of the last token, f_{n-1}
+    propose   runs the head over the last slot, (f_{n-1}, x_n): its output predicts level 1. A node of a level reads its
+              parent's output as the feature, at position n + level - 1
 
-An unsure head may propose less, or nothing (`Confidence`): on a CPU each checked node costs time. docs/algorithms.md
-derives the alignment.
+So observing is cheap, always happens, and drafting may begin or pause at any step. docs/algorithms.md derives the
+alignment.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, UInt32
-from specjax_kernels import CAUSAL, CHEAP_ROWS
-from specjax_kernels.platforms import by_platform
+from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
@@ -38,13 +37,10 @@ from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
 from specjax.tree import DraftTree
 
-LONG_PATH = 16
-"""Tokens of the longest path that a step may commit, beyond which `observe` is for a prompt's chunk."""
-
 
 class EagleState(NamedTuple):
     cache: Any  # [P, S, ...] leaves, such as a `KeyValue`: the head's one layer, in the target's pages
-    hidden: Float[Array, "R M"]  # the head's output at the row's last slot: predicts what follows the root
+    feature: Float[Array, "R M"]  # the fused feature of the row's last committed token
 
 
 def eagle_drafter(
@@ -60,53 +56,43 @@ def eagle_drafter(
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
-        hidden = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
-        return EagleState(init_cache(model.pages, pool), hidden)
+        feature = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
+        return EagleState(init_cache(model.pages, pool), feature)
 
     def propose(shape: TreeShape, params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
-        hidden = take_rows(state.hidden, context)[:, None]
+        def run(tokens: Array, feature: Array, positions: Array, mask: Any, attended: Array, before: Any) -> Read:
+            embedded = model.embed(params.target, params.draft, tokens)
+            past = Past(state.cache, context.page_table, attended, before)
+            out, block = model.forward(params.draft, embedded, feature, positions, mask, past)
+            return Read(model.unembed(params.target, params.draft, out), out, block)
 
         def read(
             level: int, tokens: Int32[Array, "B k"], feature: Float[Array, "B k M"], mask: UInt32[Array, "#B k words"],
             before: Any,
         ) -> Read:  # fmt: skip
-            embedded = model.embed(params.target, params.draft, tokens)
             positions = jnp.broadcast_to(context.prefix_length[:, None] + (level - 1), tokens.shape)
-            past = Past(state.cache, context.page_table, context.attended, before)
-            out, block = model.forward(params.draft, embedded, feature, positions, mask, past)
-            return Read(model.unembed(params.target, params.draft, out), out, joined(before, block))
+            found = run(tokens, feature, positions, mask, context.attended, before)
+            return found._replace(keys=joined(before, found.keys))
 
-        start = Read(model.unembed(params.target, params.draft, hidden), hidden, None)
+        # The last slot's keys are in the pages, too, where the levels read them. Before the first token there is none.
+        last = context._replace(prefix_length=jnp.maximum(context.prefix_length - 1, 0))
+        feature = take_rows(state.feature, context)[:, None]
+        start = run(context.root[:, None], feature, last.prefix_length[:, None], CAUSAL, last.attended, None)
+        start = start._replace(keys=None)
         ids = partial(model.target_ids, params.draft)
         return grow(context, shape, confidence, start, read, ids, coupling=coupling), state
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
-        features, count = seen.features, seen.tokens.shape[1]
-        past = Past(state.cache, context.page_table, context.attended)
-
-        def read(width: int) -> tuple[Float[Array, "B M"], Any]:
-            """The output at the last token, and what to keep of all `count`, of which the first `width` are read."""
-            positions = context.prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-            embedded = model.embed(params.target, params.draft, seen.next_tokens[:, :width])
-            feature = model.fuse(params.draft, features[:, :width])
-            out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, past)
-            last = jnp.take_along_axis(out, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
-            rest = count - width
-            return last, jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2))), block)
-
-        def read_few() -> tuple[Float[Array, "B M"], Any]:
-            return jax.lax.cond(jnp.max(seen.length) <= CHEAP_ROWS, lambda: read(CHEAP_ROWS), lambda: read(count))
-
-        # Most paths are short, and on a CPU each row costs; on a GPU a branch would ask the host.
-        if CHEAP_ROWS < count <= LONG_PATH:
-            last, block = by_platform(cpu=read_few, default=partial(read, count))
-        else:
-            last, block = read(count)
-        # A NaN in a page would spread to the requests that hold the page later.
-        length = jnp.where(jnp.isnan(last[:, 0]), 0, seen.length)
-        cache = commit(state.cache, block, context.page_table, context.prefix_length, length, after=last)
-        return EagleState(cache, put_rows(state.hidden, last, context, seen))
+        offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
+        embedded = model.embed(params.target, params.draft, seen.next_tokens)
+        feature = model.fuse(params.draft, seen.features)
+        block = model.keep(params.draft, embedded, feature, context.prefix_length[:, None] + offset)
+        # A value that is not finite would spread to all requests that hold the page later.
+        block = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf)), block)
+        cache = commit(state.cache, block, context.page_table, context.prefix_length, seen.length, after=())
+        last = jnp.take_along_axis(feature, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
+        return EagleState(cache, put_rows(state.feature, last, context, seen))
 
     return growing_drafter(
         head_spec(head.kind).algorithm, head.features, shape, confidence, init=init, propose=propose, observe=observe,

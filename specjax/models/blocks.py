@@ -80,23 +80,14 @@ def attention(
     the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
     and keys whose weights are `query_norm` and `key_norm`.
     """
-    mixed = mesh.split(linear(x, weights, "qkv", norm=norm), 2)
-    group, head = mixed.shape[3] - 2, mixed.shape[4]
-    # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
-    # attention reads.
-    place = jnp.arange(group + 2)[None, None, None, :, None]
-    rotated = mixed
-    if head_norm is not None:
-        queries, keys = (head_norm(mixed, weights[name]) for name in ("query_norm", "key_norm"))
-        rotated = jnp.where(place < group, queries, keys)
-    rotated = jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
+    rotated = _rotated(x, weights, rotation, head_norm, norm)
     ragged = past.ragged
     if ragged is not None:
         rotated, positions = ragged.parted(rotated), ragged.parted(positions)
     if callable(backend):
         attended = backend(rotated, past, positions, mask, scores)
     else:
-        scale = head**-0.5 if scores.scale is None else scores.scale
+        scale = rotated.shape[4] ** -0.5 if scores.scale is None else scores.scale
         # Ragged blocks are a CPU's, and no mesh has them.
         queries = None if ragged is None else ragged.length
         options = {"scale": scale, "window": scores.window, "softcap": scores.softcap, "implementation": backend}
@@ -104,7 +95,37 @@ def attention(
     if ragged is not None:
         attended = ragged.joined(attended)
     out = mesh.whole(linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual))
-    return out, KeyValue(rotated[:, :, :, group], rotated[:, :, :, group + 1])
+    return out, _key_value(rotated)
+
+
+def keys_values(
+    x: Hidden, weights: Weights, rotation: Rotation, *, head_norm: Callable[[Array, Array], Array] | None = None,
+    norm: Norm | None = None,
+) -> KeyValue:  # fmt: skip
+    """The keys and values of `attention`, which is not computed."""
+    return _key_value(_rotated(x, weights, rotation, head_norm, norm))
+
+
+def _rotated(
+    x: Hidden, weights: Weights, rotation: Rotation, head_norm: Callable[[Array, Array], Array] | None,
+    norm: Norm | None,
+) -> Array:  # fmt: skip
+    """Queries, keys and values of x, [B, N, K, G + 2, E], after norms and rotary embedding."""
+    mixed = mesh.split(linear(x, weights, "qkv", norm=norm), 2)
+    group = mixed.shape[3] - 2
+    # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
+    # attention reads.
+    place = jnp.arange(group + 2)[None, None, None, :, None]
+    rotated = mixed
+    if head_norm is not None:
+        queries, keys = (head_norm(mixed, weights[name]) for name in ("query_norm", "key_norm"))
+        rotated = jnp.where(place < group, queries, keys)
+    return jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
+
+
+def _key_value(rotated: Array) -> KeyValue:
+    group = rotated.shape[3] - 2
+    return KeyValue(rotated[:, :, :, group], rotated[:, :, :, group + 1])
 
 
 def _by_heads(rotated: Array, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Array:

@@ -27,6 +27,7 @@ from specjax.models.blocks import (
     attention,
     gated_mlp,
     key_value_spec,
+    keys_values,
     soft_cap,
 )
 from specjax.models.experts import expert_leaves, mixture
@@ -80,13 +81,23 @@ class Layer(nn.Module):
         residual: Hidden | None = None,
     ) -> tuple[Hidden, Any]:  # fmt: skip
         """Attention of the normalised x, plus `residual`, and what the layer keeps of the block."""
-        c, w = self.config, self.weights
-        norm = partial(rms_norm, epsilon=c.norm_epsilon, offset=self.norm_offset)
+        c = self.config
         return attention(
-            x, w, rotation, positions, mask, past, backend=self.backend,
+            x, self.weights, rotation, positions, mask, past, backend=self.backend,
             scores=Scores(c.query_scale, self.window, c.attention_softcap),
-            head_norm=norm if "query_norm" in w else None, norm=self.norm_of("attention_norm"), residual=residual,
+            head_norm=self._head_norm, norm=self.norm_of("attention_norm"), residual=residual,
         )  # fmt: skip
+
+    def keep(self, x: Hidden, rotation: Rotation) -> Any:
+        """What the layer keeps of a block, without its attention."""
+        norm = self.norm_of("attention_norm")
+        return keys_values(x, self.weights, rotation, head_norm=self._head_norm, norm=norm)
+
+    @property
+    def _head_norm(self) -> Callable[[Array, Array], Array] | None:
+        if "query_norm" not in self.weights:
+            return None
+        return partial(rms_norm, epsilon=self.config.norm_epsilon, offset=self.norm_offset)
 
     @staticmethod
     def page_spec(config: ModelConfig) -> Any:

@@ -55,6 +55,10 @@ def table(config: ModelConfig) -> Table:
     return mixed_table(config, (*latent_leaves(config.latent, bias=config.attention_bias), ATTENTION_NORM, MLP_NORM))
 
 
+NORM_EPSILON = 1e-6
+"""Of the norms of latents, as transformers and DeepSeek's own code have it, whatever rms_norm_eps is."""
+
+
 class Latents(NamedTuple):
     """What a layer keeps of tokens: latent and rotated key side by side, [..., 1, rank + rope_dim]."""
 
@@ -74,15 +78,11 @@ class LatentLayer(Layer):
         c, w, scale = self.config.latent, self.weights, self.config.query_scale
         assert c is not None and scale is not None
         x = self.norm("attention_norm", x)
-        epsilon = 1e-6  # as transformers and DeepSeek's own code have it, whatever rms_norm_eps is
         narrow, query_norm = x, None
         if c.query_rank is not None:
-            narrow, query_norm = linear(x, w, "query_down"), Norm(w["query_down_norm"], epsilon)
+            narrow, query_norm = linear(x, w, "query_down"), Norm(w["query_down_norm"], NORM_EPSILON)
         queries = mesh.split(linear(narrow, w, "queries", norm=query_norm), 2)  # [B, N, H, n + r]
-        both = linear(x, w, "latent")
-        latent = rms_norm(both[..., : c.rank], w["latent_norm"], epsilon)
-        key = rotate(half_split(both[..., c.rank :]), *rotation)
-        block = Latents(jnp.concatenate([latent, key], axis=-1)[:, :, None])
+        block = self._latents(x, rotation)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         inward = jnp.einsum("bnhd,hdc->bnhc", queries[..., : c.nope_dim], w["key_up"], precision=precision)
         turned = rotate(half_split(queries[..., c.nope_dim :]), *rotation)
@@ -102,6 +102,18 @@ class LatentLayer(Layer):
             attended = ragged.joined(attended)
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
         return mesh.whole(linear(values.reshape(*x.shape[:2], -1), w, "output", residual=residual)), block
+
+    def keep(self, x: Hidden, rotation: Rotation) -> Latents:
+        return self._latents(self.norm("attention_norm", x), rotation)
+
+    def _latents(self, x: Hidden, rotation: Rotation) -> Latents:
+        """The latents and rotated keys of the normalised x."""
+        c, w = self.config.latent, self.weights
+        assert c is not None
+        both = linear(x, w, "latent")
+        latent = rms_norm(both[..., : c.rank], w["latent_norm"], NORM_EPSILON)
+        key = rotate(half_split(both[..., c.rank :]), *rotation)
+        return Latents(jnp.concatenate([latent, key], axis=-1)[:, :, None])
 
 
 def _by_heads(query: Any, latent: Any, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Any:

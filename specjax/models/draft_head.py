@@ -22,6 +22,7 @@ from specjax.models.blocks import (
     attention,
     gated_mlp,
     key_value_spec,
+    keys_values,
     linear,
     soft_cap,
 )
@@ -82,6 +83,11 @@ class DraftHead:
         x, block = attention(x, params, rotation, positions, mask, past, backend=self.backend, residual=residual)
         out = gated_mlp(x, params, norm=self._norm_of(params, "mlp_norm"), residual=x)
         return self._norm(params, "final_norm", out) if self.spec.next_feature_normed else out, block
+
+    def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> KeyValue:
+        """The keys and values of a block, [B, N, K, E], as `forward` returns them."""
+        x, _ = self._inputs(params, embedded, feature, positions)
+        return keys_values(x, params, rotations(self.config.rope, self.config.head_dim, positions))
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits, from what `forward` returned."""

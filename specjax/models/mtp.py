@@ -46,23 +46,37 @@ class MtpHead:
         self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, Any]:
         """The next features, and what the layer keeps of the block."""
+        x, rotation = self._inputs(params, embedded, feature, positions)
+        out, block = self._run(params, x, rotation, positions, mask, past)
+        return self._norm(params, "final_norm", out), block
+
+    def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> Any:
+        """What the layer keeps of a block, as `forward` returns it."""
+        return self._run(params, *self._inputs(params, embedded, feature, positions), method="keep")
+
+    def _inputs(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Hidden, Any]:
+        """What the layer reads, and the rotation."""
         config, style = self.config.layer, STYLES[self.config.style]
-        own = params[f"layers_{self.index}"]
-        around = own if style.shared is None else params
-
-        def norm(name: str, x: Hidden) -> Hidden:
-            return rms_norm(x, around[name], config.norm_epsilon, offset=self._layer.norm_offset)
-
         if style.first_embedding_zero:
             embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
-        pair = [norm("embedding_norm", embedded), norm("feature_norm", feature)]
-        x = linear(jnp.concatenate(pair[::-1] if style.feature_first else pair, axis=-1), around, "fc")
-        rotation = rotations(config.rope, config.latent.rope_dim if config.latent else config.head_dim, positions)
+        pair = [self._norm(params, "embedding_norm", embedded), self._norm(params, "feature_norm", feature)]
+        x = linear(jnp.concatenate(pair[::-1] if style.feature_first else pair, axis=-1), self._around(params), "fc")
+        return x, rotations(config.rope, config.latent.rope_dim if config.latent else config.head_dim, positions)
+
+    def _run(self, params: Weights, *arguments: Any, method: str | None = None) -> Any:
+        """The layer, or one of its methods."""
+        config = self.config.layer
         leaves = family(config).table(config)[1].leaves
         layer = self._layer(config, leaves, None, self.backend, parent=None)
-        weights = {leaf.name: own[leaf.name] for leaf in leaves}
-        out, block = layer.apply({"params": weights}, x, rotation, positions, mask, past)
-        return norm("final_norm", out), block
+        weights = {leaf.name: params[f"layers_{self.index}"][leaf.name] for leaf in leaves}
+        return layer.apply({"params": weights}, *arguments, method=method)
+
+    def _around(self, params: Weights) -> Weights:
+        """Where the weights around the layer are: with the head, or shared by all."""
+        return params[f"layers_{self.index}"] if STYLES[self.config.style].shared is None else params
+
+    def _norm(self, params: Weights, name: str, x: Hidden) -> Hidden:
+        return rms_norm(x, self._around(params)[name], self.config.layer.norm_epsilon, offset=self._layer.norm_offset)
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits, from what `forward` returned."""
