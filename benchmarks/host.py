@@ -98,12 +98,6 @@ def fake_step(
     return state, StepOutput(tokens, emitted, jnp.maximum(emitted - 1, 0), finish, logprobs, None)
 
 
-def fake_catch_up(params: Params, state: DecodeState, inputs: Any, **_: Any) -> tuple[DecodeState, jax.Array]:
-    """Nothing is left to tell the drafter."""
-    *_, slots = jax.lax.optimization_barrier((*jax.tree.leaves(params), inputs[0]))
-    return state, jnp.zeros_like(slots)
-
-
 def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptive: bool) -> Engine:
     """An engine over fake programs."""
     config = replace(
@@ -117,12 +111,11 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     drafter = make_drafter(Eagle3(steps=7, topk=1, nodes=8), target=target, head=head)
     fake = partial(fake_step, text=text, accepted=accepted, depth=drafter.depth)
     executables.speculate_step = executables.prefill_step = fake
-    executables.catch_up_step = fake_catch_up
     sizes = {"max_total_tokens": 2048 * rows, "context_length": CONTEXT, "chunked_prefill_size": 256}
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
     engine = Engine(target, params, tokenizer, drafter, config=options)
-    if engine.adaptive is not None:
-        engine.adaptive.expected = lambda batch, nodes: 1.0  # drafts cost nothing here
+    if engine.policy is not None:
+        engine.policy._ratio = lambda batch: 1.0  # drafts cost nothing here
     return engine
 
 

@@ -22,15 +22,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from specjax_kernels import Quantised
 from specjax_kernels.launch import LEAST_SPLIT, MOST_SPLITS, UNKNOWN
 
 from specjax.cache import PageSpec
-from specjax.config import Experts, HeadConfig, ModelConfig
+from specjax.config import Experts, HeadConfig, ModelConfig, MtpConfig
 from specjax.devices import Device
+from specjax.drafters.base import Drafter, Params
 from specjax.drafters.tree_shape import TreeShape
 from specjax.fabric import HGX, Fabric
 from specjax.models import table
 from specjax.models.params import Bits, Leaf, Sizes, dimensions, leaf_bytes, read_leaves
+from specjax.models.target import Target
 from specjax.outline import Outline, head_parameters, level_reads
 from specjax.shares import head_share, leaf_share, page_bytes, splits_input
 
@@ -267,7 +270,7 @@ def product_op(
 
 # A model and its draft.
 
-STEP, LEVEL, TREE_LEVEL, OBSERVE, WALK, LOOK_UP = 21, 8, 15, 10, 10, 30
+STEP, LEVEL, TREE_LEVEL, OBSERVE, WALK, LOOK_UP = 21, 8, 15, 5, 10, 30
 """Small kernels besides those of layers: of a step; of a level of a chain and of a tree (candidates, masks, positions);
 of an observation; of a tree's walk; of a draft without a model, a guess. Counted in programs compiled for an H200: a
 plain step of 32 layers has 471, a level of a tree 30 and of a chain 23
@@ -286,7 +289,8 @@ class Decoding:
     written: tuple[int, ...]  # bytes of a token in each leaf of pages
     level: Ops = ()  # a forward of the draft
     level_output: Ops = ()
-    once: Ops = ()  # with the first forward of the draft in a step, that of the observed tokens
+    observed: Ops = ()  # over the observed tokens
+    observes_always: bool = False  # in plain steps, too; then drafting begins with a forward over the last token
     draft_written: tuple[int, ...] = ()
 
     @classmethod
@@ -304,21 +308,25 @@ class Decoding:
             inner = [leaf for leaf in level if leaf not in ends]
             layer = layer_ops(inner, sizes, of, pages[0] if pages and head is not of else pages, bits=draft_bits,
                               devices=devices)  # fmt: skip
+            reads = [leaf for leaf in once if len(leaf.dims) > 1]
+            reads += [leaf for leaf in inner if leaf.name in ("qkv", "latent", "fc") and leaf not in reads]
             return replace(
                 found,
                 level=_counted([*layer, *_embedded(target.config, devices)]),
                 level_output=_counted(op for leaf in ends for op in _output(leaf, sizes, of, draft_bits, devices))
                 or output,
-                once=_counted(
-                    product_op(leaf, sizes, of, draft_bits, devices=devices) for leaf in once if len(leaf.dims) > 1
-                ),
+                observed=_counted(product_op(leaf, sizes, of, draft_bits, devices=devices) for leaf in reads),
+                observes_always=True,
                 draft_written=_written(pages[0] if head is not of else pages, devices),
             )
         if drafts is not None:
             level, out = _model_ops(drafts.config, drafts.pages, draft_bits, devices)
-            return replace(found, level=level, level_output=out, draft_written=_written(drafts.pages, devices))
+            return replace(
+                found, level=level, level_output=out, observed=level, draft_written=_written(drafts.pages, devices)
+            )
         read = sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(outline.params.draft))
-        return replace(found, level=((Op(PRODUCTS, weights=read), 1),)) if read else found
+        own = ((Op(PRODUCTS, weights=read), 1),)
+        return replace(found, level=own, observed=own) if read else found
 
     @property
     def drafts_with_model(self) -> bool:
@@ -388,17 +396,19 @@ def step_cost(
 
     drafted, path = tree != PLAIN, tree.depth + 1
     if drafted and model.drafts_with_model:
-        add("draft", model.level_output, batch)
+        add("draft", (*(model.level if model.observes_always else ()), *model.level_output), batch)
         add("draft", (*model.level, *model.level_output), batch * tree.topk, tree.steps - 1)
         small("draft", (LEVEL if tree.topk == 1 else TREE_LEVEL) * tree.steps)
-        add("commit", (*model.level, *model.once), batch * path)
-        small("commit", OBSERVE)
     elif drafted:
         small("draft", LOOK_UP)
+    observes = model.drafts_with_model and (drafted or model.observes_always)
+    if observes:
+        add("commit", model.observed, batch * path)
+        small("commit", OBSERVE)
     rows = batch * tree.nodes
     add("verify", (*model.forward, *model.output), rows)
     small("verify", STEP + (WALK if drafted else 0))
-    written = (*model.written, *(model.draft_written if drafted else ()))
+    written = (*model.written, *(model.draft_written if observes else ()))
     launches = min(1, len(written)) if concurrent and on.overlapped else len(written)
     small("commit", launches, 2.0 * batch * path * sum(written))
     return StepCost(batch, tree, context, parts)
@@ -445,3 +455,58 @@ def cheapest_tree(
         step_cost(model, on, batch=batch, tree=tree, context=context, concurrent=concurrent) for tree in (PLAIN, *trees)
     ]
     return max(steps, key=lambda step: step.rate(1.0 if step.tree == PLAIN else accept(step.tree)))
+
+
+CPU_STEP = {1: 1.0, 4: 1.7, 8: 2.5, 16: 3.8, 64: 13.0}
+"""Seconds of a forward of so many tokens over those of one: SmolLM2-135M in Q4_1 on 2 cores with AVX-512
+(benchmarks/results/before-after-2026-11-25-few-rows.json: 5.5, 9.5, 13.9, 21.1 ms; the last is extrapolated)."""
+CPU_LEVEL = 0.5  # seconds of a byte that a draft reads over those of one that the target reads
+FOUND = 0.3  # share of steps in which a drafter without a model proposes something for a request
+
+
+def estimated_ratio(
+    batch: int, drafter: Drafter, params: Params, predicted: Decoding | None, on: Machine | None
+) -> float:
+    """Seconds of a batch's step with drafts over those of a plain one, before either has run.
+
+    Args:
+        drafter: of the batch bucket.
+        predicted, on: the model's kernels and the machine, for the cost model of a GPU; None: `CPU_STEP` and the bytes
+            that a draft model reads.
+    """
+    if predicted is not None and on is not None:
+        trees = Tree(drafter.depth, drafter.topk, drafter.width), PLAIN
+        drafted, plain = (step_cost(predicted, on, batch=batch, tree=tree).seconds for tree in trees)
+        return drafted / plain
+    tokens, seconds = list(CPU_STEP), list(CPU_STEP.values())
+    plain, checked = np.interp([batch, batch * drafter.width], tokens, seconds)
+    if not drafter.runs_model:
+        return 1 + (1 - (1 - FOUND) ** batch) * (checked / plain - 1)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (params.draft, params.target)]
+    return checked / plain + CPU_LEVEL * drafter.depth * sizes[0] / sizes[1]
+
+
+def running_model(
+    target: Target, params: Params, drafter: Drafter, draft_model: HeadConfig | MtpConfig | Target | None
+) -> Decoding | None:
+    """The kernels of models that are loaded; None: the target is of no known family. `draft_model`: the head, layers or
+    model that drafts."""
+    model = draft_model if isinstance(draft_model, Target) else None
+    head = None if isinstance(draft_model, Target) else draft_model
+    bits = _stored_bits(params.target), _stored_bits(params.draft)
+    try:
+        return Decoding.of(Outline(target, params, drafter, head, model, *bits, headers=True))
+    except ValueError:  # a target of the user's own declares no layers
+        return None
+
+
+def _stored_bits(params: Any) -> Bits | None:
+    """How a model's matrices are quantised, on average; None: they have its dtype."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    few = [(getattr(path[-1], "key", None), leaf) for path, leaf in leaves if isinstance(leaf, Quantised)]
+    if not few:
+        return None
+    names, stored = {name for name, _ in few}, jax.tree.leaves([leaf for _, leaf in few])
+    weights = sum(prod(leaf.shape) for _, leaf in few)
+    bits = 8 * sum(leaf.size * leaf.dtype.itemsize for leaf in stored)
+    return Bits(bits / weights, bool(names & {"embed", "head"}), "embed" in names)

@@ -34,7 +34,6 @@ from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_drafter, checked_observe, checked_propose
-from specjax.drafters.deferred import catch_up
 from specjax.models.ragged import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
@@ -284,16 +283,6 @@ def prefill_step(
     after = logits if mesh.devices() == 1 else finite
     state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=after)
     return state, output
-
-
-def catch_up_step(
-    params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, width: int
-) -> tuple[DecodeState, PerRequest]:
-    """Tells a drafter that is deferred up to `width` tokens of each request, finished ones too. Returns by how many
-    tokens each still lags. See `specjax.drafters.deferred`."""
-    context, _, _ = _gather(state._replace(finished=jnp.zeros_like(state.finished)), inputs)
-    draft, behind = catch_up(drafter, params, state.draft, context, width)
-    return state._replace(draft=draft), behind
 
 
 class Steps(NamedTuple):

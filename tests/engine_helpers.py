@@ -123,8 +123,8 @@ def make_engine(
 def reluctant_engine(model: Toy, drafter: Drafter | DraftOptions | str, **config: Any) -> Engine:
     """An adaptive engine to which steps with drafts seem a thousand times slower than others."""
     engine = make_engine(model, drafter, adaptive=True, **config)
-    assert engine.adaptive is not None
-    engine.adaptive.expected, engine.adaptive.record = (lambda batch, nodes: 1e3), (lambda *given, **more: None)
+    assert engine.policy is not None
+    engine.policy._ratio, engine.policy.record = (lambda batch: 1e3), (lambda *given: None)
     return engine
 
 

@@ -33,7 +33,7 @@ def run(case: str, count: int, adaptive: bool) -> dict[str, Any]:
     engine = Engine(target, params, tokenizer(), drafter, config=config, draft_model=description)
     chosen = []
     if adaptive:
-        assert engine.adaptive is not None
+        assert engine.policy is not None
 
         def choose(batch: int, requests: Any) -> int:
             """Changes with the text, so that it is the same in every run."""
@@ -41,7 +41,7 @@ def run(case: str, count: int, adaptive: bool) -> dict[str, Any]:
             chosen.append(options[sum(sum(one.output[-2:]) for one in requests) % len(options)])
             return chosen[-1]
 
-        engine.adaptive.choose = choose
+        engine.policy.choose = choose
     prompts, sampling = zip(*REQUESTS, strict=True)
     # The first one's pages are there when the others come.
     done = [engine.generate(prompts[0], sampling[0]), *engine.generate([*prompts[1:]], [*sampling[1:]])]

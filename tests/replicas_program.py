@@ -67,7 +67,7 @@ def serve(service: Any) -> dict[str, Any]:
             "generated": [one.counters.generated for one in engines],
             "cached": sum(one.counters.cached_tokens for one in engines),
             "accepted": sum(one.counters.accepted for one in engines),
-            "chooses": [one.drafting.report() is not None for one in engines],
+            "chooses": [one.policy is not None for one in engines],
             "devices": [devices(one) for one in engines],
             "sizes": [info["dp_size"], info["tp_size"], len(info["internal_states"]), loads["dp_rank_count"]],
             "ep_size": info["ep_size"],

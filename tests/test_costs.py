@@ -94,7 +94,7 @@ def test_milliseconds_of_a_step(batch, tree, milliseconds):
     ("batch", "rows", "tree", "ratio"),
     [
         (1, 1, CHAIN, 1.35), (1, 1, BUSHY, 1.27), (8, 8, CHAIN, 1.36), (8, 8, BUSHY, 1.7), (8, 16, BUSHY, 2.8),
-        (64, 64, CHAIN, 2.5), (64, 64, BUSHY, 7.5),
+        (64, 64, CHAIN, 2.4), (64, 64, BUSHY, 7.5),
     ],
 )  # fmt: skip
 def test_ratio_of_a_step_to_a_plain_one(batch, rows, tree, ratio):
@@ -113,9 +113,11 @@ def test_products_reach_80_to_93_percent_of_a_copy():
 
 
 def test_counts_of_a_plain_step():
-    cost = step_cost(EIGHT_B, H200)
+    cost = step_cost(Decoding.of(described(LLAMA)), H200)
     assert cost.total.kernels == pytest.approx(472, abs=2)  # compiled: 471 kernels and a copy
     assert cost.phase("commit").kernels == 64
+    observing = step_cost(EIGHT_B, H200).total.kernels
+    assert observing == cost.total.kernels + 9  # compiled for 4 layers: 84 kernels with an EAGLE-3 head, 75 without
     layer = [*layer_ops(table(LLAMA)[1].leaves, dimensions(LLAMA), LLAMA, make_target(LLAMA).pages[0])]
     assert sum(op.kernels for op in layer) == 12
     weights = 2 * (32 * 218_103_808 + 4096 * 128256)
@@ -320,7 +322,7 @@ def test_expected_accept_lengths(tree):
     [
         ({"flops": 1e18}, 1, 0.8, Tree(5, 8, 32)),  # multiplying costs nothing
         ({"flops": 3e12}, 64, 0.8, PLAIN),  # each checked node costs what it saves
-        ({"kernel": 1e-3}, 1, 0.8, PLAIN),  # a level has 23 kernels, the target's one layer 14
+        ({"kernel": 1e-3}, 1, 0.3, PLAIN),  # a level has 23 kernels, the target's one layer 14
         ({}, 64, 0.1, PLAIN),  # a draft that is hardly ever right
         ({}, 64, 0.8, Tree(3, 1, 4)),
     ],
@@ -357,4 +359,4 @@ def test_estimates_beside_a_record_of_the_device(tmp_path, monkeypatch):
     (tmp_path / "gpu-check-nvidia-h200-2026-11-23.json").write_text(json.dumps(record))
     (tmp_path / "gpu-check-nvidia-l40s-2026-11-23.json").write_text(json.dumps(record))
     found = [compared(EIGHT_B, H200, row) for row in measured("H200", tmp_path)]
-    assert [row["ratio"] for row in found] == pytest.approx([5.0 / 5.127, 9.0 / 7.154], rel=1e-3)
+    assert [row["ratio"] for row in found] == pytest.approx([5.0 / 5.195, 9.0 / 7.164], rel=1e-3)

@@ -24,9 +24,7 @@ from train_helpers import environment
 import specjax
 from specjax import Drafter, Params, SamplingParams, load_drafter, make_drafter
 from specjax.drafters.base import put_rows, take_rows
-from specjax.drafters.deferred import defer
 from specjax.drafters.factories import make_speculation
-from specjax.step import catch_up_step
 
 ROOT = Path(__file__).parent.parent
 GUIDE, PAGE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("drafters.md", "without-the-engine.md"))
@@ -270,21 +268,3 @@ def test_what_observe_gets_of_prompts_and_steps(lookup):
         assert output.emitted[1] == 1, "without drafts one token a step"
         most = max(most, int(output.emitted[0]))
     assert most > 2, "some drafts were accepted"
-
-
-def test_what_observe_gets_when_drafting_begins_again(lookup):
-    deferred = defer(lookup, CYCLE.target)
-    runner = Runner(CYCLE, deferred.lazy, rows=1, chunk=11)
-    runner.admit(0, PROMPT, Sampling(temperature=0.0, max_tokens=30))
-    runner.prefill([PROMPT])
-    text = [*PROMPT, int(runner.state.root[0])]
-    for _ in range(2):
-        text += runner.step([True]).tokens[0, :1].tolist()
-    assert observed(runner.state.draft.draft)[0] == 0, "nothing was observed so far"
-    state, part = runner.state, 8
-    for call, start in enumerate(range(0, len(text) - 1, part), 1):
-        inputs = runner.inputs([True])
-        state, _ = catch_up_step(runner.params, state, inputs, drafter=deferred.inner, width=part)
-        end = min(start + part, len(text) - 1)
-        expected = (call, start, text[start:end], text[start + 1 : end + 1], text[:end][-4:])
-        assert observed(state.draft.draft) == expected

@@ -20,8 +20,8 @@ from specjax.cli import build, flags
 from specjax.drafters import Auto, Drafter, Eagle3, Ngram, Standalone, TreeShape, make_drafter, ngram_drafter
 from specjax.drafters.hybrid import hybrid_drafter
 from specjax.engine import SamplingParams
-from specjax.engine.adaptive import Adaptive
-from specjax.engine.choice import PLAIN
+from specjax.engine.draft_policy import DraftPolicy
+from specjax.engine.keys import PLAIN, TREE
 from specjax.tree import chain
 
 SAMPLING = [
@@ -141,9 +141,9 @@ PROMPTS = [[5, 6, 7, 8, 9] * 4, [1, 2, 3], [7] * 9]
     ],
 )
 def test_the_texts_are_those_without_drafts(kind, config, monkeypatch):
-    """Greedy and sampled with a seed, several at once. With the adaptive choice the drafter misses some steps."""
-    turns = itertools.cycle([0, 0, PLAIN, PLAIN, 0, 2, 0])
-    monkeypatch.setattr(Adaptive, "choose", lambda self, batch, requests: next(turns))
+    """Greedy and sampled with a seed, several at once."""
+    turns = itertools.cycle([TREE, TREE, PLAIN, PLAIN, TREE])
+    monkeypatch.setattr(DraftPolicy, "choose", lambda self, batch, requests: next(turns))
     toy, params, make = right_often(kind)
     prompts = [[token % toy.vocab for token in prompt] for prompt in PROMPTS]
     model = make(TreeShape(2, 2, 4), explicit_width=True)
@@ -161,18 +161,6 @@ def test_the_texts_are_those_without_drafts(kind, config, monkeypatch):
         assert steps < alone, (steps, alone)
 
 
-def test_a_step_is_expected_to_take_what_the_models_takes():
-    """Trees as wide as a long match are rare."""
-    toy, params, make = right_often("eagle3")
-    model = make(TreeShape(2, 2, 4), explicit_width=False)
-    both = hybrid_drafter(model, ngram_drafter(Ngram().on("cpu")))
-    ratios = [
-        make_engine(toy, drafter, draft=params, warm=False, adaptive=True)._expected_ratio(1)
-        for drafter in (model, both)
-    ]
-    assert ratios[0] == ratios[1] > 1
-
-
 # The option.
 
 
@@ -182,13 +170,13 @@ def test_the_option_makes_the_drafter():
     plain, off, on = (make_drafter(Standalone(hybrid_match=match), **given) for match in (None, 0, 3))
     assert plain.note == off.note and not plain.reads_tokens
     assert on.note.endswith("; n-grams after matches of 3 or more tokens (Standalone.hybrid_match)")
-    assert (on.name, on.runs_model, on.typical.width, on.depth) == (plain.name, True, plain.width, 7)
+    assert (on.name, on.runs_model, on.depth) == (plain.name, True, 7)
     assert (on.width, on.widths) == (8, (4,)), "NGRAM's trees on a CPU"
     explicit = make_drafter(Standalone(steps=2, hybrid_match=3), **given)
-    assert (explicit.width, explicit.widths, explicit.typical.width) == (3, (), 3)
+    assert (explicit.width, explicit.widths) == (3, ())
     assert make_drafter(Standalone(hybrid_match=3), platform="gpu", **given).width == plain.width
     large = make_drafter(Standalone(steps=8, topk=8, nodes=100, hybrid_match=3), **given)
-    assert (large.width, large.depth, large.levels) == (100, 18, 8), "n-grams have trees of at most 64 nodes"
+    assert (large.width, large.depth) == (100, 18), "n-grams have trees of at most 64 nodes"
 
 
 def test_what_is_refused():

@@ -338,20 +338,3 @@ def test_an_engine_runs_stored_programs(folder, monkeypatch):
     monkeypatch.setattr(jax.stages.Traced, "lower", lambda *_, **__: pytest.fail("it was traced"))
     second.warm_up(progress=False)
     assert outcome(second.generate([70, 71, 72], params)) == expected
-
-
-def test_a_start_loads_the_smaller_trees_that_are_stored(folder, monkeypatch):
-    """Nothing is compiled for them that nobody has wanted, and no stream waits for what was."""
-    monkeypatch.setattr(program_store, "_KNOWN_CODE", program_store._KNOWN_CODE | {"toy_models"})
-
-    def started() -> Any:
-        engine = make_engine(toy(), "NGRAM", max_running_requests=1, adaptive=True, warm=False)
-        engine.warm_up_in_background(progress=False).join(120)
-        return engine
-
-    first = started()
-    wanted = first.buckets.later_keys()[0]
-    assert wanted not in first.executables.compiled()
-    first.warm_up([wanted], progress=False)
-    monkeypatch.setattr(jax.stages.Traced, "lower", lambda *_, **__: pytest.fail("it was traced"))
-    assert started().executables.compiled() == {*first.buckets.all_keys(), wanted}

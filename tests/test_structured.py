@@ -30,10 +30,9 @@ from toy_models import tiny_llama
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.choice import PLAIN
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
-from specjax.engine.keys import Key
+from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.sampling_params import ParameterError
 from specjax.engine.sequence import Status, completion
 from specjax.models.draft_head import init_head_params
@@ -110,39 +109,13 @@ ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
 def test_whatever_is_chosen_and_retracted(kind, monkeypatch):
     engine = engine_of(kind, **ADAPTIVE)
     rng = np.random.default_rng(1)
-    for adaptive in engine.drafting.adaptive.values():
-        monkeypatch.setattr(adaptive, "choose", lambda batch, requests: 0 if rng.random() < 0.5 else PLAIN)
+    monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: TREE if rng.random() < 0.5 else PLAIN)
     made = requests(9, longest=40)
     before = engine.scheduler.retractions
     found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
     check(llama() if kind == "eagle3" else toy(), made, found)
     assert engine.scheduler.retractions > before
     check_idle(engine)
-
-
-def test_what_a_drafter_has_missed_is_counted(monkeypatch):
-    """Also where forced tokens were accepted that it was not told of."""
-    engine = engine_of("eagle3", **ADAPTIVE)
-    rng = np.random.default_rng(4)
-    monkeypatch.setattr(
-        engine.drafting.adaptive["constrained"], "choose", lambda batch, requests: 0 if rng.random() < 0.3 else PLAIN
-    )
-    prompt, seen = byte_ids(b"one two"), 0
-    sequence = engine.add(prompt, SamplingParams(max_new_tokens=60, grammar=OBJECT))
-    while sequence.status is not Status.FINISHED:
-        engine.step()
-        with engine.lock:  # of what is in flight the host knows nothing yet
-            engine._steps.collect_all_but(0)
-        if sequence.status is Status.RUNNING:
-            marks = np.asarray(engine.state.draft.seen)[sequence.pages]
-            size = engine.config.page_size
-            partial = np.flatnonzero(marks < size)
-            known = len(marks) * size if not len(partial) else partial[0] * size + marks[partial[0]]
-            lag = max(int(engine.state.rows.prefix_length[sequence.slot]) - int(known), 0)
-            assert lag <= sequence.unseen
-            seen += lag > 1
-    assert seen
-    check_masked(llama(), prompt, sequence.params, completion(sequence))
 
 
 def test_json_fits_its_schema():
@@ -288,7 +261,7 @@ def test_a_step_is_read_before_the_next_is_launched(monkeypatch):
 def test_forced_tokens_are_not_drafted_twice(monkeypatch):
     """No drafter runs where all requests have forced tokens, and a step without either has the plain program."""
     engine, keys = engine_of("NGRAM", adaptive=True), list[Key]()
-    monkeypatch.setattr(engine.drafting.adaptive["constrained"], "choose", lambda batch, requests: PLAIN)
+    monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: PLAIN)
     run = engine.device.run
     monkeypatch.setattr(engine.device, "run", lambda key, *given: keys.append(key) or run(key, *given))
     params = SamplingParams(max_new_tokens=64, grammar=Grammar("regex", "[xy]abcdefgh ijkl[xy]"))

@@ -179,7 +179,7 @@ class Drafter(NamedTuple):
         propose: (params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come
             before children, siblings differ, valid nodes come first.
         observe: (params, state, context, observation) -> state. Called after each commit, of prompts too, and also
-            where speculation is off.
+            in steps that draft nothing (but see `costly_observe`).
         widths: smaller tree widths worth a program of their own; 1 and `width` are always there.
         explicit_width: whether the user set the width; then every batch drafts trees of it, however large.
         reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
@@ -189,11 +189,9 @@ class Drafter(NamedTuple):
             are computed only where a trace shows them.
         resize: a number of nodes, at least 2 -> the drafter of smaller trees, with the same `init` and `observe`, so
             that steps of several shapes may share a state. None: it has one shape, of which the best nodes are taken.
-        remembers: whether what one request has said may be drafted for another: then it is told of each text, if only
-            when that has ended.
+        costly_observe: True if `observe` runs a model, as a draft model must to read tokens. A request then drafts
+            from its first step to its end or not at all, and steps in which none drafts do not observe.
         coupling: "noise": drafts of requests that sample are chosen with the target's noise; "none": without.
-        typical: another drafter whose trees most of its own are like, by which a step's time is estimated before it is
-            measured; None: itself.
         note: description of the tree, for the log.
         source: name of the head, layers or model that drafts, for the log.
     """
@@ -212,16 +210,10 @@ class Drafter(NamedTuple):
     topk: int = 1
     chains: bool = False
     resize: Callable[[int], Drafter] | None = None
-    remembers: bool = False
+    costly_observe: bool = False
     coupling: str = "none"
-    typical: Drafter | None = None
     note: str = ""
     source: str = ""
-
-    @property
-    def levels(self) -> int:
-        """Levels of the tree that its model grows, each a forward of the model, or its greatest depth without one."""
-        return (self.typical or self).depth
 
     def within(self, nodes: int) -> Drafter:
         """The drafter for steps whose trees have at most `nodes` nodes."""

@@ -96,6 +96,7 @@ ANY_DRAFT = Confidence()  # no minimum
 def growing_drafter(
     name: str, features: Features, shape: TreeShape, confidence: Confidence, *, init: Any, propose: Any, observe: Any,
     explicit_width: bool, note: str, positions: int | None = None, coupling: Coupling = "none",
+    costly_observe: bool = False,
 ) -> Drafter:  # fmt: skip
     """The drafter of these functions, which runs a model and proposes trees of this shape, or of a smaller one.
 
@@ -128,6 +129,7 @@ def growing_drafter(
             topk=shape.topk,
             chains=shape.topk == 1,
             resize=lambda nodes: of(shape.within(nodes)),
+            costly_observe=costly_observe,
             coupling=coupling,
             note=note + confidence.note + limit,
         )

@@ -6,9 +6,8 @@ On a CPU the model then proposes nothing, unless another request of the batch ne
     ... the cat sat|    "the cat sat" has occurred, "on the mat" followed     proposed: on the mat
     ... a dog ran|      nothing matches                                       proposed: what the model says
 
-Both observe the same tokens. Where the engine decodes without drafts, that is later or, at a text's end, never
-(`Drafter.remembers`), so not every text is remembered. Arctic Inference combines a model with lookup in a similar way
-(SuffixDecoding, arXiv 2411.04975).
+Both observe the same tokens. Arctic Inference combines a model with lookup in a similar way (SuffixDecoding, arXiv
+2411.04975).
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class HybridState(NamedTuple):
 def hybrid_drafter(model: Drafter, ngrams: Drafter) -> Drafter:
     """Proposes the trees of `ngrams` where it has any, else those of `model`, as wide as the wider of both.
 
-    Facts of the result, such as its name, are the model's, and the model's are its typical trees. Neither drafter may
-    change its state when it proposes.
+    Facts of the result, such as its name, are the model's. Neither drafter may change its state when it proposes.
     """
     width = max(model.width, ngrams.width)
     # Their functions alone: the functions below are a part of a program's name, with all that they refer to.
@@ -77,5 +75,4 @@ def hybrid_drafter(model: Drafter, ngrams: Drafter) -> Drafter:
         widths=tuple(sorted(each for each in narrower if 1 < each < width)),
         reads_tokens=model.reads_tokens or ngrams.reads_tokens,
         resize=resize,
-        typical=model,
     )

@@ -124,7 +124,6 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         # One width between 1 and N: that of weak matches if they draft, else one for batches too large for N.
         widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
         resize=lambda nodes: ngram_drafter(config.within(nodes)),
-        remembers=True,
     )
 
 

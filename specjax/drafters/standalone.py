@@ -122,6 +122,6 @@ def standalone_drafter(
 
     return growing_drafter(
         Standalone.algorithm, None, shape, confidence, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note, coupling=coupling,
+        explicit_width=explicit_width, note=note, coupling=coupling, costly_observe=True,
         positions=limit if limit < target.config.max_positions else None,
     )  # fmt: skip

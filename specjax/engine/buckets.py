@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from specjax.drafters.base import Drafter
-from specjax.engine.keys import Key
+from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.sequence import Sequence
 from specjax.step import tree_widths
 
@@ -24,7 +24,7 @@ so more prompts would cost those that fill a chunk."""
 
 MIDDLE_CHUNK = {"cpu": 128}
 """For long prompts where the wide chunk takes too long (`specjax.engine.pace.WAIT`); the overhead of the small one is
-larger. A catch-up has no such limit."""
+larger."""
 
 FINE_CHUNKS = {"cpu": (16, 8)}  # for prompts beside running requests; on a GPU a small chunk costs what these would
 PART = 0.9  # what a token of a prompt counts that goes on: of programs that save as much, the one that ends more
@@ -47,10 +47,6 @@ HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 drafts for one request alone: with a draft head, four at once had half the speed without drafts with four nodes each
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
-SMALL_TREE = 4
-"""Nodes of the smaller tree that a step may draft with; half of the batch's own where those are fewer than twice as
-many."""
-
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
 
 
@@ -66,7 +62,7 @@ class Buckets:
     several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
     free_tokens: int = FREE_TOKENS["cpu"]
     context: int = CONTEXT["cpu"]
-    adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.adaptive`)
+    adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.draft_policy`)
 
     @classmethod
     def build(
@@ -132,13 +128,11 @@ class Buckets:
             return None
         return PACE * max(1.0, waiting / running)
 
-    def prefill_shapes(self, kind: str = "prefill") -> list[tuple[int, int, int]]:
+    def prefill_shapes(self) -> list[tuple[int, int, int]]:
         """`Key.rows`, `Key.width` and `Key.tokens` of all programs that several prompts can share, and of those for
         one. Prefills without padding take the place of others for several prompts."""
-        without = self.ragged if kind == "prefill" else ()
-        packs = [pack for pack in self.packs if kind == "prefill" or pack[0] > 1 or pack[1] < self.chunks[0]]
-        padded = [(rows, width, 0) for rows, width in packs if rows == 1 or not without]
-        return [*((1, chunk, 0) for chunk in self.chunks), *padded, *without]
+        padded = [(rows, width, 0) for rows, width in self.packs if rows == 1 or not self.ragged]
+        return [*((1, chunk, 0) for chunk in self.chunks), *padded, *self.ragged]
 
     def step_cost(self, batch: int) -> int:
         """Of a step of a batch bucket, in units of one token's forward."""
@@ -175,7 +169,7 @@ class Buckets:
         after = self.step_cost(self.batch(min(running, self.batches[-1]))) if running else 0
         chunks = self.chunks_for(left[0]) if most is None else self.chunks
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
-        shapes = self.prefill_shapes(kind)
+        shapes = self.prefill_shapes()
         tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _, _ in shapes}
         keys = [Key(kind, width, tables[rows], rows, tokens=tokens) for rows, width, tokens in shapes]
         ready = sorted((key for key in keys if key in compiled), key=lambda key: key.size)
@@ -237,17 +231,8 @@ class Buckets:
     def choices(self, batch: int) -> tuple[int, ...]:
         """`Key.nodes` of the steps of a batch bucket."""
         if not self.adaptive:
-            return (0,)
-        if not self.drafts(batch):
-            return (1,)
-        widest = self.tree_widths(batch)[-1]
-        small = SMALL_TREE if widest >= 2 * SMALL_TREE else widest // 2
-        return (0, 1, small) if small > 1 else (0, 1)
-
-    def _first_choices(self, batch: int) -> tuple[int, ...]:
-        """Those of `choices` whose programs are compiled before they are asked for. A smaller tree's is compiled in the
-        background where it is expected to be better (`Adaptive.wanted`)."""
-        return tuple(nodes for nodes in self.choices(batch) if nodes <= 1)
+            return (TREE,)
+        return (TREE, PLAIN) if self.drafts(batch) else (PLAIN,)
 
     # Programs
 
@@ -257,25 +242,14 @@ class Buckets:
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
         sizes = [("prefill", 1, chunk, 0, 0) for chunk in self.chunks]
-        sizes += [("step", 1, batch, nodes, 0) for batch in batches for nodes in self._first_choices(batch)]
-        kinds = ("prefill", "catch-up") if self.adaptive else ("prefill",)
-        sizes += [("catch-up", 1, chunk, 0, 0) for chunk in self.chunks if self.adaptive]
-        packs = [(kind, pack) for kind in kinds for pack in self.prefill_shapes(kind)[len(self.chunks) :]]
-        sizes += [(kind, rows, width, 0, tokens) for kind, (rows, width, tokens) in packs]
+        sizes += [("step", 1, batch, nodes, 0) for batch in batches for nodes in self.choices(batch)]
+        packs = self.prefill_shapes()[len(self.chunks) :]
+        sizes += [("prefill", rows, width, 0, tokens) for rows, width, tokens in packs]
         return [
             Key(kind, width, table, rows, nodes, tokens)
             for kind, rows, width, nodes, tokens in sizes
             for table in self.tables
         ]
-
-    def choice_keys(self, batch: int, nodes: int) -> list[Key]:
-        """Programs of the steps of one of `choices`, for requests of any length."""
-        return [Key("step", batch, table, nodes=nodes) for table in self.tables]
-
-    def later_keys(self) -> list[Key]:
-        """Programs of the smaller trees."""
-        rest = [(batch, nodes) for batch in self.batches for nodes in self.choices(batch) if nodes > 1]
-        return [key for batch, nodes in rest for key in self.choice_keys(batch, nodes)]
 
     def constrained_keys(self) -> list[Key]:
         """Programs for requests that follow a grammar, which are compiled when there is one."""
@@ -285,16 +259,11 @@ class Buckets:
 
     def constrained_choices(self, batch: int) -> tuple[int, ...]:
         """As `choices`, for steps in which some follow a grammar."""
-        return (0, 1) if self.drafts(batch) else (1,)
+        return (TREE, PLAIN) if self.drafts(batch) else (PLAIN,)
 
     def step_widths(self, key: Key) -> tuple[int, ...]:
         """The tree widths of a step."""
-        if key.nodes:
-            # As for the batch's own tree: fewer nodes are checked where fewer are proposed.
-            several = self.several_widths and key.kind == "step"
-            inner = self.tree_widths(key.width) if several else ()
-            return (*(w for w in inner if w < key.nodes), key.nodes)
-        return self.tree_widths(key.width)
+        return (1,) if key.nodes == PLAIN else self.tree_widths(key.width)
 
     def scoring_keys(self) -> list[Key]:
         """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt
@@ -303,9 +272,7 @@ class Buckets:
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time needs."""
-        chunks = [width for rows, width in self.packs if rows == 1 and self.adaptive]
-        chunks = [("catch-up", width) for width in (*self.chunks, *chunks)] + [("prefill", c) for c in self.chunks]
-        needed = {("step", self.batches[0]), *chunks}
+        needed = {("step", self.batches[0]), *(("prefill", chunk) for chunk in self.chunks)}
         return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
@@ -318,13 +285,11 @@ class Buckets:
                 width = self.chunks_for(left)[0]
                 keys[Key("prefill", width, table)] = None
                 left -= width
-        keys |= dict.fromkeys(key._replace(kind="catch-up") for key in [*keys] if self.adaptive)
-        for kind in ("prefill", "catch-up") if self.adaptive else ("prefill",):
-            for rows, width, tokens in self.prefill_shapes(kind):
-                if rows > 1 and len(sequences) >= (-(-tokens // width) if tokens else rows):
-                    keys[Key(kind, width, table, rows, tokens=tokens)] = None
+        for rows, width, tokens in self.prefill_shapes():
+            if rows > 1 and len(sequences) >= (-(-tokens // width) if tokens else rows):
+                keys[Key("prefill", width, table, rows, tokens=tokens)] = None
         most = min(len(sequences), self.batches[-1])
-        sizes = [(batch, nodes) for batch in self.shrinking(most) for nodes in self._first_choices(batch)]
+        sizes = [(batch, nodes) for batch in self.shrinking(most) for nodes in self.choices(batch)]
         return [*keys, *(Key("step", batch, table, nodes=nodes) for batch, nodes in sizes)]
 
     def shrinking(self, count: int) -> list[int]:
@@ -344,7 +309,7 @@ class Buckets:
         pages: int,
         compiled: set[Key],
         pending: set[Key],
-        nodes: int = 0,
+        nodes: int = TREE,
         kind: str = "step",
     ) -> Iterator[Key]:
         """Programs that can serve `count` requests of up to `pages` pages, the best first; a batch of them if that is
@@ -366,7 +331,7 @@ class Buckets:
             keys = [Key(kind, batch, table, nodes=nodes) for batch in self.batches if nodes in choices(batch)]
             larger = [key for key in keys if key.width >= count]
             smaller = [key for key in reversed(keys) if key.width < count]
-            fitting = [key for key in larger if nodes == 1 or self.drafts_alike(best, key.width)]
+            fitting = [key for key in larger if nodes == PLAIN or self.drafts_alike(best, key.width)]
             yield from (key for key in fitting if key in compiled)
             if fitting and fitting[0] in pending:
                 yield from (key for key in smaller if key in compiled)

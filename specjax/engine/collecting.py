@@ -8,13 +8,13 @@ from jax.profiler import TraceAnnotation
 
 from specjax.engine.buckets import Buckets
 from specjax.engine.device import memory_checked
-from specjax.engine.drafting import Drafting
+from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.notes import not_drafted
 from specjax.engine.pace import Pace
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.transfers import Counters, Output, read_output, take, take_prompt
+from specjax.engine.transfers import Counters, Output, Read, read_output, take, take_prompt
 from specjax.state import NOT_FINITE, RUNS
 from specjax.verify import TOP_LOGPROBS
 
@@ -23,28 +23,24 @@ class Collector:
     """Of an engine.
 
     Args:
-        catches_up: the drafter is told of what it has missed of a sequence when that ends.
+        policy: learns from each step; None: nothing is chosen.
         check: called with an output before that is read; see `Device.check`.
         report: notes a sequence that has new tokens or has finished.
         finish: frees what a sequence holds.
     """
 
     def __init__(
-        self, scheduler: Scheduler, buckets: Buckets, pace: Pace, drafting: Drafting,
-        flights: Flights, counters: Counters, *, vocab_size: int, catches_up: bool,
+        self, scheduler: Scheduler, buckets: Buckets, pace: Pace, policy: DraftPolicy | None,
+        flights: Flights, counters: Counters, *, vocab_size: int,
         check: Callable[[Output], None], report: Callable[[Sequence], object], finish: Callable[[Sequence], object],
     ) -> None:  # fmt: skip
-        self._scheduler, self._buckets, self._pace, self._drafting = scheduler, buckets, pace, drafting
+        self._scheduler, self._buckets, self._pace, self._policy = scheduler, buckets, pace, policy
         self._flights, self._counters = flights, counters
-        self._top, self._catches_up = min(TOP_LOGPROBS, vocab_size), catches_up
+        self._top = min(TOP_LOGPROBS, vocab_size)
         self._check, self._report, self._finish = check, report, finish
 
     def collect(self, flight: InFlight) -> None:
         """Reads one program's result, and what follows from it; waits for it."""
-        if flight.key.kind == "catch-up":
-            with TraceAnnotation("wait"):
-                self._drafting.collect(flight)
-            return
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
             self._check(flight.output)
@@ -54,7 +50,7 @@ class Collector:
         drafts = flight.key.drafts and self._buckets.drafts(flight.key.width)
         if seconds is not None:
             self._pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
-        self._drafting.record(flight, read, seconds)
+        self._record(flight, read, seconds)
         ended = list[Sequence]()
         drafting = set(flight.drafted if drafts else ())
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
@@ -76,13 +72,18 @@ class Collector:
             self._counters.count(kept, verified=stepped, drafted=drafted, free=free)
             sequence.drafted_steps += stepped and drafted
             if stepped and not drafted:
-                sequence.not_drafted = not_drafted(self._buckets, flight.key, sequence.params)
+                sequence.not_drafted = not_drafted(self._buckets, flight.key, sequence)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
             self._report(sequence)
-        try:
-            if self._catches_up:
-                self._drafting.catch_up(ended, ended=True)  # together: one after another takes longer
-        finally:
-            for sequence in ended:
-                self._finish(sequence)
+        for sequence in ended:
+            self._finish(sequence)
+
+    def _record(self, flight: InFlight, read: Read, seconds: float | None) -> None:
+        """Reports a step without forced tokens to the policy."""
+        if self._policy is None or seconds is None or flight.key.kind != "step" or any(flight.forced.values()):
+            return
+        if self._buckets.drafts(flight.key.width):
+            emitted = dict(zip(flight.sequences, map(len, read.tokens), strict=False))
+            drafted = {sequence: emitted[sequence] for sequence in flight.drafted if emitted[sequence]}
+            self._policy.record(flight.key.width, flight.key.nodes, seconds, drafted)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Drafter
-from specjax.drafters.deferred import Deferred, defer
 from specjax.engine.buckets import Buckets
 from specjax.engine.scheduler import Policy
 from specjax.limits import check, limited
@@ -37,7 +36,7 @@ class EngineConfig:
         mem_fraction: share of a GPU's memory for weights and KV pool, above 0 and at most 1; JAX reserves a tenth
             more for the rest, unless the environment sets its share.
         overlap: dispatch each step before the result of the last one is read.
-        adaptive: draft only where it is measured to be faster; see `specjax.engine.adaptive`.
+        adaptive: draft only where it is measured to be faster; see `specjax.engine.draft_policy`.
         trace: keep each step's tree, in `Completion.trees`.
         time_phases: measure drafting, verifying and committing; slower, since the host waits for each phase.
         isolate_ngrams: share n-grams only between requests with the same `cache_salt`, since the timing of drafts can
@@ -94,11 +93,10 @@ class EngineConfig:
     def largest_batch(self) -> int:
         return min(self.max_running_requests, self.max_batch or self.max_running_requests)
 
-    def deferred(self, drafter: Drafter, target: Target) -> Deferred | None:
-        """The forms of a drafter that the engine chooses between; None: each step drafts as its batch bucket says. It
-        is so, too, where each step is to be seen or timed in parts."""
-        chooses = self.adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
-        return defer(drafter, target) if chooses else None
+    def chooses(self, drafter: Drafter) -> bool:
+        """Whether each step is chosen to draft or not; False: each drafts as its batch bucket says. Tracing and timing
+        show every step's drafts."""
+        return self.adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
 
 
 def check_config(config: object) -> None:
@@ -125,7 +123,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(
         cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter,
-        *, adaptive: bool = False, ragged: bool = False,
+        *, ragged: bool = False,
     ) -> Layout:  # fmt: skip
         """For a pool of `tokens` tokens, rounded down to pages; it has at least one. Rest: see `Buckets.build`."""
         size = config.page_size
@@ -134,5 +132,5 @@ class Layout(NamedTuple):
         rows, chunk = config.largest_batch, config.chunked_prefill_size
         sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
         # `attention` splits the heads of a block over devices, and not the rows that a ragged one has only there.
-        sizes |= {"adaptive": adaptive, "ragged": ragged and config.tensor_parallel == 1}
+        sizes |= {"adaptive": config.chooses(drafter), "ragged": ragged and config.tensor_parallel == 1}
         return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))

@@ -26,17 +26,17 @@ import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from specjax import checkpoint
+from specjax import checkpoint, devices
 from specjax.cache import PoolShape
 from specjax.config import HeadConfig, MtpConfig
+from specjax.costs import estimated_ratio, machine, running_model
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
 from specjax.engine import program_store
-from specjax.engine.adaptive import Adaptive
 from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
-from specjax.engine.drafting import Drafting, expected_ratio
+from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
 from specjax.engine.flight import Flights
@@ -53,7 +53,6 @@ from specjax.engine.prefilling import Prefills
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Completion, Sequence
-from specjax.engine.step_times import StepTimes, predictions
 from specjax.engine.stepping import Steps
 from specjax.engine.transfers import Counters
 from specjax.hosts import Group, Leader
@@ -96,8 +95,6 @@ class Engine:
         if not is_own(drafter):
             check_drafter(drafter, target, params)
         self.lock = FairLock()
-        self._deferred, given = config.deferred(drafter, target), drafter
-        drafter = drafter if self._deferred is None else self._deferred.eager
         self.group = group
         self.mesh = _mesh(config, group)
         if self.mesh is not None:
@@ -116,10 +113,10 @@ class Engine:
         if group is not None:
             tokens = group.agree(facts(target, drafter, params, config, self.context_length), tokens)
         sizes = config, self.context_length, tokens, self.platform, drafter
-        self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None, ragged=target.ragged)
-        if not is_own(given):
+        self.pool, self.buckets = Layout.of(*sizes, ragged=target.ragged)
+        if not is_own(drafter):
             for batch in self.buckets.batches:
-                check_drafter(given, target, params, batch=batch)
+                check_drafter(drafter, target, params, batch=batch)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
@@ -130,7 +127,7 @@ class Engine:
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
-        variants |= {"deferred": self._deferred, "room": room_beside(shapes, self.mesh), "mesh": self.mesh}
+        variants |= {"room": room_beside(shapes, self.mesh), "mesh": self.mesh}
         self.executables = Executables(
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
@@ -159,24 +156,23 @@ class Engine:
         self.waits = True
         self._put_off: list[Key] = []  # programs that requests need, for which this step does not wait
         self._masks: list[Future[None]] = []  # the same of masks
-        self.drafting = Drafting(
-            self.executables, self.device, self.buckets, self._in_flight, drafter,
-            chooses=self._deferred is not None, expected=self._expected_ratio, rows=rows,
-        )  # fmt: skip
+        self.policy: DraftPolicy | None = None
+        if config.chooses(drafter):
+            self.policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model])
         self._draft_model = draft_model
         self._prefills = Prefills(
             self.scheduler, self.executables, self.device, self.buckets, self.pace, self._in_flight, self.counters,
             rows=rows, pages=self.pool.pages, give_up=self._give_up,
         )  # fmt: skip
         collector = Collector(
-            self.scheduler, self.buckets, self.pace, self.drafting, self._in_flight, self.counters,
-            vocab_size=self.vocab_size, catches_up=self._deferred is not None and drafter.remembers,
+            self.scheduler, self.buckets, self.pace, self.policy, self._in_flight, self.counters,
+            vocab_size=self.vocab_size,
             check=self.device.check, report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
         )  # fmt: skip
         grammar = GrammarSteps(self.executables, self.device, self.buckets, drafter, self.vocab_size)
         self._steps = Steps(
-            self.scheduler, self.executables, self.device, self.buckets, self._in_flight, self.counters, self.drafting,
-            grammar, collector, rows=rows, new_pages=self._new_pages,
+            self.scheduler, self.executables, self.device, self.buckets, self._in_flight, self.counters, self.policy,
+            grammar, collector, to_end=drafter.costly_observe, rows=rows, new_pages=self._new_pages,
             give_up=self._give_up,
         )  # fmt: skip
 
@@ -247,11 +243,6 @@ class Engine:
         engine = cls(**loaded._asdict(), config=config, group=group)
         engine.executables.progress = progress
         return engine
-
-    @property
-    def adaptive(self) -> Adaptive | None:
-        """What was measured, and whether each step is to draft; None: nothing is chosen."""
-        return self.drafting.adaptive["step"]
 
     @property
     def params(self) -> Params:
@@ -410,22 +401,23 @@ class Engine:
     def _admit(self) -> None:
         """Puts sequences for which there is room into rows of the state."""
         for sequence in self.scheduler.admit():
+            if self.policy is not None and self.drafter.costly_observe and not sequence.output:
+                batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
+                sequence.drafts = self.policy.admit(batch, sequence)
             resumed = bool(sequence.output)
             admit, packed = self.executables.admit(resumed=resumed), admission(sequence, self.vocab_size)
             self.device.update(admit, packed, kind="admit", resumed=resumed)
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.prefilled
 
-    def _expected_ratio(self, batch: int, nodes: int = 0) -> float:
-        """See `expected_ratio`."""
-
-        def times(drafter: Drafter) -> StepTimes:
-            predicted = None
-            if self.platform != "cpu":
-                predicted = predictions(self.target, self.params, drafter, self._draft_model, self.device_name)
-            return StepTimes(predicted=predicted)
-
-        return expected_ratio(batch, nodes, self.buckets, self.drafter, self.params, times)
+    def _estimated_ratio(self, batch: int) -> float:
+        """See `estimated_ratio`."""
+        drafter = self.drafter.within(self.buckets.tree_widths(batch)[-1])
+        predicted = on = None
+        if self.platform != "cpu" and (device := devices.named(self.device_name)) is not None:
+            predicted = running_model(self.target, self.params, drafter, self._draft_model)
+            on = machine(device, self.target.config.dtype, "gpu")
+        return estimated_ratio(batch, drafter, self.params, predicted, on)
 
     def _give_up(self, sequence: Sequence, message: str) -> None:
         """Ends a request that cannot go on; the others do. `message`: its reason."""
@@ -449,10 +441,8 @@ class Engine:
         self.executables.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
-        """Compiles the other executables while requests run, which share smaller batches meanwhile. Of those of smaller
-        trees it loads what an earlier run has stored: later, a stream would wait for it."""
-        stored = filter(self.executables.is_stored, self.buckets.later_keys())
-        return self.executables.warm_up_in_background([*self.buckets.all_keys(), *stored], progress=progress)
+        """Compiles the other executables while requests run, which share smaller batches meanwhile."""
+        return self.executables.warm_up_in_background(self.buckets.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""

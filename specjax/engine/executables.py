@@ -20,27 +20,24 @@ from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
-from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets
 from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
-from specjax.engine.keys import Key
+from specjax.engine.keys import PLAIN, Key
 from specjax.engine.packing import (
     Resident,
     admission_size,
     admit_packed,
-    unpack_catch_up,
     unpack_prefill,
     unpack_step,
 )
 from specjax.engine.programs import Program, Programs
-from specjax.engine.transfers import Output, packed, packed_lag
+from specjax.engine.transfers import Output, packed
 from specjax.models.target import Target
 from specjax.sharding import everywhere, under
 from specjax.state import DecodeState
 from specjax.step import (
     StepConfig,
-    catch_up_step,
     check_phase,
     commit_phase,
     draft_phase,
@@ -96,7 +93,6 @@ class Executables(Programs):
         *,
         new_pages: int,
         room: int | None = None,
-        deferred: Deferred | None = None,
         verify: Verifier = verify_tree,
         trace: bool = False,
         time_phases: bool = False,
@@ -104,7 +100,7 @@ class Executables(Programs):
     ) -> None:
         super().__init__(buckets)
         self._target, self._drafter, self._trace = target, drafter, trace
-        self._verify, self._deferred, self._room = verify, deferred, room
+        self._verify, self._room = verify, room
         self.phase_times = PhaseTimes() if time_phases else None
         self._mesh = mesh
 
@@ -180,15 +176,6 @@ class Executables(Programs):
             )
         return program
 
-    def is_stored(self, key: Key) -> bool:
-        """Whether the program of a key is on disk, so that it is loaded rather than compiled."""
-        if self.phase_times is not None and key.kind == "step":
-            return False
-        function, unpack, shape = self._function(key)
-        arguments = (self._params, self._state, self._input(shape))
-        options = (compiler_options(), self._kernels())
-        return program_store.is_stored(_packing(key, function, unpack), arguments, options)
-
     def _kernels(self) -> Any:
         return cpu_attention.prepare(self._target.config.dtype)
 
@@ -200,19 +187,16 @@ class Executables(Programs):
     def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """What a key's program computes, what unpacks its input, and that input's shape."""
         tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
-        if key.kind == "catch-up":
-            assert self._deferred is not None
-            function = partial(catch_up_step, drafter=self._deferred.inner, width=key.width)
-            return function, partial(unpack_catch_up, **tables), (key.rows, 1)
-        drafter = self._drafter if self._deferred is None else self._deferred.lazy
+        drafter = self._drafter
         fixed: dict[str, Any] = {"target": self._target}
         if key.kind in ("prefill", "scoring"):
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
             widths = self._buckets.step_widths(key)
-            if widths != (1,) or self._deferred is None:
-                drafter = self._drafter.within(widths[-1])
+            drafter = drafter.within(widths[-1])
+            if key.nodes == PLAIN and drafter.costly_observe:  # its requests never draft
+                drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
             function, config = speculate_step, StepConfig(widths, self._trace)
@@ -224,13 +208,13 @@ class Executables(Programs):
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
         # These have nothing to trace, but would be a part of the program's name.
-        drafter = drafter._replace(resize=None, typical=None, source="")
+        drafter = drafter._replace(resize=None, source="")
         return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
 
 
 def _packing(key: Key, function: Callable[..., Any], unpack: Callable[..., Any]) -> partial[Any]:
     """A key's program, of packed input and output. A proposal packs its own output."""
-    pack = {"catch-up": packed_lag, "propose": _call}.get(key.kind, packed)
+    pack = _call if key.kind == "propose" else packed
     return partial(_from_packed, function, unpack, pack)
 
 

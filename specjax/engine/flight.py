@@ -22,7 +22,6 @@ class InFlight(NamedTuple):
     launched: float = 0.0  # when, in seconds of `perf_counter`
     drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
     forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # in place of drafts, by a grammar
-    trial: bool = False  # a catch-up for one; see `specjax.engine.adaptive`
 
 
 class Flights(deque[InFlight]):

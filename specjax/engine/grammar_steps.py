@@ -24,10 +24,9 @@ from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
-from specjax.engine.choice import PLAIN
 from specjax.engine.constraint import ALL, WORD
 from specjax.engine.device import Device, memory_checked
-from specjax.engine.keys import Key
+from specjax.engine.keys import PLAIN, Key
 from specjax.engine.packing import unpack_step
 from specjax.engine.programs import Program, Programs, is_out_of_memory
 from specjax.engine.sequence import Sequence
@@ -133,11 +132,14 @@ class GrammarSteps:
             return list(self._buckets.step_keys(count, pages, *ready, nodes, "constrained"))
 
         choices = self._buckets.constrained_choices(self._buckets.batch(count))
+        nodes = nodes if nodes in choices else PLAIN
+        if self._drafter.costly_observe:  # the other kind of step would leave a hole
+            return found(nodes)
         for choice in sorted(choices, key=lambda choice: choice != nodes):
             # The first look puts a missing program into `pending`, for which the second finds a smaller compiled one.
             if self._is_ready(found(choice)[0]) or self._is_ready(found(choice)[0]):
                 return found(choice)
-        return found(nodes if nodes in choices else PLAIN)
+        return found(nodes)
 
     def missing(self, keys: list[Key]) -> list[Key]:
         """Programs that another thread still compiles for the best of these keys that can run; []: it can run now."""
@@ -160,7 +162,7 @@ class GrammarSteps:
         nodes = self._buckets.tree_widths(self._buckets.batch(len(sequences)))[-1]
         most, found = min(nodes - 1, self._drafter.within(nodes).depth), dict[Sequence, list[int]]()
         for one in sequences:
-            if most and one.constraint is not None and one.params.drafts:
+            if most and one.constraint is not None and one.drafts:
                 limit = one.params.draft_limit
                 if tokens := one.constraint.forced(most if limit is None else min(most, limit)):
                     found[one] = tokens

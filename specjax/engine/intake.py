@@ -192,6 +192,7 @@ class Intake:
             prompt=tokens,
             params=sampling,
             limit=limit,
+            drafts=sampling.drafts,
             seed=self.seeds.randrange(GENERATED_SEEDS) if sampling.seed is None else sampling.seed,
             device_stops=stops[:STOP_IDS],
             host_stops=frozenset(stops[STOP_IDS:]),

@@ -6,25 +6,26 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
+TREE, PLAIN = 0, 1
+"""`Key.nodes` of a step that drafts the trees of its batch bucket, and of one that drafts nothing."""
+
 
 class Key(NamedTuple):
-    """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill or a catch-up.
+    """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill. `nodes`: TREE or PLAIN.
 
-    `nodes`: of a step's trees, at most; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
-
-    Kinds: "step", "prefill", "catch-up"; "scoring" is a prefill with its tokens' log-probabilities; where a request
+    Kinds: "step", "prefill"; "scoring" is a prefill with its tokens' log-probabilities; where a request
     follows a grammar, "propose" and "constrained" are the two halves of a step (`specjax.engine.grammar_steps`).
     """
 
     kind: str
     width: int
     table: int
-    rows: int = 1  # prompts of a prefill, requests of a catch-up
-    nodes: int = 0
+    rows: int = 1  # prompts of a prefill
+    nodes: int = TREE
     tokens: int = 0  # most tokens of all prompts of a prefill together; 0: `rows` times `width`
 
     def __str__(self) -> str:
-        plain = " without drafts" if self.nodes == 1 else f" with trees of {self.nodes} tokens" if self.nodes else ""
+        plain = " without drafts" if self.nodes == PLAIN else ""
         names = {"step": "step", "propose": "draft", "constrained": "step with a grammar"}
         kind = names.get(self.kind, self.kind)
         size = f"{kind} of {self.width} requests{plain}" if self.kind in names else f"{kind} of {self.width} tokens"
@@ -34,7 +35,7 @@ class Key(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens of a prefill or a catch-up, those of all requests together."""
+        """Tokens of a prefill, those of all requests together."""
         return self.tokens or self.rows * self.width
 
     def lengths(self, left: Iterable[int]) -> list[int]:
@@ -58,9 +59,9 @@ class Key(NamedTuple):
     @property
     def drafts(self) -> bool:
         """Whether it is a step that may draft."""
-        return self.verifies and self.nodes != 1
+        return self.verifies and self.nodes != PLAIN
 
     def needs_no_less(self, other: Key) -> bool:
         """Whether it holds at least as much in each respect."""
-        mine, its = (key._replace(nodes=key.nodes or 1 << 30, tokens=key.size) for key in (self, other))
+        mine, its = (key._replace(nodes=key.nodes != PLAIN, tokens=key.size) for key in (self, other))
         return self.kind == other.kind and all(a >= b for a, b in zip(mine[1:], its[1:], strict=True))

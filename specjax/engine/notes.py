@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
 from specjax.engine.keys import Key
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.sequence import Sequence
 from specjax.sharding import group_count, local_bytes
 from specjax.state import DecodeState
 
@@ -48,16 +48,16 @@ def _too_many(buckets: Buckets) -> str:
     )
 
 
-def not_drafted(buckets: Buckets, key: Key, params: SamplingParams) -> str:
+def not_drafted(buckets: Buckets, key: Key, sequence: Sequence) -> str:
     """The reason why a step of the program `key` did not draft for a request."""
     if not buckets.drafts(1):
         return "there is no drafter (the speculative algorithm is NONE)"
-    if not params.drafts:
+    if not sequence.params.drafts:
         return NOT_ASKED
     if not buckets.drafts(key.width):
         return _too_many(buckets)
-    if key.drafts or params.always_draft:
-        return "the drafter had not read all of the text yet, or its programs were being compiled"
+    if sequence.params.always_draft:
+        return "the programs that draft were being compiled"
     return SLOWER
 
 

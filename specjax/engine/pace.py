@@ -25,12 +25,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specjax.engine.buckets import Buckets
+from specjax.engine.draft_policy import DECAY, MAX_STEP_RATIO, Mean
 from specjax.engine.keys import Key
 
 WAIT = 0.2  # seconds that a request which comes now may wait for the prefill under way
 BRIEF = 0.02  # seconds beside which the host's time between two programs, about 1 ms, counts
-OUTLIER = 2.5  # times the usual: what took longer counts as so long
-MEMORY = 0.9  # weight of a run after the next one
 
 
 Shape = tuple[int, int, int]
@@ -47,29 +46,12 @@ def _tokens(shape: Shape) -> int:
 
 
 @dataclass
-class Recent:
-    """A mean of recent values, the last ones counting most."""
-
-    weight: float = 0.0
-    total: float = 0.0
-
-    def add(self, value: float) -> None:
-        if self.weight > 2:
-            value = min(value, OUTLIER * self.mean)
-        self.weight, self.total = MEMORY * self.weight + 1, MEMORY * self.total + value
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.weight
-
-
-@dataclass
 class Pace:
     """What an engine has measured of prefills and steps, and the bound that follows for the next prefill."""
 
     buckets: Buckets
-    _prefills: dict[Shape, Recent] = field(default_factory=dict)  # scales
-    _steps: dict[int, Recent] = field(default_factory=dict)  # batch bucket -> scale
+    _prefills: dict[Shape, Mean] = field(default_factory=dict)  # scales
+    _steps: dict[int, Mean] = field(default_factory=dict)  # batch bucket -> scale
     _seen: set[Key] = field(default_factory=set)
 
     def record(self, key: Key, seconds: float, context: int = 0) -> None:
@@ -77,10 +59,12 @@ class Pace:
         if key not in self._seen:  # a program's first run takes longer
             self._seen.add(key)
         elif key.kind == "step":
-            self._steps.setdefault(key.width, Recent()).add(seconds / self.buckets.step_cost(key.width))
+            self._steps.setdefault(key.width, Mean(DECAY)).add(
+                seconds / self.buckets.step_cost(key.width), most=MAX_STEP_RATIO
+            )
         elif key.kind == "prefill":
             cost = self.buckets.prefill_cost(key.size, context)
-            self._prefills.setdefault(_shape(key), Recent()).add(seconds / cost)
+            self._prefills.setdefault(_shape(key), Mean(DECAY)).add(seconds / cost, most=MAX_STEP_RATIO)
 
     def room(self, running: int, waiting: int, context: int = 0) -> int | None:
         """The most tokens of a program that prefills beside `running` requests while `waiting` prompts wait; None: no
@@ -119,8 +103,8 @@ class Pace:
         return scale * self.buckets.prefill_cost(_tokens(shape), context)
 
     @staticmethod
-    def _scale(own: dict, name: object, others: Iterable[Recent]) -> float:
+    def _scale(own: dict, name: object, others: Iterable[Mean]) -> float:
         if name in own:
-            return own[name].mean
-        means = [recent.mean for recent in own.values() or others]
+            return own[name].value
+        means = [each.value for each in own.values() or others]
         return max(means, default=1.0)

@@ -5,7 +5,6 @@ page tables, [R, T], and a step's input has only the pages that are new:
 
     step        [B, 2 + K]           slot, the number of pages that the device knows, K new pages (NO_PAGE: none)
     prefill     [B, 3 + C + T']      slot, length, next token, C tokens, all T' <= T pages of the row
-    catch-up    [B, 1]               slot
     admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, whether each token is in the prompt
                 [... + V]            and, for a resumed request, how often each token has been emitted
 """
@@ -66,22 +65,6 @@ def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width:
     return StepInput(slots, page_table, active), tables
 
 
-def catch_up_input(slots: Iterable[int], batch: int, rows: int) -> np.ndarray:
-    """Input of a catch-up, int32 [batch, 1]. Empty entries get slots from R = `rows` on."""
-    packed = np.arange(rows, rows + batch, dtype=np.int32)
-    for i, slot in enumerate(slots):
-        packed[i] = slot
-    return packed[:, None]
-
-
-def unpack_catch_up(packed: Int32[Array, "B 1"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
-    """The `StepInput` with page tables of `width`, and the tables of all rows."""
-    slots, rows = packed[:, 0], tables.shape[0]
-    active = slots < rows
-    page_table = jnp.where(active[:, None], tables[jnp.minimum(slots, rows - 1), :width], pages)
-    return StepInput(slots, page_table, active), tables
-
-
 def prefill_input(
     sequences: list[Sequence],
     batch: int,
@@ -132,7 +115,7 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
         limit=sequence.limit,
         prompt=sequence.prompt,
         output=sequence.output,
-        draft_limit=_draft_limit(params),
+        draft_limit=_draft_limit(params) if sequence.drafts else 0,
         logprobs=params.logprobs is not None,
         logprob_ids=params.logprob_ids,
         salt=sequence.salt,

@@ -8,7 +8,6 @@ Launches of kernels, attention's products and, with several devices, the exchang
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -113,14 +112,8 @@ def make_plan(case: Case) -> Plan:
     target, drafter = case.outline.target, case.outline.drafter
     config, n = case.config, case.devices
     rows = config.max_running_requests
-    alone, _ = _state_bytes(case.outline, config.page_size, rows)
-    if (deferred := config.deferred(drafter, target)) is not None:
-        drafter = deferred.eager
-        case = case._replace(outline=replace(case.outline, drafter=drafter))
-    chooses = deferred is not None
     context = context_length(target, config)
     whole, beside = _state_bytes(case.outline, config.page_size, rows)
-    noted = whole - alone  # bytes of a token that are kept for a drafter, and not read by its forward
     pages = page_bytes(target.pages, n)
     draft_pages = whole - page_bytes(target.pages)
     own = case.outline.draft_pages
@@ -130,8 +123,7 @@ def make_plan(case: Case) -> Plan:
     weights, draft_weights = reads.weights, reads.draft_weights
 
     def layout(tokens: int) -> Layout:
-        options = {"adaptive": chooses, "ragged": target.ragged}
-        return Layout.of(config, context, tokens, case.platform, drafter, **options)
+        return Layout.of(config, context, tokens, case.platform, drafter, ragged=target.ragged)
 
     problems = [*cannot_split(case.outline, n, config.expert_parallel)]
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
@@ -155,9 +147,7 @@ def make_plan(case: Case) -> Plan:
         buckets=buckets,
         reads=reads,
         speeds=tuple(
-            _speed(
-                case, reads, batch, buckets.tree_widths(batch)[-1], min(CONTEXT, context), pages, draft_pages - noted
-            )
+            _speed(case, reads, batch, buckets.tree_widths(batch)[-1], min(CONTEXT, context), pages, draft_pages)
             for batch in buckets.batches
         ),
         undivided=_undivided(case.outline, n, config.expert_parallel),
@@ -253,7 +243,7 @@ def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages
 
     read = 0
     if nodes > 1 and reads.draft_weights:
-        read = drafter.within(nodes).levels * (reads.level + batch * context * draft_pages) + reads.once
+        read = drafter.within(nodes).depth * (reads.level + batch * context * draft_pages) + reads.once
     return Speed(batch, nodes, forward(batch), read / device.bandwidth, forward(batch * nodes))
 
 

@@ -127,16 +127,6 @@ def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Co
     return program
 
 
-def is_stored(function: Callable[..., Any], arguments: tuple[Any, ...], options: Any = None) -> bool:
-    """Whether `stored` would find the program in the folder."""
-    folder = _folder
-    if folder is None or not _usable(folder):
-        return False
-    with contextlib.suppress(Unknown, RecursionError):
-        return (folder / _key((function, arguments, options))).is_file()
-    return False
-
-
 def _load(file: Path) -> Any:
     """None: there is no such file, or it is of no use."""
     try:

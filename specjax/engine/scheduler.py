@@ -219,7 +219,7 @@ class Scheduler:
         sequence.slot, sequence.pages, sequence.own = self._slots.pop(), [*(n.page for n in nodes), *own], set(own)
         sequence.stored, reused = len(nodes), len(nodes) * self.page_size
         sequence.status, sequence.prefilled, sequence.certain = Status.PREFILLING, reused, reused
-        sequence.committed, sequence.unseen = 0, reused
+        sequence.committed = 0
         if sequence.cached is None:
             sequence.cached = reused
         self.active.append(sequence)

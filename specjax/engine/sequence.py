@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from specjax.engine.constraint import Constraint
+from specjax.engine.draft_policy import ACCEPTANCE_DECAY, Mean
 from specjax.engine.pages import Node, Text
 from specjax.engine.prompt_logprobs import PromptLogprob, PromptLogprobs
 from specjax.engine.sampling_params import SamplingParams
@@ -115,11 +116,8 @@ class Sequence:
     prefilled: int = 0  # tokens whose prefill was dispatched
     committed: int = 0  # tokens in pages if the last prefill goes well: the last length read
     certain: int = 0  # tokens known to be in pages
-    unseen: int = 0  # at most so many committed tokens has the drafter not been told of, if that is deferred
-    drafted: float = 0.0  # recent steps that could draft, and what they emitted; see `specjax.engine.adaptive`
-    gained: float = 0.0
-    promised: float = 0.0  # drafts that recent trees promised, and how many of them were accepted
-    kept: float = 0.0
+    drafts: bool = True  # whether it may draft; see `Drafter.costly_observe`
+    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
     verify_steps: int = 0
     drafted_steps: int = 0  # verify steps that could draft
     not_drafted: str | None = None  # why the last other verify step did not draft
@@ -189,7 +187,6 @@ class Sequence:
         """Notes that so many more tokens of the context are dispatched. After the last the device knows the first token
         of the output; the host may learn it later."""
         self.prefilled += tokens
-        self.unseen += tokens
         if not self.left:
             self.status, self.committed = Status.RUNNING, self.prefilled
 

@@ -7,15 +7,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from time import perf_counter
 
 from specjax.engine.buckets import Buckets
-from specjax.engine.choice import PLAIN
 from specjax.engine.collecting import Collector
 from specjax.engine.device import Device
-from specjax.engine.drafting import Drafting
+from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import GrammarSteps
-from specjax.engine.keys import Key
+from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.packing import step_input
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
@@ -28,16 +27,18 @@ class Steps:
     Args:
         rows: of the device's state.
         new_pages: that a row may get between two steps, at most.
+        policy: chooses whether a step drafts; None: each drafts as its batch bucket says.
+        to_end: requests draft from their first step to their end or not at all (`Drafter.costly_observe`).
         give_up: ends a request that cannot go on, with a message.
     """
 
     def __init__(
         self, scheduler: Scheduler, executables: Executables, device: Device, buckets: Buckets, flights: Flights,
-        counters: Counters, drafting: Drafting, grammar: GrammarSteps, collector: Collector, *,
-        rows: int, new_pages: int, give_up: Callable[[Sequence, str], None],
+        counters: Counters, policy: DraftPolicy | None, grammar: GrammarSteps, collector: Collector, *,
+        to_end: bool, rows: int, new_pages: int, give_up: Callable[[Sequence, str], None],
     ) -> None:  # fmt: skip
         self._scheduler, self._executables, self._device, self._buckets = scheduler, executables, device, buckets
-        self._flights, self._counters, self._drafting = flights, counters, drafting
+        self._flights, self._counters, self._policy, self._to_end = flights, counters, policy, to_end
         self._grammar, self._collector = grammar, collector
         self._rows, self._new_pages, self._give_up = rows, new_pages, give_up
 
@@ -55,32 +56,50 @@ class Steps:
         while left:
             pages = max(len(sequence.pages) for sequence in left)
             kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
-            nodes, more = self._drafting.choose(left, kind)
+            nodes = self._choose(left, kind)
             forced = dict[Sequence, list[int]]()
             if kind == "step":
                 ready = self._executables.compiled(), self._executables.pending
                 keys = self._buckets.step_keys(len(left), pages, *ready, nodes)
             else:
                 forced = self._grammar.forced(left)
-                keys = self._grammar.keys(len(left), pages, 0 if forced else nodes)
+                keys = self._grammar.keys(len(left), pages, TREE if forced else nodes)
                 others = [sequence for sequence in left if not sequence.constraint]
                 if (others or not waits) and (missing := self._grammar.missing(keys)):
                     put_off += missing
-                    left, launched = others, launched + more  # they need not wait for the compiler
+                    left = others  # they need not wait for the compiler
                     continue
             key, program = self._executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self._rows), perf_counter()
-            told = self._drafting.told(part, forced, drafts=key.drafts)
-            drafted = tuple(sequence for sequence in told if sequence.params.drafts)
+            drafted = tuple(sequence for sequence in part if sequence.drafts and key.drafts)
             if kind == "constrained":
                 drafting = [one for one in drafted if one not in forced] if nodes != PLAIN else []
                 inputs = self._grammar.inputs(key, part, inputs, forced, drafting)
             output = self._device.run(key, program, inputs)
             self._flights.append(InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
             self._counters.steps += 1
-            launched += 1 + more
+            launched += 1
         return launched
+
+    def _choose(self, sequences: list[Sequence], kind: str) -> int:
+        """TREE or PLAIN for the next step of these, of a kind of `Key`."""
+        batch = self._buckets.batch(len(sequences))
+        if self._policy is None:
+            return TREE
+        if not self._buckets.drafts(batch):
+            return PLAIN
+        if self._to_end:
+            return TREE if any(sequence.drafts for sequence in sequences) else PLAIN
+        nodes = self._policy.choose(batch, sequences)
+        if nodes == TREE and (waiting := self._executables.pending):
+            ready, pending = (
+                {key.nodes for key in keys if key.kind == kind and key.width == batch}
+                for keys in (self._executables.compiled(), waiting)
+            )
+            if TREE in pending - ready and PLAIN in ready:
+                return PLAIN
+        return nodes
 
     def collect_all_but(self, count: int) -> None:
         """Reads the steps in flight, the oldest first, until `count` are left. Reports the sequences that have new

@@ -101,20 +101,6 @@ def _bits(found: Logprobs) -> Array:
     return jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1)
 
 
-def packed_lag(
-    function: Callable[..., tuple[DecodeState, Array]], *given: Any, **fixed: Any
-) -> tuple[DecodeState, Output]:
-    """A catch-up, to be traced: by how many tokens each request still lags is its one token."""
-    state, behind = function(*given, **fixed)
-    none = jnp.zeros_like(behind)
-    return state, Output(jnp.stack([none, none, behind], axis=1), jnp.zeros((behind.shape[0], 0), jnp.int32), None)
-
-
-def read_lag(output: Output) -> list[int]:
-    """Copies a catch-up's output to the host; waits for it."""
-    return np.asarray(output.packed)[:, 2].tolist()
-
-
 class Read(NamedTuple):
     """A step's output on the host."""
 

@@ -65,7 +65,7 @@ def rank_state(rank: Runner) -> dict[str, Any]:
             "cached": scheduler.prefix.evictable,
             "tokens_each": engine.pool.page_size,
         },
-        "speculative_choice": engine.drafting.report(),
+        "speculative_choice": None if engine.policy is None else engine.policy.report(),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
         "generated_tokens": counters.generated,
@@ -85,7 +85,7 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
     return {
         **model_info(runner, model),
         # SGLang's tests and scripts look for these among the flags, which it has at this place.
-        "speculative_num_steps": engine.drafter.levels,
+        "speculative_num_steps": engine.drafter.depth,
         "speculative_eagle_topk": engine.drafter.topk,
         "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),

@@ -183,7 +183,7 @@ def _speeds(case: Case, plan: Plan) -> Iterator[str]:
     reads, context = plan.reads, min(CONTEXT, plan.context_length)
     text = f"a forward reads {_gb(reads.forward)} GB of weights and the pages of {context} tokens a request"
     if reads.level:
-        depth = case.outline.drafter.levels
+        depth = case.outline.drafter.depth
         text += f"; a draft {depth} levels of {_gb(reads.level)} GB" + (
             f" and {_gb(reads.once)} GB" if reads.once else ""
         )
@@ -232,7 +232,7 @@ def estimates(case: Case, plan: Plan) -> list[tuple[StepCost, StepCost | None]]:
     found = []
     for speed in plan.speeds:
         shape = drafter.within(speed.nodes)
-        tree = Tree(shape.levels, shape.topk, speed.nodes)
+        tree = Tree(shape.depth, shape.topk, speed.nodes)
         drafted = None if speed.nodes == 1 else step_cost(model, on, batch=speed.batch, tree=tree, **shared)
         found.append((step_cost(model, on, batch=speed.batch, tree=PLAIN, **shared), drafted))
     return found
@@ -297,7 +297,7 @@ def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remed
         "page_size": case.config.page_size,
         "context_length": plan.context_length,
         "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
-        "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.levels},
+        "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
         "reads": plan.reads._asdict(),
         "speeds": [
             speed._asdict() | {"plain_tokens_per_second": speed.batch / speed.plain, "break_even": speed.break_even}

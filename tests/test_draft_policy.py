@@ -1,0 +1,372 @@
+"""The choice between steps with and without drafts: simulated machines, and an engine that often changes its mind."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import NGRAM, check_idle, check_plain, idle_sequence, make_engine, toy
+from test_coupling import right_often
+from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
+from test_eagle_cache import toy as llama
+
+from specjax.drafters.base import Params
+from specjax.drafters.tree_shape import TreeShape
+from specjax.engine import Engine, SamplingParams, flight, prefilling, stepping
+from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
+from specjax.engine.keys import PLAIN, TREE, Key
+from specjax.engine.notes import not_drafted
+from specjax.engine.sampling_params import ParameterError
+from specjax.engine.sequence import Sequence, Status
+from specjax.step import speculate_step
+
+# The policy alone.
+
+
+def request(**params) -> Sequence:
+    return idle_sequence(SamplingParams(**params), limit=1 << 20, drafts=SamplingParams(**params).drafts)
+
+
+def simulate(
+    policy: DraftPolicy, steps: int, plain: float, tree: float, chance: float, *, batch: int = 1, seed: int = 0
+) -> tuple[float, list[int]]:
+    """Runs steps of `batch` requests. Returns the tokens a second and the modes.
+
+    Args:
+        plain, tree: seconds of a step without and with drafts.
+        chance: probability that a draft is accepted, of three one after another.
+    """
+    rng, requests = np.random.default_rng(seed), [request() for _ in range(batch)]
+    tokens, seconds, modes = 0, 0.0, []
+    for _ in range(steps):
+        modes.append(mode := policy.choose(batch, requests))
+        emitted = [1] * batch
+        if mode == TREE:
+            emitted = [1 + int(np.cumprod(rng.random(3) < chance).sum()) for _ in requests]
+        taken = (tree if mode == TREE else plain) * rng.uniform(0.95, 1.05)
+        policy.record(batch, mode, taken, dict(zip(requests, emitted, strict=True)) if mode == TREE else {})
+        tokens, seconds = tokens + sum(emitted), seconds + taken
+    return tokens / seconds, modes
+
+
+@pytest.mark.parametrize(
+    ("tree", "chance", "expected"),
+    [(1.7, 0.8, TREE), (1.7, 0.2, PLAIN), (1.2, 0.4, TREE), (3.2, 0.7, PLAIN), (1.0, 0.0, PLAIN)],
+)
+@pytest.mark.parametrize("estimate", [0.5, 1.7, 6.0])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_faster_mode_is_found_whatever_was_estimated(tree, chance, expected, estimate, batch):
+    policy = DraftPolicy(lambda batch: estimate, 2.0)
+    simulate(policy, 1500, 0.01, 0.01 * tree, chance, batch=batch)
+    rate, modes = simulate(policy, 2000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
+    plain = batch / 0.01
+    if (tree, chance) != (1.0, 0.0):  # equal rates: either
+        assert modes.count(expected) > 0.95 * len(modes)
+    assert rate > (1 - 1.5 * TRIAL_SHARE) * plain
+
+
+def test_drafts_of_no_use_cost_no_more_than_trials_may():
+    policy = DraftPolicy(lambda batch: 2.0, 2.0)
+    simulate(policy, 500, 0.01, 0.02, 0.0)
+    rate, modes = simulate(policy, 20_000, 0.01, 0.02, 0.0, seed=1)
+    assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01
+    assert 0 < modes.count(TREE) < 0.02 * len(modes)
+
+
+def test_texts_and_machines_change():
+    policy = DraftPolicy(lambda batch: 1.7, 2.0)
+    for chance, tree, expected in ((0.9, 1.7, TREE), (0.1, 1.7, PLAIN), (0.9, 1.7, TREE), (0.9, 5.0, PLAIN)):
+        simulate(policy, 6000, 0.01, 0.01 * tree, chance)
+        _, modes = simulate(policy, 500, 0.01, 0.01 * tree, chance)
+        assert modes.count(expected) > 0.9 * len(modes), (chance, tree)
+
+
+def test_the_mode_in_use_stays_where_the_other_is_hardly_better():
+    policy, one = DraftPolicy(lambda batch: 2.0, 2.0), request(always_draft=False)
+    for _ in range(4):
+        policy.record(1, PLAIN, 0.01, {})
+        policy.record(1, TREE, 0.02, {request(): 2})
+    assert policy.choose(1, [one]) == policy.choose(1, [one])
+    using = policy._buckets[1].using
+    policy._buckets[1].using = PLAIN
+    rate = policy.accept_length(one) / 0.02 * 0.01
+    assert abs(rate - 1) < HYSTERESIS and policy.choose(1, [one]) == PLAIN
+    policy._buckets[1].using = TREE
+    assert policy.choose(1, [one]) == TREE and using in (PLAIN, TREE)
+
+
+def test_a_request_is_judged_by_its_own_acceptance():
+    policy = DraftPolicy(lambda batch: 2.0, 2.0)
+    good, bad, new = request(), request(), request()
+    for _ in range(100):
+        policy.record(1, PLAIN, 0.01, {})
+        policy.record(1, TREE, 0.02, {good: 4})
+        policy.record(1, TREE, 0.02, {bad: 1})
+    assert policy.accept_length(good) > 3.5 and policy.accept_length(bad) < 1.5
+    assert policy.accept_length(new) == pytest.approx(2.5, abs=0.3)
+    policy.choose(1, [good])  # a trial is due
+    assert policy.choose(1, [good]) == TREE and policy.choose(1, [bad]) == PLAIN
+
+
+def test_requests_decide_for_themselves_where_they_may():
+    policy = DraftPolicy(lambda batch: 9.0, 1.0)
+    off, always = request(speculate=False), request(always_draft=True)
+    assert policy.choose(1, [off]) == PLAIN and policy.choose(4, [request(), off, always]) == TREE
+    assert policy.choose(1, [request()]) == PLAIN
+    eager = DraftPolicy(lambda batch: 1.0, 9.0)
+    assert eager.choose(1, [request()]) == TREE and eager.choose(1, [off]) == PLAIN
+
+
+def test_of_a_batch_those_that_do_not_draft_emit_one_token():
+    policy = DraftPolicy(lambda batch: 2.0, 2.9)
+    off = request(speculate=False)
+    assert policy.choose(2, [request(), request()]) == TREE
+    assert policy.choose(4, [request(), off, off, off]) == PLAIN
+
+
+def test_trials_are_apart_and_an_outlier_counts_little():
+    policy = DraftPolicy(lambda batch: 1.0, 1.0)
+    _, modes = simulate(policy, 3000, 0.01, 0.01, 0.0)
+    used = modes[-1]
+    others = [i for i, mode in enumerate(modes) if mode != used and i > 100]
+    assert others and min(np.diff(others)) >= TRIAL_PAUSE
+    mean = Mean(DECAY)
+    for value in (1.0, 1.0, 100.0):
+        mean.add(value, most=MAX_STEP_RATIO)
+    assert mean.value < 1.0 + MAX_STEP_RATIO
+
+
+def test_a_drafter_that_costs_is_chosen_at_admission():
+    policy = DraftPolicy(lambda batch: 2.0, 2.9)
+    assert policy.admit(1, request()) and not policy.admit(1, request(speculate=False))
+    bad = request()
+    for _ in range(200):
+        policy.record(1, PLAIN, 0.01, {})
+        policy.record(1, TREE, 0.02, {bad: 1})
+    assert not policy.admit(1, request()) and policy.admit(1, request(always_draft=True))
+
+
+def test_the_report():
+    policy = DraftPolicy(lambda batch: 2.0, 2.0)
+    policy.choose(4, [request()])
+    for _ in range(2):
+        policy.record(4, PLAIN, 0.01, {})
+    report = policy.report()
+    assert report["batches"] == {
+        "4": {
+            "using": "plain",
+            "plain": {"steps": 2, "milliseconds": 10.0},
+            "draft": {"steps": 0, "milliseconds": None},
+        }
+    }
+    assert report["accept_length"] == 2.0
+
+
+# The engine.
+
+
+def changes_its_mind(engine: Engine, seed: int, usual: float = 0.5) -> None:
+    """Makes an engine draft by chance."""
+    rng = np.random.default_rng(seed)
+    assert engine.policy is not None
+    engine.policy.choose = lambda batch, requests: TREE if rng.random() < usual else PLAIN
+
+
+def follows_the_text(engine: Engine) -> None:
+    """Makes the choice depend on the tokens that were drawn last, which must not bias the ones that follow."""
+    assert engine.policy is not None
+    engine.policy.choose = lambda batch, requests: sum(sum(one.output[-2:]) for one in requests) % 2
+
+
+@functools.cache
+def engine_of(kind: str, **config) -> Engine:
+    sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": LONGEST, "max_running_requests": 3}
+    if kind == "NGRAM":
+        return make_engine(toy(), NGRAM, warm=False, adaptive=True, **sizes | config)
+    return make_engine(llama(), drafter(kind), draft=head(kind)[1], warm=False, adaptive=True, **sizes | config)
+
+
+@pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
+@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
+@pytest.mark.parametrize("follows", [False, True], ids=["by chance", "by the text"])
+def test_texts_whatever_is_chosen(kind, sizes, follows):
+    """Each token is the target's own draw, whatever the choice depends on."""
+    engine = engine_of(kind, **sizes)
+    follows_the_text(engine) if follows else changes_its_mind(engine, 3)
+    model = toy() if kind == "NGRAM" else llama()
+    rng = np.random.default_rng(5)
+    start = rng.integers(5, 30, 9).tolist()
+    prompts = [start[: 4 + i] + rng.integers(5, 30, 1 + 5 * (i % 3)).tolist() for i in range(7)]
+    params = [
+        SamplingParams(
+            max_new_tokens=12 + 3 * i,
+            temperature=float(i % 2),
+            seed=i,
+            speculate=i != 4,
+            draft_limit={2: 0, 5: 1}.get(i),
+        )
+        for i in range(7)
+    ]
+    found = engine.generate(prompts, params)
+    for prompt, wanted, done in zip(prompts, params, found, strict=True):
+        check_plain(model, prompt, wanted, done)
+    check_idle(engine)
+    if sizes.get("retract_every"):
+        assert engine.scheduler.retractions
+
+
+def test_a_step_without_drafts_leaves_no_hole():
+    """A head's slots and feature are those of a prefill of the whole text, whichever steps drafted."""
+    engine = engine_of("eagle3", overlap=False, max_total_tokens=160)
+    changes_its_mind(engine, 8, usual=0.4)
+    rng = np.random.default_rng(2)
+    checked = shared = 0
+    known = rng.integers(0, 31, 17).tolist()
+    alive: list[Sequence] = []
+    for turn in range(80):
+        alive = [one for one in alive if one.status is not Status.FINISHED]
+        if turn < 60 and len(alive) < 3 and rng.random() < 0.4:
+            prompt = (
+                known[: int(rng.integers(0, 17)) * (turn % 2)] + rng.integers(0, 31, int(rng.integers(1, 20))).tolist()
+            )
+            params = SamplingParams(max_new_tokens=int(rng.integers(5, 40)), temperature=1.0, seed=turn)
+            alive.append(engine.add(prompt, params))
+        engine.step()
+        for one in (one for one in alive if one.status is Status.RUNNING):
+            n = int(engine.state.rows.prefix_length[one.slot])
+            shared += bool(one.cached)
+            if rng.random() < 0.5:
+                continue
+            expected, feature = from_scratch("eagle3", [*one.prompt, *one.output][: n + 1])
+            # The slot at the end of a shared page is made of the token that followed it there.
+            fresh = [i for i in range(n) if i >= (one.cached or 0) or (i + 1) % 4]
+            found = slots(engine.state.draft, np.asarray(one.pages), n)
+            np.testing.assert_allclose(found[fresh], expected[fresh], atol=2e-5)
+            np.testing.assert_allclose(np.asarray(engine.state.draft.feature[one.slot]), feature, atol=2e-5)
+            checked += 1
+    while engine.unfinished:
+        engine.step()
+    assert checked > 10 and shared > 5, (checked, shared)
+    check_idle(engine)
+
+
+def test_ngrams_of_a_request_that_never_drafted_are_known_to_the_next():
+    engine = engine_of("NGRAM", overlap=True)
+    engine.flush_cache()
+    changes_its_mind(engine, 0, usual=0.0)
+    prompt = list(range(70, 95))
+    params = SamplingParams(max_new_tokens=30)
+    first = engine.generate([prompt], params)[0]
+    assert first.spec_accept_length == 1.0
+    changes_its_mind(engine, 0, usual=1.0)
+    again = engine.generate([prompt], params)[0]
+    assert again.output_ids == first.output_ids
+    assert again.spec_accept_length > 1.5
+
+
+@pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
+@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
+def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
+    engine = engine_of(kind, **sizes)
+
+    def choose(batch, requests):
+        asked = any(one.params.always_draft for one in requests)
+        return DraftPolicy.choose(engine.policy, batch, requests) if asked else PLAIN
+
+    engine.policy.choose = choose
+    prompt = [(7 * i + 2) % 30 for i in range(30)]
+    plain = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+    always = replace(plain, always_draft=True)
+    (quiet,) = engine.generate([prompt], plain)
+    assert quiet.drafted_steps == 0 < quiet.spec_verify_ct
+    assert quiet.not_drafted is not None and "faster by measurement" in quiet.not_drafted
+    others = [replace(plain, seed=seed) for seed in (8, 9)]
+    for *_, done in (
+        engine.generate([prompt], [always]),
+        engine.generate([prompt[2:], prompt[1:], prompt], [*others, always]),
+    ):
+        assert done.output_ids == quiet.output_ids
+        assert done.drafted_steps == done.spec_verify_ct < quiet.spec_verify_ct and done.not_drafted is None
+    check_plain(toy() if kind == "NGRAM" else llama(), prompt, plain, done)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("retract_every", [None, 5])
+def test_a_draft_model_drafts_for_a_request_to_its_end_or_not_at_all(retract_every):
+    model, params, make = right_often("standalone")
+    engine = make_engine(
+        model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, max_running_requests=3, warm=False,
+        retract_every=retract_every,
+    )  # fmt: skip
+    turns = itertools.cycle([True, False, False])
+    engine.policy.admit = lambda batch, request: request.params.always_draft or next(turns)
+    prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
+    sampling = [SamplingParams(max_new_tokens=20, ignore_eos=True, always_draft=i == 7) for i in range(9)]
+    found = engine.generate(prompts, sampling)
+    drafted = [done.drafted_steps for done in found]
+    assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, found, strict=True))
+    assert 0 in drafted and sum(map(bool, drafted)) >= 3 and drafted[7]
+    for prompt, wanted, done in zip(prompts, sampling, found, strict=True):
+        check_plain(model, prompt, wanted, done)
+    check_idle(engine)
+
+
+def test_steps_that_draft_for_nobody_do_not_run_the_draft_model():
+    model, params, make = right_often("standalone")
+    engine = make_engine(model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, warm=False)
+    broken = engine.params._replace(draft=params._replace(model={}))
+    key = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.nodes == PLAIN)
+    function, unpack, shape = engine.executables._function(key)
+    inputs, _ = unpack(jnp.zeros(shape, jnp.int32), engine.device.state.tables)
+    _, output = function(Params(*broken), engine.state, inputs)  # raises KeyError where the model is run
+    assert output.tokens.shape[1] == 1 and function.func is speculate_step
+
+
+def test_reasons_why_a_step_does_not_draft():
+    buckets, none = engine_of("NGRAM").buckets, make_engine(toy(), "NONE", warm=False).buckets
+    small, drafting, plain = replace(buckets, block_tokens=1), Key("step", 3, 8), Key("step", 3, 8, nodes=PLAIN)
+    one, off, always = request(), request(speculate=False), request(always_draft=True)
+    for given, reason in (
+        ((none, plain, one), "there is no drafter"),
+        ((buckets, plain, off), "draft_limit: 0"),
+        ((small, plain, always), "batches of more than 1 requests"),
+        ((small, drafting, one), "batches of more than 1 requests"),
+        ((buckets, plain, always), "were being compiled"),
+        ((buckets, plain, one), "faster by measurement"),
+    ):
+        assert reason in not_drafted(*given), given
+
+
+def test_always_draft_is_refused_where_nothing_can_be_drafted():
+    with pytest.raises(ParameterError, match=r"always_draft needs a drafter.* NONE"):
+        make_engine(toy(), "NONE", warm=False).intake.sequence([70], SamplingParams(16, always_draft=True))
+    for others in ({"draft_limit": 0}, {"speculate": False}):
+        with pytest.raises(ParameterError, match="always_draft contradicts"):
+            SamplingParams(always_draft=True, **others)
+
+
+def test_nothing_is_chosen_where_it_cannot_be():
+    assert make_engine(toy(), "NONE", warm=False, adaptive=True).policy is None
+    for name in ("trace", "time_phases"):
+        assert make_engine(toy(), NGRAM, warm=False, adaptive=True, **{name: True}).policy is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_that_nobody_waits_for_is_not_timed(monkeypatch, overlap):
+    """The last one, dispatched ahead before the request's end was known, is read when the next request comes."""
+    clock = [0.0]
+    for module in (flight, prefilling, stepping):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)
+    timed: list[float] = []
+    monkeypatch.setattr(engine.pace, "record", lambda key, seconds, context: timed.append(seconds))
+    monkeypatch.setattr(engine.policy, "record", lambda *_: None)
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    for idle in (1000.0, 1000.0, 0.0):
+        engine.generate([5, 6, 7], params)
+        assert engine.unfinished == overlap
+        clock[0] += idle
+    assert len(timed) > 8 and not any(timed)
+    check_idle(engine)
