@@ -126,8 +126,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
 
     def tile(call: int, index: int) -> int:
         heads, rows, width = size(call, 0, 1), size(call, 0, 2), size(call, 0, 3)
-        block, wide, slots, table_width = size(call, 2, 1), size(call, 2, 3), size(call, 3, 1), size(call, 5, 1)
-        padded = size(call, 7, 2)
+        block, wide, table_width, padded = size(call, 2, 1), size(call, 2, 3), size(call, 5, 1), size(call, 7, 2)
+        pages, slots = size(call, 3, 0), size(call, 3, 1)
         groups, parts = rows // ROWS, parts_of(rows // ROWS)
         pair, part = index // parts, index % parts
         request, head = pair // heads, pair % heads
@@ -163,7 +163,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                 while token < count:
                     run, place = count, request * block + blocked
                     if paged:
-                        run, place = run_at(start + token, count - token, table, slots, size(call, 3, 0))
+                        run, place = run_at(start + token, count - token, table, slots, pages)
                     if place >= 0:
                         key, at = keys + 4 * width * heads * place, scratch + 4 * token
                         if row > first:  # the first rows have fetched it
@@ -171,7 +171,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                         else:
                             ahead = place
                             if paged and start + token + run < committed:
-                                ahead = max(place, run_at(start + token + run, 1, table, slots, size(call, 3, 0))[1])
+                                ahead = max(place, run_at(start + token + run, 1, table, slots, pages)[1])
                             ahead = keys + 4 * width * heads * ahead
                             beside = values + 4 * width * heads * place if wide == width else key
                             first_scores(queries, key, width * heads, width, run, ahead, beside, at, apart)
@@ -189,7 +189,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                 token = 0
                 while token < count:
                     if paged:
-                        run, place = run_at(start + token, count - token, table, slots, size(call, 3, 0))
+                        run, place = run_at(start + token, count - token, table, slots, pages)
                     else:  # a slot that no row sees may hold anything: 0 * NaN is NaN
                         run, place = 1, -1
                         if seen(visible, token, padded):

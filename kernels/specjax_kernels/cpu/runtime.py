@@ -31,8 +31,8 @@ _NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL, _ARGUMENTS = range(7)
 _WORDS = _ARGUMENTS + 5
 
 # Words of the table: addresses of functions, the largest number of threads of a call, and XLA's interface.
-_WORK, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(8)
-_SYMBOLS = "specjax_handle", "specjax_work", "specjax_tile"
+_WORK, _OF_TILES, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(9)
+_SYMBOLS = "specjax_handle", "specjax_work", "specjax_tiles", "specjax_tile"
 _ALONE = "specjax_host"
 
 
@@ -180,7 +180,7 @@ def _compile(build: Build) -> bytes:
 
 @functools.cache
 def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[[Any], Any]]:
-    """The tools; a function from a kernel's two functions to the three of `_SYMBOLS`, the first of which is the
+    """The tools; a function from a kernel's two functions to the four of `_SYMBOLS`, the first of which is the
     handler: XLA_FFI_Error* (XLA_FFI_CallFrame*); and one that compiles a function of int64 for `host_function`."""
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
@@ -193,6 +193,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
     # Unwrapped: the tests wrap every function of the package to check its arguments.
     def inlined(function: Any) -> Any:
         return numba.njit(inline="always", **options)(inspect.unwrap(function))
+
+    # Compiled once for all kernels, and inlined by LLVM. Numba's own inlining copies a function at each call, which
+    # takes a fifth of a kernel's compilation.
+    def shared(function: Any) -> Any:
+        return numba.njit(**options)(inspect.unwrap(function))
 
     def reordered(function: Any) -> Any:
         return numba.njit(**options | {"fastmath": {"contract", "reassoc"}})(inspect.unwrap(function))
@@ -219,11 +224,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
         def buffer(frame: int, index: int) -> Any:
             return words(words(words(frame, field + 1)[field], index + 1)[index], 6)
 
-        @inlined
+        @shared
         def data(frame: int, index: int) -> int:
             return buffer(frame, index)[3]
 
-        @inlined
+        @shared
         def size(frame: int, index: int, axis: int) -> int:
             return words(buffer(frame, index)[5], axis + 1)[axis]
 
@@ -245,40 +250,38 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
             call(entry_of(_FREE), state, 0)
         return 0
 
-    def compiled(tiles: Any, tile: Any) -> tuple[Any, ...]:
-        tiles = inlined(tiles)
-
-        @entry(one)
-        def handle(frame: int) -> int:
-            f = words(frame, 22)
-            extension = f[1]
-            if extension != 0 and words(extension, 4)[1] & 0xFFFFFFFF == 1:
-                # XLA asks for the version of the interface.
-                words(words(extension, 4)[3], 4)[3] = entry_of(_VERSION)
-                return 0
-            count = tiles(frame)
-            state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
-            s = words(state, _WORDS)
-            helpers = max(0, min(entry_of(_CORES), count) - 1)
-            s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
-            s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
-            for scheduled in range(helpers):
-                s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
-                s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
-                failed = call(words(f[2] + 8 * entry_of(_SCHEDULE), 1)[0], state + 8 * _ARGUMENTS, 0)
-                if failed != 0:  # no thread pool: this thread does all tiles
-                    s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
-                    call(words(f[2] + 8 * entry_of(_DESTROY), 1)[0], state + 8 * _ARGUMENTS, 0)
-                    add(state + 8 * _HOLDERS, scheduled - helpers)
-                    break
-            call(entry_of(_WORK), state, 0)
-            while load(state + 8 * _DONE) < count:  # a helper is at work on the last tiles
-                pass
-            if add(state + 8 * _HOLDERS, -1) == 1:
-                call(entry_of(_FREE), state, 0)
+    @entry(one)
+    def handle(frame: int) -> int:
+        f = words(frame, 22)
+        extension = f[1]
+        if extension != 0 and words(extension, 4)[1] & 0xFFFFFFFF == 1:
+            # XLA asks for the version of the interface.
+            words(words(extension, 4)[3], 4)[3] = entry_of(_VERSION)
             return 0
+        count = call(entry_of(_OF_TILES), frame, 0)
+        state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
+        s = words(state, _WORDS)
+        helpers = max(0, min(entry_of(_CORES), count) - 1)
+        s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
+        s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
+        for scheduled in range(helpers):
+            s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
+            s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
+            failed = call(words(f[2] + 8 * entry_of(_SCHEDULE), 1)[0], state + 8 * _ARGUMENTS, 0)
+            if failed != 0:  # no thread pool: this thread does all tiles
+                s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
+                call(words(f[2] + 8 * entry_of(_DESTROY), 1)[0], state + 8 * _ARGUMENTS, 0)
+                add(state + 8 * _HOLDERS, scheduled - helpers)
+                break
+        call(entry_of(_WORK), state, 0)
+        while load(state + 8 * _DONE) < count:  # a helper is at work on the last tiles
+            pass
+        if add(state + 8 * _HOLDERS, -1) == 1:
+            call(entry_of(_FREE), state, 0)
+        return 0
 
-        return handle, work, entry(two)(tile)
+    def compiled(tiles: Any, tile: Any) -> tuple[Any, ...]:
+        return handle, work, entry(one)(tiles), entry(two)(tile)
 
     @inlined
     def threads() -> int:
