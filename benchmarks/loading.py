@@ -249,7 +249,7 @@ def main() -> None:
     from specjax.engine.executables import use_compilation_cache
 
     use_compilation_cache()
-    repacking.prepare()  # as a first start does beside its work
+    repacking.prepare(every=True)  # as a first start does beside its work
     document: dict[str, Any] = machine("jaxlib", "numpy") | {"cases": {}}
     columns = ("read GB/s", "load GB/s", "of read", "of hold")
     print(f"{'':10}{'MB':>6}{'cold:':>7}{''.join(f'{c:>11}' for c in columns)}{'warm:':>7}", end="")

@@ -113,7 +113,6 @@ def load(
     def prepare() -> None:
         cpu_attention.prepare(config.dtype)
         meanwhile()
-        repacking.prepare()  # for the next start: this one does not wait for it
 
     threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
     target = make_target(served, backend=backend)
@@ -126,6 +125,8 @@ def load(
             given = _load_head(chosen, files, config, reading, quantization, progress, mesh)
         weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress, mesh=mesh)
         tokenizer = reading.result()
+    # For the next start: this one does not wait for it.
+    threading.Thread(target=repacking.prepare, name="specjax-repacking", daemon=True).start()
     _warn_of_positions(chosen.options, given, min(context_length or config.max_positions, config.max_positions))
     if given.head is not None and given.ids is not None:
         head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids, given.quantization)

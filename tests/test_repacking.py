@@ -20,7 +20,7 @@ SHAPES = [(8, 32), (24, 96), (136, 64), (40, 1056)]
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    repacking.prepare()
+    repacking.prepare(every=True)
     for name, build in repacking._BUILDS.items():
         assert host_function(f"specjax_repacking_{name}", build) is not None
 

@@ -38,12 +38,13 @@ NAME = "specjax_tree_attention"
 
 
 def prepare(dtype: str) -> list[str | None]:
-    """Loads or compiles all kernels for weights of this dtype, so that XLA knows them before a stored program that
-    names them is loaded. Returns for each why it cannot be called here; None: it can."""
+    """Loads or compiles kernels that every model of this dtype calls. Returns for each why it cannot be called here;
+    None: it can."""
     if dtype not in STORED or not callable_here():
         return []
-    reasons = [unmet(dtype, transposed) for transposed in (False, True)]
-    return [*reasons, register(NAME, _attention)] if dtype == "float32" else reasons
+    if dtype == "float32":  # its weights may have any format, so tracing compiles the kernels of their products
+        return [register(NAME, _attention)]
+    return [unmet(dtype, transposed) for transposed in (False, True)]
 
 
 def takes(call: Call) -> bool:

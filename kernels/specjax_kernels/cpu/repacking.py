@@ -2,7 +2,7 @@
 
 They work on numpy arrays, whatever the device. `specjax.checkpoint.four_bits` and `specjax_kernels.quantise` are their
 definitions, whose results they have bit for bit. Every function here returns False, with nothing written, where it is
-not compiled: loading does not wait for a compiler. `prepare` compiles them, once for all later processes.
+not compiled: loading does not wait for a compiler. `prepare` compiles them for later processes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from specjax_kernels.cpu.runtime import Tools, host_function
+from specjax_kernels.cpu.runtime import Tools, host_function, is_missed
 
 _KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
-def prepare() -> None:
-    """Compiles what is not kept yet, or loads it."""
-    for name, build in _BUILDS.items():
-        host_function(f"specjax_repacking_{name}", build, compile=True)
+def prepare(*, every: bool = False) -> None:
+    """Compiles the functions that this process called in vain; `every`: all of them."""
+    missed = {name for name in _BUILDS if every or is_missed(f"specjax_repacking_{name}")}
+    if "magnitudes" in missed:
+        missed.add("codes")  # which is called after it
+    for name in sorted(missed):
+        host_function(f"specjax_repacking_{name}", _BUILDS[name], compile=True)
 
 
 def from_rows(words: np.ndarray, found: np.ndarray) -> bool:

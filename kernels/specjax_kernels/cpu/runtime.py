@@ -114,6 +114,11 @@ def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = F
     return function
 
 
+def is_missed(name: str) -> bool:
+    """Whether `host_function` was asked for this function and had none."""
+    return name in _HOST and _HOST[name] is None
+
+
 def _host_function(name: str, compile: Callable[[], bytes]) -> Any | None:
     try:
         address = object_code.load(object_code.kept(name, compile), [_ALONE], [])
