@@ -46,9 +46,10 @@ from tokenizers.decoders import DecodeStream
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
-from specjax.engine import engine as engine_module
+from specjax.engine import collect as collecting
+from specjax.engine import dispatch as dispatching
 from specjax.engine import executables
-from specjax.engine.packing import step_input
+from specjax.engine.arrays import step_input
 from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
 from specjax.models import init_params
@@ -148,9 +149,9 @@ class Clock:
 
 def parts(engine: Engine) -> Clock:
     clock = Clock()
-    clock.around(engine_module, "step_input", "inputs")
+    clock.around(dispatching, "step_input", "inputs")
     clock.around(engine.device, "run", "launch")
-    clock.around(engine_module, "read_output", "output")
+    clock.around(collecting, "read_output", "output")
     clock.around(Sequence, "accept", "text")
     return clock
 
@@ -226,7 +227,7 @@ def program(engine: Engine, text: np.ndarray, batch: int, count: int) -> float:
     fill(engine, text, batch, 1500, ())
     key = min(key for key in engine.executables.compiled() if key.kind == "step" and key.width >= batch)
     run = engine.executables.get(key)
-    inputs = step_input(engine.scheduler.running(), key.width, engine._new_pages, engine.config.max_running_requests)
+    inputs = step_input(engine.scheduler.running(), key.width, engine.run.new_pages, engine.config.max_running_requests)
     samples = []
     for _ in range(count):
         started = time.perf_counter()

@@ -14,7 +14,7 @@ from test_eagle_cache import toy as llama
 
 from specjax.drafters.base import Params
 from specjax.drafters.tree_shape import TreeShape
-from specjax.engine import Engine, SamplingParams, flight, prefilling, stepping
+from specjax.engine import Engine, SamplingParams, dispatch, runtime
 from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
 from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.notes import not_drafted
@@ -357,7 +357,7 @@ def test_nothing_is_chosen_where_it_cannot_be():
 def test_a_step_that_nobody_waits_for_is_not_timed(monkeypatch, overlap):
     """The last one, dispatched ahead before the request's end was known, is read when the next request comes."""
     clock = [0.0]
-    for module in (flight, prefilling, stepping):
+    for module in (runtime, dispatch):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)
     timed: list[float] = []

@@ -21,11 +21,11 @@ from specjax.checkpoint import CheckpointError
 from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
+from specjax.engine.arrays import Resident
 from specjax.engine.config import Layout
 from specjax.engine.executables import Executables
 from specjax.engine.keys import Key
 from specjax.engine.memory import pool_tokens, temporary_bytes
-from specjax.engine.packing import Resident
 from specjax.engine.plan import Case, make_plan
 from specjax.outline import outline
 from specjax.serve import command

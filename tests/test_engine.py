@@ -30,10 +30,10 @@ from engine_helpers import (
 
 from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
+from specjax.engine.arrays import prefill_input, unpack_prefill
 from specjax.engine.buckets import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets
 from specjax.engine.executables import Executables, Key
 from specjax.engine.intake import with_sampling
-from specjax.engine.packing import prefill_input, unpack_prefill
 from specjax.engine.sequence import completion
 
 ALGORITHMS = ("NONE", "NGRAM")

@@ -20,7 +20,8 @@ from server_helpers import running
 from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
-from specjax.engine import Engine, SamplingParams, collecting
+from specjax.engine import Engine, SamplingParams
+from specjax.engine import collect as collecting
 from specjax.engine.device import OutOfMemory
 from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.programs import Key, Unavailable
@@ -257,15 +258,15 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
     engine = make_engine(toy(), "NONE")
     first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=2))
     second = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=9))
-    collect, reported = engine._steps._collector.collect, []
+    collect, reported = collecting.collect, []
 
-    def fails(flight: Any) -> None:
+    def fails(run: Any, flight: Any) -> None:
         if first.finish_reason is not None and second.finish_reason is None and not engine.executables.has_failed(key):
             raise OutOfMemory(key, MemoryError("late"))
-        collect(flight)
+        collect(run, flight)
 
     key = Key("step", 4, engine.buckets.tables[-1])
-    monkeypatch.setattr(engine._steps._collector, "collect", fails)
+    monkeypatch.setattr(collecting, "collect", fails)
     while engine.unfinished:
         reported += engine.step()
     assert {s.id for s in reported if s.finish_reason is not None} == {first.id, second.id}

@@ -145,19 +145,20 @@ def test_a_lost_state_loses_none():
     check(prompt, done.prompt_logprobs, 0, 0)
 
 
-def test_others_go_on_while_the_program_compiles():
+def test_others_go_on_while_the_program_compiles(monkeypatch):
     engine = make_engine(toy(), "NONE")
     other = engine.add(prompt_of(5), SamplingParams(max_new_tokens=100))
     while not other.output:
         engine.step()
     begun = []
-    engine.executables.compile_ahead = lambda key: bool(begun.append(key))  # it never ends
+    monkeypatch.setattr(engine.executables, "compile_ahead", lambda key: bool(begun.append(key)))  # it never ends
     scored = engine.add(prompt_of(12), SamplingParams(max_new_tokens=2, logprobs=0, logprob_start_len=0))
     plain = engine.add(prompt_of(7), SamplingParams(max_new_tokens=2))
     while plain.status is not Status.FINISHED:
         engine.step()
     assert begun and begun[0].kind == "scoring" and scored.prefilled == 0
-    drain(engine)  # once alone it waits for its program
+    monkeypatch.undo()
+    drain(engine)
     assert scored.prompt_logprobs.complete
     check_idle(engine)
 

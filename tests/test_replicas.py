@@ -14,7 +14,7 @@ from server_helpers import SECONDS, Running, braked, running, wait_until
 
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
-from specjax.engine.transfers import Counters
+from specjax.engine.runtime import Counters
 from specjax.serve import command, replicas
 from specjax.serve.metrics import Latencies
 from specjax.serve.replicas import Balance, Replicas

@@ -16,7 +16,7 @@ from server_helpers import MODEL, Running, running
 from specjax.cli.flags import in_flags
 from specjax.engine import SamplingParams
 from specjax.engine.notes import DOUBTED, doubt, drafting_summary
-from specjax.engine.transfers import Counters
+from specjax.engine.runtime import Counters
 from specjax.serve.report import Report
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -231,15 +231,15 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(monkeypatch, strea
     engine = shared_engine("NGRAM")
     with running(engine) as server:
         before = server.complete(**LONG).json()["choices"][0]["text"]
-        launch = engine._steps.launch
+        schedule = engine._schedule
         left = iter(range(5))
 
-        def fail(**given):
+        def fail():
             if next(left, None) == 4:
                 raise Boom("the device is on fire")
-            return launch(**given)
+            return schedule()
 
-        monkeypatch.setattr(engine._steps, "launch", fail)
+        monkeypatch.setattr(engine, "_schedule", fail)
         body = LONG | {"prompt": ["hello", "other"]}
         if stream:
             with server.client() as client, client.stream("POST", COMPLETE, json=body | {"stream": True}) as response:

@@ -20,9 +20,10 @@ from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings, Settings
 from specjax.engine import Engine, SamplingParams
+from specjax.engine.arrays import Output, Read
+from specjax.engine.collect import take
 from specjax.engine.generation import take_delta
 from specjax.engine.sequence import Status, completion
-from specjax.engine.transfers import Output, Read, take
 from specjax.serve import playground
 from specjax.serve.command import load
 from specjax.serve.errors import ApiError

@@ -244,7 +244,7 @@ def test_a_step_is_read_before_the_next_is_launched(monkeypatch):
 
     def noted(key, *given):
         if key.kind in unread:
-            unread[key.kind].append(len(engine._in_flight))
+            unread[key.kind].append(len(engine.run.flights))
         return run(key, *given)
 
     monkeypatch.setattr(engine.device, "run", noted)

@@ -14,10 +14,9 @@ import jax
 import numpy as np
 
 from specjax.drafters.base import Params
+from specjax.engine.arrays import Output, Resident
 from specjax.engine.keys import Key
-from specjax.engine.packing import Resident
 from specjax.engine.programs import Program, is_out_of_memory
-from specjax.engine.transfers import Output
 from specjax.hosts import Leader
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree

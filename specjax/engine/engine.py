@@ -16,8 +16,8 @@ import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import Future
 from functools import partial
+from time import sleep
 from types import MappingProxyType
 from typing import Any, Literal, overload
 
@@ -33,28 +33,25 @@ from specjax.costs import estimated_ratio, machine, running_model
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
 from specjax.engine import program_store
-from specjax.engine.collecting import Collector
+from specjax.engine.arrays import Resident, admission
+from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
+from specjax.engine.dispatch import dispatch
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
-from specjax.engine.flight import Flights
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
-from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Prompts, Salts, Sampling, with_sampling
 from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
-from specjax.engine.pace import Pace
-from specjax.engine.packing import Resident, admission
 from specjax.engine.placing import check_models, place_params
-from specjax.engine.prefilling import Prefills
+from specjax.engine.runtime import Batch, Runtime
 from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.schedule import next_prefill, next_steps
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Completion, Sequence
-from specjax.engine.stepping import Steps
-from specjax.engine.transfers import Counters
 from specjax.hosts import Group, Leader
 from specjax.load import load
 from specjax.models.target import Target
@@ -63,6 +60,7 @@ from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, verify_tree
 
 DEFAULT_CONFIG = EngineConfig()
+IDLE_SECONDS = 0.002  # that a step waits in which nothing can run
 
 
 class Engine:
@@ -70,9 +68,7 @@ class Engine:
 
     Attributes:
         verify: decides which drafts are accepted.
-        waits: a step compiles a program for a grammar, or for the log-probabilities of a prompt, or waits for a mask
-            that takes long, if nothing else is left to do. False: another thread does, and the engine is `stalled`
-            meanwhile.
+        run: scheduler, programs, device and what else the parts of the engine share.
         group: of the processes that share the model; None: this one alone has it.
         lock: held by whatever changes requests or the device's state.
     """
@@ -122,22 +118,17 @@ class Engine:
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
             reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
         )  # fmt: skip
-        self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
+        new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(lambda: self._made_state(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
         variants |= {"room": room_beside(shapes, self.mesh), "mesh": self.mesh}
-        self.executables = Executables(
-            target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
-        )
+        self.executables = Executables(target, drafter, self.buckets, params, shapes, new_pages=new_pages, **variants)
         leader = group if isinstance(group, Leader) else None
         if leader is not None:
             self.executables.announce = lambda key: leader.send("compile", key=key)
         self.device = Device(params, self._new_state, self.executables.launch_lock, leader)
-        self.counters = Counters()
-        self.pace = Pace(self.buckets)
-        self._in_flight = Flights(lambda: len(self.executables.compiled()))
         self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
@@ -152,29 +143,15 @@ class Engine:
             plain_content=config.plain_content,
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
-        self._unreported: list[Sequence] = []  # read in this iteration
-        self.waits = True
-        self._put_off: list[Key] = []  # programs that requests need, for which this step does not wait
-        self._masks: list[Future[None]] = []  # the same of masks
         self.policy: DraftPolicy | None = None
         if config.chooses(drafter):
             self.policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model])
         self._draft_model = draft_model
-        self._prefills = Prefills(
-            self.scheduler, self.executables, self.device, self.buckets, self.pace, self._in_flight, self.counters,
-            rows=rows, pages=self.pool.pages, give_up=self._give_up,
+        self.run = Runtime(
+            self.scheduler, self.executables, self.device, self.buckets, drafter, self.policy,
+            rows=rows, pages=self.pool.pages, new_pages=new_pages, vocab_size=self.vocab_size, finish=self._finish,
         )  # fmt: skip
-        collector = Collector(
-            self.scheduler, self.buckets, self.pace, self.policy, self._in_flight, self.counters,
-            vocab_size=self.vocab_size,
-            check=self.device.check, report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
-        )  # fmt: skip
-        grammar = GrammarSteps(self.executables, self.device, self.buckets, drafter, self.vocab_size)
-        self._steps = Steps(
-            self.scheduler, self.executables, self.device, self.buckets, self._in_flight, self.counters, self.policy,
-            grammar, collector, to_end=drafter.costly_observe, rows=rows, new_pages=self._new_pages,
-            give_up=self._give_up,
-        )  # fmt: skip
+        self.pace, self.counters = self.run.pace, self.run.counters
 
     @classmethod
     def from_pretrained(
@@ -279,7 +256,7 @@ class Engine:
     def _start_over(self) -> None:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
         read are drawn again."""
-        self._in_flight.clear()
+        self.run.flights.clear()
         self.scheduler.start_over()
         if self.device.poisoned:
             self.device.renew()
@@ -329,8 +306,8 @@ class Engine:
             ended = list(self._by_id.values())
             for sequence in ended:
                 self.end(sequence, message)
-            self._in_flight.clear()
-            self._unreported.clear()
+            self.run.flights.clear()
+            self.run.changed.clear()
             self.scheduler.start_over()
             self.device.renew()
             self._inconsistent = False
@@ -340,7 +317,7 @@ class Engine:
         """Sends all running requests back to the queue, and frees all pages, those of the prefix cache too. They go on
         with the same text."""
         with self._guarded():
-            self._steps.collect_all_but(0)
+            collect_all_but(self.run, 0)
             self.scheduler.start_over()
 
     def find(self, id: str) -> Sequence | None:
@@ -351,37 +328,39 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        return self.scheduler.unfinished or bool(self._in_flight)
+        return self.scheduler.unfinished or bool(self.run.flights)
 
     @property
     def unreported(self) -> bool:
         """Whether sequences have ended that no `step` has returned: `retract_all` reads the steps in flight."""
-        return bool(self._unreported)
-
-    @property
-    def stalled(self) -> bool:
-        """Whether the last `step` had nothing to do but wait for a program that another thread compiles, or a mask that
-        one computes, and none of these has ended. `executables.on_change` tells."""
-        ended = (*map(self.executables.is_settled, self._put_off), *(mask.done() for mask in self._masks))
-        return bool(ended) and not any(ended)
+        return bool(self.run.changed)
 
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
 
-        A batch that runs out of memory is not tried again: its requests go on in smaller ones.
+        A batch that runs out of memory is not tried again: its requests go on in smaller ones. Where nothing can run
+        before another thread has compiled a program or computed a mask, it waits for `IDLE_SECONDS`.
         """
+        run = self.run
         with self.lock, TraceAnnotation("step"):
-            self._put_off, self._masks = [], []
             with self._guarded():
                 self._admit()
-                dispatched = self._prefills.launch(waits=self.waits, put_off=self._put_off)
-                dispatched += self._steps.launch(waits=self.waits, put_off=self._put_off, masks=self._masks)
-                if dispatched:
-                    self._put_off, self._masks = [], []
-                self._steps.collect_all_but(dispatched if self.config.overlap else 0)
-            changed = dict.fromkeys(self._unreported)
-            self._unreported.clear()
-            return list(changed)
+                dispatched = 0
+                for batch in self._schedule():
+                    dispatch(run, batch)
+                    dispatched += 1
+                if not dispatched and not run.flights and not run.changed:
+                    sleep(IDLE_SECONDS)
+                collect_all_but(run, dispatched if self.config.overlap else 0)
+            changed = list(run.changed)
+            run.changed.clear()
+            return changed
+
+    def _schedule(self) -> Iterator[Batch]:
+        """The batches of one iteration. Each is to be dispatched before the next is asked for."""
+        if (prefill := next_prefill(self.run)) is not None:
+            yield prefill
+        yield from next_steps(self.run)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -419,12 +398,6 @@ class Engine:
             on = machine(device, self.target.config.dtype, "gpu")
         return estimated_ratio(batch, drafter, self.params, predicted, on)
 
-    def _give_up(self, sequence: Sequence, message: str) -> None:
-        """Ends a request that cannot go on; the others do. `message`: its reason."""
-        sequence.abort(message)
-        self._finish(sequence)
-        self._unreported.append(sequence)
-
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._by_id.pop(sequence.id, None)
@@ -459,7 +432,7 @@ class Engine:
             if self.scheduler.unfinished:
                 return False
             with self._guarded():
-                self._steps.collect_all_but(0)  # steps dispatched ahead for requests that have ended
+                collect_all_but(self.run, 0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
             self.device.update(self.without_drafts, kind="flush")
             return True

@@ -21,18 +21,19 @@ from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine import program_store
-from specjax.engine.buckets import Buckets
-from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
-from specjax.engine.keys import PLAIN, Key
-from specjax.engine.packing import (
+from specjax.engine.arrays import (
+    Output,
     Resident,
     admission_size,
     admit_packed,
+    packed,
     unpack_prefill,
     unpack_step,
 )
+from specjax.engine.buckets import Buckets
+from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
+from specjax.engine.keys import PLAIN, Key
 from specjax.engine.programs import Program, Programs
-from specjax.engine.transfers import Output, packed
 from specjax.models.target import Target
 from specjax.sharding import everywhere, under
 from specjax.state import DecodeState

@@ -14,7 +14,7 @@ trees that the host sends. The host packs them in one int32 array:
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,20 @@ from jax import Array
 from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.buckets import Buckets
+from specjax.engine.arrays import Output, unpack_step
 from specjax.engine.constraint import ALL, WORD
-from specjax.engine.device import Device, memory_checked
+from specjax.engine.device import memory_checked
 from specjax.engine.keys import PLAIN, Key
-from specjax.engine.packing import unpack_step
-from specjax.engine.programs import Program, Programs, is_out_of_memory
+from specjax.engine.programs import is_out_of_memory
 from specjax.engine.sequence import Sequence
-from specjax.engine.transfers import Output
 from specjax.models.target import Target
 from specjax.state import DecodeState, StepInput, StepOutput
 from specjax.step import StepConfig, draft_phase, verify_phase
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
 from specjax.verify import Verifier
+
+if TYPE_CHECKING:
+    from specjax.engine.runtime import Batch, Runtime
 
 FIELDS = len(DraftTree._fields)
 WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
@@ -115,86 +116,77 @@ def unpack_constrained(
 # On the host
 
 
-class GrammarSteps:
-    """The programs of an engine's steps with grammars, their forced tokens and their inputs."""
+def step_keys(run: Runtime, count: int, pages: int, nodes: int) -> list[Key]:
+    """Programs for a step of `count` requests of up to `pages` pages, the best first. Compiled ones come first, whether
+    or not they draft; the others are compiled meanwhile, since a start compiles none of them. `nodes`: as `Key.nodes`.
+    """
 
-    def __init__(self, programs: Programs, device: Device, buckets: Buckets, drafter: Drafter, vocab_size: int) -> None:
-        self._programs, self._device, self._buckets = programs, device, buckets
-        self._drafter, self._vocab_size = drafter, vocab_size
+    def found(nodes: int) -> list[Key]:
+        ready = run.programs.compiled(), run.programs.pending
+        return list(run.buckets.step_keys(count, pages, *ready, nodes, "constrained"))
 
-    def keys(self, count: int, pages: int, nodes: int) -> list[Key]:
-        """Programs for a step of `count` requests of up to `pages` pages, the best first. Compiled ones come first,
-        whether or not they draft; the others are compiled meanwhile, since a start compiles none of them. `nodes`: as
-        `Key.nodes`."""
-
-        def found(nodes: int) -> list[Key]:
-            ready = self._programs.compiled(), self._programs.pending
-            return list(self._buckets.step_keys(count, pages, *ready, nodes, "constrained"))
-
-        choices = self._buckets.constrained_choices(self._buckets.batch(count))
-        nodes = nodes if nodes in choices else PLAIN
-        if self._drafter.costly_observe:  # the other kind of step would leave a hole
-            return found(nodes)
-        for choice in sorted(choices, key=lambda choice: choice != nodes):
-            # The first look puts a missing program into `pending`, for which the second finds a smaller compiled one.
-            if self._is_ready(found(choice)[0]) or self._is_ready(found(choice)[0]):
-                return found(choice)
+    choices = run.buckets.constrained_choices(run.buckets.batch(count))
+    nodes = nodes if nodes in choices else PLAIN
+    if run.drafter.costly_observe:  # the other kind of step would leave a hole
         return found(nodes)
+    for choice in sorted(choices, key=lambda choice: choice != nodes):
+        # The first look puts a missing program into `pending`, for which the second finds a smaller compiled one.
+        if _compiled(run, found(choice)[0]) or _compiled(run, found(choice)[0]):
+            return found(choice)
+    return found(nodes)
 
-    def missing(self, keys: list[Key]) -> list[Key]:
-        """Programs that another thread still compiles for the best of these keys that can run; []: it can run now."""
-        best = next((key for key in keys if not self._programs.has_failed(key)), keys[0])
-        return (
-            [] if self._is_ready(best) else [half for half in self._halves(best) if not self._programs.is_settled(half)]
-        )
 
-    def _is_ready(self, key: Key) -> bool:
-        """Whether a step can run at once, or never will; else compiles it meanwhile."""
-        ready = [self._programs.compile_ahead(half) for half in self._halves(key)]  # begins with all of them
-        return all(ready)
+def is_ready(run: Runtime, keys: list[Key]) -> bool:
+    """False while another thread compiles the best of these programs."""
+    return _compiled(run, next((key for key in keys if not run.programs.has_failed(key)), keys[0]))
 
-    def _halves(self, key: Key) -> list[Key]:
-        return [key, key._replace(kind="propose")] if key.drafts else [key]
 
-    def forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-        """The tokens that must come next, for the sequences that have some: no more than the drafts of their batch's
-        trees on one path."""
-        nodes = self._buckets.tree_widths(self._buckets.batch(len(sequences)))[-1]
-        most, found = min(nodes - 1, self._drafter.within(nodes).depth), dict[Sequence, list[int]]()
-        for one in sequences:
-            if most and one.constraint is not None and one.drafts:
-                limit = one.params.draft_limit
-                if tokens := one.constraint.forced(most if limit is None else min(most, limit)):
-                    found[one] = tokens
-        return found
+def _compiled(run: Runtime, key: Key) -> bool:
+    """Whether both halves of a step can run at once, or never will; else they are compiled meanwhile."""
+    ready = [run.programs.compile_ahead(half) for half in ([key, _draft_key(key)] if key.drafts else [key])]
+    return all(ready)  # begins with all of them
 
-    def inputs(
-        self,
-        key: Key,
-        part: list[Sequence],
-        step: np.ndarray,
-        forced: dict[Sequence, list[int]],
-        drafting: list[Sequence],
-    ) -> np.ndarray:
-        """The packed input of a step of `part`, from the input `step` of a step without a grammar. Drafts if some
-        requests are `drafting`, and waits for the trees."""
-        nodes = self._buckets.step_widths(key)[-1]
-        half, trees = key._replace(kind="propose"), root_trees(key.width, nodes)
-        if key.drafts and drafting and (program := self._proposing(half)) is not None:
-            output = self._device.run(half, program, step)
-            with memory_checked(half):
-                self._device.check(output)
-                trees = np.array(output.packed).reshape(trees.shape)
-        return constrained_input(step, part, trees, [forced.get(one, []) for one in part], self._vocab_size)
 
-    def _proposing(self, half: Key) -> Program | None:
-        """The program; None: out of memory, which `Programs` has logged, and the step does not draft."""
-        try:
-            return self._programs.get(half)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return None
-            raise
+def _draft_key(key: Key) -> Key:
+    return key._replace(kind="propose")
+
+
+def forced_tokens(run: Runtime, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+    """The tokens that must come next, for the sequences that have some: no more than the drafts of their batch's trees
+    on one path."""
+    nodes = run.buckets.tree_widths(run.buckets.batch(len(sequences)))[-1]
+    most, found = min(nodes - 1, run.drafter.within(nodes).depth), dict[Sequence, list[int]]()
+    for one in sequences:
+        if most and one.constraint is not None and one.drafts:
+            limit = one.params.draft_limit
+            if tokens := one.constraint.forced(most if limit is None else min(most, limit)):
+                found[one] = tokens
+    return found
+
+
+def grammar_input(run: Runtime, batch: Batch, step: np.ndarray) -> np.ndarray:
+    """The packed input of a step with grammars, from `step`, that of a step without. Drafts, unless all that may be
+    drafted is forced, and waits for the trees."""
+    key, sequences = batch.key, batch.sequences
+    trees = root_trees(key.width, run.buckets.step_widths(key)[-1])
+    if any(sequence not in batch.forced for sequence in batch.drafted):
+        trees = _drafted_trees(run, _draft_key(key), step, trees)
+    chains = [batch.forced.get(one, []) for one in sequences]
+    return constrained_input(step, sequences, trees, chains, run.vocab_size)
+
+
+def _drafted_trees(run: Runtime, key: Key, step: np.ndarray, roots: np.ndarray) -> np.ndarray:
+    """The drafter's trees as arrays like `roots`, or these if its program runs out of memory, which is logged."""
+    try:
+        program = run.programs.get(key)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return roots
+        raise
+    output = run.device.run(key, program, step)
+    with memory_checked(key):
+        run.device.check(output)
+        return np.array(output.packed).reshape(roots.shape)
 
 
 def root_trees(batch: int, nodes: int) -> np.ndarray:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from specjax.engine.arrays import Output
 from specjax.engine.buckets import Buckets
 from specjax.engine.keys import Key
-from specjax.engine.transfers import Output
 from specjax.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class Programs(ABC):
     Attributes:
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
-        on_change: called by any thread that has compiled a program, or failed to.
         announce: called with each key that is about to be compiled.
         progress: whether stderr shows a bar while a request waits for the compiler. `warm_up` shows its own bar, and
             `compile_later` none.
@@ -69,7 +68,6 @@ class Programs(ABC):
         self.progress = False
         self._lock = threading.Lock()  # for `_futures`
         self.launch_lock = threading.RLock()
-        self.on_change: Callable[[], None] = lambda: None
         self.announce: Callable[[Key], None] = lambda key: None
         self._compiling = False  # with `launch_lock` held
         self._exclusive = jax.default_backend() != "cpu"
@@ -132,8 +130,6 @@ class Programs(ABC):
             del self._futures[key]
             future.set_exception(RuntimeError(f"compiling {key} was interrupted") if interrupted else error)
             raise
-        finally:
-            self.on_change()
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
         """The first of these keys whose program fits into memory, and the program. Raises Unavailable if none does, and

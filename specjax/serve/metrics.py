@@ -22,8 +22,8 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
+from specjax.engine.runtime import Counters
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.transfers import Counters
 
 OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120, 240)

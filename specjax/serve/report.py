@@ -14,7 +14,7 @@ from specjax.cli.flags import in_flags
 from specjax.engine import Engine
 from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import doubt, drafting_summary
-from specjax.engine.transfers import Counters
+from specjax.engine.runtime import Counters
 from specjax.thresholds import AcceptAbove
 
 logger = logging.getLogger("specjax.serve")

@@ -220,16 +220,11 @@ class Runner(threading.Thread):
         compiled = self._engine is None or self._engine.executables.join(timeout)
         return compiled and not any(thread.is_alive() for thread in (self, *self._helpers))
 
-    def _awake(self) -> None:
-        with self._wake:
-            self._wake.notify()
-
     # In this thread
 
     def run(self) -> None:
         try:
             self._engine = self._make_engine()
-            self._engine.waits, self._engine.executables.on_change = False, self._awake
             self._engine.executables.reopen()  # another runner may have had this engine before
             if self._warm_up:
                 self._engine.warm_up(self._engine.single_request_keys(), strict=False)
@@ -254,7 +249,6 @@ class Runner(threading.Thread):
             with contextlib.suppress(Exception):  # of a trace that cannot be written
                 self.profiler.end()
             if self._engine is not None:
-                self._engine.waits, self._engine.executables.on_change = True, lambda: None
                 self._engine.executables.close()
 
     def _allocate(self, engine: Engine) -> None:
@@ -271,9 +265,7 @@ class Runner(threading.Thread):
         while True:
             with self._wake:
                 self._busy = False
-                self._wake.wait_for(
-                    lambda: self._commands or self._stop_requested or (self._has_work and not engine.stalled)
-                )
+                self._wake.wait_for(lambda: self._commands or self._stop_requested or self._has_work)
                 if self._stop_requested:
                     return
                 commands, self._commands = self._commands, []

@@ -1,4 +1,4 @@
-"""What the host sends to the device, packed: one int32 array for a step, a prefill or an admission.
+"""What host and device exchange, packed: one int32 array for a step, a prefill or an admission, and one back.
 
 Each array that is sent costs a copy of its own, and page tables hardly change between steps. So the device keeps all
 page tables, [R, T], and a step's input has only the pages that are new:
@@ -7,11 +7,12 @@ page tables, [R, T], and a step's input has only the pages that are new:
     prefill     [B, 3 + C + T']      slot, length, next token, C tokens, all T' <= T pages of the row
     admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, whether each token is in the prompt
                 [... + V]            and, for a resumed request, how often each token has been emitted
+    output      [B, 2 + J]           of a step or a prefill: emitted, finish, J tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +25,19 @@ from jaxtyping import Bool, Int32
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import Sequence
 from specjax.sampling import History
-from specjax.state import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, DecodeState, PrefillInput, Row, StepInput, admit_row, new_row
+from specjax.state import (
+    NO_DRAFT_LIMIT,
+    NO_FORCED_TOKEN,
+    DecodeState,
+    PrefillInput,
+    Row,
+    StepInput,
+    StepOutput,
+    Trace,
+    admit_row,
+    new_row,
+)
+from specjax.verify import LOGPROB_IDS, Logprobs
 
 NO_PAGE = -1
 _WORD = 32  # bits
@@ -168,3 +181,61 @@ def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: Int32[Array, "X"
     history = History(bits.reshape(-1)[:vocab_size].astype(bool), counts)
     row = jax.tree.unflatten(tree, fields)._replace(history=history)
     return admit_row(rows, finished, packed[0], row)
+
+
+class Output(NamedTuple):
+    """Of a step or a prefill, on the device. One array holds what every step needs, so that it costs one copy."""
+
+    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
+    logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32; copied only where a request wants them
+    trace: Trace | None
+    prompt: Array | None = None  # the same of a prefill's C tokens, if its program computes them
+
+
+def packed(
+    function: Callable[..., tuple[DecodeState, StepOutput]], *given: Any, **fixed: Any
+) -> tuple[DecodeState, Output]:
+    """A step or a prefill with its output packed, to be traced."""
+    state, output = function(*given, **fixed)
+    integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
+    prompt = None if output.prompt is None else _bits(output.prompt)
+    return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
+
+
+def _bits(found: Logprobs) -> Array:
+    rows = found.drawn.shape[0]
+    floats = [found.drawn, found.top.reshape(rows, -1), found.of_ids.reshape(rows, -1)]
+    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
+    return jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1)
+
+
+class Read(NamedTuple):
+    """A step's output on the host."""
+
+    tokens: list[list[int]]  # [B][emitted]
+    finish: list[int]  # [B]
+    logprobs: Logprobs | None  # of numpy arrays
+
+
+def read_output(output: Output, top: int | None) -> Read:
+    """Copies a step's output to the host; waits for the step. Log-probabilities hold `top` alternatives of a token, and
+    are not copied if it is None."""
+    packed = np.asarray(output.packed)
+    tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
+    finish = packed[:, 1].tolist()
+    if top is None:
+        return Read(tokens, finish, None)
+    return Read(tokens, finish, logprobs_from_bits(output.logprobs, packed.shape[1] - 2, top))
+
+
+def logprobs_from_bits(bits: Array, width: int, top: int) -> Logprobs:
+    ends = np.cumsum([width, width * top, width * LOGPROB_IDS])
+    drawn, best, of_ids, ids = np.split(np.asarray(bits), ends, axis=1)
+    shape = (-1, width, top)
+    found: Any = (
+        drawn.view(np.float32),
+        best.view(np.float32).reshape(shape),
+        ids.reshape(shape),
+        of_ids.view(np.float32).reshape(-1, width, LOGPROB_IDS),
+    )
+    return Logprobs(*found)
