@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,13 +81,11 @@ def load(
     mem_fraction: float = 1.0,
     mesh: Mesh | None = None,
     progress: bool = True,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Loads the target, its tokenizer and the drafter, with the parameters of both models.
 
-    Arguments and errors are those of `Engine.from_pretrained` and its `EngineConfig`; `meanwhile` is called in a thread
-    while the weights are read, with the CPU's kernels prepared. `mesh`: the devices that share both models; None: they
-    go to JAX's default device.
+    Arguments and errors are those of `Engine.from_pretrained` and its `EngineConfig`. `mesh`: the devices that share
+    both models; None: they go to JAX's default device.
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
@@ -110,11 +108,8 @@ def load(
         jax.config.update("jax_default_matmul_precision", "highest")
 
     # Compiling the CPU's kernels takes seconds the first time: do it while the weights are read.
-    def prepare() -> None:
-        cpu_attention.prepare(config.dtype)
-        meanwhile()
-
-    threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
+    compiling = partial(cpu_attention.prepare, config.dtype)
+    threading.Thread(target=compiling, name="specjax-kernels", daemon=True).start()
     target = make_target(served, backend=backend)
     with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
         read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)

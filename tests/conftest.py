@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import inspect
@@ -70,9 +71,10 @@ assert _cache.stat().st_uid == os.getuid(), f"{_cache} holds programs that will 
 jax.config.update("jax_compilation_cache_dir", str(_cache))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading the smallest takes half the time
 
+from program_names import Unknown, name_of  # noqa: E402
 from specjax_kernels.cpu import object_code  # noqa: E402 - what it imports must see the settings above
 
-from specjax.engine import program_store  # noqa: E402
+from specjax.engine.executables import Executables  # noqa: E402
 
 object_code.keep_in(_cache / "kernels")
 
@@ -133,46 +135,40 @@ def getkey():
     return take
 
 
-@pytest.fixture(scope="module")
-def stored_programs():
-    """For modules that load the same model again and again: engines keep their programs on disk, as users' do."""
-    program_store.keep_in(_cache / "programs")
-    yield
-    program_store.keep_in(None)
-
-
 # Programs.
 
 MOST_PROGRAMS = 100  # that a process keeps for engines to come
 
 _programs: collections.OrderedDict[str, Any] = collections.OrderedDict()
 _replaced: set[int] = set()  # every MonkeyPatch that has replaced a part of a module or a class
-_load_or_compile = program_store.stored
+_compile = Executables._compile
 _setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
 
 
-def _shared(function: Any, arguments: Any, compile: Any, options: Any = None) -> Any:
-    """`program_store.stored`, but engines of the same model, drafter and shapes share their programs in this process.
+def _shared(self: Executables, key: Any) -> Any:
+    """`Executables._compile`, but engines of the same model, drafter and shapes share their programs in this process.
 
-    Not while a test keeps programs on disk, or has replaced a part of a module, which a program may depend on.
+    Not while a test has replaced a part of a module, which a program may depend on.
     """
-    if program_store._folder is not None or _replaced:
-        return _load_or_compile(function, arguments, compile, options)
+    if _replaced or self.phase_times is not None:
+        return _compile(self, key)
     try:
-        key = program_store._key((function, arguments, options))
-    except (program_store.Unknown, RecursionError):
-        return compile(function)
-    if key not in _programs:
-        _programs[key] = compile(function)
+        function, unpack, shape = self._function(key)
+        drafter = function.keywords["drafter"]._replace(resize=None, source="")
+        function = functools.partial(function, drafter=drafter)
+        fixed = self._room, sorted(jax.config.values.items(), key=str), dict(os.environ)
+        name = name_of((key.kind, function, unpack, shape, self._params, self._state, fixed))
+    except (Unknown, RecursionError):
+        return _compile(self, key)
+    if name not in _programs:
+        _programs[name] = _compile(self, key)
         if len(_programs) > MOST_PROGRAMS:
             _programs.popitem(last=False)
-    _programs.move_to_end(key)
-    return _programs[key]
+    _programs.move_to_end(name)
+    return _programs[name]
 
 
-program_store.stored = _shared
-# The tests' own modules do not change while they run.
-program_store._KNOWN_CODE |= {file.stem for file in Path(__file__).parent.glob("*.py")}
+Executables._compile = _shared
 
 
 def _noted_setattr(self: pytest.MonkeyPatch, target: Any, *arguments: Any, **options: Any) -> None:
@@ -242,9 +238,7 @@ def _bounded_memory(request: pytest.FixtureRequest):
     from specjax.engine import memory
 
     usual, memory.DEFAULT_POOL_TOKENS = memory.DEFAULT_POOL_TOKENS, 2048
-    program_store.keep_in(_cache / "programs")  # for the other processes
     yield
-    program_store.keep_in(None)
     memory.DEFAULT_POOL_TOKENS = usual
     _forget()
     _trim()

@@ -285,7 +285,6 @@ def answers(data: bytes) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("spec_")} for row in found]
 
 
-@pytest.mark.usefixtures("stored_programs")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_claimed_run_is_the_run_of_one_process(command, model, tmp_path, capsys):
     main, flags = COMMANDS[command]

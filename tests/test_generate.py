@@ -16,8 +16,6 @@ from specjax import SamplingParams, settings
 from specjax.cli import generate
 from specjax.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 FIELDS = [
     "id", "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
     "spec_accept_length", "spec_accept_histogram", "seed",

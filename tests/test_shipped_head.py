@@ -29,8 +29,6 @@ from specjax.drafters.table import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.serve import command
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
 """Seven layers are the fewest that have EAGLE-3's default auxiliary layers."""
 LETTERS = byte_ids(b"aei")

@@ -27,8 +27,6 @@ from specjax.models import table
 from specjax.models.params import dimensions, parameter_bytes
 from specjax.train import corpus, generate
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
 QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
          "--max-running-requests", "4", "--no-progress"]  # fmt: skip

@@ -27,8 +27,6 @@ from specjax.state import StepOutput, Trace
 from specjax.tree import NO_TOKEN
 from specjax.viz.trees import StepTree, render, step_tree, step_trees
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 WORDS = (" cat", " sat", " is", " on", " by", " a", "\n", "'", "né", "猫", "🦊", "�")
 
 

@@ -32,7 +32,6 @@ from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio, machine, running_model
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
-from specjax.engine import program_store
 from specjax.engine.arrays import Resident, admission
 from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
@@ -203,11 +202,10 @@ class Engine:
         """
         check_config(config)
         if compilation_cache:
-            use_compilation_cache(programs=group is None)
+            use_compilation_cache()
         mesh = _mesh(config, group)
         if group is not None:
             group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
-        start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         with on_first(mesh):
             loaded = load(
                 model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
@@ -215,7 +213,6 @@ class Engine:
                 revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
                 sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction,
                 mesh=several(mesh), progress=progress,
-                meanwhile=partial(program_store.read_ahead, None if config.first_device else start),
             )  # fmt: skip
         engine = cls(**loaded._asdict(), config=config, group=group)
         engine.executables.progress = progress

@@ -12,15 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code
-from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
-from specjax.engine import program_store
 from specjax.engine.arrays import (
     Output,
     Resident,
@@ -48,15 +45,14 @@ from specjax.step import (
 from specjax.verify import Verifier, verify_tree
 
 
-def use_compilation_cache(*, programs: bool = True) -> None:
+def use_compilation_cache() -> None:
     """Keeps compiled programs in `default_cache_dir`, so that a second start compiles nothing. Respects JAX's own
-    settings. `programs`: with what Python has traced, too; not of programs for several processes."""
+    settings."""
     folder = default_cache_dir()
     object_code.keep_in(folder / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        program_store.keep_in(folder / "programs" if programs else None)
 
 
 @dataclass
@@ -125,11 +121,7 @@ class Executables(Programs):
         arguments = (rows, finished, packed)
         places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
         with self.launch_lock, under(self._mesh):
-            program = program_store.stored(
-                admit_packed,
-                arguments,
-                lambda function: jax.jit(function, donate_argnums=(0, 1), **places).lower(*arguments).compile(),
-            )
+            program = jax.jit(admit_packed, donate_argnums=(0, 1), **places).lower(*arguments).compile()
 
         def admit(state: Resident, packed: np.ndarray) -> Resident:
             rows, finished = program(state.decode.rows, state.decode.finished, packed)
@@ -146,39 +138,32 @@ class Executables(Programs):
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
                 return _compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
-        chosen = compiler_options()
         leaves, tree = jax.tree.flatten(arguments)
         count = len(jax.tree.leaves(self._params))
 
-        def compile(function: Callable[..., Any]) -> jax.stages.Compiled:
-            def flat(params: list[Any], state: list[Any], inputs: Any) -> Any:
-                state, output = function(*jax.tree.unflatten(tree, [*params, *state, inputs]))
-                return jax.tree.leaves(state), output
+        def flat(params: list[Any], state: list[Any], inputs: Any) -> Any:
+            given = jax.tree.unflatten(tree, [*params, *state, inputs])
+            new, output = _from_packed(function, unpack, key, *given)
+            return jax.tree.leaves(new), output
 
-            flat.__name__ = flat.__qualname__ = getattr(function, "__name__", key.kind)
-            places: Any = {}
-            if self._mesh is not None:
-                places["out_shardings"] = [leaf.sharding for leaf in leaves[count:-1]], everywhere(self._mesh)
-            jitted = jax.jit(flat, donate_argnums=1, compiler_options=chosen, **places)
-            with self._bar(key) as bar, under(self._mesh), of_default_device():
-                lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
-                with self._device_idle() if self._exclusive else contextlib.nullcontext():
-                    if self._exclusive:  # with the lock, so that all processes compile between the same launches
-                        self.announce(key)
-                    compiled = lowered.compile()
-                bar.update()
-                return compiled
-
-        program = program_store.stored(_packing(key, function, unpack), arguments, compile, (chosen, self._kernels()))
+        flat.__name__ = flat.__qualname__ = key.kind
+        places: Any = {}
+        if self._mesh is not None:
+            places["out_shardings"] = [leaf.sharding for leaf in leaves[count:-1]], everywhere(self._mesh)
+        jitted = jax.jit(flat, donate_argnums=1, compiler_options=compiler_options(), **places)
+        with self._bar(key) as bar, under(self._mesh):
+            lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
+            with self._device_idle() if self._exclusive else contextlib.nullcontext():
+                if self._exclusive:  # with the lock, so that all processes compile between the same launches
+                    self.announce(key)
+                program: Any = lowered.compile()
+            bar.update()
         if self._room is not None and (temporaries := program.memory_analysis().temp_size_in_bytes) > self._room:
             raise MemoryError(
                 f"{key} needs {temporaries / 1e9:.3f} GB beside its arguments, and {self._room / 1e9:.3f} GB are left "
                 "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
             )
         return program
-
-    def _kernels(self) -> Any:
-        return cpu_attention.prepare(self._target.config.dtype)
 
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """What the host sends, to every device."""
@@ -208,29 +193,17 @@ class Executables(Programs):
                 shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
-        # These have nothing to trace, but would be a part of the program's name.
-        drafter = drafter._replace(resize=None, source="")
         return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
 
 
-def _packing(key: Key, function: Callable[..., Any], unpack: Callable[..., Any]) -> partial[Any]:
-    """A key's program, of packed input and output. A proposal packs its own output."""
-    pack = _call if key.kind == "propose" else packed
-    return partial(_from_packed, function, unpack, pack)
-
-
 def _from_packed(
-    function: Callable[..., Any], unpack: Callable[..., Any], pack: Callable[..., Any], params: Params,
-    state: Resident, inputs: Any,
-) -> tuple[Resident, Output]:  # fmt: skip
-    """A program whose input and output are packed, to be traced."""
+    function: Callable[..., Any], unpack: Callable[..., Any], key: Key, params: Params, state: Resident, inputs: Any
+) -> tuple[Resident, Output]:
+    """A program whose input and output are packed, to be traced. A proposal packs its own output."""
     given, tables = unpack(inputs, state.tables)
-    decode, output = pack(function, params, state.decode, given)
+    call = function if key.kind == "propose" else partial(packed, function)
+    decode, output = call(params, state.decode, given)
     return Resident(decode, tables), output
-
-
-def _call(function: Callable[..., Any], *given: Any) -> Any:
-    return function(*given)
 
 
 def _compile_in_phases(

@@ -8,13 +8,15 @@ import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import jax
 import numpy as np
+import specjax_kernels
 
+import specjax
 from specjax.checkpoint import ModelFiles
 from specjax.drafters.base import Drafter, Params
-from specjax.engine import program_store
 from specjax.engine.config import EngineConfig
 from specjax.models.target import Target
 
@@ -28,10 +30,7 @@ def facts(
     target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
 ) -> dict[str, str]:  # fmt: skip
     """By the names that an error gives them."""
-    try:
-        source = program_store.sources()[:16]
-    except program_store.Unknown:
-        source = "unknown"
+    source = hash_of(source_files())[:16]
     found = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
     found["version of jax"] = jax.__version__
     found["model"] = repr(target.config)
@@ -42,6 +41,20 @@ def facts(
     shapes = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves]
     found["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
     return found | {"weights": f"digest {_digest(_weights(params))}"}
+
+
+def source_files() -> list[Path]:
+    """Source files of both packages."""
+    folders = [Path(package.__file__ or "").parent for package in (specjax, specjax_kernels)]
+    return sorted(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """Digest of the content of files."""
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
 
 
 def file_facts(files: ModelFiles) -> dict[str, str]:

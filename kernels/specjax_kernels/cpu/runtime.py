@@ -145,16 +145,6 @@ def registered() -> list[str]:
         return [name for name, reason in _REGISTERED.items() if reason is None]
 
 
-def register_kept(name: str) -> None:
-    """Registers a kernel whose machine code an earlier process has kept; without effect if it is not there."""
-    if callable_here() and object_code.found(name) is not None:
-
-        def gone(tools: Tools) -> Any:
-            raise FileNotFoundError(f"the machine code of {name} was deleted meanwhile")
-
-        register(name, gone)
-
-
 def _outside() -> list[int]:
     """The words of the table from `_ALLOCATE` on."""
     libc = ctypes.CDLL(None)
