@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from specjax.drafters.base import Drafter
@@ -151,13 +151,14 @@ class Buckets:
         kind: str = "prefill",
         *,
         running: int = 0,
+        pending: Collection[Key] = (),
     ) -> Iterator[Key]:
         """Programs for the next chunk of the first of some prompts, or of the first few, the best first.
 
         1. Compiled ones of at most `most` tokens (None: any number; the smallest where none is so small), those first
            that save the most: what the same tokens would cost in programs of one prompt, over their own cost, each
            with the step of the running requests that follows it. Where there is no limit and the chunk that suits the
-           first prompt is not compiled, only those for several prompts.
+           first prompt is neither compiled nor compiling in the background, only those for several prompts.
         2. Those for one prompt alone, which are compiled where they must be.
 
         Args:
@@ -165,6 +166,7 @@ class Buckets:
             pages: that they hold.
             kind: of the programs.
             running: requests, a step of which follows.
+            pending: programs that are being compiled in the background.
         """
         after = self.step_cost(self.batch(min(running, self.batches[-1]))) if running else 0
         chunks = self.chunks_for(left[0]) if most is None else self.chunks
@@ -190,7 +192,7 @@ class Buckets:
             otherwise = sum(price * (tokens if tokens == whole else PART * tokens) for tokens, whole, price in taken)
             return otherwise / cost(key.size)
 
-        if most is None and single[0] not in compiled:
+        if most is None and single[0] not in compiled and single[0] not in pending:
             found = [key for key in found if key.rows > 1 and saving(key) > 1]
         yield from sorted(found, key=saving, reverse=True)
         yield from single
@@ -271,8 +273,8 @@ class Buckets:
         return [Key("scoring", chunk, table) for chunk in self.chunks for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
-        """Programs that one request at a time needs."""
-        needed = {("step", self.batches[0]), *(("prefill", chunk) for chunk in self.chunks)}
+        """Programs that one request at a time cannot do without: the small prefill, and its steps."""
+        needed = {("step", self.batches[0]), ("prefill", self.chunks[0])}
         return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:

@@ -208,8 +208,7 @@ class Programs(ABC):
             helper = threading.Thread(target=work, name="specjax-compile-2", daemon=False)
             if len(missing) > 1 and not self._exclusive:
                 helper.start()
-            for resumed in (False, True):
-                self.admit(resumed=resumed)
+            self.admit(resumed=False)
             work()
             if helper.ident and not any(isinstance(error, KeyboardInterrupt) for error in errors):
                 helper.join()
@@ -226,6 +225,7 @@ class Programs(ABC):
         self._background = missing
 
         def run() -> None:
+            self.admit(resumed=True)
             shown = progress and bool(missing)
             with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
                 self._get_all(takewhile(lambda key: self._goes_on, missing), bar, self._log_failure)

@@ -54,7 +54,8 @@ def _prefill_keys(run: Runtime, prompts: list[Sequence], kind: str) -> Iterator[
     running, context = _running(run), prompts[0].prefilled
     waiting = len(run.scheduler.active) - running
     limit = run.pace.room(running, waiting, context) if running else run.pace.while_none_runs(waiting, context)
-    return run.buckets.prefill_keys([*left], [*pages], limit, run.programs.compiled(), kind, running=running)
+    ready, pending = run.programs.compiled(), run.programs.pending
+    return run.buckets.prefill_keys([*left], [*pages], limit, ready, kind, running=running, pending=pending)
 
 
 def _running(run: Runtime) -> int:
