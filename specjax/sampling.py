@@ -12,6 +12,7 @@ draws the same tokens with any drafter and in any batch. Written for one request
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 from specjax_kernels import argmax
-from specjax_kernels.truncation import in_prefix
 
 STOP_IDS = 8  # stop ids of a row on the device; the host checks further ones
 BIAS_ENTRIES = 1024  # logit biases of a row
@@ -171,6 +171,7 @@ def mask_forbidden(logits: Float32[Array, "V"], allowed: UInt32[Array, "W"]) -> 
     return jnp.where(bit == 1, jnp.maximum(logits, _TINY), 10 * _TINY)
 
 
+@jax.jit  # traced once for each shape; a program has many calls
 def threefry2x32(
     key: tuple[UInt32[Array, "*k"], UInt32[Array, "*k"]], counter: tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]
 ) -> tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]:
@@ -423,7 +424,9 @@ def draw_straight(
         x = jax.vmap(mask_forbidden)(x, allowed.reshape(batch * nodes, -1))
     hot = flat.temperature > 0
     scaled = x / jnp.where(hot, jnp.maximum(flat.temperature, MIN_TEMPERATURE), 1.0)[:, None]
-    inside = in_prefix(scaled, flat.top_k, flat.top_p)
+    # Imported here: a process without a GPU starts sooner.
+    truncation = importlib.import_module("specjax_kernels.truncation")
+    inside = truncation.in_prefix(scaled, flat.top_k, flat.top_p)
     # The likeliest token is inside, so min-p may look at all of them.
     likely = jnp.where(inside, jax.vmap(cut_min_p)(scaled, flat), -jnp.inf)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(flat.seed, position, vocab)
