@@ -457,9 +457,10 @@ def cheapest_tree(
     return max(steps, key=lambda step: step.rate(1.0 if step.tree == PLAIN else accept(step.tree)))
 
 
-CPU_STEP = {1: 1.0, 4: 1.7, 8: 2.5, 16: 3.8, 64: 13.0}
-"""Seconds of a forward of so many tokens over those of one: SmolLM2-135M in Q4_1 on 2 cores with AVX-512
-(benchmarks/results/before-after-2026-11-25-few-rows.json: 5.5, 9.5, 13.9, 21.1 ms; the last is extrapolated)."""
+CPU_STEP = {1: 1.0, 2: 1.16, 4: 1.52, 8: 2.42, 16: 3.8, 64: 13.0}
+"""Seconds of a forward of so many tokens over those of one: SmolLM2-135M in Q4_1 on 2 cores with AVX-512 took 8.1, 9.4,
+12.3 and 19.6 ms of processor time for 1, 2, 4 and 8 tokens, the median of 100 (2026-11-27). 16 is from
+benchmarks/results/before-after-2026-11-25-few-rows.json, 64 is extrapolated."""
 CPU_LEVEL = 0.5  # seconds of a byte that a draft reads over those of one that the target reads
 FOUND = 0.3  # share of steps in which a drafter without a model proposes something for a request
 

@@ -35,7 +35,7 @@ MAX_STEP_RATIO = 2.5  # a step that took longer than so many means counts as so 
 OWN_STEPS = 8.0  # steps of a request after which its own acceptance counts as much as that of all
 GUESS_STEPS = 16.0  # steps of all requests after which theirs counts as much as the first guess
 NAMES = {PLAIN: "plain", TREE: "draft"}
-GUESSES = {True: 2.2, False: 1.3}  # accept length of which nothing is known, of a drafter with and without a model
+GUESSES = {True: 2.0, False: 1.3}  # accept length of which nothing is known, of a drafter with and without a model
 
 
 @dataclass
