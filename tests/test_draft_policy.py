@@ -4,6 +4,7 @@ import functools
 import itertools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from test_coupling import right_often
 from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
 from test_eagle_cache import toy as llama
 
+from specjax.costs import CPU_LEVEL, CPU_STEP, Tree, machine, running_model, step_cost
+from specjax.devices import DEVICES
 from specjax.drafters.base import Params
 from specjax.drafters.tree_shape import TreeShape
 from specjax.engine import Engine, SamplingParams, dispatch, runtime
@@ -322,6 +325,28 @@ def test_steps_that_draft_for_nobody_do_not_run_the_draft_model():
     inputs, _ = unpack(jnp.zeros(shape, jnp.int32), engine.device.state.tables)
     _, output = function(Params(*broken), engine.state, inputs)  # raises KeyError where the model is run
     assert output.tokens.shape[1] == 1 and function.func is speculate_step
+
+
+def test_the_estimate_before_anything_has_run(monkeypatch):
+    """The cost model of a GPU that is known; of others and of a CPU the table of row counts and the draft's bytes."""
+    engine = engine_of("eagle3")
+    width, depth = engine.drafter.width, engine.drafter.depth
+    by_rows = float(np.interp(width, list(CPU_STEP), list(CPU_STEP.values())))
+    draft, target = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in engine.params[::-1])
+    assert engine._estimated_ratio(1) == pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
+    monkeypatch.setattr(engine, "platform", "gpu")
+    for name, known in (("Tesla T4", False), ("NVIDIA H200", True)):
+        monkeypatch.setattr(Engine, "device_name", name)
+        assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == known
+    predicted = running_model(engine.target, engine.params, engine.drafter, None)
+    on = machine(DEVICES["H200"], "float32", "gpu")
+    tree = Tree(depth, engine.drafter.topk, width)
+    expected = step_cost(predicted, on, tree=tree).seconds / step_cost(predicted, on).seconds
+    assert engine._estimated_ratio(1) == pytest.approx(expected)
+    own = make_engine(toy(), NGRAM, warm=False, adaptive=True)
+    monkeypatch.setattr(own, "platform", "gpu")
+    assert running_model(own.target, own.params, own.drafter, None) is None, "nothing is known of the user's own target"
+    assert 1 < own._estimated_ratio(1) < own._estimated_ratio(4)
 
 
 def test_reasons_why_a_step_does_not_draft():
