@@ -210,10 +210,10 @@ class Chosen(NamedTuple):
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
-    """The algorithm for this model. AUTO is the draft head that ships for it, with n-grams beside it where its
-    `serving.toml` says so for the platform, else its MTP layers, else n-grams; an algorithm that needs a head and is
-    given none drafts with the one that ships, or, if it is MTP or EAGLE, with these layers. A warning names the options
-    that AUTO's choice does not have. `platform`: that it is chosen for, "cpu" or "gpu"; None: this process's.
+    """The algorithm for this model. AUTO is the draft head that ships for it, else its MTP layers, else n-grams; an
+    algorithm that needs a head and is given none drafts with the one that ships, or, if it is MTP or EAGLE, with these
+    layers. A warning names the options that AUTO's choice does not have. `platform`: that it is chosen for, "cpu" or
+    "gpu"; None: this process's.
 
     Raises:
         ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
@@ -248,10 +248,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
     least = measured.min_probability if options.min_probability is None else options.min_probability
-    match = options.hybrid_match
-    if match is None and isinstance(given, Auto):
-        match = measured.hybrid_match
-    options = replace(options, path=str(shipped.folder), min_probability=least, hybrid_match=match)
+    options = replace(options, path=str(shipped.folder), min_probability=least)
     return Chosen(options, measured.shape() if measured.explicit_tree else None, shipped)
 
 

@@ -71,7 +71,8 @@ def root_only(root: PerRequest) -> DraftTree:
 
 def roots(root: PerRequest, width: int) -> DraftTree:
     """Trees of `width` nodes of which the root alone is valid."""
-    return widen(root_only(root), width)
+    tree = root_only(root)
+    return _masked(DraftTree(*(jnp.pad(field, ((0, 0), (0, width - 1))) for field in tree)))
 
 
 def _masked(nodes: DraftTree) -> DraftTree:
@@ -199,11 +200,6 @@ def first_nodes(tree: DraftTree, count: PerRequest) -> DraftTree:
 def narrow(tree: DraftTree, width: int) -> DraftTree:
     """The first `width` nodes. Only right where no later node is valid."""
     return DraftTree(*(field[:, :width] for field in tree))
-
-
-def widen(tree: DraftTree, width: int) -> DraftTree:
-    """The tree with invalid nodes after its own, `width` in all."""
-    return _masked(DraftTree(*(jnp.pad(field, ((0, 0), (0, width - tree.width))) for field in tree)))
 
 
 def ancestor_mask(tree: DraftTree) -> Bool[Array, "B N N"]:

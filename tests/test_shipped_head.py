@@ -252,24 +252,6 @@ def test_each_kind_of_device_has_its_tree(row, made, monkeypatch, platform, tree
 
 
 @pytest.mark.parametrize(
-    ("draft", "platform", "match"),
-    [
-        (Auto(), "cpu", 3),
-        (Auto(hybrid_match=0), "cpu", 0),
-        (Auto(hybrid_match=5), "gpu", 5),
-        (Auto(), "gpu", None),
-        (Eagle3(), "cpu", None),
-    ],
-)
-def test_auto_drafts_with_ngrams_too_where_that_was_measured(row, made, tmp_path, monkeypatch, draft, platform, match):
-    """An algorithm that is named is that alone."""
-    serving(made, tmp_path, monkeypatch, SERVING.replace("[cpu]", "[cpu]\nhybrid_match = 3"))
-    files = resolve(str(made / "model"))
-    config = checkpoint.model_config(files.config)
-    assert load.choose(draft, files, config, platform).options.hybrid_match == match
-
-
-@pytest.mark.parametrize(
     ("text", "note"),
     [(None, "5 steps, top-k 4, 8 draft tokens"), ("[gpu]\nsteps = 1\n", "5 steps, top-k 4, 8 draft tokens")],
 )

@@ -21,7 +21,7 @@ from specjax.bench.grid import make_grid
 from specjax.bench.log import Log
 from specjax.bench.prediction import Texts, predict, step_widths
 from specjax.bench.replay import Candidates, Recording
-from specjax.bench.search import current_options, distinct
+from specjax.bench.search import distinct
 from specjax.bench.step_costs import StepCosts
 from specjax.bench.tune_tree import TuneSettings, as_toml, axes_of
 from specjax.cli import build, flags
@@ -50,12 +50,6 @@ def test_trees_that_can_be_no_different_are_left_out():
     assert shapes == {(1, 1, 2), (3, 1, 4), (1, 2, 2), (1, 2, 3), (3, 2, 8)}
     whole = {one.name: one.draft for one in grid.variants}
     assert whole["top-k 2"].nodes == candidates(3, 2) + 1 and whole["top-k 2"].min_probability == 0
-
-
-def test_trees_that_are_not_searched_for_are_refused():
-    model = {"model": "smollm2-135m-instruct", "revision": None, "dtype": None}
-    with pytest.raises(ValueError, match=r"Eagle3\.hybrid_match 3: the model's own trees"):
-        current_options(model, Eagle3(hybrid_match=3))
 
 
 def test_a_refused_folder_says_which_setting_differs(tmp_path):

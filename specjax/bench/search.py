@@ -38,25 +38,16 @@ CALIBRATION = 4  # groups of conversations of each set that say what a step take
 
 def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> DraftOptions:
     """The options with every number of the tree that would be used: given ones, those measured for a shipped head, or
-    the algorithm's. AUTO becomes what it chooses, of which the model's own drafts are what a tree is for: without
-    n-grams beside them (`ModelOptions.hybrid_match`).
+    the algorithm's. AUTO becomes what it chooses.
 
     Args:
         model: `specjax.load.load`'s arguments, without the draft's.
 
     Raises:
-        ValueError: there is no such tree; a drafter from outside has none that could be changed; or n-grams draft
-            beside the model, whose trees are not searched.
+        ValueError: there is no such tree; or a drafter from outside has none that could be changed.
     """
     if isinstance(draft, str):
         raise ValueError(f"algorithm {draft}: the tree of a drafter from outside is its own affair")
-    if isinstance(draft, ModelOptions):
-        name = type(draft).__name__
-        if draft.hybrid_match:
-            raise ValueError(
-                f"{name}.hybrid_match {draft.hybrid_match}: the model's own trees are searched for, without n-grams; "
-                "leave it out"
-            )
     options, _ = requested(model["model"], draft)
     files = checkpoint.resolve(model["model"], revision=model["revision"])
     config = checkpoint.model_config(files.config, dtype=model["dtype"])
@@ -71,7 +62,7 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
     if found.head is not None:  # its folder is this machine's
         chosen = replace(chosen, path=None)
     numbers = {"steps": shape.steps, "topk": shape.topk, "nodes": shape.nodes}
-    return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0, hybrid_match=None)
+    return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0)
 
 
 def distinct(points: Sequence[Point], count: int) -> list[Point]:

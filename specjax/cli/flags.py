@@ -173,7 +173,6 @@ class SpeculativeSettings:
         "quantization", choices=("int8", "fp8", "none"), parse=str.lower
     )
     speculative_coupling: str = _draft("coupling", choices=("noise", "none"), parse=str.lower)
-    speculative_hybrid_match_window_size: int | None = _draft("hybrid_match")
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")
     speculative_ngram_max_match_window_size: int = _draft("max_match")
@@ -185,8 +184,7 @@ class SpeculativeSettings:
     speculative_ngram_strong_match_size: int | None = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
-        "NGRAM, and n-grams beside a draft: a request drafts from the text of others, which its timing could reveal, "
-        "only with the same cache_salt",
+        "NGRAM: a request drafts from the text of others, which its timing could reveal, only with the same cache_salt",
     )
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
     speculative_adaptive: bool | None = setting(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -14,20 +13,16 @@ from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import Confidence
-from specjax.drafters.hybrid import hybrid_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft
 from specjax.drafters.standalone import standalone_drafter
 from specjax.drafters.table import options_of
 from specjax.drafters.tree_shape import TreeShape
-from specjax.limits import range_of
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
-
-MOST_NGRAM_NODES = int(range_of(Ngram, "nodes").maximum or 0)
 
 
 def make_drafter(
@@ -55,22 +50,6 @@ def make_drafter(
         return ngram_drafter(options.on(platform))._replace(explicit_width=options.nodes is not None)
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
-    made = _with_model(options, target, head, model, backend, automatic, platform)
-    if not (match := options.hybrid_match):
-        return made
-    ngrams = Ngram(min_match=match, max_match=max(Ngram.max_match, match))
-    if platform == "cpu" and not made.explicit_width:
-        ngrams = replace(ngrams.on(platform), min_match=match)
-    else:
-        ngrams = replace(ngrams, nodes=min(made.width, MOST_NGRAM_NODES))
-    note = f"; n-grams after matches of {match} or more tokens ({type(options).__name__}.hybrid_match)"
-    return hybrid_drafter(made, ngram_drafter(ngrams))._replace(note=made.note + note)
-
-
-def _with_model(
-    options: ModelOptions, target: Target | None, head: HeadConfig | MtpConfig | None, model: Target | None,
-    backend: str | None, automatic: TreeShape | None, platform: str,
-) -> Drafter:  # fmt: skip
     if options.kind is None:
         return _standalone(options, target, model, automatic, platform)
     if target is None or head is None or options.kind != head.kind:

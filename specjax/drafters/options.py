@@ -168,9 +168,6 @@ class ModelOptions(DraftOptions):
         coupling: drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the
             target will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has
             no probabilities to add noise to: no effect there.
-        hybrid_match: fewest tokens that must have occurred before for what followed them to be proposed, as by NGRAM,
-            in place of the draft's own tokens, at most 64; 0 = the draft alone; default: 0, but with AUTO the
-            measured value of a head that comes with specjax.
     """
 
     path: str | None = None
@@ -182,7 +179,6 @@ class ModelOptions(DraftOptions):
     positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
     coupling: Coupling = field(default="noise", kw_only=True)
-    hybrid_match: int | None = field(default=None, kw_only=True, metadata={"range": Range(0, 64)})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,8 +15,7 @@ CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
 
 @dataclass(frozen=True, init=False)
 class Auto(DraftOptions):
-    """The draft head that ships for the model, on a CPU with n-grams beside it if that was measured to be faster, else
-    the model's MTP layers, else n-grams.
+    """The draft head that ships for the model, else the model's MTP layers, else n-grams.
 
     Takes the options of all algorithms that it may choose, except for `path` and `revision`: `Auto(steps=3)`. A warning
     names those that the chosen algorithm does not have.
