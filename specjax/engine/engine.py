@@ -412,7 +412,7 @@ class Engine:
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
         """Compiles the other executables while requests run, which share smaller batches meanwhile."""
-        return self.executables.warm_up_in_background(self.buckets.all_keys(), progress=progress)
+        return self.executables.compile_later(self.buckets.all_keys(), ahead=False, progress=progress)
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""

@@ -120,7 +120,7 @@ class Executables(Programs):
         packed = self._input((admission_size(row, resumed=resumed),))
         arguments = (rows, finished, packed)
         places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
-        with self.launch_lock, under(self._mesh):
+        with self.launch_lock if self._exclusive else contextlib.nullcontext(), under(self._mesh):
             program = jax.jit(admit_packed, donate_argnums=(0, 1), **places).lower(*arguments).compile()
 
         def admit(state: Resident, packed: np.ndarray) -> Resident:

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -49,8 +50,7 @@ class Programs(ABC):
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
         announce: called with each key that is about to be compiled.
-        progress: whether stderr shows a bar while a request waits for the compiler. `warm_up` shows its own bar, and
-            `compile_later` none.
+        progress: whether stderr shows a bar while a program compiles that has none in another bar.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -59,9 +59,9 @@ class Programs(ABC):
         self._programs: dict[Key, Program] = {}  # of the futures that are done
         self._failed: dict[Key, str] = {}  # out of memory: the message; an exception would keep its frames alive
         self._broken: dict[Key, tuple[Exception, TracebackType | None]] = {}  # failed for another reason
-        self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
-        self._later: list[Key] = []  # and of `compile_later`
-        self._worker: threading.Thread | None = None  # of `compile_later`
+        self._later: list[Key] = []  # to be compiled by `_worker`
+        self._current: Key | None = None  # that it compiles now
+        self._worker: threading.Thread | None = None  # of `compile_later`, while it runs
         self._closed = False
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._quiet: set[int] = set()  # threads whose compilations have no bar of their own
@@ -86,7 +86,7 @@ class Programs(ABC):
     @property
     def pending(self) -> set[Key]:
         """Keys that are still to be compiled in the background."""
-        if not (waiting := {*self._background, *self._later}):
+        if not (waiting := {*self._later} if self._current is None else {*self._later, self._current}):
             return waiting
         return waiting - self.compiled() - {*self._failed, *self._broken}
 
@@ -218,51 +218,50 @@ class Programs(ABC):
         for kind in {key.kind for key in keys}:
             self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
-    def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
-        """Compiles these one by one in a thread of its own, which `close` ends. Failures are logged, and raised when
-        the program is used. At its end the interpreter waits as for `compile_later`."""
-        missing = [key for key in keys if key not in self._futures and not self.is_settled(key)]
-        self._background = missing
-
-        def run() -> None:
-            self.admit(resumed=True)
-            shown = progress and bool(missing)
-            with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
-                self._get_all(takewhile(lambda key: self._goes_on, missing), bar, self._log_failure)
-            self._background = []
-
-        thread = threading.Thread(target=run, name="specjax-compile", daemon=False)
-        thread.start()
-        return thread
-
-    def compile_later(self, keys: Iterable[Key]) -> None:
-        """Compiles these one by one in a thread, while requests run. Failures are logged, and raised when the program
-        is used.
+    def compile_later(self, keys: Iterable[Key], *, ahead: bool = True, progress: bool = False) -> threading.Thread:
+        """Compiles these one by one in the background thread while requests run, and returns the thread. Failures are
+        logged, and raised when the program is used.
 
         The interpreter waits at its end for the program that is being compiled, and for no further one: a thread inside
         of XLA would not survive it.
+
+        Args:
+            ahead: before those that wait already.
+            progress: show one bar for all.
         """
         with self._lock:
-            idle = not self._later
             known = {*self._futures, *self._failed, *self._broken, *self._later}
-            self._later += [key for key in keys if key not in known]
-            if not (idle and self._later):
-                return
+            missing = [key for key in keys if key not in known]
+            self._later = [*missing, *self._later] if ahead else [*self._later, *missing]
+            if self._worker is None:
+                work = partial(self._work, admits=not ahead, shown=progress and bool(self._later))
+                self._worker = threading.Thread(target=work, name="specjax-compile", daemon=False)
+                self._worker.start()
+            return self._worker
 
-        def run() -> None:
+    def _work(self, *, admits: bool, shown: bool) -> None:
+        """Compiles what waits; first the admission of resumed requests if `admits`."""
+        if admits:
+            self.admit(resumed=True)
+        with progress_bar("Compiling in the background", len(self._later), "bucket", shown=shown) as bar:
             while self._goes_on:
-                try:
-                    with self._quietly():
-                        self.get(self._later[0])
-                except Exception as error:
-                    self._log_failure(error)
                 with self._lock:
-                    self._later.pop(0)
                     if not self._later:
-                        return
-
-        self._worker = threading.Thread(target=run, name="specjax-compile-later", daemon=False)
-        self._worker.start()
+                        self._worker = None
+                        break
+                    self._current = self._later.pop(0)
+                bar.set_postfix_str(f"{self._current.kind} {self._current.width}")
+                try:
+                    with self._quietly() if shown else contextlib.nullcontext():
+                        self.get(self._current)
+                except Exception as error:
+                    if not is_out_of_memory(error):  # which `fail` has logged
+                        logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
+                self._current = None
+                bar.update()
+        with self._lock:
+            if self._worker is threading.current_thread():  # it was closed
+                self._worker = None
 
     def compile_ahead(self, key: Key) -> bool:
         """Whether `get` answers at once, or no other thread will compile the key (after `close`). If not, one does."""
@@ -282,12 +281,6 @@ class Programs(ABC):
                 if not leave_out(error):
                     raise
             bar.update()
-
-    def _log_failure(self, error: Exception) -> bool:
-        """Logs a failure of background compilation, unless `fail` has logged it. Returns True."""
-        if not is_out_of_memory(error):
-            logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
-        return True
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -317,7 +310,7 @@ class Programs(ABC):
         self._closed = False
 
     def join(self, timeout: float | None = None) -> bool:
-        """After `close`: waits for the thread of `compile_later`. True: it has ended."""
+        """After `close`: waits for the background thread. True: it has ended."""
         if (worker := self._worker) is None:
             return True
         worker.join(timeout)
