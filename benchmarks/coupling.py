@@ -43,7 +43,7 @@ def methods_of(args: argparse.Namespace) -> list[Method]:
     for tree in args.trees:
         steps, topk, nodes = tree.split(",")
         more = [f"path={args.draft}"] if args.draft else []
-        options = ",".join([f"steps={steps},topk={topk},nodes={nodes},min_probability=0", *more, *args.options])
+        options = ",".join([f"steps={steps},topk={topk},nodes={nodes}", *more, *args.options])
         found += [f"{args.algorithm}:{options},coupling={one},name={tree.replace(',', '/')} {one}" for one in COUPLINGS]
     return parse_methods(found)
 

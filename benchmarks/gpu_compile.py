@@ -48,7 +48,6 @@ from specjax.step import (
     commit_phase,
     draft_phase,
     speculate_step,
-    tree_widths,
     verify_phase,
 )
 from specjax.tree import DraftTree
@@ -88,7 +87,7 @@ class Program(NamedTuple):
 
 
 def programs(
-    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None,
+    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, nodes: int | None = None,
     verify: Verifier = STRAIGHT, config: ModelConfig | None = None,
 ) -> dict[str, Program]:  # fmt: skip
     """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
@@ -112,7 +111,7 @@ def programs(
 
     if nodes is not None:
         drafter = drafter.within(nodes)
-    step = StepConfig(tree_widths(drafter) if several_widths else (nodes or drafter.width,))
+    step = StepConfig((nodes or drafter.width,))
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=step)
@@ -221,12 +220,11 @@ def main() -> None:
     print(f"weights that a step reads, each once a forward: {floor}")
 
     def run(
-        name: str, phase: str, options: str = "ours", *, algorithm: str = "EAGLE3", several_widths: bool = False,
-        **changes: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        chosen = programs(shapes._replace(**changes), gpu.place, algorithm=algorithm, several_widths=several_widths)
+        name: str, phase: str, options: str = "ours", *, algorithm: str = "EAGLE3", **changes: Any
+    ) -> dict[str, Any]:
+        chosen = programs(shapes._replace(**changes), gpu.place, algorithm=algorithm)
         record = compiled(chosen[phase], OPTIONS[options])
-        document["results"][name] = {"algorithm": algorithm, "several_widths": several_widths, **changes, **record}
+        document["results"][name] = {"algorithm": algorithm, **changes, **record}
         show(name, record)
         return record
 
@@ -247,8 +245,6 @@ def main() -> None:
     print(f"kernels for each further: {grows}")
     # What breaks it up.
     run("step, XLA's defaults", "step", "default")
-    run("step, XLA's defaults, widths", "step", "default", several_widths=True)
-    run("step, widths", "step", several_widths=True)
     run("plain step, XLA's defaults", "step", "default", algorithm="NONE")
     run("draft phase, XLA's defaults", "draft", "default")
     other = "xla" if shapes.backend != "xla" else "reference"

@@ -102,7 +102,7 @@ def program(mesh: Mesh, step: str, layers: int, verify: Verifier = verify_tree) 
     shapes = Shapes(layers, 7, 1, 8, 1, 64, 4096, PoolShape(256, 64), "pallas")
     config = fitted(model(layers), mesh.size, groups=group_count(mesh))
     made = programs(
-        shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, several_widths=False, verify=verify,
+        shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, verify=verify,
         config=config,
     )[part]  # fmt: skip
     where = jax.tree.map(lambda x: x.sharding, made.state)

@@ -223,7 +223,7 @@ draw_steps(done.trees[first : first + 3], decode, shade="order", first=first + 1
 # nodes. (On a CPU trees of 4 nodes are the fastest. These are for looking at.)
 
 # %%
-draft = Eagle3(HEAD, steps=5, topk=4, nodes=16, min_probability=0.0)
+draft = Eagle3(HEAD, steps=5, topk=4, nodes=16)
 engine = Engine.from_pretrained(MODEL, draft=draft, config=config)
 eagle = answer(engine)
 for name in prompts:

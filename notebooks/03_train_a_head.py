@@ -229,7 +229,7 @@ plt.show()
 QUESTIONS = ["Why do cats purr?", "How do I boil an egg?", "List five things to take on a hike.", "Who was Newton?"]
 asked = [[{"role": "user", "content": text}] for text in QUESTIONS[: 1 if SHORT else None]]
 sampling = SamplingParams(max_new_tokens=LENGTH if SHORT else 96, ignore_eos=SHORT)
-chain = {"steps": 3, "topk": 1, "nodes": 4, "min_probability": 0.0}
+chain = {"steps": 3, "topk": 1, "nodes": 4}
 heads = {"none": "NONE", "this head": Eagle3(str(output / "head"), **chain)}
 if not SHORT and MODEL == "smollm2-135m-instruct":
     heads["the head that ships"] = Eagle3(**chain)

@@ -147,16 +147,16 @@ plt.rcParams.update(
 draft = ["--speculative-algorithm", "EAGLE3"]
 if HEAD:
     draft += ["--speculative-draft-model-path", HEAD]
-STEPS, TOPKS, NODES, LEAST = ("1", "2", "3", "4", "5"), ("1", "2", "4"), ("2", "3", "4", "6", "8", "16"), ("0", "0.1")
+STEPS, TOPKS, NODES = ("1", "2", "3", "4", "5"), ("1", "2", "4"), ("2", "3", "4", "6", "8", "16")
 if SHORT:
-    STEPS, TOPKS, NODES, LEAST = ("1", "2"), ("1", "2"), ("2", "4"), ("0",)
+    STEPS, TOPKS, NODES = ("1", "2"), ("1", "2"), ("2", "4")
 folder = Path(tempfile.mkdtemp(prefix="specjax-tune-")) / "tune-tree"
 
 with redirect_stderr(sys.stdout):  # messages belong into this cell
     status = bench(
         [
             *("tune-tree", "--model", MODEL, *draft, "--output", str(folder), "--plots", "none"),
-            *("--steps", *STEPS, "--topks", *TOPKS, "--draft-tokens", *NODES, "--p-mins", *LEAST),
+            *("--steps", *STEPS, "--topks", *TOPKS, "--draft-tokens", *NODES),
             *("--limit", "2" if SHORT else "4", "--max-new-tokens", "12" if SHORT else "64"),
             *("--best", "1" if SHORT else "3"),
         ]
@@ -201,19 +201,15 @@ plt.show()
 # %% [markdown]
 # ## The map
 #
-# Predicted speed over that without drafts, for each number of steps and of draft tokens; of the minimum probabilities
-# the best one is shown. Frames mark what was run.
+# Predicted speed over that without drafts, for each number of steps and of draft tokens. Frames mark what was run.
 
 # %%
-best: dict[tuple[str, str, str], float] = {}
-for row in rows:
-    cell = row["top-k"], row["steps"], row["draft tokens"]
-    best[cell] = max(best.get(cell, 0.0), float(row["speed_up"]))
+speeds = {(row["top-k"], row["steps"], row["draft tokens"]): float(row["speed_up"]) for row in rows}
 ran = {(row["top-k"], row["steps"], row["draft tokens"]) for row in rows if row["deviation"]}
-span = max(0.05, *(abs(value - 1) for value in best.values()))
+span = max(0.05, *(abs(value - 1) for value in speeds.values()))
 figure, panels = plt.subplots(1, len(TOPKS), figsize=(1 + 2.6 * len(TOPKS), 3.0), sharey=True, squeeze=False)
 for ax, topk in zip(panels[0], TOPKS, strict=True):
-    shown = np.array([[best.get((topk, steps, count), np.nan) for count in NODES] for steps in STEPS])
+    shown = np.array([[speeds.get((topk, steps, count), np.nan) for count in NODES] for steps in STEPS])
     edges = np.arange(len(NODES) + 1) - 0.5, np.arange(len(STEPS) + 1) - 0.5
     ax.pcolormesh(*edges, shown, cmap="RdBu", vmin=1 - span, vmax=1 + span)
     for (y, x), value in np.ndenumerate(shown):
@@ -237,7 +233,7 @@ plt.show()
 for row in rows:
     if not row["deviation"]:
         continue
-    tree = f"({row['steps']}, {row['top-k']}, {row['draft tokens']}), minimum probability {row['p-min']}"
+    tree = f"({row['steps']}, {row['top-k']}, {row['draft tokens']})"
     same = abs(float(row["accept_length"]) - float(row["measured_accept_length"])) < 1e-3
     predicted, measured = float(row["tokens_per_second"]), float(row["measured_tokens_per_second"])
     print(

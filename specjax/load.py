@@ -247,8 +247,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
             raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
-    least = measured.min_probability if options.min_probability is None else options.min_probability
-    options = replace(options, path=str(shipped.folder), min_probability=least)
+    options = replace(options, path=str(shipped.folder))
     return Chosen(options, measured.shape() if measured.explicit_tree else None, shipped)
 
 

@@ -318,8 +318,8 @@ def make_steps(
 
 
 def tree_widths(drafter: Drafter) -> tuple[int, ...]:
-    """The static widths of a drafter's step: 1 (nothing to check), its own, and at most one between."""
-    return tuple(sorted({1, *drafter.widths, drafter.width}))
+    """The static tree widths of a drafter's step, ascending: its own; with `Drafter.widths` these and 1, too."""
+    return tuple(sorted({1, *drafter.widths, drafter.width})) if drafter.widths else (drafter.width,)
 
 
 def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Context, Row, DrawInputs]:

@@ -102,7 +102,6 @@ SLOWEST_FIRST = (
     "test_serve_process.py",
     "test_eagle_lossless.py",
     "test_eagle_serving.py",
-    "test_eagle_confidence.py",
     "test_kernels.py",
     "test_eagle.py",
     "test_step.py",

@@ -238,7 +238,6 @@ def grow_tree(
     *,
     prefix_length: int = 0,
     target_ids: Sequence[int] | np.ndarray | None = None,
-    least: float = 0.0,
 ) -> DraftTree:
     """EAGLE-2's tree of `width` nodes, the root included, from log-probabilities alone.
 
@@ -248,7 +247,6 @@ def grow_tree(
     Args:
         log_probs: path below the root -> log-probabilities [W] of the next token, in the draft's ids.
         target_ids: [W], the target's id of each; None: the same.
-        least: nodes of a lower probability are taken out of the finished tree; how close one was counts in `gap`.
 
     Raises:
         ValueError: more nodes than the pool can ever hold.
@@ -279,10 +277,6 @@ def grow_tree(
             beam = [new[i] for i in gaps.best([np.float32(pool[j].score) for j in new], topk, ordered=True)]
             beams.append(beam)
     chosen = sorted(gaps.best([np.float32(candidate.score) for candidate in pool], width - 1, ordered=False))
-    if least:
-        apart = [abs(pool[i].score - math.log(least)) for i in chosen]
-        gaps.gap, gaps.order_gap = min([gaps.gap, *apart]), min([gaps.order_gap, *apart])
-        chosen = [i for i in chosen if pool[i].score >= math.log(least)]
 
     node_of = {NO_PARENT: 0} | {index: node for node, index in enumerate(chosen, 1)}
     missing = width - 1 - len(chosen)
@@ -323,7 +317,6 @@ def draft_tree(
     topk: int,
     width: int,
     token_map: Sequence[int] | None = None,
-    least: float = 0.0,
     dtype: type = np.float32,
 ) -> DraftTree:
     """What the head proposes after `tokens` (committed, x_0..x_{n-1}) and `root` (x_n).
@@ -366,7 +359,6 @@ def draft_tree(
         width,
         prefix_length=n,
         target_ids=ids,
-        least=least,
     )
 
 
@@ -411,7 +403,7 @@ class Case:
     prefix_length: int = 0
     target_ids: tuple[int, ...] | None = None  # [W]
 
-    def grow(self, least: float = 0.0) -> DraftTree:
+    def grow(self) -> DraftTree:
         return grow_tree(
             lambda path: self.log_probs[path[-1] if path else self.root],
             self.root,
@@ -420,7 +412,6 @@ class Case:
             self.width,
             prefix_length=self.prefix_length,
             target_ids=self.target_ids,
-            least=least,
         )
 
 

@@ -16,8 +16,8 @@ METHODS = {
     "none": ("NONE", NoDraft()),
     "ngram:nodes=8,match_type=prob": ("NGRAM nodes=8 match_type=prob", Ngram(nodes=8, match_type="PROB")),
     "AUTO:steps=3,name=ours": ("ours", Auto(steps=3)),
-    "EAGLE3:path=a/b,steps=5,topk=8,nodes=32,min_probability=0.1": (
-        "EAGLE3 5/8/32 path=b min_probability=0.1", Eagle3("a/b", steps=5, topk=8, nodes=32, min_probability=0.1),
+    "EAGLE3:path=a/b,steps=5,topk=8,nodes=32,positions=64": (
+        "EAGLE3 5/8/32 path=b positions=64", Eagle3("a/b", steps=5, topk=8, nodes=32, positions=64),
     ),
     "EAGLE:token_map=16384": ("EAGLE token_map=16384", Eagle(token_map="16384")),
     "STANDALONE:model=a/b,vocabulary=Intersection": (

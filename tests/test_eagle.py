@@ -18,7 +18,7 @@ from toy_models import Runner, tiny_llama
 from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
 from specjax.config import HeadConfig, RopeConfig
-from specjax.drafters import Confidence, Context, Observation, Params, TreeShape, eagle_drafter
+from specjax.drafters import Context, Observation, Params, TreeShape, eagle_drafter
 from specjax.models.draft_head import with_token_map
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig
@@ -61,9 +61,9 @@ def heads(tmp_path_factory):
 
 
 @functools.cache
-def compiled(target, config: HeadConfig, shape: TreeShape, confidence: Confidence):
+def compiled(target, config: HeadConfig, shape: TreeShape):
     """The drafter, and its `propose` compiled once for all heads of one configuration."""
-    drafter = eagle_drafter(target, config, shape, confidence=confidence)
+    drafter = eagle_drafter(target, config, shape)
     return drafter, jax.jit(drafter.propose)
 
 
@@ -76,10 +76,9 @@ def compiled_observe(target, config: HeadConfig):
 class Driven:
     """A drafter without a target: tokens and features are made up, and fed in pieces of any length."""
 
-    def __init__(self, toy, config, params, shape, *, rows=3, page_size=4, pages_a_row=8, seed=0, confidence=None):
+    def __init__(self, toy, config, params, shape, *, rows=3, page_size=4, pages_a_row=8, seed=0):
         self.toy, self.rows, self.rng = toy, rows, np.random.default_rng(seed)
-        self.confidence = confidence or Confidence()
-        self.drafter, self.propose = compiled(toy.target, config, TreeShape(*shape), self.confidence)
+        self.drafter, self.propose = compiled(toy.target, config, TreeShape(*shape))
         self.observe = compiled_observe(toy.target, config)
         self.params = Params(toy.params, params)
         pool = PoolShape(rows * pages_a_row + 2, page_size)
@@ -175,7 +174,6 @@ def expected_tree(driven: Driven, row: int, raw, spec, shape, token_map=None) ->
         topk=topk,
         width=width,
         token_map=token_map,
-        least=driven.confidence.least,
     )
 
 
@@ -225,29 +223,6 @@ def test_every_shape_drafts_the_oracles_trees(heads, dialect, page_size, shape):
     driven.feed((6, 1, 5), 8)
     driven.feed((1, 2, 0), 3)
     assert compare(driven, raw, spec, shape) >= 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "skips"),
-    [
-        pytest.param((4, 1, 5), True, id="chain-skips"),
-        pytest.param((3, 4, 9), False, id="tree"),
-        pytest.param((4, 1, 5), False, id="chain", marks=pytest.mark.slow),
-        pytest.param((3, 4, 9), True, id="tree-skips", marks=pytest.mark.slow),
-    ],
-)
-def test_nodes_below_a_probability_are_not_there(heads, shape, skips):
-    """They are those of the whole tree that the oracle takes out, whether levels are computed for nothing or not."""
-    raw, config, params, spec = heads("eagle3")
-    clear, sizes = 0, set()
-    for least in (0.02, 0.15, 0.5):
-        driven = Driven(target(), config, params, shape, confidence=Confidence(least, skips))
-        for lengths, width in EVENTS[:3]:
-            driven.feed(lengths, width)
-            clear += compare(driven, raw, spec, shape)
-            sizes |= set(driven.trees().valid.sum(axis=1).tolist())
-    assert clear >= 18, "of 27"
-    assert {1, 2} <= sizes and max(sizes) > 2, sizes
 
 
 @pytest.mark.parametrize("size", [3, 17])
@@ -330,32 +305,6 @@ def test_golden_trees(case, expected):
         assert [place[node] for node in found.parents[row, live].tolist()] == expected["parents"][:count]
         assert found.depth[row, live].tolist() == expected["depth"][:count]
         np.testing.assert_allclose(found.scores[row, live], expected["scores"][:count], atol=ERROR)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("worked", "mapped"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain", "5 8 32", "certain", "few tokens", "5 4 8")),
-    ],
-)
-def test_golden_trees_are_cut(name):
-    case = next(case for case, _ in GOLDEN if case.name == name)
-    config, params, toy = table_head(case.log_probs, case.target_ids)
-    sizes = []
-    for least in (1e-6, 0.04, 0.22, 0.9):
-        expected = case.grow(least)
-        driven = Driven(
-            toy, config, params, (case.steps, case.topk, case.width), rows=2, page_size=2,
-            confidence=Confidence(least, skips=True),
-        )  # fmt: skip
-        driven.tokens[:, 3] = case.root
-        driven.feed((3, 3), 4)
-        found = driven.trees()
-        for row in range(2):
-            check_tree(found, row, expected)
-        sizes.append(expected.size)
-    assert sizes == sorted(sizes, reverse=True) and (len(set(sizes)) > 1 or name == "certain")
 
 
 # The whole step: what the head sees of a real target.

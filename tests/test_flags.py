@@ -174,8 +174,8 @@ def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplo
     assert drafting(*head) == Eagle("h")
     assert drafting(
         *head, "--speculative-num-steps", 3, "--speculative-eagle-topk", 2, "--speculative-num-draft-tokens", 6,
-        "--speculative-token-map", "8192", "--speculative-draft-model-revision", "r", "--speculative-draft-p-min", 0.4,
-    ) == Eagle("h", "r", 3, 2, 6, 0.4, "8192")  # fmt: skip
+        "--speculative-token-map", "8192", "--speculative-draft-model-revision", "r",
+    ) == Eagle("h", "r", 3, 2, 6, "8192")  # fmt: skip
     assert not caplog.records
     assert (
         drafting("--speculative-algorithm", "none", "--speculative-num-steps", 3, "--speculative-ngram-capacity", 9)
@@ -191,10 +191,6 @@ def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplo
     ("argv", "message"),
     [
         ("--speculative-num-steps 0", "--speculative-num-steps must be an integer from 1 to 64, got 0"),
-        (
-            "--speculative-draft-p-min 1",
-            "--speculative-draft-p-min must be a number from 0 to below 1, got 1.0",
-        ),
         ("--speculative-eagle-topk 65", "--speculative-eagle-topk must be an integer from 1 to 64, got 65"),
         (
             "--speculative-num-steps 2 --speculative-eagle-topk 2 --speculative-num-draft-tokens 8",
@@ -227,7 +223,6 @@ def test_what_auto_may_mean_gets_the_flags_that_were_given_for_it(caplog):
             "--speculative-ngram-capacity must be an integer from 1024 to 16777216, got 3",
         ),
         ("--speculative-num-draft-tokens 1", "--speculative-num-draft-tokens must be an integer from 2 to 64, got 1"),
-        ("--speculative-draft-p-min -1", "--speculative-draft-p-min must be a number from 0 to below 1, got -1.0"),
     ],
 )
 def test_what_nothing_that_auto_may_mean_can_work_with_is_refused(argv, message):
@@ -235,21 +230,20 @@ def test_what_nothing_that_auto_may_mean_can_work_with_is_refused(argv, message)
         drafting(*argv.split())
 
 
-def test_the_least_probability_of_a_draft(toml, caplog):
-    """0 is a value of its own: it undoes what a head that comes with specjax brings."""
-    file = toml("[speculative]\nspeculative-draft-p-min = 0.35\n")
-    assert drafting("--config", file) == Auto(min_probability=0.35)
-    assert drafting("--config", file, "--speculative-draft-p-min", 0) == Auto(min_probability=0.0)
+def test_numbers_of_a_file_and_names_of_algorithms(toml, caplog):
+    file = toml("[speculative]\nspeculative-draft-context-length = 35\n")
+    assert drafting("--config", file) == Auto(positions=35)
+    assert drafting("--config", file, "--speculative-draft-context-length", 7) == Auto(positions=7)
     head = ("--speculative-algorithm", "mtp", "--speculative-draft-model", "h")
-    assert drafting("--config", file, *head) == Mtp("h", min_probability=0.35)
+    assert drafting("--config", file, *head) == Mtp("h", positions=35)
     nextn = toml("[speculative]\nspeculative-algorithm = 'NextN'\n")
     assert drafting("--config", nextn) == drafting("--speculative-algorithm", "nextn") == Mtp(), "SGLang's name"
     assert drafting(*head) == Mtp("h")
     assert not caplog.records
     for name, options in (("NGRAM", Ngram()), ("NONE", NoDraft())):
-        assert drafting("--speculative-algorithm", name, "--speculative-draft-p-min", 0.5) == options
+        assert drafting("--speculative-algorithm", name, "--speculative-draft-context-length", 5) == options
         assert caplog.records.pop().getMessage() == (
-            f"no effect with --speculative-algorithm {name}: --speculative-draft-p-min"
+            f"no effect with --speculative-algorithm {name}: --speculative-draft-context-length"
         )
 
 

@@ -138,7 +138,7 @@ def programs_of(
     algorithm, tree = TREES[shape]
     pool, kind = PoolShape(PAGES, PAGE_SIZE), "none" if shape.startswith("float") else None
     shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, pool, backend, kind)
-    return programs(shapes, gpu(device).place, algorithm=algorithm, several_widths=False, **options)
+    return programs(shapes, gpu(device).place, algorithm=algorithm, **options)
 
 
 def greedily(tree: DraftTree, logits: Any, *_: Any, depth: int, allowed: None) -> Verdict:

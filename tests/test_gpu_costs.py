@@ -39,7 +39,7 @@ def test_bytes_of_a_program_are_within_5_percent(algorithm: str, tree: Tree, bat
 
     given = (7, 1, 8) if tree == PLAIN else tree
     shapes = Shapes(LAYERS, *given, batch, PAGE_SIZE, TABLE, PoolShape(PAGES, PAGE_SIZE), "pallas")
-    program = programs(shapes, gpu("h200").place, algorithm=algorithm, several_widths=False)[phase]
+    program = programs(shapes, gpu("h200").place, algorithm=algorithm)[phase]
     with described_device(program.arguments):
         lowered = program.jitted.trace(*program.arguments).lower()
     executable = lowered.compile(compiler_options=dict(NVIDIA_OPTIONS))

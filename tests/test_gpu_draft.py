@@ -27,7 +27,7 @@ def draft(tree: tuple[int, int, int], batch: int, nodes: int | None = None) -> i
     from specjax import PoolShape
 
     shapes = Shapes(FEW, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), "pallas")
-    whole = programs(shapes, gpu("h200").place, algorithm="EAGLE3", several_widths=False, nodes=nodes)["draft"]
+    whole = programs(shapes, gpu("h200").place, algorithm="EAGLE3", nodes=nodes)["draft"]
 
     def without_scores(*arguments):
         tree, _ = whole.jitted(*arguments)

@@ -36,7 +36,7 @@ def decisions(text: str) -> list[str]:
     return found
 
 
-def tiny(kind: str, shape: str, widths: tuple[int, ...] = ()):
+def tiny(kind: str, shape: str):
     """A target, a drafter, their jitted phases and the shapes of what they are called with: no weights are made."""
     config = ModelConfig("llama", 31, 16, 24, 2, 4, 2, 8, 1e-5, RopeConfig(), 256, tied_embeddings=False)
     target = make_target(config)
@@ -54,7 +54,7 @@ def tiny(kind: str, shape: str, widths: tuple[int, ...] = ()):
     state = jax.eval_shape(partial(init_state, target=target, drafter=drafter, rows=ROWS, pool=POOL), params)
     shapes = (((BATCH,), jnp.int32), ((BATCH, TABLE), jnp.int32), ((BATCH,), jnp.bool_))
     inputs = StepInput(*(jax.ShapeDtypeStruct(*each) for each in shapes))
-    fixed = {"drafter": drafter, "config": StepConfig(widths or tree_widths(drafter))}
+    fixed = {"drafter": drafter, "config": StepConfig(tree_widths(drafter))}
     draft = partial(draft_phase, **fixed)
     check = partial(check_phase, target=target, **fixed)
     tree, _ = jax.eval_shape(draft, params, state, inputs)
@@ -92,7 +92,7 @@ def test_the_draft_loop_runs_without_the_host(kind, shape):
 @pytest.mark.optimized
 def test_both_pools_are_updated_where_they_lie():
     """On the CPU, whose compiler copies a pool when a write could come before a read."""
-    function, arguments = tiny("eagle3", "tree", widths=(6,))["step"]
+    function, arguments = tiny("eagle3", "tree")["step"]
     state = arguments[1]
     step = jax.jit(function, donate_argnums=1).lower(*arguments).compile()
 

@@ -260,19 +260,6 @@ def test_a_device_that_was_not_measured_gets_the_tree_of_the_family(row, made, t
     assert loaded(made / "model").drafter.note.startswith(note)
 
 
-@pytest.mark.parametrize("algorithm", ["AUTO", "EAGLE3"])
-def test_how_sure_the_head_must_be_was_measured_too(row, made, tmp_path, monkeypatch, algorithm):
-    """The user's own number wins, 0 among them; one of a tree leaves it alone."""
-    serving(made, tmp_path, monkeypatch, SERVING.replace("[cpu]", "[cpu]\nmin_probability = 0.4"))
-    for given, note in {
-        (): "2 steps, top-k 3, 13 draft tokens (automatic); only drafts of a probability of at least 0.4",
-        (("min_probability", 0.7),): "13 draft tokens (automatic); only drafts of a probability of at least 0.7",
-        (("min_probability", 0.0),): "13 draft tokens (automatic)",
-        (("steps", 4),): "5 draft tokens (what was not given was chosen); only drafts of a probability of at least",
-    }.items():
-        assert note in loaded(made / "model", algorithm, **dict(given)).drafter.note
-
-
 def serving(made: Path, folder: Path, monkeypatch, text: str = "") -> Path:
     """A copy of the head with another serving.toml."""
     shutil.copytree(made / "heads", folder / "heads")
@@ -286,7 +273,7 @@ def serving(made: Path, folder: Path, monkeypatch, text: str = "") -> Path:
     [
         ("[cpu]\nsteps = 1\n", CheckpointError, "all three are needed"),
         (SERVING.replace("[gpu]", "speed = 1\n[gpu]"), CheckpointError, "serving.toml: .* argument 'speed'"),
-        (SERVING.replace("[gpu]", "min_probability = 2.0\n[gpu]"), CheckpointError, "from 0 to below 1, got 2.0"),
+        (SERVING.replace("[gpu]", "positions = 0\n[gpu]"), CheckpointError, "must be an integer of at least 1, got 0"),
         ("[tpu]\nsteps = 1\n", CheckpointError, "has tpu; it may hold the tables cpu, gpu"),
         ("steps = 1\n", CheckpointError, "it may hold the tables"),
         ("[cpu", CheckpointError, "cannot be read"),

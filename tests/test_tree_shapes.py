@@ -7,10 +7,10 @@ import functools
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from distil import pair_model, perfect_head
 from engine_helpers import NGRAM, check_idle, check_plain, make_engine, toy
-from test_eagle_confidence import head
 
 from specjax.cache import PoolShape
 from specjax.drafters import Ngram, Params, TreeShape, eagle_drafter, make_drafter
@@ -19,8 +19,19 @@ from specjax.engine import SamplingParams
 from specjax.engine.buckets import BATCHES, Buckets
 from specjax.engine.keys import Key
 from specjax.engine.notes import speculation_table
+from specjax.step import tree_widths
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
+
+
+@functools.cache
+def head():
+    """Right often enough that paths of all lengths occur."""
+    config, params = perfect_head(pair_model())
+    moved = np.random.default_rng(0).normal(0, 0.05, params["fc"].shape).astype(np.float32)
+    return config, params | {"fc": params["fc"] + moved}
+
+
 SHAPES = [
     ((7, 1, 8), 4, (3, 1, 4)),
     ((7, 1, 8), 8, (7, 1, 8)),
@@ -56,6 +67,25 @@ def test_ngrams_within_a_number_of_nodes():
 
 def chain_of(shape: TreeShape, *, explicit: bool = True):
     return eagle_drafter(pair_model().target, head()[0], shape, explicit_width=explicit)
+
+
+def test_tree_widths_of_a_cpu():
+    """A drafter with a model always proposes a whole tree: its steps have one width. N-grams often propose nothing."""
+    given, automatic = chain_of(TREE), chain_of(TREE, explicit=False)
+    ngrams = make_drafter("NGRAM", platform="cpu")
+    assert [tree_widths(one) for one in (given, automatic, ngrams)] == [(8,), (8,), (1, 4, 8)]
+
+    def widths(drafter) -> dict[int, tuple[int, ...]]:
+        buckets = Buckets.build("cpu", drafter, rows=16, request_pages=8)
+        return {batch: buckets.tree_widths(batch) for batch in buckets.batches}
+
+    assert widths(given) == {1: (8,), 4: (8,), 16: (8,)}
+    assert widths(automatic) == {1: (8,), 4: (1,), 16: (1,)}, "for one request alone"
+    assert widths(ngrams) == {1: (1, 4, 8), 4: (1, 4, 8), 16: (1, 4)}
+    shrinking = {
+        drafter: Buckets.build("cpu", drafter, rows=16, request_pages=8).shrinking(16) for drafter in (given, automatic)
+    }
+    assert list(shrinking.values()) == [[16, 4, 1], [16, 1]]
 
 
 def test_shape_of_each_batch_on_a_gpu():

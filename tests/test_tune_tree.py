@@ -29,14 +29,14 @@ from specjax.drafters import Eagle, Eagle3, Ngram, NoDraft, Standalone
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.tree_shape import candidates
 
-HEAD = Eagle3(steps=2, topk=2, nodes=4, min_probability=0.1)
+HEAD = Eagle3(steps=2, topk=2, nodes=4)
 WORDS = Ngram(nodes=8, weak_nodes=1)
 
 
 @pytest.mark.parametrize("current", [HEAD, WORDS, Ngram(nodes=12)])
-def test_the_default_grid_has_a_hundred_points(current):
+def test_the_default_grid(current):
     grid = make_grid(current, axes_of(TuneSettings()))
-    assert len(grid.points) >= 100 and len(set(grid.points)) == len(grid.points)
+    assert len(grid.points) >= 80 and len(set(grid.points)) == len(grid.points)
     assert grid.current in grid.points and grid.current.draft == current
     assert {point.variant for point in grid.points} == {one.name for one in grid.variants}
     assert len({point.name for point in grid.points}) == len(grid.points)
@@ -44,12 +44,12 @@ def test_the_default_grid_has_a_hundred_points(current):
 
 
 def test_trees_that_can_be_no_different_are_left_out():
-    axes = axes_of(TuneSettings(steps=("1", "3"), topks=("1", "2"), draft_tokens=("2", "3", "8"), p_mins=("0",)))
-    grid = make_grid(Eagle3(steps=3, topk=2, nodes=8, min_probability=0.0), axes)
+    axes = axes_of(TuneSettings(steps=("1", "3"), topks=("1", "2"), draft_tokens=("2", "3", "8")))
+    grid = make_grid(Eagle3(steps=3, topk=2, nodes=8), axes)
     shapes = {(one.draft.steps, one.draft.topk, one.draft.nodes) for one in grid.points}
     assert shapes == {(1, 1, 2), (3, 1, 4), (1, 2, 2), (1, 2, 3), (3, 2, 8)}
     whole = {one.name: one.draft for one in grid.variants}
-    assert whole["top-k 2"].nodes == candidates(3, 2) + 1 and whole["top-k 2"].min_probability == 0
+    assert whole["top-k 2"].nodes == candidates(3, 2) + 1
 
 
 def test_a_refused_folder_says_which_setting_differs(tmp_path):
@@ -60,7 +60,6 @@ def test_a_refused_folder_says_which_setting_differs(tmp_path):
 
 
 WRONG = {
-    "--p-mins must be below 1, got 1": {"p_mins": ("0", "1")},
     "--draft-tokens must be at least 2, got 1": {"draft_tokens": ("1",)},
     "--steps must be numbers, got 'x'": {"steps": ("x",)},
     "--topks must be at most 64, got 65": {"topks": ("65",)},
@@ -84,10 +83,10 @@ def test_a_grid_that_is_too_large_to_record_and_one_without_a_tree():
 # Predictions
 
 
-def chain_of(tokens, probabilities):
-    """Candidates of a chain with these cumulative probabilities."""
+def chain_of(tokens):
+    """Candidates of a chain."""
     count = len(tokens)
-    scores = np.log(np.array([1.0, *probabilities], np.float32))
+    scores = -np.arange(count + 1, dtype=np.float32)
     index = np.arange(count + 1, dtype=np.int32)
     return Candidates(np.array([0, *tokens], np.int32), index - 1, index, scores)
 
@@ -96,61 +95,56 @@ TEXT = [9, 1, 2, 3, 4, 5, 6]
 RIGHT, HALF, WRONG_DRAFTS = lambda i: TEXT[i + 1 : i + 3], lambda i: [TEXT[i + 1], 0], lambda i: [0, 0]
 
 
-def recorded(kinds, probabilities):
-    trees = [
-        chain_of([*kind(i), 0, 0][:2], each) for i, (kind, each) in enumerate(zip(kinds, probabilities, strict=True))
-    ]
+def recorded(kinds, lengths):
+    """A text with a chain of drafts at each position."""
+    trees = [chain_of([*kind(i), 0, 0][:length]) for i, (kind, length) in enumerate(zip(kinds, lengths, strict=True))]
     return Recording(TEXT, [trees])
 
 
 GRID = make_grid(
-    Eagle3(steps=2, topk=1, nodes=3, min_probability=0.0),
-    axes_of(TuneSettings(steps=("1", "2"), topks=("1",), draft_tokens=("2", "3"), p_mins=("0", "0.5"))),
+    Eagle3(steps=2, topk=1, nodes=3),
+    axes_of(TuneSettings(steps=("1", "2"), topks=("1",), draft_tokens=("2", "3"))),
 )
 COSTS = StepCosts(1, {"top-k 1": {1: 1.0, 2: 3.0}}, {1: 10.0, 2: 11.0, 3: 14.0}, {0: 0.0, 1: 0.5, 2: 1.0}, rest=2.0)
 
 
-def point(steps, least):
-    return next(one for one in GRID.points if (one.draft.steps, one.least) == (steps, least))
+def point(steps):
+    return next(one for one in GRID.points if one.draft.steps == steps)
 
 
 def test_a_prediction_by_hand():
     """Two drafts right: three tokens from 0 to 3; then one right: 3 to 5; then none: 5 to 6, the last token."""
     kinds = [RIGHT, WRONG_DRAFTS, WRONG_DRAFTS, HALF, WRONG_DRAFTS, WRONG_DRAFTS]
-    texts = Texts({"top-k 1": [(recorded(kinds, [(0.9, 0.8)] * 6), 0)]})
-    steps = texts.steps(point(2, 0.0), [[0]], (1, 3), skips=False)
-    assert steps.shapes == Counter({(2, 3): 3}) and steps.tokens == 6 and steps.histogram == [1, 1, 1]
-    found = predict(point(2, 0.0), steps, COSTS)
+    texts = Texts({"top-k 1": [(recorded(kinds, [2] * 6), 0)]})
+    steps = texts.steps(point(2), [[0]], (3,))
+    assert steps.widths == Counter({3: 3}) and steps.tokens == 6 and steps.histogram == [1, 1, 1]
+    found = predict(point(2), steps, COSTS)
     step = 3.0 + 14.0 + 1.0 + 2.0  # draft, verify, commit, rest
     assert found.step == step and found.accept_length == 2
     assert found.tokens_per_second == pytest.approx(6 / (3 * step))
     # One draft: 0 -> 2, where nothing is right -> 3 -> 5 -> 6.
-    one = texts.steps(point(1, 0.0), [[0]], (1, 2), skips=False)
-    assert predict(point(1, 0.0), one, COSTS).tokens_per_second == pytest.approx(6 / (4 * (1.0 + 11.0 + 0.5 + 2.0)))
+    one = texts.steps(point(1), [[0]], (2,))
+    assert predict(point(1), one, COSTS).tokens_per_second == pytest.approx(6 / (4 * (1.0 + 11.0 + 0.5 + 2.0)))
 
 
-def test_a_minimum_probability_pays_for_what_is_left():
-    """At 0 both drafts are probable; at 3 the first alone, and its level's child is computed; at 5 neither is."""
-    probabilities = [(0.9, 0.8), (0.1, 0.1), (0.1, 0.1), (0.7, 0.2), (0.1, 0.1), (0.4, 0.3)]
+def test_trees_of_several_sizes_cost_the_narrowest_width():
+    """At 0 both drafts are right; at 3 one draft, which is right; at 5 none."""
     kinds = [RIGHT, WRONG_DRAFTS, WRONG_DRAFTS, HALF, WRONG_DRAFTS, WRONG_DRAFTS]
-    texts = Texts({"top-k 1": [(recorded(kinds, probabilities), 0)]})
-    steps = texts.steps(point(2, 0.5), [[0]], (1, 2, 3), skips=True)
-    assert steps.shapes == Counter({(2, 3): 1, (2, 2): 1, (1, 1): 1})
-    seconds = (3 + 14) + (3 + 11) + (1 + 10) + 3 * (1 + 2)
-    assert predict(point(2, 0.5), steps, COSTS).tokens_per_second == pytest.approx(6 / seconds)
-    # Without the width of 2, and where levels are not left out, as on a GPU.
-    wide = texts.steps(point(2, 0.5), [[0]], (1, 3), skips=False)
-    assert wide.shapes == Counter({(2, 3): 2, (2, 1): 1})
+    texts = Texts({"top-k 1": [(recorded(kinds, [2, 0, 0, 1, 0, 0]), 0)]})
+    steps = texts.steps(point(2), [[0]], (1, 2, 3))
+    assert steps.widths == Counter({3: 1, 2: 1, 1: 1})
+    seconds = 14 + 11 + 10 + 3 * (3 + 1 + 2)
+    assert predict(point(2), steps, COSTS).tokens_per_second == pytest.approx(6 / seconds)
+    assert texts.steps(point(2), [[0]], (1, 3)).widths == Counter({3: 2, 1: 1}), "without the width of 2"
 
 
 def test_a_batch_takes_the_largest_tree_and_ends_with_its_first_text():
-    sure, unsure = [(0.9, 0.8)] * 6, [(0.1, 0.1)] * 6
-    fast, slow = recorded([RIGHT] * 6, sure), recorded([WRONG_DRAFTS] * 6, unsure)
+    fast, slow = recorded([RIGHT] * 6, [2] * 6), recorded([WRONG_DRAFTS] * 6, [0] * 6)
     texts = Texts({"top-k 1": [(fast, 0), (slow, 0)]})
-    steps = texts.steps(point(2, 0.5), [[0, 1]], (1, 2, 3), skips=True)
-    assert steps.shapes == Counter({(2, 3): 2}) and steps.tokens == 6 + 2
+    steps = texts.steps(point(2), [[0, 1]], (1, 2, 3))
+    assert steps.widths == Counter({3: 2}) and steps.tokens == 6 + 2
     costs = StepCosts(2, COSTS.draft, COSTS.verify, COSTS.commit, COSTS.rest)
-    assert predict(point(2, 0.5), steps, costs).tokens_per_second == pytest.approx(8 / (2 * 20.0))
+    assert predict(point(2), steps, costs).tokens_per_second == pytest.approx(8 / (2 * 20.0))
 
 
 def test_costs_between_shapes_and_their_record():
@@ -197,8 +191,8 @@ def test_the_window_in_which_all_decode():
 
 
 def test_points_that_are_run_differ():
-    axes = axes_of(TuneSettings(steps=("1", "2"), topks=("1", "2"), draft_tokens=("2", "4"), p_mins=("0", "0.1")))
-    points = sorted(make_grid(HEAD, axes).points, key=lambda point: -point.nodes)
+    axes = axes_of(TuneSettings(steps=("1", "2"), topks=("1", "2", "4"), draft_tokens=("2", "4")))
+    points = sorted(make_grid(HEAD, axes).points, key=lambda point: (-point.nodes, -point.levels))
     assert [(point.levels, point.nodes) for point in points[:2]] == [(2, 4)] * 2, "near-copies first"
     found = distinct(points, 3)
     assert [(point.levels, point.nodes) for point in found] == [(2, 4), (1, 2), (2, 3)]
@@ -212,10 +206,10 @@ def test_points_that_are_run_differ():
 @pytest.mark.parametrize(
     "draft",
     [
-        Eagle3(steps=5, topk=4, nodes=16, min_probability=0.0),
-        Eagle(path='a "folder"\\b', steps=3, topk=1, nodes=4, min_probability=0.25, token_map="8192"),
+        Eagle3(steps=5, topk=4, nodes=16),
+        Eagle(path='a "folder"\\b', steps=3, topk=1, nodes=4, token_map="8192"),
         Ngram(nodes=6, weak_nodes=1, strong_match=4, match_type="PROB", max_match=7),
-        Standalone(path="draft", steps=2, topk=2, nodes=5, min_probability=0.1, vocabulary="intersection"),
+        Standalone(path="draft", steps=2, topk=2, nodes=5, vocabulary="intersection"),
         NoDraft(),
     ],
 )
@@ -273,7 +267,7 @@ def ran(folder):
 SMALL = {
     "NGRAM": ("--draft-tokens", "2", "4", "8", "--strong-matches", "1", "2", "--max-matches", "4", "--turns", "0",
               "--speculative-ngram-capacity", "4096", "--speculative-ngram-max-match-window-size", "4"),
-    "STANDALONE": ("--steps", "1", "2", "--topks", "1", "2", "--draft-tokens", "2", "4", "--p-mins", "0", "0.2"),
+    "STANDALONE": ("--steps", "1", "2", "--topks", "1", "2", "--draft-tokens", "2", "4"),
 }  # fmt: skip
 
 

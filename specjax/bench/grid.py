@@ -36,14 +36,12 @@ class Point:
         variant: name of the one in whose candidates its drafts are.
         depth: the deepest that a node can be.
         nodes: N, the root included.
-        least: minimum probability of a draft's path; 0: none.
     """
 
     draft: DraftOptions
     variant: str
     depth: int
     nodes: int
-    least: float = 0.0
 
     @property
     def levels(self) -> int:
@@ -59,13 +57,12 @@ class Point:
             weak = self.nodes if draft.weak_nodes is None else min(draft.weak_nodes, self.nodes)
             return {"draft tokens": self.nodes, "weak draft tokens": weak, **matched}
         assert isinstance(draft, ModelOptions)
-        numbers = {"steps": draft.steps, "top-k": draft.topk, "draft tokens": self.nodes}
-        return {**numbers, "p-min": self.least}
+        return {"steps": draft.steps, "top-k": draft.topk, "draft tokens": self.nodes}
 
     @property
     def name(self) -> str:
-        shown = (f"{name} {value:g}" if name == "p-min" else f"{name} {value}" for name, value in self.numbers.items())
-        return f"{self.draft.algorithm} {', '.join(shown)}"
+        shown = ", ".join(f"{name} {value}" for name, value in self.numbers.items())
+        return f"{self.draft.algorithm} {shown}"
 
 
 class Grid(NamedTuple):
@@ -91,7 +88,6 @@ class Axes:
     steps: tuple[int, ...]
     topks: tuple[int, ...]
     nodes: tuple[int, ...]
-    least: tuple[float, ...]
     strong: tuple[int, ...]
     match_types: tuple[str, ...]
     max_matches: tuple[int, ...]
@@ -111,7 +107,7 @@ def make_grid(current: DraftOptions, axes: Axes) -> Grid:
 
 
 def _model_grid(current: ModelOptions, axes: Axes) -> Grid:
-    own = _point(current, current.shape(), current.min_probability or 0.0)
+    own = _point(current, current.shape())
     topks = sorted({*axes.topks, current.shape().topk})
     deepest = max(*axes.steps, current.shape().steps)
     variants = []
@@ -122,10 +118,10 @@ def _model_grid(current: ModelOptions, axes: Axes) -> Grid:
                 f"--topks {topk} with {deepest} steps has {most} candidates to record, more than {MOST_NODES}; "
                 "give fewer --steps or smaller --topks"
             )
-        whole = replace(current, steps=deepest, topk=topk, nodes=most, min_probability=0.0)
+        whole = replace(current, steps=deepest, topk=topk, nodes=most)
         variants.append(Variant(f"top-k {topk}", whole))
     shapes = dict.fromkeys(_shapes(axes))
-    points = [_point(current, shape, least) for shape in shapes for least in sorted(axes.least)]
+    points = [_point(current, shape) for shape in shapes]
     return Grid(tuple(variants), tuple(dict.fromkeys([*points, own])), own)
 
 
@@ -139,9 +135,9 @@ def _shapes(axes: Axes) -> Iterator[TreeShape]:
             yield from (TreeShape(steps, topk, nodes) for nodes in sorted(axes.nodes) if steps < nodes <= most)
 
 
-def _point(current: ModelOptions, shape: TreeShape, least: float) -> Point:
-    draft = replace(current, steps=shape.steps, topk=shape.topk, nodes=shape.nodes, min_probability=least)
-    return Point(draft, f"top-k {shape.topk}", shape.depth, shape.nodes, least)
+def _point(current: ModelOptions, shape: TreeShape) -> Point:
+    draft = replace(current, steps=shape.steps, topk=shape.topk, nodes=shape.nodes)
+    return Point(draft, f"top-k {shape.topk}", shape.depth, shape.nodes)
 
 
 def _ngram_grid(current: Ngram, axes: Axes) -> Grid:

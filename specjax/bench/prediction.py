@@ -10,9 +10,9 @@
     the rest        committing, measured by depth; and what a run of the current tree took beyond the sum of its parts.
                     If the parts took longer than the run, they are scaled to it instead
 
-With a minimum probability, and for n-grams, trees differ in size from step to step. A step computes as many levels as
-the request that needs most, and checks the narrowest of its compiled widths that holds the largest tree. So the texts
-of a batch are replayed side by side, step by step, until the first one ends, and each step is paid for as it is.
+N-gram trees differ in size from step to step, and a step checks the narrowest of its compiled widths that holds the
+largest tree. So the texts of a batch are replayed side by side, step by step, until the first one ends, and each step
+has the cost of its width.
 
 What is not exact: levels and node counts between measured ones are interpolated; the parts were measured behind one
 context, the mean one; and n-grams of a batch are replayed as if its requests had run one after another.
@@ -38,13 +38,13 @@ from specjax.engine.buckets import Buckets
 class Steps(NamedTuple):
     """Steps of a point, replayed."""
 
-    shapes: Counter[tuple[int, int]]  # by levels that are computed and nodes that are checked
+    widths: Counter[int]  # by nodes that are checked
     tokens: int  # emitted by all requests
     histogram: list[int]  # steps of single requests by drafts accepted
 
     @property
     def number(self) -> int:
-        return self.shapes.total()
+        return self.widths.total()
 
 
 @dataclass(frozen=True)
@@ -84,28 +84,26 @@ class Texts:
         self._known = {name: [Candidacy(*one) for one in texts] for name, texts in recordings.items()}
         self._counted: dict[Any, Steps] = {}
 
-    def steps(self, point: Point, groups: Iterable[Sequence[int]], widths: Sequence[int], *, skips: bool) -> Steps:
+    def steps(self, point: Point, groups: Iterable[Sequence[int]], widths: Sequence[int]) -> Steps:
         """A point's steps of groups of texts, each until the first of the group ends.
 
         Args:
             groups: indices of texts.
             widths: see `step_widths`.
-            skips: whether levels without a draft that is probable enough are not computed.
         """
         groups = tuple(map(tuple, groups))
-        key = point, groups, tuple(widths), skips
+        key = point, groups, tuple(widths)
         if key not in self._counted:
             known = self._known[point.variant]
-            every = {i: known[i].outcomes(point.levels, point.nodes, point.least) for group in groups for i in group}
+            every = {i: known[i].outcomes(point.levels, point.nodes) for group in groups for i in group}
             lists = {i: [each.tolist() for each in outcome] for i, outcome in every.items()}
             parts = [_together([(known[i].tokens - 1, lists[i]) for i in group], point.levels) for group in groups]
-            shapes: Counter[tuple[int, int]] = Counter()
+            checked: Counter[int] = Counter()
             for part in parts:
-                for (levels, nodes), count in part.shapes.items():
-                    width = next((width for width in widths if width >= nodes), widths[-1])
-                    shapes[levels if skips else point.levels, width] += count
+                for nodes, count in part.widths.items():
+                    checked[next((width for width in widths if width >= nodes), widths[-1])] += count
             histogram = add_histograms(part.histogram for part in parts)
-            self._counted[key] = Steps(shapes, sum(part.tokens for part in parts), histogram)
+            self._counted[key] = Steps(checked, sum(part.tokens for part in parts), histogram)
         return self._counted[key]
 
 
@@ -115,26 +113,25 @@ def _together(texts: Sequence[tuple[int, list[list[int]]]], most: int) -> Steps:
     `most`: drafts that a step can accept.
     """
     places = [0] * len(texts)
-    shapes: Counter[tuple[int, int]] = Counter()
+    widths: Counter[int] = Counter()
     histogram, tokens = [0] * (most + 1), 0
     while all(place < last for place, (last, _) in zip(places, texts, strict=True)):
-        levels = nodes = 1
-        for row, (last, (accepted, valid, reached)) in enumerate(texts):
+        nodes = 1
+        for row, (last, (accepted, valid)) in enumerate(texts):
             place = places[row]
-            levels, nodes = max(levels, reached[place]), max(nodes, valid[place])
+            nodes = max(nodes, valid[place])
             emitted = min(accepted[place] + 1, last - place)
             histogram[emitted - 1] += 1
             tokens += emitted
             places[row] += emitted
-        shapes[levels, nodes] += 1
-    return Steps(shapes, tokens, histogram)
+        widths[nodes] += 1
+    return Steps(widths, tokens, histogram)
 
 
 def mean_parts(steps: Steps, point: Point, costs: StepCosts) -> float:
     """Mean seconds of a step, by the costs of its parts."""
     taken = sum(
-        count * costs.seconds(point.variant, levels, nodes, point.depth)
-        for (levels, nodes), count in steps.shapes.items()
+        count * costs.seconds(point.variant, point.levels, nodes, point.depth) for nodes, count in steps.widths.items()
     )
     return taken / max(steps.number, 1)
 

@@ -6,7 +6,6 @@ shape accepts is then replayed on the host:
 
     fewer steps        the candidates of the first levels: a level depends on those above it alone
     fewer nodes        of these the best by score, ties to the first, as `specjax.tree.rerank` takes them
-    a minimum          those with at least this probability (`specjax.drafters.grow.Confidence`)
     another top-k      is recorded for itself, in the same run: the nodes that a beam of k' expands need not be among
                        those of a wider one, where children of other nodes may displace them
 
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -164,7 +162,6 @@ class Outcomes(NamedTuple):
 
     accepted: np.ndarray  # drafts on the path that the text takes
     nodes: np.ndarray  # valid nodes of the tree, the root included
-    levels: np.ndarray  # levels that the drafter computes: those after the first need a parent of enough probability
 
 
 class Candidacy:
@@ -185,19 +182,13 @@ class Candidacy:
             self._path[i, : len(path)] = path
         self._ranks: dict[int, np.ndarray] = {}
 
-    def outcomes(self, steps: int, nodes: int, least: float = 0.0) -> Outcomes:
-        """Of trees of so many levels and nodes, of candidates with at least this probability."""
-        floor = math.log(least) if least else -np.inf
-        able = (self._scores >= floor) & (self._scores > -np.inf)
-        inside = able & (self._depth <= steps)
+    def outcomes(self, steps: int, nodes: int) -> Outcomes:
+        """What trees of at most `steps` levels and `nodes` nodes do."""
+        inside = (self._scores > -np.inf) & (self._depth <= steps)
         there = self._path != NOWHERE
         own = np.take_along_axis(inside, np.where(there, self._path, 0), axis=1) & there
         taken = own & (self._ranked(steps) < nodes - 1)
-        deep = [np.any(able & (self._depth == level), axis=1) for level in range(1, steps)]
-        reached = np.cumprod(np.array(deep, bool).reshape(steps - 1, len(able)), axis=0).sum(axis=0)
-        return Outcomes(
-            np.cumprod(taken, axis=1).sum(axis=1), 1 + np.minimum(inside.sum(axis=1), nodes - 1), 1 + reached
-        )
+        return Outcomes(np.cumprod(taken, axis=1).sum(axis=1), 1 + np.minimum(inside.sum(axis=1), nodes - 1))
 
     def _ranked(self, steps: int) -> np.ndarray:
         """Of each node on the text's path, the number of candidates of so many levels that come before it: those with a
@@ -223,13 +214,13 @@ def _path(found: Candidates, text: Sequence[int]) -> list[int]:
     return path
 
 
-def replay(recording: Recording, drafter: int, steps: int, nodes: int, least: float = 0.0) -> list[int]:
+def replay(recording: Recording, drafter: int, steps: int, nodes: int) -> list[int]:
     """Steps by drafts accepted, as a run with a tree of this shape would count them.
 
     Args:
         drafter: index of the one whose candidates are used.
     """
-    drafts = Candidacy(recording, drafter).outcomes(steps, nodes, least).accepted
+    drafts = Candidacy(recording, drafter).outcomes(steps, nodes).accepted
     histogram, position, last = [0] * (steps + 1), 0, len(recording.tokens) - 1
     while position < last:
         emitted = min(int(drafts[position]) + 1, last - position)

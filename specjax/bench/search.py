@@ -61,8 +61,7 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
     shape = chosen.shape(found.tree or chosen.automatic(config.family))
     if found.head is not None:  # its folder is this machine's
         chosen = replace(chosen, path=None)
-    numbers = {"steps": shape.steps, "topk": shape.topk, "nodes": shape.nodes}
-    return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0)
+    return replace(chosen, steps=shape.steps, topk=shape.topk, nodes=shape.nodes)
 
 
 def distinct(points: Sequence[Point], count: int) -> list[Point]:
@@ -206,13 +205,8 @@ class Search:
     # Predicted
 
     def _steps(self, point: Point, batch: int, most: int = 0) -> Any:
-        widths, skips = self._engine_shape(point, batch)
-        return self.recorded.texts.steps(point, self.recorded.groups(batch, most), widths, skips=skips)
-
-    def _engine_shape(self, point: Point, batch: int) -> tuple[tuple[int, ...], bool]:
-        """The widths that a step chooses among, and whether it leaves out levels."""
         widths = step_widths(shaped(point.draft, self._loaded), batch)
-        return widths, bool(point.least) and jax.default_backend() == "cpu"
+        return self.recorded.texts.steps(point, self.recorded.groups(batch, most), widths)
 
     def overall(self) -> Point:
         """The point with the best speed-up over all batch sizes, as predicted: the largest geometric mean."""

@@ -44,8 +44,8 @@ def _as_bench(name: str, default: Any) -> Any:
     return field(default=default, metadata=BenchSettings.__dataclass_fields__[name].metadata)
 
 
-def _values(default: tuple[str, ...], help: str, metavar: str = "N") -> Any:
-    return setting(default, help, metavar=metavar, digits=True)
+def _values(default: tuple[str, ...], help: str) -> Any:
+    return setting(default, help, metavar="N", digits=True)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,6 @@ class TuneSettings:
     topks: tuple[str, ...] = _values(("1", "2", "4", "8"), "nodes of a level that are expanded; not of NGRAM")
     draft_tokens: tuple[str, ...] = _values(
         ("2", "3", "4", "5", "6", "8", "12", "16", "32"), "nodes of the tree, the root included"
-    )
-    p_mins: tuple[str, ...] = _values(
-        ("0", "0.05", "0.1", "0.2", "0.3"), "minimum probabilities of a draft's path; not of NGRAM", "P"
     )
     strong_matches: tuple[str, ...] = _values(
         ("1", "2", "3", "4", "6", "8"), "NGRAM: fewest tokens of a match that is drafted from"
@@ -107,14 +104,10 @@ def axes_of(tune: TuneSettings) -> Axes:
     kinds = tuple(kind.upper() for kind in tune.match_types)
     if not kinds or set(kinds) - {"BFS", "PROB"}:
         raise ValueError(f"--match-types must be BFS, PROB or both, got {' '.join(tune.match_types) or 'none'}")
-    least = numbers("p-mins", tune.p_mins, float, 0)
-    if max(least) >= 1:
-        raise ValueError(f"--p-mins must be below 1, got {max(least):g}")
     found = Axes(
         steps=numbers("steps", tune.steps, int, 1),
         topks=numbers("topks", tune.topks, int, 1),
         nodes=numbers("draft-tokens", tune.draft_tokens, int, 2),
-        least=least,
         strong=numbers("strong-matches", tune.strong_matches, int, 1),
         match_types=tuple(dict.fromkeys(kinds)),
         max_matches=numbers("max-matches", tune.max_matches, int, 1),
@@ -247,7 +240,7 @@ def table(search: Search, batch: int, columns: Mapping[str, tuple[str, str]] = C
     lines = [[*headers, *(title for title, _ in columns.values()), ""]]
     current = search.grid.current.numbers
     for row in chosen:
-        cells = [_shown(row[name]) for name in names]
+        cells = [str(row[name]) for name in names]
         cells += [form.format(row[key]) if key in row else "" for key, (_, form) in columns.items()]
         lines.append([*cells, "current" if all(row[name] == current[name] for name in names) else ""])
     plain = next(one for one in search.verified[batch] if one.name == NONE.name)
@@ -255,10 +248,6 @@ def table(search: Search, batch: int, columns: Mapping[str, tuple[str, str]] = C
              "measured_accept_length": f"{plain.accept_length:.3f}"}  # fmt: skip
     lines.append([*([""] * len(names)), *(cells.get(key, "") for key in columns), "no drafts"])
     return lines
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # The file

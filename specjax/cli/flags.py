@@ -167,7 +167,6 @@ class SpeculativeSettings:
         "drafting would slow them do not draft",
     )
     speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
-    speculative_draft_p_min: float | None = _draft("min_probability")
     speculative_draft_context_length: int | None = _draft("positions")
     speculative_draft_quantization: str | None = _draft(
         "quantization", choices=("int8", "fp8", "none"), parse=str.lower

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, none_drafter
     from specjax.drafters.eagle import eagle_drafter
     from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
-    from specjax.drafters.grow import Confidence
     from specjax.drafters.mtp import mtp_drafter
     from specjax.drafters.ngram import ngram_drafter
     from specjax.drafters.standalone import StandaloneParams, standalone_drafter
@@ -25,7 +24,6 @@ _NAMES = {
     "base": "Context DraftState Drafter Observation Params none_drafter",
     "eagle": "eagle_drafter",
     "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
-    "grow": "Confidence",
     "mtp": "mtp_drafter",
     "ngram": "ngram_drafter",
     "standalone": "StandaloneParams standalone_drafter",

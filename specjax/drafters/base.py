@@ -180,7 +180,8 @@ class Drafter(NamedTuple):
             before children, siblings differ, valid nodes come first.
         observe: (params, state, context, observation) -> state. Called after each commit, of prompts too, and also
             in steps that draft nothing (but see `costly_observe`).
-        widths: smaller tree widths worth a program of their own; 1 and `width` are always there.
+        widths: smaller tree widths of its steps, for a drafter that often proposes less: 1 is then one of them, and
+            each step checks the narrowest that holds its trees. (): all steps check `width` nodes.
         explicit_width: whether the user set the width; then every batch drafts trees of it, however large.
         reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
         runs_model: whether it runs a model of its own, which takes time in every step.

@@ -27,7 +27,7 @@ from specjax_kernels import CAUSAL
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
-from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
+from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling
 from specjax.drafters.tree_shape import TreeShape
 from specjax.models.blocks import Past, joined
@@ -44,12 +44,11 @@ class EagleState(NamedTuple):
 
 
 def eagle_drafter(
-    target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
-    backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
-    coupling: Coupling = "noise",
+    target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, backend: str | None = None,
+    explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
-    vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
+    vocabulary has fewer tokens than the tree needs. `backend`: as for the target."""
     of_target = isinstance(head, MtpConfig)
     limit = positions or (None if isinstance(head, MtpConfig) else head.max_positions)
     model = MtpHead(head, target, backend) if of_target else draft_head(head, target, backend=backend)
@@ -80,7 +79,7 @@ def eagle_drafter(
         start = run(context.root[:, None], feature, last.prefix_length[:, None], CAUSAL, last.attended, None)
         start = start._replace(keys=None)
         ids = partial(model.target_ids, params.draft)
-        return grow(context, shape, confidence, start, read, ids, coupling=coupling), state
+        return grow(context, shape, start, read, ids, coupling=coupling), state
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
@@ -95,7 +94,7 @@ def eagle_drafter(
         return EagleState(cache, put_rows(state.feature, last, context, seen))
 
     return growing_drafter(
-        head_spec(head.kind).algorithm, head.features, shape, confidence, init=init, propose=propose, observe=observe,
+        head_spec(head.kind).algorithm, head.features, shape, init=init, propose=propose, observe=observe,
         explicit_width=explicit_width, note=note, coupling=coupling,
         positions=limit if limit and limit < target.config.max_positions else None,
     )  # fmt: skip

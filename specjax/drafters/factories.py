@@ -12,7 +12,6 @@ import jax
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import eagle_drafter
-from specjax.drafters.grow import Confidence
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft
@@ -51,39 +50,38 @@ def make_drafter(
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
     if options.kind is None:
-        return _standalone(options, target, model, automatic, platform)
+        return _standalone(options, target, model, automatic)
     if target is None or head is None or options.kind != head.kind:
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
-    tree = _tree(options, target, automatic, platform)._asdict()
+    tree = _tree(options, target, automatic)._asdict()
     if isinstance(head, MtpConfig):
         return mtp_drafter(target, head, backend=backend, **tree)
     return eagle_drafter(target, head, backend=backend, **tree)
 
 
 def _standalone(
-    options: ModelOptions, target: Target | None, model: Target | None, automatic: TreeShape | None, platform: str
+    options: ModelOptions, target: Target | None, model: Target | None, automatic: TreeShape | None
 ) -> Drafter:
     if target is None or model is None:
         missing = " and ".join(name for name, given in (("target", target), ("model", model)) if given is None)
         raise ValueError(f"{options.algorithm} needs a target and {options.needs}; what is missing is {missing}")
-    return standalone_drafter(target, model, **_tree(options, target, automatic, platform)._asdict())
+    return standalone_drafter(target, model, **_tree(options, target, automatic)._asdict())
 
 
 class _Tree(NamedTuple):
     """The arguments that drafters with trees share."""
 
     shape: TreeShape
-    confidence: Confidence
     explicit_width: bool
     note: str
     positions: int | None
     coupling: Coupling
 
 
-def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, platform: str) -> _Tree:
+def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None) -> _Tree:
     shape = options.shape(automatic or options.automatic(target.config.family))
     if options.nodes not in (None, shape.nodes):
         owner = type(options).__name__
@@ -93,8 +91,7 @@ def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, pl
         )  # fmt: skip
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
-    confidence = Confidence(options.min_probability or 0.0, skips=platform == "cpu")
-    return _Tree(shape, confidence, any(given), f"{shape} ({how})", options.positions, options.coupling)
+    return _Tree(shape, any(given), f"{shape} ({how})", options.positions, options.coupling)
 
 
 class Speculation(NamedTuple):

@@ -11,9 +11,7 @@ A drafter gives the forward as a function. The keys of tree nodes never reach a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,13 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32, UInt32
-from specjax_kernels import CHEAP_ROWS, largest, pack_bits
+from specjax_kernels import largest, pack_bits
 
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
 from specjax.drafters.coupling import with_noise
 from specjax.drafters.options import Coupling
 from specjax.drafters.tree_shape import TreeShape
-from specjax.limits import check, limited
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
 
 
@@ -44,59 +41,9 @@ ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#
 """(level from 1, the target's ids, the parents' carry, packed mask over keys old and new, old keys) -> Read."""
 
 
-@dataclass(frozen=True)
-class Confidence:
-    """The minimum probability of a draft.
-
-    A candidate becomes a node only if the product of the draft's probabilities along its path is at least `least`.
-    Scores never grow along a path, so the remaining candidates are a tree. Inactive entries propose nothing.
-
-        least 0.3       the .9 ─┬─ cat .8 (.72) ── sat .4 (.29, left out)
-                                └─ dog .1 (.09, left out)
-    """
-
-    least: float = limited(0.0, 0, below=1)  # llama.cpp's draft-p-min compares each draft's own probability instead
-    skips: bool = False  # levels without parents; a branch costs nothing on a CPU, but a GPU would ask the host
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def note(self) -> str:
-        return f"; only drafts of a probability of at least {self.least:g}" if self.least else ""
-
-    def widths(self, shape: TreeShape) -> tuple[int, ...]:
-        """Narrower trees that are worth a program: a quarter, and the row counts that are cheap on a CPU. Trees differ
-        in size only where drafts are left out, and a narrow step pays only where one may be chosen."""
-        if not (self.least and self.skips):
-            return ()
-        return tuple(w for w in sorted({*range(2, CHEAP_ROWS + 1), shape.nodes // 4}) if 2 <= w < shape.nodes)
-
-    def cut(self, scores: Float32[Array, "B k"], context: Context) -> Float32[Array, "B k"]:
-        """The scores, -inf below the minimum."""
-        if not self.least:
-            return scores
-        return jnp.where((scores >= math.log(self.least)) & context.active[:, None], scores, -jnp.inf)
-
-    def expand(self, scores: Float32[Array, "B k"], run: Callable[[], _Expanded]) -> _Expanded:
-        """`run()`, the candidates below nodes with these scores; if all are -inf, zeros with scores of -inf."""
-        if not (self.least and self.skips):
-            return run()
-
-        def nothing() -> _Expanded:
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run))
-            return zeros._replace(scores=jnp.full_like(zeros.scores, -jnp.inf))
-
-        return jax.lax.cond(jnp.any(scores > -jnp.inf), run, nothing)
-
-
-ANY_DRAFT = Confidence()  # no minimum
-
-
 def growing_drafter(
-    name: str, features: Features, shape: TreeShape, confidence: Confidence, *, init: Any, propose: Any, observe: Any,
-    explicit_width: bool, note: str, positions: int | None = None, coupling: Coupling = "none",
-    costly_observe: bool = False,
+    name: str, features: Features, shape: TreeShape, *, init: Any, propose: Any, observe: Any, explicit_width: bool,
+    note: str, positions: int | None = None, coupling: Coupling = "none", costly_observe: bool = False,
 ) -> Drafter:  # fmt: skip
     """The drafter of these functions, which runs a model and proposes trees of this shape, or of a smaller one.
 
@@ -123,7 +70,6 @@ def growing_drafter(
             init=init,
             propose=partial(inside, shape),
             observe=observe,
-            widths=confidence.widths(shape),
             explicit_width=explicit_width,
             runs_model=True,
             topk=shape.topk,
@@ -131,7 +77,7 @@ def growing_drafter(
             resize=lambda nodes: of(shape.within(nodes)),
             costly_observe=costly_observe,
             coupling=coupling,
-            note=note + confidence.note + limit,
+            note=note + limit,
         )
 
     return of(shape)
@@ -148,17 +94,8 @@ class _Level(NamedTuple):
     place: Int32[Array, "B k"]  # in the pool
 
 
-class _Expanded(NamedTuple):
-    """A level's candidates, Q of them, and what the next level reads."""
-
-    tokens: Int32[Array, "B Q"]  # the target's ids
-    scores: Float32[Array, "B Q"]
-    carry: Any  # of the expanded nodes
-    keys: Any  # of all levels so far
-
-
 def grow(
-    context: Context, shape: TreeShape, confidence: Confidence, start: Read, read: ReadLevel,
+    context: Context, shape: TreeShape, start: Read, read: ReadLevel,
     target_ids: Callable[[Int32[Array, "..."]], Int32[Array, "..."]] = lambda ids: ids, *, coupling: Coupling = "noise",
 ) -> DraftTree:  # fmt: skip
     """Expands level by level, then keeps the best candidates; with top-k 1 all of them, a chain.
@@ -188,14 +125,7 @@ def grow(
         else:
             drafts, scores = top_k_children(scores, logits, k, normalised=False)
         tokens = target_ids(drafts)
-        return tokens.reshape(batch, -1), confidence.cut(scores.reshape(batch, -1), context)
-
-    def expand(level: int, nodes: _Level, keys: Any) -> _Expanded:
-        """One forward of the draft over a level."""
-        # A mask known at trace time is that of all rows. For several of them XLA:GPU would fill an array.
-        visible = nodes.visible[:1] if isinstance(nodes.visible, np.ndarray) else nodes.visible
-        found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(visible)), keys)
-        return _Expanded(*candidates(level + 1, found.logits, nodes.scores), found.carry, found.keys)
+        return tokens.reshape(batch, -1), scores.reshape(batch, -1)
 
     def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:
         def take(leaf: Array) -> Array:
@@ -213,7 +143,11 @@ def grow(
     visible = np.concatenate([np.ones((batch, k, seen), bool), own], axis=2)
     nodes = _Level(tokens, scores, carry, visible, place)
     for level in range(1, steps):
-        tokens, scores, carry, keys = confidence.expand(nodes.scores, partial(expand, level, nodes, keys))
+        # A mask known at trace time is that of all rows. For several of them XLA:GPU would fill an array.
+        mask = nodes.visible[:1] if isinstance(nodes.visible, np.ndarray) else nodes.visible
+        found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(mask)), keys)
+        tokens, scores = candidates(level + 1, found.logits, nodes.scores)
+        carry, keys = found.carry, found.keys
         first = sum(part.tokens.shape[1] for part in pool)
         pool.append(Pool(tokens, jnp.repeat(nodes.place, k, axis=1), jnp.full_like(tokens, level + 1), scores))
         if is_chain:
@@ -232,7 +166,4 @@ def grow(
     whole = Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)))
     if not is_chain:
         return rerank(context.root, whole, shape.nodes)
-    length = jnp.full(batch, steps, jnp.int32)
-    if confidence.least:
-        length = jnp.sum(whole.scores > -jnp.inf, axis=1, dtype=jnp.int32)
-    return chain(context.root, whole.tokens, length, whole.scores)
+    return chain(context.root, whole.tokens, jnp.full(batch, steps, jnp.int32), whole.scores)

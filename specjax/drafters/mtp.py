@@ -37,7 +37,7 @@ from specjax.drafters.base import (
     take_rows,
 )
 from specjax.drafters.eagle import eagle_drafter
-from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
+from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, Mtp
 from specjax.drafters.tree_shape import TreeShape
 from specjax.models.blocks import Past
@@ -61,9 +61,8 @@ class _Path(NamedTuple):
 
 
 def mtp_drafter(
-    target: Target, config: MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
-    backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
-    coupling: Coupling = "noise",
+    target: Target, config: MtpConfig, shape: TreeShape, *, backend: str | None = None,
+    explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with the heads of `Params.draft`; those beyond the tree's steps are not run. As `eagle_drafter`."""
     heads = [MtpHead(config, target, backend, i) for i in range(min(config.count, shape.steps))]
@@ -72,7 +71,6 @@ def mtp_drafter(
             target,
             config,
             shape,
-            confidence=confidence,
             backend=backend,
             explicit_width=explicit_width,
             note=note,
@@ -130,7 +128,7 @@ def mtp_drafter(
         nothing = _Path(jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0, last.shape[2]), last.dtype), ())
         start = Read(heads[0].unembed(params.target, params.draft, last[:, :1]), nothing, None)
         ids = partial(heads[0].target_ids, params.draft)
-        return grow(context, shape, confidence, start, read, ids, coupling=coupling), state
+        return grow(context, shape, start, read, ids, coupling=coupling), state
 
     def observe(params: Params, state: MtpState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
@@ -162,7 +160,7 @@ def mtp_drafter(
         return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen), ends)
 
     return growing_drafter(
-        Mtp.algorithm, config.features, shape, confidence, init=init, propose=propose, observe=observe,
+        Mtp.algorithm, config.features, shape, init=init, propose=propose, observe=observe,
         explicit_width=explicit_width, note=note, coupling=coupling,
         positions=positions if positions and positions < target.config.max_positions else None,
     )  # fmt: skip

@@ -158,8 +158,6 @@ class ModelOptions(DraftOptions):
         topk: nodes of a level that are expanded, and children of each, from 1 to 64; default: 1, if another number is
             given.
         nodes: nodes N of the tree, the root included, from 2 to 512; default: see `shape`.
-        min_probability: minimum product of the draft's probabilities along the path of a token, from 0 to below 1;
-            default: the measured value of a head that comes with specjax, else 0 (all drafts are proposed).
         positions: tokens of a text beyond which the draft proposes nothing, at least 1; default: what its config says,
             if that is less than the target's.
         quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
@@ -175,7 +173,6 @@ class ModelOptions(DraftOptions):
     steps: int | None = limited(None, *range_of(TreeShape, "steps")[:2])
     topk: int | None = limited(None, *range_of(TreeShape, "topk")[:2])
     nodes: int | None = limited(None, *range_of(TreeShape, "nodes")[:2])
-    min_probability: float | None = limited(None, 0, below=1)
     positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
     coupling: Coupling = field(default="noise", kw_only=True)

@@ -24,7 +24,7 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
-from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
+from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, Standalone
 from specjax.drafters.tree_shape import TreeShape
 from specjax.models.target import Before, Target
@@ -54,12 +54,11 @@ class StandaloneState(NamedTuple):
 
 
 def standalone_drafter(
-    target: Target, draft: Target, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
-    explicit_width: bool = True, note: str = "", positions: int | None = None,
-    coupling: Coupling = "noise",
+    target: Target, draft: Target, shape: TreeShape, *, explicit_width: bool = True, note: str = "",
+    positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. [B, N] trees; all nodes are valid unless fewer
-    tokens may be proposed than the tree needs, `confidence` sets a minimum, or the text is longer than the draft's
+    tokens may be proposed than the tree needs, or the text is longer than the draft's
     positions, where nothing is proposed."""
 
     limit = positions or draft.config.max_positions
@@ -100,7 +99,7 @@ def standalone_drafter(
         def target_ids(ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
             return ids if given.ids is None else given.ids[ids]
 
-        return grow(context, shape, confidence, first, read, target_ids, coupling=coupling), state
+        return grow(context, shape, first, read, target_ids, coupling=coupling), state
 
     def observe(params: Params, state: StandaloneState, context: Context, seen: Observation) -> DraftState:
         given = params.draft
@@ -121,7 +120,7 @@ def standalone_drafter(
         return StandaloneState(cache, *put_rows((state.root, state.hidden), (root, hidden), context, seen))
 
     return growing_drafter(
-        Standalone.algorithm, None, shape, confidence, init=init, propose=propose, observe=observe,
+        Standalone.algorithm, None, shape, init=init, propose=propose, observe=observe,
         explicit_width=explicit_width, note=note, coupling=coupling, costly_observe=True,
         positions=limit if limit < target.config.max_positions else None,
     )  # fmt: skip

@@ -200,14 +200,14 @@ class Buckets:
     # Drafting
 
     def tree_widths(self, batch: int) -> tuple[int, ...]:
-        """The tree widths of a batch's steps, of at most `block_tokens` nodes over the batch; for one request alone all
-        that the drafter has. With `several_widths` those of the drafter's that fit, 1 among them, else as many nodes
-        as fit (the drafter makes trees of them, see `Drafter.within`)."""
+        """The tree widths of a batch's steps, of at most `block_tokens` nodes over the batch; one request alone has all
+        that the drafter has. With `several_widths` they are the drafter's own that fit, (1,) if none does; else there
+        is one, as large as fits, of which the drafter makes a smaller tree (`Drafter.within`)."""
         most, widest = self.block_tokens, self.widths[-1]
         if not self.several_widths:
             widest = widest if most is None or batch == 1 else max(min(widest, most // batch), 1)
             return (widest,)
-        return tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most)
+        return tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most) or (1,)
 
     def drafts(self, batch: int) -> bool:
         """Whether steps of this batch bucket may draft."""
@@ -297,7 +297,7 @@ class Buckets:
     def shrinking(self, count: int) -> list[int]:
         """Batch buckets of a run of `count` requests as it ends: one for each way of drafting (`drafts_alike`) on the
         way down, and all of them where a step's cost follows its nodes and nothing limits those."""
-        needed, each = [], self.block_tokens is None and self.several_widths and len(self.widths) > 1
+        needed, each = [], self.block_tokens is None and self.several_widths and self.widths[-1] > 1
         while count:
             batch = self.batch(count)
             needed.append(batch)
