@@ -407,7 +407,9 @@ class Engine:
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
         """Compiles executables before their first use: all, or those given. See `Executables.warm_up`."""
-        keys = self.buckets.all_keys() if keys is None else keys
+        if keys is None:
+            keys = self.buckets.all_keys()
+            self.executables.admit(resumed=True)
         self.executables.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
