@@ -108,11 +108,12 @@ def test_a_distilled_head_is_often_right_and_a_misaligned_one_is_not(kind):
     assert accept_length(drafter, params) > 2.5
     assert accept_length(drafter, params, temperature=1.0) > 2
 
-    def observe_shifted(all_params, state, context, seen):
-        earlier = jnp.roll(seen.features, 1, axis=1)  # each token's feature is the one before its own
-        return drafter.observe(all_params, state, context, seen._replace(features=earlier))
+    def propose_misaligned(all_params, state, context):
+        """Reads another token in place of the root."""
+        tree, state = drafter.propose(all_params, state, context._replace(root=jnp.zeros_like(context.root)))
+        return tree._replace(tokens=tree.tokens.at[:, 0].set(context.root)), state
 
-    assert accept_length(drafter._replace(observe=observe_shifted), params) < 2
+    assert accept_length(drafter._replace(propose=propose_misaligned), params) < 2
     assert accept_length(drafter, untrained(kind)[1]) < 2
 
 
