@@ -226,7 +226,7 @@ class Programs(ABC):
         of XLA would not survive it.
 
         Args:
-            ahead: before those that wait already.
+            ahead: before those that wait already, each with its own bar; False: after them, a start's last programs.
             progress: show one bar for all.
         """
         with self._lock:
@@ -252,7 +252,7 @@ class Programs(ABC):
                     self._current = self._later.pop(0)
                 bar.set_postfix_str(f"{self._current.kind} {self._current.width}")
                 try:
-                    with self._quietly() if shown else contextlib.nullcontext():
+                    with self._quietly() if shown or admits else contextlib.nullcontext():
                         self.get(self._current)
                 except Exception as error:
                     if not is_out_of_memory(error):  # which `fail` has logged
