@@ -257,7 +257,7 @@ class Buckets:
         """Programs for requests that follow a grammar, which are compiled when there is one."""
         sizes = [(batch, nodes) for batch in self.batches for nodes in self.constrained_choices(batch)]
         steps = [Key("constrained", batch, table, nodes=nodes) for batch, nodes in sizes for table in self.tables]
-        return [*steps, *(key._replace(kind="propose") for key in steps if key.nodes == 0 and self.drafts(key.width))]
+        return [*steps, *(key._replace(kind="propose") for key in steps if key.drafts)]
 
     def constrained_choices(self, batch: int) -> tuple[int, ...]:
         """As `choices`, for steps in which some follow a grammar."""

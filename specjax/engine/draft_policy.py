@@ -126,10 +126,10 @@ class DraftPolicy:
 
     def record(self, batch: int, mode: int, seconds: float, drafted: Mapping[Sequence, int]) -> None:
         """After a step: its seconds, and the tokens that it emitted for each request that could draft."""
-        own, mean = self._bucket(batch), self._bucket(batch).seconds[mode]
+        own = self._bucket(batch)
         own.since, own.savings = own.since + 1, own.savings + TRIAL_SHARE * seconds
         if mode in own.ran:  # the first run of a program takes longer
-            mean.add(seconds, most=MAX_STEP_RATIO)
+            own.seconds[mode].add(seconds, most=MAX_STEP_RATIO)
         own.ran[mode] = own.ran.get(mode, 0) + 1
         if mode == TREE:
             for request, count in drafted.items():
