@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from engine_helpers import make_engine, toy
+from specjax_kernels import platforms
 from specjax_kernels.platforms import by_platform, of_default_device
 
 
@@ -36,3 +38,16 @@ def test_only_the_default_devices_branch_is_traced() -> None:
     assert traced == ["cpu"]
     jax.jit(branching(traced)).trace(jnp.ones(()))  # the context has ended
     assert sorted(traced) == ["cpu", "cpu", "default"]
+
+
+def test_an_engine_traces_its_own_platform_alone(monkeypatch) -> None:
+    compile_, seen = jax.stages.Lowered.compile, []
+
+    def noted(lowered, *arguments, **options):
+        seen.append(platforms._only.get())
+        return compile_(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    engine = make_engine(toy(), "NONE", warm=False)
+    engine.executables.get(engine.buckets.all_keys()[0])
+    assert seen == [jax.default_backend()]

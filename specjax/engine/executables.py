@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from specjax_kernels.cpu import object_code
+from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
@@ -151,7 +152,7 @@ class Executables(Programs):
         if self._mesh is not None:
             places["out_shardings"] = [leaf.sharding for leaf in leaves[count:-1]], everywhere(self._mesh)
         jitted = jax.jit(flat, donate_argnums=1, compiler_options=compiler_options(), **places)
-        with self._bar(key) as bar, under(self._mesh):
+        with self._bar(key) as bar, under(self._mesh), of_default_device():
             lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 if self._exclusive:  # with the lock, so that all processes compile between the same launches
