@@ -6,6 +6,7 @@ import json
 import subprocess
 import threading
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ BAD = {
     "a deep regex": (("regex", "(" * 5000 + "a" + ")" * 5000), "refused"),
     "ebnf": (("ebnf", "root ::= foo"), "foo"),
     "no rule": (("ebnf", "x = y"), "::="),
-    "an open string": (("ebnf", 'root ::= "a\\'), "not right"),
+    "an open string": (("ebnf", 'root ::= "a\\'), "refused"),
     "a deep rule": (("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "recursion"),
     "endless": (("lark", "start: start"), "cannot be followed"),
     "lark": (("lark", "start: foo"), "foo"),
@@ -80,6 +81,65 @@ def test_a_bad_grammar_is_refused_soon(name):
         found.constraint(Grammar(kind, source))
     assert time.thread_time() - started < 10
     assert not found.holds(Grammar(kind, source))
+
+
+VALUES = """root ::= value
+value ::= "{" (string ":" value ("," string ":" value)*)? "}" | string | number | "true" | "false"
+string ::= "\\"" ([^"\\\\\\x00-\\x1F] | "\\\\" (["\\\\bfnrt] | "u" [0-9a-fA-F]{4}))* "\\""
+number ::= "-"? ([0-9] | [1-9] [0-9]{0,15}) ("." [0-9]+)?  # no exponent
+"""
+EBNF = [
+    ('root ::= "Answer: " word "."\nword ::= [A-Za-z ]+', ["Answer: foo."], ["Answer: foo", "Answer: .", "foo."]),
+    ('root ::= "a" |  # a comment\n     "b" |\n     more\nmore ::= "c"', ["a", "b", "c"], ["ab", ""]),
+    ('root ::= a-b cD\na-b ::= "x"\ncD ::= "y"', ["xy"], ["x", "yx"]),
+    ('root ::= "\\x41" "\\t\\n\\\\\\""', ['A\t\n\\"'], ["A", "\\x41"]),
+    ('root ::= "\\\\u0041"', ["\\u0041"], ["A"]),
+    ("root ::= [\\u4e00-\\u9fff] [^\\]a-c]{2,3}", ["中de", "中def"], ["中", "中d", "中da", "ade", "中d]"]),
+    ("root ::= [-x] [y-] [/]", ["-y/", "x-/"], ["y-/", "-y"]),
+    ('root ::= ("a" | ) "b"? .', ["x", "ab!", "b"], ["", "abb!"]),
+    ('root ::= "a"{2} ( "b" | "c" )*', ["aa", "aacb"], ["aaa", "a"]),
+    ('root ::= "(" root ")" | "a"', ["a", "((a))"], ["((a)", "()"]),
+    (VALUES, ['{"a":-1.5,"b\\u00e9":true}', '"x"', "10"], ['{"a":}', '"x', "1."]),
+    ('start: "a" | NUMBER ("," NUMBER)*\nNUMBER: /[0-9]+/', ["a", "1,22"], ["1,", "a,1"]),
+    ('%llguidance {}\nstart: "<" value ">"\nvalue: %json {"type": "boolean"}', ["<true>"], ["<1>", "true"]),
+]
+"""GBNF and Lark, texts that match, and some that do not."""
+
+
+@pytest.mark.parametrize(("source", "texts", "others"), EBNF)
+def test_what_ebnf_allows(source, texts, others):
+    grammar = Grammar("ebnf", source)
+    assert [follows(grammar, ids(text)) for text in texts] == [True] * len(texts)
+    assert [follows(grammar, ids(text)) for text in others] == [False] * len(others)
+
+
+@pytest.mark.parametrize(("source", "reason"), [
+    ('root ::= "a" foo', "Rule 'foo' not found"),
+    ('x ::= "a"', "No 'root' rule found"),
+    ('root ::= "a"\n  | "b"', "Expected name at line 2"),
+    ('root ::= "a', "Unexpected end of input at line 1"),
+    ('root ::= ("a" | "b"', r"Expected '\)' at line 1"),
+    ("root ::= *", "Expected name at line 1"),
+    ('root ::= a-b aB\na-b ::= "x"\naB ::= "y"', "Rule 'A_B' already exists"),
+    ('root ::= "a"{3,2}', "range end must be >= start"),
+    ("root ::= [z-a]", "invalid regex"),
+    ("root ::= [a\\-c]", "Invalid escape sequence"),
+    ('root ::= "\\u00e9"', r"\\u0... is not supported in GBNF: write the character itself"),
+    ("root ::= [\\\\\\u00e0-\\u00ff]", r"\\u0... is not supported"),
+    ('start: "a" foo', "unknown name"),
+])  # fmt: skip
+def test_ebnf_is_refused_with_the_reason(source, reason):
+    with pytest.raises(GrammarError, match=f"is refused: .*{reason}"):
+        grammars().constraint(Grammar("ebnf", source))
+
+
+def test_ebnf_that_takes_an_age_is_refused():
+    """A chain of rules, which takes long to translate, and a short grammar whose terminals double each other."""
+    chain = "root ::= x0\n" + "".join(f"x{i} ::= x{i + 1}\n" for i in range(4000)) + 'x4000 ::= "a"'
+    double = "root::=a\n" + "".join(f"{x}::={y} {y}\n" for x, y in pairwise("abcdefghijklmnopq")) + "q::=[a-z]*"
+    for source in (chain, double):
+        with pytest.raises(GrammarError, match=r"to compile: .* or fewer rules"):
+            grammars().constraint(Grammar("ebnf", source))
 
 
 PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + i % 26)}.{{10}}"} for i in range(40)]
@@ -368,7 +428,7 @@ def test_an_error_on_the_way_is_the_end_of_one_text():
             break
         constraint.consume([token])
     assert problem is not None and "grammar cannot be followed" in problem
-    assert constraint.forced(3) == [] and (constraint.mask() == ALL).all()
+    assert constraint.over and constraint.forced(3) == [] and (constraint.mask() == ALL).all()
 
 
 def test_a_grammar_that_many_have_used_goes_on(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specjax.engine.constraint import SLOW_SECONDS, Constraint, Reasoning, said
-from specjax.engine.gbnf import translate
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -32,7 +32,7 @@ MAX_SOURCE = 2**16  # characters
 KEPT = 64  # compiled grammars that are kept for later requests, those used last
 KEPT_SOURCE = 2**19  # characters that their sources may have together
 COMPILE_SECONDS = 0.5  # of the processor, for one grammar
-SHORT = 256  # characters of a source up to which a grammar cannot take long to compile
+SHORT = 256  # characters of a JSON schema or an expression up to which it cannot take long to compile
 LEXER_STATES = 20_000  # of a compiled grammar, 1 to 2 kB each
 SLOW_THREADS = 2
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -42,6 +42,8 @@ two values is forced. A schema's own "x-guidance" goes first."""
 GRAMMAR_FAILED = "the text cannot go on"  # the start of an abort's message
 
 PRIVATE = "\uf8ff"  # a character for private use, which no tokenizer's own tokens begin with
+MISREAD = re.compile(r"(?<!\\)(?:\\\\)*\\u0")
+"""An escape in GBNF that llguidance reads as another character: it drops the zeros."""
 
 
 class GrammarError(ValueError):
@@ -53,8 +55,8 @@ class Grammar:
     """What a text must match as a whole.
 
     Attributes:
-        kind: json_schema, regex (without look-around), ebnf (GBNF, as llama.cpp and SGLang take it, with the rule
-            `root`), or lark (llguidance's dialect, with the rule `start`; `<|name|>` is a special token).
+        kind: json_schema, regex (without look-around), lark (llguidance's dialect, with the rule `start`), or
+            ebnf: Lark, or llama.cpp's GBNF with the rule `root`, which llguidance translates.
         source: the grammar's text; a JSON schema that is "" or "{}" stands for any JSON object.
 
     Raises:
@@ -110,52 +112,55 @@ def _quoted(text: str) -> str:
 
 
 def library_source(grammar: Grammar) -> str:
-    """The grammar in llguidance's form. Raises GrammarError if it is wrong; not all that is wrong is found here."""
+    """The grammar in llguidance's form. Raises GrammarError; some errors show only when it is compiled."""
     from llguidance import LLMatcher, grammar_from
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
-    if grammar.kind != "json_schema":
+    kind, source = grammar.kind, grammar.source
+    if kind == "json_schema":
         try:
-            kind, source = translate(grammar.source) if grammar.kind == "ebnf" else (grammar.kind, grammar.source)
-            return grammar_from(_plain(kind), source)
+            schema = json.loads(source or "{}")
         except (ValueError, RecursionError) as error:
-            raise GrammarError(f"is not right: {str(error)[:200]}") from error
+            raise GrammarError(f"is not valid JSON: {error}") from error
+        if not isinstance(schema, dict | bool):
+            raise GrammarError(f"must be a JSON schema, an object, got {source!r:.60}")
+        source = json.dumps({"type": "object"} if schema == {} else schema)
+    elif kind == "ebnf" and not is_lark_syntax(source) and MISREAD.search(source):
+        raise GrammarError(r"is refused: \u0... is not supported in GBNF: write the character itself")
     try:
-        schema = json.loads(grammar.source or "{}")
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"is not valid JSON: {error}") from error
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"must be a JSON schema, an object, got {grammar.source!r:.60}")
-    text = json.dumps({"type": "object"} if schema == {} else schema)
-    try:
-        return LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        return grammar_from(kind, source)  # type: ignore[arg-type]
     except ValueError as error:
-        raise GrammarError(f"is refused: {error}") from error
-
-
-def _plain(kind: str) -> Any:
-    return kind
+        raise GrammarError(f"is refused: {str(error)[:200]}") from error
 
 
 _PROGRAM = f"""
-import signal, sys
-from llguidance import LLMatcher
+import contextlib, signal, sys
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 signal.setitimer(signal.ITIMER_PROF, {COMPILE_SECONDS})
-LLMatcher.validate_grammar(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"))
+source = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
+with contextlib.suppress(ValueError):
+    LLMatcher(LLTokenizer("byte"), grammar_from(sys.argv[1], source), log_level=0)
 """
 _LATEST = 20.0  # seconds, by the clock, on a machine that does other things
 
 
-def compiles_soon(source: str) -> bool:
-    """Whether a grammar in llguidance's form is compiled, or refused, within `COMPILE_SECONDS`. True where no process
-    can be started to try it.
+def compiles_soon(grammar: Grammar) -> bool:
+    """Whether a grammar is compiled, or refused, within `COMPILE_SECONDS`. True where no process can be
+    started to try it.
 
-    Some schemas take exponential time: a place whose text must match twenty patterns at once takes a minute, one of
-    forty an age. The compiler cannot be interrupted within a process, and its limits do not hold there. So it runs in
-    a process of its own first, which ends after that time.
+    Some schemas take exponential time: a place whose text must match twenty patterns at once takes a minute,
+    one with forty patterns an age. Rules of EBNF that repeat each other take exponential time, too, and a
+    chain of thousands of rules takes seconds to translate. The compiler cannot be interrupted within a
+    process, and its limits do not hold there. So another process compiles the grammar first, and ends after
+    that time.
     """
-    if len(source) <= SHORT or not sys.executable:
+    is_ebnf = grammar.kind == "ebnf"
+    kind, source = ("ebnf", grammar.source) if is_ebnf else ("llguidance", library_source(grammar))
+    if (len(source) <= SHORT and not is_ebnf) or not sys.executable:
         return True
-    command = [sys.executable, "-c", _PROGRAM]
+    command = [sys.executable, "-c", _PROGRAM, kind]
     data = source.encode("utf-8", "surrogatepass")
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=_LATEST, check=False)
@@ -247,9 +252,10 @@ class Grammars:
                 self._kept.popitem(last=False)
 
     def _compile(self, grammar: Grammar) -> Compiled:
-        if not compiles_soon(source := library_source(grammar)):
-            raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: give fewer patterns for one place")
-        matcher = self._matcher(source)
+        if not compiles_soon(grammar):
+            fewer = "give fewer patterns for one place, or fewer rules"
+            raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: {fewer}")
+        matcher = self._matcher(library_source(grammar))
         started = time.thread_time()
         if not matcher.is_error():  # some errors show with the first token
             first = matcher.deep_copy()

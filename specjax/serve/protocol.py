@@ -126,7 +126,9 @@ class SamplingFields(Body):
         "never the text. `not_drafted` of the answer gives the reason if a step still did not draft.",
     )
     regex: Source | None = Field(None, description="That the text matches as a whole.")
-    ebnf: Source | None = Field(None, description="A grammar of the text: GBNF with the rule `root`.")
+    ebnf: Source | None = Field(
+        None, description="A grammar of the text: Lark with the rule `start`, or GBNF with the rule `root`."
+    )
 
     @property
     def names(self) -> dict[str, str]:

@@ -59,7 +59,7 @@ with warnings.catch_warnings():
         json: JsonSchema = None  # type: ignore[assignment]
         regex: Source | None = None
         choice: Choices | None = None
-        grammar: Source | None = Field(None, description="EBNF, in the form of llama.cpp's GBNF.")
+        grammar: Source | None = Field(None, description="As `ebnf`.")
         json_object: Flag | None = None
 
         def chosen(self) -> Grammar | None:
