@@ -134,7 +134,7 @@ def test_what_all_grammars_need_is_loaded_before_one_comes(monkeypatch):
     runner = Runner(lambda: engine, ServerSettings())
     runner.start()
     try:
-        wait_until(lambda: "_loaded" in vars(engine.intake.grammars))
+        wait_until(lambda: "core" in vars(engine.intake.grammars))
     finally:
         assert runner.stop(SECONDS)
 

@@ -14,8 +14,7 @@ from engine_helpers import tokenizer as plain_tokenizer
 from grammar_helpers import follows
 from tool_helpers import WEATHER, tool_tokenizer
 
-from specjax.engine.constraint import WORD
-from specjax.engine.grammar import Grammar, GrammarError, Grammars
+from specjax.engine.grammar import WORD, Grammar, GrammarError, Grammars
 from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.forms import answer_form

@@ -16,8 +16,7 @@ from engine_helpers import END, VOCABULARY, idle_sequence, tokenizer
 from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, follows, mask, matcher
 
 from specjax.engine import grammar as module
-from specjax.engine.constraint import ALL, Reasoning
-from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError, Grammars
+from specjax.engine.grammar import ALL, MAX_SOURCE, Grammar, GrammarError, Grammars, Reasoning
 from specjax.engine.grammar_steps import Fields, constrained_input, root_trees
 
 WORDS = -(-VOCABULARY // 32)
@@ -387,7 +386,7 @@ def test_forced_tokens_end_with_the_text():
     constraint.consume(ids("a"))
     assert constraint.forced(9) == [*ids("hello"), END] and constraint.forced(1) == ids("hello")[:1]
     constraint.consume(ids("hello"))
-    assert constraint.over and constraint.forced(3) == [END] and constraint.forced(0) == []
+    assert constraint.forced(3) == [END] and constraint.forced(0) == []
     constraint.consume([END, END])  # what follows an end counts for nothing
 
 
@@ -428,7 +427,7 @@ def test_an_error_on_the_way_is_the_end_of_one_text():
             break
         constraint.consume([token])
     assert problem is not None and "grammar cannot be followed" in problem
-    assert constraint.over and constraint.forced(3) == [] and (constraint.mask() == ALL).all()
+    assert constraint.forced(3) == [] and (constraint.mask() == ALL).all()
 
 
 def test_a_grammar_that_many_have_used_goes_on(monkeypatch):
@@ -446,10 +445,10 @@ def test_a_grammar_that_many_have_used_goes_on(monkeypatch):
             constraint.consume([token])
         return constraint.problem()
 
-    first = shared._compiled(grammar).matcher
+    first = shared.compiled(grammar).matcher
     draws = [np.random.default_rng(seed).integers(0, 26, 100) for seed in range(8)]
     assert [write("".join(chr(97 + letter) for letter in draw)) for draw in draws] == [None] * 8
-    assert shared._compiled(grammar).matcher is not first, "the limit was not met, so that this test shows nothing"
+    assert shared.compiled(grammar).matcher is not first, "the limit was not met, so that this test shows nothing"
 
 
 def test_a_limit_that_one_text_exceeds_by_itself(monkeypatch):

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 from engine_helpers import check_idle, check_plain, toy
 from grammar_helpers import OBJECT, check_masked
 from test_structured import EOS, HELLO, check, engine_of, requests
 
-from specjax.engine import SamplingParams, constraint, grammar
+from specjax.engine import SamplingParams, grammar
 from specjax.engine.sequence import Status, completion
 
 
 @pytest.mark.parametrize("kind", ["NONE", "trees"])
 def test_text_where_all_masks_take_long(kind, monkeypatch):
-    for module in (constraint, grammar):
-        monkeypatch.setattr(module, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(grammar, "SLOW_SECONDS", -1.0)
     engine, made, threads = engine_of(kind), requests(6), set[str]()
-    fill = constraint.Constraint._fill
+    bits = grammar.Constraint._bits
 
-    def noted(self: constraint.Constraint, words) -> None:
+    def noted(self: grammar.Constraint) -> np.ndarray:
         threads.add(threading.current_thread().name)
-        fill(self, words)
+        return bits(self)
 
-    monkeypatch.setattr(constraint.Constraint, "_fill", noted)
+    monkeypatch.setattr(grammar.Constraint, "_bits", noted)
     monkeypatch.setattr(engine.intake.grammars, "_kept", type(engine.intake.grammars._kept)())
     found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
     check(toy(), made, found)
@@ -36,14 +36,14 @@ def test_others_go_on_while_a_mask_is_computed(monkeypatch):
     engine, released = engine_of("NGRAM"), threading.Event()
     bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
     assert bound.constraint is not None
-    fill = bound.constraint._fill
+    bits = bound.constraint._bits
 
-    def held(words) -> None:
+    def held() -> np.ndarray:
         assert released.wait(60)
-        fill(words)
+        return bits()
 
     bound.constraint.slow = True
-    monkeypatch.setattr(bound.constraint, "_fill", held)
+    monkeypatch.setattr(bound.constraint, "_bits", held)
     plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
     steps = 0
     while plain.status is not Status.FINISHED:
@@ -64,8 +64,9 @@ def test_an_abort_while_a_mask_is_computed(monkeypatch):
     engine, released = engine_of("NGRAM"), threading.Event()
     bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
     assert bound.constraint is not None
+    bits = bound.constraint._bits
     bound.constraint.slow = True
-    monkeypatch.setattr(bound.constraint, "_fill", lambda words: released.wait(60))
+    monkeypatch.setattr(bound.constraint, "_bits", lambda: bits() if released.wait(60) else None)
     while bound.status is not Status.RUNNING or engine.run.flights:
         engine.step()
     assert engine.abort(bound.id) and not engine.unfinished

@@ -1,13 +1,15 @@
-"""Grammars that a text must follow, and their compilation for one tokenizer.
+"""Grammars that a text must follow.
 
-A grammar is compiled once and kept for later requests (`Grammars`). The library is llguidance; beside this module only
-`specjax.engine.constraint` knows it. Host side; knows nothing of the device.
+A `Grammar` is compiled once for a tokenizer and kept for later requests (`Grammars`). A `Constraint` follows
+one text. llguidance compiles the grammars and computes the masks; no other module calls it. This module runs
+on the host and knows nothing of the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -15,13 +17,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specjax.engine.constraint import SLOW_SECONDS, Constraint, Reasoning, said
+import numpy as np
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,13 +36,16 @@ KEPT_SOURCE = 2**19  # characters that their sources may have together
 COMPILE_SECONDS = 0.5  # of the processor, for one grammar
 SHORT = 256  # characters of a JSON schema or an expression up to which it cannot take long to compile
 LEXER_STATES = 20_000  # of a compiled grammar, 1 to 2 kB each
+LEXER = "lexer error"  # in llguidance's messages
+SLOW_SECONDS = 0.005  # of the processor for a mask, from which on other threads compute a sequence's masks
 SLOW_THREADS = 2
+WORD = 32  # bits
+ALL = np.uint32(2**32 - 1)
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as Python's `json.dumps` writes it: a model cannot end in a loop of spaces, and what stands between
-two values is forced. A schema's own "x-guidance" goes first."""
+"""JSON on one line, as Python's `json.dumps` writes it: a model cannot end in a loop of spaces, and the text
+between two values is forced. A schema's own "x-guidance" goes first."""
 
 GRAMMAR_FAILED = "the text cannot go on"  # the start of an abort's message
-
 PRIVATE = "\uf8ff"  # a character for private use, which no tokenizer's own tokens begin with
 MISREAD = re.compile(r"(?<!\\)(?:\\\\)*\\u0")
 """An escape in GBNF that llguidance reads as another character: it drops the zeros."""
@@ -60,8 +65,8 @@ class Grammar:
         source: the grammar's text; a JSON schema that is "" or "{}" stands for any JSON object.
 
     Raises:
-        GrammarError: an unknown kind, or a source that is no text, empty or too long. Whether the source is right is
-            known when a request is made of it.
+        GrammarError: an unknown kind, or a source that is no text, empty or too long. Whether the source is
+            right is known when a request is made of it.
     """
 
     kind: str
@@ -87,28 +92,23 @@ class Grammar:
     @classmethod
     def response_format(cls, given: Any) -> Grammar | None:
         """OpenAI's `response_format`; None: any text."""
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind == "text":
-            return None
-        if kind == "json_object":
-            return cls("json_schema")
-        found = given.get("json_schema") if kind == "json_schema" else None
-        if not isinstance(found, dict) or "schema" not in found:
-            forms = '{"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-            raise GrammarError(f"must be {forms}, got {given!r:.60}")
-        return cls.json(found["schema"])
+        match given:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return cls("json_schema")
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                return cls.json(schema)
+        forms = '{"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+        raise GrammarError(f"must be {forms}, got {given!r:.60}")
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of these texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise GrammarError(f"must be a list of texts that are not empty, got {texts!r:.60}")
-        return cls("lark", "start: " + " | ".join(map(_quoted, texts)))
-
-
-def _quoted(text: str) -> str:
-    """A text as Lark quotes it, whose lexer takes no DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+        return cls("lark", "start: " + " | ".join(quoted).replace("\x7f", "\\u007f"))  # Lark takes no DEL
 
 
 def library_source(grammar: Grammar) -> str:
@@ -188,16 +188,16 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self._tokenizer, self.vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()  # for `_kept`
-        self._loading = threading.Lock()
+        self.pool = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="specjax-mask")  # for slow masks
 
     def prepare(self) -> None:
-        """Loads what every grammar needs, half a second's work, which the first one would wait for. A tokenizer that
-        cannot have grammars is no error here: the first request with one is told."""
+        """Loads the tokenizer for which the first grammar would wait, half a second's work. A tokenizer that
+        cannot have grammars is no error here: the first request with a grammar is refused."""
         with contextlib.suppress(GrammarError):
-            _ = self._core
+            _ = self.core
 
     def holds(self, grammar: Grammar) -> bool:
         """Whether a grammar is compiled."""
@@ -205,73 +205,57 @@ class Grammars:
 
     def constraint(self, grammar: Grammar, reasoning: Reasoning | None = None) -> Constraint:
         """For a new sequence. Raises GrammarError."""
-        matcher, slow = self._compiled(grammar)
-        eos_ids, renew = tuple(self._core.eos_tokens), partial(self._renew, grammar)
-        return Constraint(matcher, self._vocab_size, eos_ids, reasoning, submit=self._submit, renew=renew, slow=slow)
+        return Constraint(self, grammar, reasoning)
 
-    def _renew(self, grammar: Grammar, worn: LLMatcher) -> tuple[LLMatcher, bool]:
+    def compiled(self, grammar: Grammar) -> Compiled:
+        """Raises GrammarError."""
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+        return self._keep(grammar, self._compile(grammar))
+
+    def renewed(self, grammar: Grammar, worn: LLMatcher) -> tuple[LLMatcher, bool]:
         """A compiled grammar in place of one that has met a limit of its lexer; whether it is a new one.
 
-        Sequences with one compiled grammar share its lexer, whose states the limits count, so a grammar that many have
-        used wears out.
+        Sequences with one compiled grammar share its lexer, whose states the limits count, so a grammar that
+        many have used wears out.
         """
         with self._lock:
             kept = self._kept.get(grammar)
         if kept is not None and kept.matcher is not worn:
             return kept.matcher, False
         found = Compiled(self._matcher(library_source(grammar)), kept is not None and kept.slow)
-        self._keep(grammar, found)
-        return found.matcher, True
+        return self._keep(grammar, found).matcher, True
 
-    def _matcher(self, source: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-        return LLMatcher(self._core, source, log_level=0, limits=limits)
-
-    def _submit(self, task: Callable[[], None]) -> Future[None]:
-        return self._pool.submit(task)
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="specjax-mask")
-
-    def _compiled(self, grammar: Grammar) -> Compiled:
-        with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-                return self._kept[grammar]
-        found = self._compile(grammar)
-        self._keep(grammar, found)
-        return found
-
-    def _keep(self, grammar: Grammar, found: Compiled) -> None:
+    def _keep(self, grammar: Grammar, found: Compiled) -> Compiled:
         with self._lock:
             self._kept[grammar] = found
             while len(self._kept) > KEPT or sum(len(each.source) for each in self._kept) > KEPT_SOURCE:
                 self._kept.popitem(last=False)
+        return found
 
     def _compile(self, grammar: Grammar) -> Compiled:
         if not compiles_soon(grammar):
             fewer = "give fewer patterns for one place, or fewer rules"
             raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: {fewer}")
         matcher = self._matcher(library_source(grammar))
-        started = time.thread_time()
-        if not matcher.is_error():  # some errors show with the first token
-            first = matcher.deep_copy()
-            if not any(first.compute_bitmask()) or first.is_error():
-                raise GrammarError(f"cannot be followed: {said(first) or 'no token may come first'}")
         if matcher.is_error():
             raise GrammarError(f"is refused: {said(matcher)}")
+        started, first = time.thread_time(), matcher.deep_copy()
+        if not any(first.compute_bitmask()) or first.is_error():  # some errors show with the first token
+            raise GrammarError(f"cannot be followed: {said(first) or 'no token may come first'}")
         return Compiled(matcher, time.thread_time() - started > SLOW_SECONDS)
 
-    @property
-    def _core(self) -> LLTokenizer:
-        with self._loading:  # takes some 0.3 s
-            return self._loaded
+    def _matcher(self, source: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        return LLMatcher(self.core, source, log_level=0, limits=limits)
 
     @cached_property
-    def _loaded(self) -> LLTokenizer:
+    def core(self) -> LLTokenizer:
+        """The tokenizer in llguidance's form, made in 0.3 s. Raises GrammarError: it is not supported."""
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 
@@ -283,19 +267,21 @@ class Grammars:
             copy = Tokenizer.from_str(core.to_str())
             copy.no_padding()
             copy.no_truncation()
-            found = LLTokenizer(_apart(copy.to_str()), n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
+            text, eos_ids = _apart(copy.to_str()), self._eos_ids or None
+            found = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_ids)
         except Exception as error:
             raise GrammarError(f"cannot be used: {problem}: {str(error)[:200]}") from error
-        if not all(0 <= token < self._vocab_size for token in found.eos_tokens):
+        if not all(0 <= token < self.vocab_size for token in found.eos_tokens):
             raise GrammarError(f"cannot be used: {problem}, which has no token that ends a text")
         return found
 
 
 def _apart(text: str) -> str:
-    """A tokenizer's JSON in which special tokens have names that no text of a grammar spells: text that reads as one,
-    such as a choice of <|im_end|>, is text."""
+    """A tokenizer's JSON in which special tokens have names that no text of a grammar spells: a choice of
+    <|im_end|> is text."""
     found = json.loads(text)
-    renamed = {each["content"]: PRIVATE + each["content"] for each in found["added_tokens"] if each["special"]}
+    special = (each["content"] for each in found["added_tokens"] if each["special"])
+    renamed = {name: PRIVATE + name for name in special}
     for each in found["added_tokens"]:
         each["content"] = renamed.get(each["content"], each["content"])
     vocab = found["model"].get("vocab")
@@ -304,3 +290,208 @@ def _apart(text: str) -> str:
     elif isinstance(vocab, list):
         found["model"]["vocab"] = [[renamed.get(name, name), *more] for name, *more in vocab]
     return json.dumps(found)
+
+
+class Reasoning(NamedTuple):
+    """Tokens around what a model thinks before it answers. The grammar begins after `end`."""
+
+    start: int
+    end: int
+    begun: bool  # by the prompt; else the model may begin
+
+
+class Constraint:
+    """What one sequence may say next.
+
+    It consumes the tokens that were emitted and gives a bit for each token that may come next, at the root of
+    a draft tree and at all its nodes. The bits follow from the tokens so far and from nothing else, so that
+    the text is the same with and without drafts.
+
+    Attributes:
+        failure: why the sequence cannot go on, found when its next mask was computed; None: it can.
+        eos_ids: tokens that end the text where the grammar may end.
+        slow: a mask took more than `SLOW_SECONDS`. From then on another thread computes them, so that other
+            requests go on meanwhile; no tokens are forced, and none drafted.
+    """
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, reasoning: Reasoning | None = None) -> None:
+        self._grammars, self._grammar, self._reasoning = grammars, grammar, reasoning
+        self._compiled, self.slow = grammars.compiled(grammar)
+        self._words = -(-grammars.vocab_size // WORD)
+        self.eos_ids = tuple(grammars.core.eos_tokens)
+        self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
+        self._consumed: list[int] = []  # tokens that the matcher has consumed
+        self._ahead: list[int] = []  # further ones, of the path to a node while a tree is walked
+        self._renewed_at = -1  # tokens that were consumed when a new matcher was compiled
+        # Whether the reasoning goes on; None: the next token may begin it.
+        self._thinks = False if reasoning is None else reasoning.begun or None
+        self._mask: np.ndarray | None = None  # of the next token, once it is asked for
+        self._pending: Future[None] | None = None  # computes `_mask`
+        self.failure: str | None = None
+        self._ended = False  # by one of `eos_ids`
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """After these tokens were emitted. A limit of the library that they exceed is a `failure`."""
+        self._mask = None
+        for token in tokens:
+            if self._ended or self._is_thought(token):
+                continue
+            while not self._matching.consume_token(token):
+                if not self._recover():
+                    self._fail()
+                    return
+            self._consumed.append(token)
+            self._ended = token in self.eos_ids
+
+    def ready(self) -> bool:
+        """Whether `mask` answers soon. Else another thread computes it, begun here if it was not, and until
+        then nothing else may be asked of this constraint."""
+        if self.slow and self._mask is None and self._pending is None:
+            self._pending = self._grammars.pool.submit(self._compute)
+        return self._pending is None or self._pending.done()
+
+    def mask(self) -> np.ndarray:
+        """uint32 [ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` says whether token v may come next. All
+        bits, and `failure`, where no token may. Waits for the thread that computes it, if one does."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        if self._mask is None:
+            self._compute()
+        assert self._mask is not None
+        return self._mask
+
+    def problem(self) -> str | None:
+        """`failure`, once the next token's mask is known."""
+        self.mask()
+        return self.failure
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must come next, as far as they are known, at most so many."""
+        if self._thinks is not False or self.failure is not None or self.slow:
+            return []
+        tokens = self._matching.compute_ff_tokens()[:most]
+        count = self._matching.try_consume_tokens(tokens)
+        if count == len(tokens) < most and len(self.eos_ids) == 1 and self._matching.is_stopped():
+            tokens.append(self.eos_ids[0])
+        if count and not self._matching.rollback(count):
+            self._restore()
+        return tokens
+
+    def masks(
+        self,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        valid: np.ndarray,
+        out: np.ndarray,
+        deadline: float = math.inf,
+    ) -> np.ndarray:
+        """Walks a draft tree.
+
+        Args:
+            tokens, parents, valid: [N], of its nodes, parents before children; node 0 is the root, the last
+                emitted token.
+            out: uint32 [N, ceil(V / 32)], of ones: gets the bits of each node that is kept.
+            deadline: of `perf_counter`, after which no more nodes are looked at.
+
+        Returns:
+            bool [N]: nodes that are kept: the root, and valid ones that the grammar allows below such.
+        """
+        out[0], kept = self.mask(), np.zeros(len(tokens), bool)
+        kept[0] = True
+
+        def visit(node: int) -> None:
+            """The children of a node whose bits are in `out`."""
+            for child in map(int, np.flatnonzero(valid & (parents == node))):
+                token = int(tokens[child])
+                word, bit = divmod(token, WORD)
+                if not out[node, word] >> np.uint32(bit) & 1 or time.perf_counter() > deadline:
+                    continue
+                if token in self.eos_ids:  # nothing is emitted after it
+                    kept[child] = True
+                    continue
+                thinks, is_thought = self._thinks, self._is_thought(token)
+                if not is_thought:
+                    self._ahead.append(token)
+                if is_thought or self._matching.consume_token(token):
+                    bits = self._bits()
+                    if bits.any():
+                        out[child], kept[child] = bits, True
+                        visit(child)
+                if not is_thought:
+                    self._ahead.pop()
+                    if self._matching.is_error() or not self._matching.rollback(1):
+                        self._restore()
+                self._thinks = thinks
+
+        if self.failure is None and not self.slow:
+            visit(0)
+        return kept
+
+    @property
+    def _matching(self) -> LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._compiled.deep_copy()
+        return self._matcher
+
+    def _restore(self) -> None:
+        """After an error, from which the library knows no way back: makes a new matcher in the same state."""
+        self._matcher = self._compiled.deep_copy()
+        self._matcher.try_consume_tokens([*self._consumed, *self._ahead])
+
+    def _recover(self) -> bool:
+        """After a limit of the lexer was met, which counts the states that all sequences with this compiled
+        grammar have needed: goes on with another compiled form. False: a new form has met the limit, too, or
+        another error is the reason."""
+        if LEXER not in self._matching.get_error() or self._renewed_at == len(self._consumed):
+            return False
+        self._compiled, is_new = self._grammars.renewed(self._grammar, self._compiled)
+        if is_new:
+            self._renewed_at = len(self._consumed)
+        self._restore()
+        return True
+
+    def _fail(self) -> None:
+        self.failure = f"its grammar cannot be followed: {said(self._matching) or 'no token may come next'}"
+
+    def _is_thought(self, token: int) -> bool:
+        """Whether a token, which comes next, belongs to the reasoning; the grammar takes the others."""
+        if self._thinks is False or self._reasoning is None:
+            return False
+        if self._thinks is None and token != self._reasoning.start:
+            self._thinks = False
+            return False
+        self._thinks = token != self._reasoning.end
+        return True
+
+    def _compute(self) -> None:
+        started, bits = time.thread_time(), self._bits()
+        while not bits.any() and self._recover():
+            bits = self._bits()
+        if not bits.any():
+            self._fail()
+            bits[:] = ALL
+        self._mask = bits
+        self.slow = self.slow or time.thread_time() - started > SLOW_SECONDS
+
+    def _bits(self) -> np.ndarray:
+        """The bits of the next token, uint32 [ceil(V / 32)]; none where the library has an error."""
+        bits = np.zeros(self._words, np.uint32)
+        if self._thinks:
+            bits[:] = ALL
+            for token in self.eos_ids:
+                bits[token // WORD] &= ~np.uint32(1 << token % WORD)
+            return bits
+        if not self._matching.is_error():
+            self._matching.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matching.is_error():
+            bits[:] = 0
+        if self._thinks is None and self._reasoning is not None and bits.any():
+            bits[self._reasoning.start // WORD] |= np.uint32(1 << self._reasoning.start % WORD)
+        return bits
+
+
+def said(matcher: LLMatcher) -> str:
+    """The library's message."""
+    message = matcher.get_error().replace("<non-verbose/>", "").strip()[:400]
+    return "no text, of any length, follows it" if message == "NoExtensionBias" else message

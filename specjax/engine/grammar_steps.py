@@ -24,8 +24,8 @@ from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.arrays import Output, unpack_step
-from specjax.engine.constraint import ALL, WORD
 from specjax.engine.device import memory_checked
+from specjax.engine.grammar import ALL, WORD
 from specjax.engine.keys import PLAIN, Key
 from specjax.engine.programs import is_out_of_memory
 from specjax.engine.sequence import Sequence

@@ -20,8 +20,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from specjax.engine.constraint import Constraint, Reasoning
-from specjax.engine.grammar import GrammarError, Grammars
+from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
 from specjax.engine.plain import PlainText, strings_of
 from specjax.engine.prompt_logprobs import PromptLogprobs
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, ParameterError, SamplingParams

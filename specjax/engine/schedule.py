@@ -132,8 +132,7 @@ def _collect_grammars(run: Runtime) -> None:
 def _able(run: Runtime, running: list[Sequence]) -> list[Sequence]:
     """Ends the requests whose grammar cannot be followed any more. Returns the others, except those whose mask another
     thread computes."""
-    asked = {one: None if one.constraint is None else one.constraint.ask() for one in running}
-    running = [one for one, mask in asked.items() if mask is None or mask.done()]
+    running = [one for one in running if one.constraint is None or one.constraint.ready()]
     for sequence in running:
         if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
             run.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")

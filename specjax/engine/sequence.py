@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from specjax.engine.constraint import Constraint
 from specjax.engine.draft_policy import ACCEPTANCE_DECAY, Mean
+from specjax.engine.grammar import Constraint
 from specjax.engine.pages import Node, Text
 from specjax.engine.prompt_logprobs import PromptLogprob, PromptLogprobs
 from specjax.engine.sampling_params import SamplingParams

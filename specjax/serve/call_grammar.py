@@ -16,10 +16,9 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specjax.engine.grammar import JSON_STYLE
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 
-STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as Python writes it."""
 SPACE = "\n"  # up to two line breaks
 INDEX = "#"  # a number
 
@@ -189,7 +188,7 @@ def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> 
 
 
 def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    style = STYLE | ({"lenient": True} if lenient else {})
+    style = JSON_STYLE | ({"lenient": True} if lenient else {})
     return f"%json {json.dumps({'x-guidance': style, **schema})}"
 
 

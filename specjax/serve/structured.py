@@ -94,6 +94,13 @@ UNSUPPORTED: dict[str, Values] = {
 }  # fmt: skip
 
 
+def _of_type(name: str, schema: Any) -> Grammar | None:
+    """The grammar of a format's `type`. Without a schema it is any JSON object."""
+    if name == "text":
+        return None
+    return Grammar("json_schema") if name == "json_object" or schema is None else Grammar.json(schema)
+
+
 class TextOptions(Body):
     """OpenAI's, of responses."""
 
@@ -103,14 +110,11 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
     def chosen(self) -> Grammar | None:
-        found = self.format
-        if found is None or found.type == "text":
+        if self.format is None:
             return None
-        if found.type == "json_object":
-            return Grammar("json_schema")
-        if found.schema is None:
+        if self.format.type == "json_schema" and self.format.schema is None:
             raise bad_request("text.format.schema is required", "text")
-        return Grammar.json(found.schema)
+        return _of_type(self.format.type, self.format.schema)
 
 
 class OutputConfig(Body):
@@ -134,14 +138,9 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = Field(None, description="Needs the type `json_schema`.")
 
     def chosen(self) -> Grammar | None:
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return Grammar("json_schema")
-        if self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None:
             raise bad_request("response_format.json_schema is required", "response_format")
-        schema = self.json_schema.schema
-        return Grammar("json_schema") if schema is None else Grammar.json(schema)
+        return _of_type(self.type, None if self.json_schema is None else self.json_schema.schema)
 
 
 Convert = Callable[[Any], Grammar | None]
