@@ -16,7 +16,8 @@ from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.executables import Key
-from specjax.engine.sequence import Sequence, Status, completion
+from specjax.engine.output import Output
+from specjax.engine.sequence import Request, Sequence, Status, completion
 from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
 
@@ -196,15 +197,17 @@ GREEDY = SamplingParams()
 
 
 def idle_sequence(params: SamplingParams = GREEDY, **changes: Any) -> Sequence:
-    """A sequence outside any engine."""
+    """A sequence outside any engine. `changes`: fields of its request or its own, `stream` and `tokens` of its output."""
     stream = TextStream(
         tokenizer(),
         tuple(params.stop),
         skip_special_tokens=params.skip_special_tokens,
         keep_stop=params.no_stop_trim,
     )
-    fields: dict[str, Any] = {
+    request: dict[str, Any] = {
         "id": "one", "prompt": [5, 6], "params": params, "limit": 8, "seed": 0, "device_stops": (END,),
-        "host_stops": frozenset(), "stream": stream, "arrival": 0, "histogram": [0] * 6,
+        "host_stops": frozenset(), "arrival": 0,
     }  # fmt: skip
-    return Sequence(**fields | changes)
+    request |= {name: changes.pop(name) for name in Request.__dataclass_fields__ if name in changes}
+    output = Output(changes.pop("stream", stream), [0] * 6, tokens=changes.pop("tokens", []))
+    return Sequence(Request(**request), output, **changes)

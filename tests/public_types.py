@@ -24,7 +24,7 @@ from specjax import (
     StreamChunk,
 )
 from specjax.engine.intake import Chat
-from specjax.engine.sequence import TokenLogprob
+from specjax.engine.output import TokenLogprob
 
 
 def one_prompt(engine: Engine, messages: list[dict[str, str]], ids: list[int], chat: Chat) -> None:

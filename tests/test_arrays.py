@@ -19,6 +19,7 @@ from specjax.engine.arrays import (
     unpack_prefill,
     unpack_step,
 )
+from specjax.engine.sequence import Slot
 from specjax.state import NO_DRAFT_LIMIT, new_row
 
 ROWS, PAGES, TABLE, NEW = 4, 50, 9, 2
@@ -33,7 +34,7 @@ def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
         if len(running) < ROWS and rng.random() < 0.4:
             slot = min(set(range(ROWS)) - set(running))
             pages = rng.choice(PAGES, rng.integers(1, 5), replace=False).tolist()
-            running[slot] = sequence = idle_sequence(slot=slot, pages=pages)
+            running[slot] = sequence = idle_sequence(slot=Slot(slot, pages, set()))
             width = int(rng.integers(len(pages), TABLE + 1))
             batch = int(rng.integers(1, 4))
             lengths = [min(len(sequence.context), 4)]
@@ -46,21 +47,21 @@ def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
         elif running and rng.random() < 0.2:
             del running[rng.choice(list(running))]
         for sequence in running.values():
-            count = min(int(rng.integers(NEW + 1)), TABLE - len(sequence.pages))
-            sequence.pages += rng.choice(PAGES, count, replace=False).tolist()
+            count = min(int(rng.integers(NEW + 1)), TABLE - len(sequence.active_slot.pages))
+            sequence.active_slot.pages += rng.choice(PAGES, count, replace=False).tolist()
         sequences = [running[slot] for slot in rng.permutation(list(running))]
         batch = len(sequences) + int(rng.integers(1, 3))
-        width = max([1, *(len(sequence.pages) for sequence in sequences)])
+        width = max([1, *(len(sequence.active_slot.pages) for sequence in sequences)])
         packed = step_input(sequences, batch, NEW, ROWS)
         assert packed.shape == (batch, 2 + NEW)
         inputs, tables = unpack_step(jnp.asarray(packed), tables, width, PAGES)
         assert inputs.active.tolist() == [i < len(sequences) for i in range(batch)]
         slots = inputs.slots.tolist()
-        assert slots[: len(sequences)] == [sequence.slot for sequence in sequences]
+        assert slots[: len(sequences)] == [sequence.active_slot.index for sequence in sequences]
         assert len(set(slots)) == batch and min(slots[len(sequences) :]) >= ROWS
         expected = np.full((batch, width), PAGES)
         for i, sequence in enumerate(sequences):
-            expected[i, : len(sequence.pages)] = sequence.pages
+            expected[i, : len(sequence.active_slot.pages)] = sequence.active_slot.pages
         np.testing.assert_array_equal(inputs.page_table, expected)
         again = step_input(sequences, batch, NEW, ROWS)
         assert (again[:, 2:] == NO_PAGE).all(), "a page is sent once"
@@ -76,13 +77,13 @@ def test_an_admission_is_the_row(output, vocab_size):
     )  # fmt: skip
     prompt = [3, 31, 32, 33, 63, VOCABULARY - 1, 3]
     sequence = idle_sequence(
-        params, prompt=prompt, output=list(output), slot=2, seed=-(2**62) - 3, salt=2**32 - 5, limit=77
+        params, prompt=prompt, tokens=list(output), slot=Slot(2, [], set()), seed=-(2**62) - 3, salt=2**32 - 5, limit=77
     )
     row = new_row(
         vocab_size, limit=77, prompt=prompt, output=output, draft_limit=0, logprobs=True, logprob_ids=[9, 1],
         salt=2**32 - 5,
         temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.25, frequency_penalty=-0.5,
-        presence_penalty=0.5, min_tokens=3, stop_ids=sequence.device_stops, seed=-(2**62) - 3,
+        presence_penalty=0.5, min_tokens=3, stop_ids=sequence.request.device_stops, seed=-(2**62) - 3,
         logit_bias={4: -2.5, 17: 3.0},
     )  # fmt: skip
     assert int(row.draft_limit) != NO_DRAFT_LIMIT

@@ -8,9 +8,9 @@ import pytest
 from engine_helpers import byte_ids, idle_sequence, tokenizer
 from server_helpers import SECONDS
 
+from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Status
 from specjax.engine.text import TextStream
-from specjax.serve import delivery
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener
 
 TEXT = b"a lighthouse warns ships"
@@ -31,10 +31,10 @@ def sent(sequence, sizes, *, interval: int = 1, streams: bool = True):
         ids = byte_ids(TEXT)
         for i, size in enumerate(sizes):
             last = i == len(sizes) - 1
-            at = len(sequence.output)
+            at = len(sequence.output.tokens)
             sequence.accept(ids[at : at + size], False, last)
             sequence.status = Status.FINISHED if last else Status.RUNNING
-            deliverer.put([Change(sequence, listener, 0, None if last else len(sequence.output))])
+            deliverer.put([Change(sequence, listener, 0, None if last else len(sequence.output.tokens))])
             await asyncio.sleep(0)
         await asyncio.to_thread(deliverer.stop)
         return [chunk async for chunk in listener.chunks()]
@@ -60,14 +60,14 @@ def test_deltas_of_fewer_tokens_than_the_interval_wait(stop):
 
 @pytest.mark.parametrize("stop", [(), ("never",)], ids=["late", "with stop strings"])
 def test_text_that_fails_is_told_once(stop, monkeypatch):
-    take, sequence = delivery.take_delta, sequence_of(stop)
+    take, sequence = DeltaReader.take, sequence_of(stop)
 
-    def fail(sequence, *others):
-        if len(sequence.output) > 5:
+    def fail(reader, *others):
+        if len(sequence.output.tokens) > 5:
             raise RuntimeError("no such text")
-        return take(sequence, *others)
+        return take(reader, *others)
 
-    monkeypatch.setattr(delivery, "take_delta", fail)
+    monkeypatch.setattr(DeltaReader, "take", fail)
     chunks, failed = sent(sequence, [5, 5, 5, 5])
     assert failed == [sequence]
     assert chunks[-1].completion.finish_reason == {"type": "abort", "message": FAILED_REQUEST}

@@ -180,7 +180,7 @@ def changes_its_mind(engine: Engine, seed: int, usual: float = 0.5) -> None:
 def follows_the_text(engine: Engine) -> None:
     """Makes the choice depend on the tokens that were drawn last, which must not bias the ones that follow."""
     assert engine.policy is not None
-    engine.policy.choose = lambda batch, requests: sum(sum(one.output[-2:]) for one in requests) % 2
+    engine.policy.choose = lambda batch, requests: sum(sum(one.output.tokens[-2:]) for one in requests) % 2
 
 
 @functools.cache
@@ -238,16 +238,18 @@ def test_a_step_without_drafts_leaves_no_hole():
             alive.append(engine.add(prompt, params))
         engine.step()
         for one in (one for one in alive if one.status is Status.RUNNING):
-            n = int(engine.state.rows.prefix_length[one.slot])
-            shared += bool(one.cached)
+            n = int(engine.state.rows.prefix_length[one.active_slot.index])
+            shared += bool(one.output.cached)
             if rng.random() < 0.5:
                 continue
-            expected, feature = from_scratch("eagle3", [*one.prompt, *one.output][: n + 1])
+            expected, feature = from_scratch("eagle3", [*one.prompt, *one.output.tokens][: n + 1])
             # The slot at the end of a shared page is made of the token that followed it there.
-            fresh = [i for i in range(n) if i >= (one.cached or 0) or (i + 1) % 4]
-            found = slots(engine.state.draft, np.asarray(one.pages), n)
+            fresh = [i for i in range(n) if i >= (one.output.cached or 0) or (i + 1) % 4]
+            found = slots(engine.state.draft, np.asarray(one.active_slot.pages), n)
             np.testing.assert_allclose(found[fresh], expected[fresh], atol=2e-5)
-            np.testing.assert_allclose(np.asarray(engine.state.draft.feature[one.slot]), feature, atol=2e-5)
+            np.testing.assert_allclose(
+                np.asarray(engine.state.draft.feature[one.active_slot.index]), feature, atol=2e-5
+            )
             checked += 1
     while engine.unfinished:
         engine.step()

@@ -68,17 +68,17 @@ def from_scratch(kind: str, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_sequence(engine, kind: str, sequence) -> None:
-    n = int(engine.state.rows.prefix_length[sequence.slot])
+    n = int(engine.state.rows.prefix_length[sequence.active_slot.index])
     if sequence.status is Status.PREFILLING:
-        n = sequence.prefilled
-    text = [*sequence.prompt, *sequence.output]
+        n = sequence.active_slot.prefilled
+    text = [*sequence.prompt, *sequence.output.tokens]
     if n == 0:
         return
     assert n < len(text), "the root is known"
-    table = np.asarray(sequence.pages)
+    table = np.asarray(sequence.active_slot.pages)
     expected, feature = from_scratch(kind, text[: n + 1])
     np.testing.assert_allclose(slots(engine.state.draft, table, n), expected, atol=ERROR)
-    np.testing.assert_allclose(np.asarray(engine.state.draft.feature[sequence.slot]), feature, atol=ERROR)
+    np.testing.assert_allclose(np.asarray(engine.state.draft.feature[sequence.active_slot.index]), feature, atol=ERROR)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])

@@ -34,7 +34,7 @@ from specjax.engine.arrays import prefill_input, unpack_prefill
 from specjax.engine.buckets import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets
 from specjax.engine.executables import Executables, Key
 from specjax.engine.intake import with_sampling
-from specjax.engine.sequence import completion
+from specjax.engine.sequence import Slot, completion
 
 ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {
@@ -291,7 +291,7 @@ def test_many_requests_through_few_slots(algorithm):
             i = waiting.pop(0)
             requests[engine.add(prompts[i], params[i], id=f"{algorithm} {i}").id] = i
         for sequence in engine.step():
-            if sequence.finish_reason is not None:
+            if sequence.output.finish_reason is not None:
                 done[requests[sequence.id]] = completion(sequence)
         running = sorted(set(requests) - {f"{algorithm} {i}" for i in {*done, *aborted}})
         if running and rng.random() < 0.05:
@@ -650,10 +650,10 @@ def test_chunks_cover_a_prompt_once(chunk):
         prompt = rng.integers(3, VOCABULARY, length).tolist()
         sequence = engine.add([3], SamplingParams(max_new_tokens=3))
         engine.abort(sequence.id)
-        sequence.prompt, sequence.slot, sequence.pages = prompt, 2, [4, 5]
+        sequence.request, sequence.slot = replace(sequence.request, prompt=prompt), Slot(2, [4, 5], set())
         taken, after = [], []
-        while sequence.prefilled < length:
-            width = buckets.chunks_for(length - sequence.prefilled)[0]
+        while sequence.slot.prefilled < length:
+            width = buckets.chunks_for(length - sequence.slot.prefilled)[0]
             table = buckets.tables_for(2)[0]
             sizes = {"rows": 4, "pages": engine.pool.pages, "lengths": [min(sequence.left, width)]}
             packed = prefill_input([sequence], 1, width, table, **sizes)
@@ -664,8 +664,8 @@ def test_chunks_cover_a_prompt_once(chunk):
             assert 1 <= count <= inputs.tokens.shape[1] and inputs.tokens.shape[1] in buckets.chunks
             taken += inputs.tokens[0, :count].tolist()
             after.append(int(inputs.next_token[0]))
-            sequence.prefilled += count
-            assert after[-1] == (prompt[sequence.prefilled] if sequence.prefilled < length else -1)
+            sequence.slot.prefilled += count
+            assert after[-1] == (prompt[sequence.slot.prefilled] if sequence.slot.prefilled < length else -1)
         assert taken == prompt
 
 

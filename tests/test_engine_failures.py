@@ -261,7 +261,11 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
     collect, reported = collecting.collect, []
 
     def fails(run: Any, flight: Any) -> None:
-        if first.finish_reason is not None and second.finish_reason is None and not engine.executables.has_failed(key):
+        if (
+            first.output.finish_reason is not None
+            and second.output.finish_reason is None
+            and not engine.executables.has_failed(key)
+        ):
             raise OutOfMemory(key, MemoryError("late"))
         collect(run, flight)
 
@@ -269,7 +273,7 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
     monkeypatch.setattr(collecting, "collect", fails)
     while engine.unfinished:
         reported += engine.step()
-    assert {s.id for s in reported if s.finish_reason is not None} == {first.id, second.id}
+    assert {s.id for s in reported if s.output.finish_reason is not None} == {first.id, second.id}
     assert engine.executables.has_failed(key)
     check_plain(toy(), PROMPTS[1], SamplingParams(max_new_tokens=9), completion(second))
 
@@ -277,10 +281,10 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
 def test_requests_that_are_split_advance_together(monkeypatch, engine):
     failing(monkeypatch, engine, lambda key: key == Key("step", 4, key.table))
     sequences = [engine.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
-    while any(len(sequence.output) < 5 for sequence in sequences):
+    while any(len(sequence.output.tokens) < 5 for sequence in sequences):
         engine.step()
         engine.check_integrity()
-    lengths = [len(sequence.output) for sequence in sequences]
+    lengths = [len(sequence.output.tokens) for sequence in sequences]
     assert max(lengths) - min(lengths) <= 8, "the oldest does not run to its end first"
     assert len(drain(engine)) == 4
 

@@ -310,17 +310,17 @@ def test_a_short_request_does_not_wait_for_a_long_prompt():
     long = engine.add(rng.integers(3, 99, 500).tolist(), SamplingParams(max_new_tokens=3))
     for _ in range(10):
         engine.step()
-    assert long.prefilled > 0 and long.status is Status.PREFILLING
+    assert long.active_slot.prefilled > 0 and long.status is Status.PREFILLING
     short = engine.add(rng.integers(3, 99, 14).tolist(), SamplingParams(max_new_tokens=3))
     waited, before = 0, len(stream.output)
-    while not short.output:
+    while not short.output.tokens:
         engine.step()
         waited += 1
     assert waited <= 5 and len(stream.output) - before >= waited - 1
     assert long.status is Status.PREFILLING
     while engine.unfinished:
         engine.step()
-    assert long.finish_reason is not None and len(long.output) == 3
+    assert long.output.finish_reason is not None and len(long.output.tokens) == 3
 
 
 def test_while_none_runs_a_request_that_comes_does_not_wait_long():

@@ -48,34 +48,39 @@ class World:
 
     def write(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start):
-            page = sequence.pages[position // SIZE]
-            assert page in sequence.own, "a page that others may read is written"
+            page = sequence.active_slot.pages[position // SIZE]
+            assert page in sequence.active_slot.own, "a page that others may read is written"
             self.contents[page][position % SIZE] = token
 
     def read(self, sequence: Sequence, count: int) -> list[int]:
-        return [self.contents[sequence.pages[i // SIZE]][i % SIZE] for i in range(count)]
+        return [self.contents[sequence.active_slot.pages[i // SIZE]][i % SIZE] for i in range(count)]
 
     def admit(self) -> None:
         for sequence in self.scheduler.admit():
-            assert sequence.prefilled % SIZE == 0 and sequence.prefilled < len(sequence.context)
-            assert self.read(sequence, sequence.prefilled) == sequence.context[: sequence.prefilled]
-            self.reused += sequence.prefilled
+            assert sequence.active_slot.prefilled % SIZE == 0 and sequence.active_slot.prefilled < len(sequence.context)
+            assert (
+                self.read(sequence, sequence.active_slot.prefilled)
+                == sequence.context[: sequence.active_slot.prefilled]
+            )
+            self.reused += sequence.active_slot.prefilled
 
     def prefill(self) -> None:
         for sequence in self.scheduler.prefilling()[: self.rng.randrange(1, 3)]:
-            count = min(self.rng.randrange(1, 4), len(sequence.context) - sequence.prefilled)
-            self.write(sequence, sequence.prefilled, sequence.context[sequence.prefilled :][:count])
-            sequence.prefilled += count
-            if sequence.prefilled == len(sequence.context):
-                sequence.status, sequence.committed = Status.RUNNING, sequence.prefilled
+            count = min(self.rng.randrange(1, 4), len(sequence.context) - sequence.active_slot.prefilled)
+            self.write(
+                sequence, sequence.active_slot.prefilled, sequence.context[sequence.active_slot.prefilled :][:count]
+            )
+            sequence.active_slot.prefilled += count
+            if sequence.active_slot.prefilled == len(sequence.context):
+                sequence.status, sequence.active_slot.committed = Status.RUNNING, sequence.active_slot.prefilled
             if self.rng.random() < 0.9:  # else it is aborted before it is read
-                sequence.certain = sequence.prefilled
+                sequence.active_slot.certain = sequence.active_slot.prefilled
                 self.scheduler.store(sequence)
             else:
                 self.scheduler.finish(sequence)
                 continue
-            if sequence.status is Status.RUNNING and not sequence.output:
-                sequence.output.append(self.rng.randrange(2))
+            if sequence.status is Status.RUNNING and not sequence.output.tokens:
+                sequence.output.tokens.append(self.rng.randrange(2))
 
     def decode(self) -> None:
         running = self.scheduler.running()
@@ -83,15 +88,15 @@ class World:
             self.scheduler.retract_youngest()
             running = self.scheduler.running()
         for sequence in running:
-            room = sequence.limit - len(sequence.output)
+            room = sequence.request.limit - len(sequence.output.tokens)
             tokens = [self.rng.randrange(2) for _ in range(min(self.rng.randrange(1, 4), room))]
-            self.write(sequence, sequence.committed, [sequence.output[-1], *tokens][: len(tokens)])
-            sequence.output += tokens
-            sequence.committed += len(tokens)
-            sequence.certain = sequence.committed
-            whole = sequence.prompt + sequence.output
-            assert self.read(sequence, sequence.committed) == whole[: sequence.committed]
-            if len(sequence.output) == sequence.limit:
+            self.write(sequence, sequence.active_slot.committed, [sequence.output.tokens[-1], *tokens][: len(tokens)])
+            sequence.output.tokens += tokens
+            sequence.active_slot.committed += len(tokens)
+            sequence.active_slot.certain = sequence.active_slot.committed
+            whole = sequence.prompt + sequence.output.tokens
+            assert self.read(sequence, sequence.active_slot.committed) == whole[: sequence.active_slot.committed]
+            if len(sequence.output.tokens) == sequence.request.limit:
                 self.scheduler.finish(sequence)
 
 
@@ -186,8 +191,8 @@ def test_a_short_prompt_waits_for_one_chunk_and_a_long_one_gets_its_share():
     firsts = []
     while (order := scheduler.prefilling())[1:]:
         firsts.append(order[0].id)
-        order[0].prefilled += 10
-        if order[0].prefilled >= len(order[0].prompt):
+        order[0].active_slot.prefilled += 10
+        if order[0].active_slot.prefilled >= len(order[0].prompt):
             order[0].status = Status.RUNNING
     assert firsts[:3] == ["3", "3", "2"] and firsts[3] == "0"
     assert firsts.count("0") == len(firsts) // PATIENCE
@@ -197,8 +202,8 @@ def test_lpm_takes_the_longest_known_start_but_nobody_waits_for_ever():
     scheduler = Scheduler(rows=1, pages=64, page_size=2, lookahead=1, policy="lpm")
 
     def run(sequence: Sequence) -> None:
-        sequence.prefilled = sequence.certain = len(sequence.prompt)
-        sequence.status, sequence.output = Status.RUNNING, [1]
+        sequence.active_slot.prefilled = sequence.active_slot.certain = len(sequence.prompt)
+        sequence.status, sequence.output.tokens = Status.RUNNING, [1]
         scheduler.finish(sequence)
 
     scheduler.add(idle_sequence(id="first", prompt=[5, 5, 5, 5, 5], arrival=0))
@@ -208,9 +213,9 @@ def test_lpm_takes_the_longest_known_start_but_nobody_waits_for_ever():
         scheduler.add(idle_sequence(id=f"same-{i}", prompt=[5, 5, 5, 5, i + 9], arrival=2 + i))
         (found,) = scheduler.admit()
         if i < OVERTAKEN:
-            assert found.id == f"same-{i}" and found.cached == 4
+            assert found.id == f"same-{i}" and found.output.cached == 4
         else:
-            assert found.id == "other" and found.cached == 0
+            assert found.id == "other" and found.output.cached == 0
         run(found)
 
 

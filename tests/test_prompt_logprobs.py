@@ -16,7 +16,7 @@ from toy_models import tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
-from specjax.engine.prompt_logprobs import NO_SCORES, PromptLogprobs
+from specjax.engine.output import NO_SCORES, PromptLogprobs
 from specjax.engine.sequence import Status
 from specjax.serve import task as task_module
 from specjax.serve.app import LATER
@@ -114,8 +114,8 @@ def test_a_retraction_loses_and_repeats_nothing(cache, overlap):
     midway, retract = set(), engine.scheduler._retract
 
     def note(sequence) -> None:
-        assert sequence.prompt_logprobs is not None
-        if sequence.status is Status.PREFILLING and len(sequence.prompt_logprobs.found()) > 1:
+        assert sequence.output.prompt_logprobs is not None
+        if sequence.status is Status.PREFILLING and len(sequence.output.prompt_logprobs.found()) > 1:
             midway.add(sequence.id)
         retract(sequence)
 
@@ -148,7 +148,7 @@ def test_a_lost_state_loses_none():
 def test_others_go_on_while_the_program_compiles(monkeypatch):
     engine = make_engine(toy(), "NONE")
     other = engine.add(prompt_of(5), SamplingParams(max_new_tokens=100))
-    while not other.output:
+    while not other.output.tokens:
         engine.step()
     begun = []
     monkeypatch.setattr(engine.executables, "compile_ahead", lambda key: bool(begun.append(key)))  # it never ends

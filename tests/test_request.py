@@ -296,9 +296,9 @@ def test_a_stop_id_of_the_device_is_the_last_token_of_its_run():
     a, _, _ = byte_ids(b"abc")
     sequence = idle_sequence()
     assert sequence.accept([a, END], True, False) == 2
-    assert sequence.stream.text == "a"
-    assert sequence.output == [a, END]
-    assert sequence.finish_reason == FinishReason("stop", END)
+    assert sequence.output.stream.text == "a"
+    assert sequence.output.tokens == [a, END]
+    assert sequence.output.finish_reason == FinishReason("stop", END)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -316,7 +316,7 @@ def test_a_stop_string_inside_an_accepted_run(keep):
 def test_a_stop_string_that_the_last_token_completes_comes_before_the_limit():
     sequence = idle_sequence(SamplingParams(stop=["b"]))
     sequence.accept(byte_ids(b"ab"), False, True)
-    assert sequence.finish_reason == FinishReason("stop", "b")
+    assert sequence.output.finish_reason == FinishReason("stop", "b")
 
 
 def test_the_limit():
@@ -336,10 +336,10 @@ def test_an_aborted_sequence_keeps_what_it_has():
 
 def test_accept_length_is_the_histograms_mean_plus_one():
     sequence = idle_sequence()
-    assert sequence.accept_length == 1.0
-    sequence.histogram, sequence.verify_steps = [2, 0, 1, 3, 0, 0], 6
-    assert sequence.drafted_tokens == 2 * 1 + 3 + 3 * 4
-    assert sequence.accept_length == pytest.approx(1 + (0 * 2 + 2 * 1 + 3 * 3) / 6)
+    assert sequence.output.accept_length == 1.0
+    sequence.output.histogram, sequence.output.verify_steps = [2, 0, 1, 3, 0, 0], 6
+    assert sequence.output.verified_tokens == 2 * 1 + 3 + 3 * 4
+    assert sequence.output.accept_length == pytest.approx(1 + (0 * 2 + 2 * 1 + 3 * 3) / 6)
 
 
 def test_the_context_of_a_resumed_sequence_ends_before_its_root():

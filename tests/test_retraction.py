@@ -69,7 +69,7 @@ def test_all_finish_with_the_text_they_have_alone(kind, pool):
                 assert known[sequence.id] not in done
                 done[known[sequence.id]] = completion(sequence)
         here.check_integrity()
-        again |= {known[s.id] for s in here.scheduler.waiting if s.output}
+        again |= {known[s.id] for s in here.scheduler.waiting if s.output.tokens}
         if rng.random() < 0.06:
             queue = [*here.scheduler.active, *here.scheduler.waiting]
             if queue:

@@ -14,8 +14,8 @@ from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, SamplingParams, StreamChunk
+from specjax.engine.output import TokenLogprob
 from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
-from specjax.engine.sequence import TokenLogprob
 from specjax.serve import fields
 from specjax.serve.errors import ApiError, shown
 from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading
@@ -391,10 +391,10 @@ def test_generated_seeds_are_exact_in_json():
     assert 0 < later_seed(GENERATED_SEEDS - 1, 127) < limit
     engine = make_engine(toy(), warm=False, random_seed=3)
     assert isinstance(engine.intake.seeds, random.Random)
-    seeds = [engine.intake.sequence("a", SamplingParams(max_new_tokens=1)).seed for _ in range(200)]
+    seeds = [engine.intake.sequence("a", SamplingParams(max_new_tokens=1)).request.seed for _ in range(200)]
     assert max(seeds) > 2**50 and all(later_seed(seed, 127) < limit for seed in seeds)
     own = 2**63 - 1
-    assert engine.intake.sequence("a", SamplingParams(max_new_tokens=1, seed=own)).seed == own
+    assert engine.intake.sequence("a", SamplingParams(max_new_tokens=1, seed=own)).request.seed == own
 
 
 # Messages.

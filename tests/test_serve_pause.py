@@ -19,7 +19,9 @@ def server():
 
 
 def tokens_so_far(server: Running) -> list[int]:
-    return server.runner.call(lambda engine: [len(one.output) for one in engine.scheduler.active]).result(SECONDS)
+    return server.runner.call(lambda engine: [len(one.output.tokens) for one in engine.scheduler.active]).result(
+        SECONDS
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
@@ -75,10 +77,10 @@ def test_a_request_whose_last_step_a_retraction_reads():
     """No step is left that could return it."""
     engine = shared_engine("NONE")
     sequence = engine.add("hello", SamplingParams(max_new_tokens=3, ignore_eos=True))
-    while len(sequence.output) < 2:  # the step that draws the last token is dispatched ahead
+    while len(sequence.output.tokens) < 2:  # the step that draws the last token is dispatched ahead
         engine.step()
     engine.retract_all()
-    assert sequence.finish_reason is not None and not engine.unfinished and engine.unreported
+    assert sequence.output.finish_reason is not None and not engine.unfinished and engine.unreported
     assert sequence in engine.step() and not engine.unreported
 
 

@@ -18,7 +18,7 @@ from server_helpers import SECONDS, running, wait_until
 
 import specjax
 from specjax.cli.flags import ServerSettings
-from specjax.serve import delivery
+from specjax.engine.generation import DeltaReader
 from specjax.serve.states import ENGINE_GONE, ENGINE_STUCK, State
 from specjax.serve.watchdog import EngineStuck, Watchdog
 
@@ -212,14 +212,14 @@ def test_reset_that_fails_ends_requests_and_commands(monkeypatch):
 
 
 def test_text_that_fails_ends_its_request_alone(monkeypatch):
-    take = delivery.take_delta
+    take = DeltaReader.take
 
-    def fail(sequence, *others):
-        if len(sequence.prompt) == 3:
+    def fail(reader, *others):
+        if len(reader.sequence.prompt) == 3:
             raise RuntimeError("no such text")
-        return take(sequence, *others)
+        return take(reader, *others)
 
-    monkeypatch.setattr(delivery, "take_delta", fail)
+    monkeypatch.setattr(DeltaReader, "take", fail)
     with running(shared_engine("NONE")) as server:
         for stream, stop in product((False, True), ([], ["never"])):  # its text is made in either thread
             fields = {"prompt": [70, 71, 72], "stream": stream, "max_tokens": 50, "stop": stop}

@@ -22,8 +22,8 @@ from specjax.cli.flags import ServerSettings, Settings
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.arrays import Output, Read
 from specjax.engine.collect import take
-from specjax.engine.generation import take_delta
-from specjax.engine.sequence import Status, completion
+from specjax.engine.generation import DeltaReader
+from specjax.engine.sequence import Slot, Status, completion
 from specjax.serve import playground
 from specjax.serve.command import load
 from specjax.serve.errors import ApiError
@@ -151,29 +151,30 @@ def test_texts_of_tokens_are_the_text_of_each_delta(data, runs, stop, keep, cut)
     params = SamplingParams(origins=True, stop=stop, no_stop_trim=keep, max_new_tokens=None)
     other = replace(params, origins=False)
     ids = byte_ids(data[: len(data) - cut])
-    sequence, plain = (idle_sequence(each, limit=10_000) for each in (params, other))
+    sequence, plain = (idle_sequence(each, limit=10_000, slot=Slot(0, [], set())) for each in (params, other))
+    readers = [DeltaReader(one) for one in (sequence, plain)]
     none, flags, texts = jnp.zeros((1, 2), jnp.int32), [], {True: "", False: ""}
     at = step = 0
-    while sequence.finish_reason is None:
+    while sequence.output.finish_reason is None:
         size = runs[step % len(runs)]
         tokens, finish = ids[at : at + size], RUNS
         if at + size >= len(ids):
             tokens, finish = [*tokens, END], STOPPED
         at, step = at + size, step + 1
-        for one in (sequence, plain):
+        for one, reader in zip((sequence, plain), readers, strict=True):
             take(one, Read([tokens], [finish], None), Output(none, none, None), 0, verified=step > 1)
-            one.status = Status.FINISHED if one.finish_reason else Status.RUNNING
-            if (chunk := take_delta(one, 0)) is not None:
+            one.status = Status.FINISHED if one.output.finish_reason else Status.RUNNING
+            if (chunk := reader.take()) is not None:
                 texts[one.params.origins] += chunk.text
                 assert not chunk.origins or one.params.origins
                 if one.params.origins:
                     assert chunk.text == "".join(token.text for token in chunk.origins)
                     flags += [token.drafted for token in chunk.origins]
-    assert texts[True] == texts[False] == sequence.stream.text
+    assert texts[True] == texts[False] == sequence.output.stream.text
     done = completion(sequence)
     assert done.origins is not None and [token.drafted for token in done.origins] == flags
     assert [token.token for token in done.origins] == done.output_ids
-    assert completion(plain).origins is None and not plain.drafted_flags
+    assert completion(plain).origins is None and not plain.output.drafted
 
 
 # Limits of drafts.
@@ -340,7 +341,7 @@ def test_a_server_keeps_one_tree_of_a_request_and_none_unasked(traced: Running, 
 
     def watch(changed: Any) -> None:
         changed = list(changed)
-        kept.extend(len(sequence.trees) for sequence in changed)
+        kept.extend(len(sequence.output.trees) for sequence in changed)
         deliver(changed)
 
     monkeypatch.setattr(traced.runner, "_deliver", watch)

@@ -206,12 +206,14 @@ def test_the_cache_after_retractions_aborts_and_requests_without_drafts():
             aborted += engine.abort(str(rng.choice(list(alive))))
         engine.step()
         for sequence in engine.scheduler.active:
-            n = int(engine.state.rows.prefix_length[sequence.slot])
-            n = sequence.prefilled if sequence.status is Status.PREFILLING else n
+            n = int(engine.state.rows.prefix_length[sequence.active_slot.index])
+            n = sequence.active_slot.prefilled if sequence.status is Status.PREFILLING else n
             if n and rng.random() < 0.3:
-                text = [*sequence.prompt, *sequence.output][: n + 1]
+                text = [*sequence.prompt, *sequence.output.tokens][: n + 1]
                 expected = from_scratch(drafting(TREE), given, text)
-                check_cache(engine.state.draft, np.asarray(sequence.pages), sequence.slot, expected, n)
+                check_cache(
+                    engine.state.draft, np.asarray(sequence.active_slot.pages), sequence.active_slot.index, expected, n
+                )
                 checked += 1
         alive = {id: s for id, s in alive.items() if s.status is not Status.FINISHED}
         engine.check_integrity()

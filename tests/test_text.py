@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import FinishReason, SamplingParams
-from specjax.engine.generation import take_delta
+from specjax.engine.generation import DeltaReader
 from specjax.engine.intake import Intake
-from specjax.engine.sequence import RawLogprob, Status
+from specjax.engine.output import RawLogprob
+from specjax.engine.sequence import Status
 from specjax.engine.text import END_THINK, THINK, Detokenizer, TextStream, Thoughts
 from specjax.serve.reply import ReplyOptions
 
@@ -174,17 +175,17 @@ def test_log_probabilities_that_stream_hold_all_the_text(end, late):
     sequence = idle_sequence(SamplingParams(logprobs=0), stream=stream)
     steps = [ids_of("▁Sure", "<0xC3>", "<0xA9>"), ids_of("</s>", "<0xC3>"), ids_of("<0xA9>"), ids_of("</s>")]
     steps = steps if end == "stop" else steps[:-1]
-    chunks = []
+    chunks, reader = [], DeltaReader(sequence)
     for i, tokens in enumerate(steps):
         last = i == len(steps) - 1
         kept = sequence.accept(tokens, end == "stop" and last, end == "length" and last)
-        sequence.logprobs += [RawLogprob(-1.0, ())] * kept
+        sequence.output.logprobs += [RawLogprob(-1.0, ())] * kept
         sequence.status = Status.FINISHED if last else Status.RUNNING
-        chunks.append(take_delta(sequence, 0))
-    assert "".join(chunk.text for chunk in chunks if chunk) == sequence.stream.text == "Sureéé"
+        chunks.append(reader.take())
+    assert "".join(chunk.text for chunk in chunks if chunk) == sequence.output.stream.text == "Sureéé"
     entries = [entry for chunk in chunks if chunk for entry in chunk.logprobs]
     assert "".join(entry.text for entry in entries) == "Sureéé"
-    assert [entry.token for entry in entries] == sequence.output
+    assert [entry.token for entry in entries] == sequence.output.tokens
 
 
 def test_a_delta_of_the_first_tokens_while_more_come():
@@ -193,14 +194,15 @@ def test_a_delta_of_the_first_tokens_while_more_come():
     sequence = idle_sequence(SamplingParams(logprobs=0), stream=stream, status=Status.RUNNING)
     ids = byte_ids("aébcd".encode())
     sequence.accept(ids, False, False)
-    sequence.logprobs += [RawLogprob(-1.0, ())] * len(ids)
-    chunks = [take_delta(sequence, 0, count) for count in (1, 2, 3, 5)]
+    sequence.output.logprobs += [RawLogprob(-1.0, ())] * len(ids)
+    reader = DeltaReader(sequence)
+    chunks = [reader.take(count) for count in (1, 2, 3, 5)]
     assert [chunk and chunk.text for chunk in chunks] == ["a", None, "é", "bc"]
     assert [token for chunk in chunks if chunk for token in chunk.output_ids] == ids[:5]
     assert [entry.text for chunk in chunks if chunk for entry in chunk.logprobs] == ["a", "", "é", "b", "c"]
     sequence.accept(byte_ids(b"!\xc3"), False, True)
     sequence.status = Status.FINISHED
-    last = take_delta(sequence, 0)
+    last = reader.take()
     assert (last.text, last.completion.text) == ("d!", "aébcd!")
 
 
@@ -209,7 +211,7 @@ def test_a_stop_string_in_text_that_was_held_back():
     stream = TextStream(made("llama"), ("é",), skip_special_tokens=True, keep_stop=False)
     sequence = idle_sequence(stream=stream)
     sequence.accept(ids_of("a", "<0xC3>", "<0xA9>", "</s>"), True, False)
-    assert (sequence.stream.text, sequence.finish_reason) == ("a", FinishReason("stop", "é"))
+    assert (sequence.output.stream.text, sequence.output.finish_reason) == ("a", FinishReason("stop", "é"))
 
 
 class Counted:
@@ -436,4 +438,4 @@ def test_stops_after_thoughts_whose_markers_are_tokens(special, prompt, fields, 
     sequence.accept(thinking("<think>a stop</think> top", add_special_tokens=False)["input_ids"], False, False)
     if special:
         expected = expected.replace(THINK, "").replace(END_THINK, "")
-    assert (sequence.stream.text, sequence.stream.matched) == (expected, "top")
+    assert (sequence.output.stream.text, sequence.output.stream.matched) == (expected, "top")

@@ -70,22 +70,22 @@ class EngineContender:
         started = time.perf_counter()
         sequences = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
         arrivals: list[list[tuple[float, int]]] = [[] for _ in sequences]
-        while any(sequence.finish_reason is None for sequence in sequences):
+        while any(sequence.output.finish_reason is None for sequence in sequences):
             engine.step()
             now = time.perf_counter() - started
             for seen, sequence in zip(arrivals, sequences, strict=True):
-                if len(sequence.output) > (seen[-1][1] if seen else 0):
-                    seen.append((now, len(sequence.output)))
+                if len(sequence.output.tokens) > (seen[-1][1] if seen else 0):
+                    seen.append((now, len(sequence.output.tokens)))
         seconds = time.perf_counter() - started
         while engine.unfinished:  # steps dispatched ahead
             engine.step()
         while engine.executables.pending:  # what compiles in the background would slow down whoever is next
             time.sleep(0.02)
         for sequence in sequences:
-            if sequence.finish_reason is not None and sequence.finish_reason.type == "abort":
-                raise RuntimeError(f"a request failed: {sequence.finish_reason.message}")
+            if sequence.output.finish_reason is not None and sequence.output.finish_reason.type == "abort":
+                raise RuntimeError(f"a request failed: {sequence.output.finish_reason.message}")
         each = zip(sequences, arrivals, strict=True)
-        answers = [Answer(list(one.output), seen, list(one.histogram)) for one, seen in each]
+        answers = [Answer(list(one.output.tokens), seen, list(one.output.histogram)) for one, seen in each]
         return Run(answers, seconds, engine.counters.drafted_steps - drafted)
 
     def forget(self) -> None:

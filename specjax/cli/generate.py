@@ -235,10 +235,10 @@ def run(
     with progress_bar("Generating", total, "request", shown=shown_bar, initial=initial) as bar:
         while any(each.unfinished for each in engines):
             for sequence in itertools.chain.from_iterable(each.step() for each in engines if each.unfinished):
-                for tree in sequence.trees[shown[sequence] :]:
+                for tree in sequence.output.trees[shown[sequence] :]:
                     name = repr(str(waiting[sequence][1].id))[1:-1]  # it may hold what a terminal would obey
                     tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
-                shown[sequence] = len(sequence.trees)
+                shown[sequence] = len(sequence.output.trees)
                 if sequence.status is not Status.FINISHED:
                     continue
                 del shown[sequence]
@@ -246,7 +246,10 @@ def run(
                 loads[rank] -= 1
                 done = completion(sequence)
                 count.update(
-                    settled=1, tokens=done.completion_tokens, steps=done.spec_verify_ct, drafted=sequence.drafted_tokens
+                    settled=1,
+                    tokens=done.completion_tokens,
+                    steps=done.spec_verify_ct,
+                    drafted=sequence.output.verified_tokens,
                 )
                 row = describe(line, done)
                 put(index, row)

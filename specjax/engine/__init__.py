@@ -12,7 +12,7 @@ intake         requests from prompts and `sampling_params`
 from specjax.engine.engine import Engine, EngineConfig
 from specjax.engine.generation import StreamChunk
 from specjax.engine.grammar import Grammar
+from specjax.engine.output import Completion, FinishReason
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.sequence import Completion, FinishReason
 
 __all__ = ["Completion", "Engine", "EngineConfig", "FinishReason", "Grammar", "SamplingParams", "StreamChunk"]

@@ -57,12 +57,12 @@ def step_input(sequences: list[Sequence], batch: int, new_pages: int, rows: int)
     """
     packed = np.full((batch, 2 + new_pages), NO_PAGE, np.int32)
     packed[:, 0] = range(rows, rows + batch)
-    packed[: len(sequences), 0] = [cast(int, sequence.slot) for sequence in sequences]
-    for i, sequence in enumerate(sequences):
-        if new := sequence.pages[sequence.placed :]:
-            packed[i, 1] = sequence.placed
+    for i, slot in enumerate(sequence.active_slot for sequence in sequences):
+        packed[i, 0] = slot.index
+        if new := slot.pages[slot.placed :]:
+            packed[i, 1] = slot.placed
             packed[i, 2 : 2 + len(new)] = new
-            sequence.placed = len(sequence.pages)
+            slot.placed = len(slot.pages)
     return packed
 
 
@@ -98,13 +98,13 @@ def prefill_input(
     packed[:, 0] = range(rows, rows + batch)
     packed[:, 3 + width :] = pages
     for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-        context = sequence.context
-        end = sequence.prefilled + length
+        context, slot = sequence.context, sequence.active_slot
+        end = slot.prefilled + length
         after = context[end] if end < len(context) else sequence.forced_token
-        packed[i, :3] = cast(int, sequence.slot), length, NO_FORCED_TOKEN if after is None else after
-        packed[i, 3 : 3 + length] = context[sequence.prefilled : end]
-        packed[i, 3 + width : 3 + width + len(sequence.pages)] = sequence.pages
-        sequence.placed = len(sequence.pages)
+        packed[i, :3] = slot.index, length, NO_FORCED_TOKEN if after is None else after
+        packed[i, 3 : 3 + length] = context[slot.prefilled : end]
+        packed[i, 3 + width : 3 + width + len(slot.pages)] = slot.pages
+        slot.placed = len(slot.pages)
     return packed
 
 
@@ -121,22 +121,22 @@ def unpack_prefill(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], wid
 def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
     """A sequence's row of the state and its slot, as int32. The output that a resumed sequence already has counts in
     its penalties."""
-    params = sequence.params
+    request, slot, params = sequence.request, sequence.active_slot, sequence.params
     alike = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     row = new_row(
         vocab_size,
-        limit=sequence.limit,
-        prompt=sequence.prompt,
-        output=sequence.output,
+        limit=request.limit,
+        prompt=request.prompt,
+        output=sequence.output.tokens,
         draft_limit=_draft_limit(params) if sequence.drafts else 0,
         logprobs=params.logprobs is not None,
         logprob_ids=params.logprob_ids,
-        salt=sequence.salt,
-        prefix_length=sequence.prefilled,
+        salt=request.salt,
+        prefix_length=slot.prefilled,
         top_k=min(params.top_k, vocab_size),
         min_tokens=params.min_new_tokens,
-        stop_ids=sequence.device_stops,
-        seed=sequence.seed,
+        stop_ids=request.device_stops,
+        seed=request.seed,
         logit_bias=dict(params.logit_bias),
         **{name: getattr(params, name) for name in alike},
     )
@@ -144,7 +144,7 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
     small = [_words(leaf) for leaf in jax.tree.leaves(row._replace(history=cast(Any, None)))]
     bits, seen = np.packbits(in_prompt, bitorder="little"), np.zeros(-(-vocab_size // _WORD), "<i4")
     seen.view(np.uint8)[: bits.size] = bits
-    return np.concatenate([[np.int32(cast(int, sequence.slot))], *small, seen, *([counts] if sequence.output else [])])
+    return np.concatenate([[np.int32(slot.index)], *small, seen, *([counts] if sequence.output.tokens else [])])
 
 
 def _draft_limit(params: SamplingParams) -> int:

@@ -10,9 +10,10 @@ from jax.profiler import TraceAnnotation
 from specjax.engine.arrays import Output, Read, logprobs_from_bits, read_output
 from specjax.engine.device import memory_checked
 from specjax.engine.notes import not_drafted
+from specjax.engine.output import RawLogprob
 from specjax.engine.runtime import InFlight, Runtime
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence, Status
+from specjax.engine.sequence import TEXT_FAILED, Sequence, Status
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 from specjax.viz.trees import step_tree
@@ -30,7 +31,7 @@ def collect(run: Runtime, flight: InFlight) -> None:
     """Reads one program's output, for which it waits. Adds the sequences with new tokens to `Runtime.changed`."""
     batch = flight.batch
     key, sequences, top = batch.key, batch.sequences, min(TOP_LOGPROBS, run.vocab_size)
-    wanted = any(sequence.wants_logprobs for sequence in sequences)
+    wanted = any(sequence.params.logprobs is not None for sequence in sequences)
     with memory_checked(key), TraceAnnotation("wait"):
         run.device.check(flight.output)
         read = read_output(flight.output, top if wanted else None)
@@ -44,22 +45,23 @@ def collect(run: Runtime, flight: InFlight) -> None:
         if sequence.status is Status.FINISHED:
             continue
         if key.verifies:
-            sequence.committed += len(tokens)
+            sequence.active_slot.committed += len(tokens)
         if tokens and sequence.constraint is not None:
             sequence.constraint.consume(tokens)
         if flight.prefilled and finish != NOT_FINITE:
-            start, sequence.certain = flight.prefilled[i]
+            start, end = flight.prefilled[i]
+            sequence.active_slot.certain = end
             run.scheduler.store(sequence)
-            take_prompt(sequence, flight.output, i, start, sequence.certain, top)
+            take_prompt(sequence, flight.output, i, start, end, top)
         if not tokens and finish == RUNS:
             continue
         kept = take(sequence, read, flight.output, i, verified=key.verifies)
         stepped, drafted = key.verifies and bool(tokens), sequence in drafting
         run.counters.count(kept, verified=stepped, drafted=drafted, free=sequence.params.grammar is None)
-        sequence.drafted_steps += stepped and drafted
+        sequence.output.drafted_steps += stepped and drafted
         if stepped and not drafted:
-            sequence.not_drafted = not_drafted(run.buckets, key, sequence)
-        if sequence.finish_reason is not None:
+            sequence.output.not_drafted = not_drafted(run.buckets, key, sequence)
+        if sequence.output.finish_reason is not None:
             ended.append(sequence)
         run.changed[sequence] = None
     for sequence in ended:
@@ -79,10 +81,11 @@ def _tell_policy(run: Runtime, flight: InFlight, read: Read, seconds: float) -> 
 def take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: int, top: int) -> None:
     """Adds the log-probabilities that a prefill of tokens `start` to `end` of the context has computed; waits for
     it. `top`: alternatives that its output holds of a token."""
-    if sequence.prompt_logprobs is not None and output.prompt is not None:
+    scores = sequence.output.prompt_logprobs
+    if scores is not None and output.prompt is not None:
         width = output.prompt.shape[1] // (1 + 2 * top + LOGPROB_IDS)
         found = logprobs_from_bits(output.prompt, width, top)
-        sequence.prompt_logprobs.add(start, end, *(np.asarray(leaf[row]) for leaf in found))
+        scores.add(start, end, *(np.asarray(leaf[row]) for leaf in found))
 
 
 def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:
@@ -92,27 +95,27 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
     a prefill.
     """
     tokens, finish = read.tokens[row], read.finish[row]
-    kept = len(tokens)
+    kept, emitted = len(tokens), sequence.output
     try:
         kept = sequence.accept(tokens, finish == STOPPED, finish == FULL)
         if sequence.params.logprobs is not None and read.logprobs is not None:
-            sequence.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params)
+            emitted.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params)
         if sequence.params.origins and kept:
-            sequence.drafted_flags += [True] * (kept - 1) + [False]
-        if output.trace is not None and (most := sequence.most_trees) != 0:
-            sequence.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
+            emitted.drafted += [True] * (kept - 1) + [False]
+        if output.trace is not None and (most := sequence.request.most_trees) != 0:
+            emitted.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
             if most is not None:
-                del sequence.trees[:-most]
-        if finish == NOT_FINITE and sequence.finish_reason is None:
+                del emitted.trees[:-most]
+        if finish == NOT_FINITE and emitted.finish_reason is None:
             sequence.abort_not_finite()
     except Exception:
         logger.exception("request %s failed", sequence.id)
         sequence.abort(TEXT_FAILED)
     if verified and tokens:
-        sequence.verify_steps += 1
-        sequence.histogram[kept - 1] += 1
+        emitted.verify_steps += 1
+        emitted.histogram[kept - 1] += 1
         if finish != NOT_FINITE:
-            sequence.certain = sequence.committed
+            sequence.active_slot.certain = sequence.active_slot.committed
     return kept
 
 

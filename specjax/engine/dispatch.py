@@ -24,8 +24,8 @@ def dispatch(run: Runtime, batch: Batch) -> None:
         )
     output = run.device.run(key, batch.program, inputs)
     for sequence, tokens in zip(sequences, batch.lengths, strict=False):
-        start = sequence.prefilled
+        start = sequence.active_slot.prefilled
         run.counters.prefilled_tokens += tokens
         sequence.prefill(tokens)
-        prefilled.append((start, sequence.prefilled))
+        prefilled.append((start, start + tokens))
     run.flights.append(InFlight(batch, output, launched, prefilled))

@@ -113,11 +113,11 @@ class DraftPolicy:
         plain = float(len(requests))
         return self._best(batch, {PLAIN: plain, TREE: plain - len(drafting) + accepted})
 
-    def admit(self, batch: int, request: Sequence) -> bool:
+    def admit(self, batch: int, sequence: Sequence) -> bool:
         """Whether a request drafts from its first step to its end. `batch`: bucket that it will run in."""
-        if not request.drafts or request.params.always_draft:
-            return request.drafts
-        return self._best(batch, {PLAIN: 1.0, TREE: self._accepted.value}, steps=request.limit) == TREE
+        if not sequence.drafts or sequence.params.always_draft:
+            return sequence.drafts
+        return self._best(batch, {PLAIN: 1.0, TREE: self._accepted.value}, steps=sequence.request.limit) == TREE
 
     def accept_length(self, request: Sequence) -> float:
         """Tokens that a step with drafts is expected to emit for a request."""

@@ -45,12 +45,13 @@ from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Prompt, Prompts, Salts, Sampling, with_sampling
 from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
+from specjax.engine.output import Completion
 from specjax.engine.placing import check_models, place_params
 from specjax.engine.runtime import Batch, Runtime
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.schedule import next_prefill, next_steps
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Completion, Sequence
+from specjax.engine.sequence import Sequence
 from specjax.hosts import Group, Leader
 from specjax.load import load
 from specjax.models.target import Target
@@ -377,14 +378,14 @@ class Engine:
     def _admit(self) -> None:
         """Puts sequences for which there is room into rows of the state."""
         for sequence in self.scheduler.admit():
-            if self.policy is not None and self.drafter.costly_observe and not sequence.output:
+            if self.policy is not None and self.drafter.costly_observe and not sequence.output.tokens:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
                 sequence.drafts = self.policy.admit(batch, sequence)
-            resumed = bool(sequence.output)
+            resumed = bool(sequence.output.tokens)
             admit, packed = self.executables.admit(resumed=resumed), admission(sequence, self.vocab_size)
             self.device.update(admit, packed, kind="admit", resumed=resumed)
             self.counters.prefilled_sequences += 1
-            self.counters.cached_tokens += sequence.prefilled
+            self.counters.cached_tokens += sequence.active_slot.prefilled
 
     def _estimated_ratio(self, batch: int) -> float:
         """See `estimated_ratio`."""

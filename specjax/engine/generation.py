@@ -8,16 +8,8 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.prompt_logprobs import PromptLogprob, PromptLogprobs
-from specjax.engine.sequence import (
-    TEXT_FAILED,
-    Completion,
-    Sequence,
-    Status,
-    TokenLogprob,
-    TokenOrigin,
-    completion,
-)
+from specjax.engine.output import Completion, PromptLogprob, PromptLogprobs, TokenLogprob, TokenOrigin
+from specjax.engine.sequence import TEXT_FAILED, Sequence, Status, completion
 from specjax.viz.trees import StepTree
 
 if TYPE_CHECKING:
@@ -85,47 +77,70 @@ class StreamChunk(NamedTuple):
         return None if self.scores is None else self.scores.found()
 
 
-def take_delta(sequence: Sequence, index: int, count: int | None = None) -> StreamChunk | None:
-    """The text that has become final since the last delta, with all tokens since then. None: no new text.
+class DeltaReader:
+    """Cuts the output of one sequence into stream deltas. Used by one thread at a time.
 
     Args:
-        count: look at the first so many tokens of the output alone, of a sequence that has not finished: another thread
-            may add more meanwhile. Only where its text is `late`.
+        index: of its prompt among those of the call.
 
-    Raises:
-        Exception: what fails when its text is made.
+    Attributes:
+        tokens: number of tokens handed out.
     """
-    stream, finished = sequence.stream, count is None and sequence.status is Status.FINISHED
-    stream.read(count)
-    origins, logprobs = sequence.params.origins, sequence.wants_logprobs
-    if finished:
-        settled, whole = len(stream.text), len(sequence.output)
-    else:
-        settled = stream.settled
-        whole = sequence.whole_tokens(settled) if origins or logprobs else 0
-        if origins:  # no text without its token
-            settled = stream.ends[whole - 1] if whole else 0
-    if settled <= sequence.sent and not finished:
-        return None
-    text = stream.text[sequence.sent : settled]
-    tokens = sequence.output[sequence.sent_tokens : count]
-    sequence.sent, sequence.sent_tokens = settled, sequence.sent_tokens + len(tokens)
-    cached, done, prompt = sequence.cached or 0, completion(sequence) if finished else None, None
-    if sequence.prompt_logprobs is not None and not sequence.sent_prompt:
-        prompt, sequence.sent_prompt = sequence.prompt_logprobs, True
-    start = sequence.sent_whole
-    sequence.sent_whole = max(start, whole)
-    return StreamChunk(
-        index,
-        text,
-        tokens,
-        done,
-        logprobs=tuple(sequence.token_logprobs(start, whole)) if logprobs else (),
-        cached_tokens=cached,
-        origins=tuple(sequence.token_origins(start)[: whole - start]) if origins else (),
-        tree=sequence.trees[-1] if sequence.trees else None,
-        scores=prompt,
-    )
+
+    def __init__(self, sequence: Sequence, index: int = 0) -> None:
+        self.sequence, self._index = sequence, index
+        self.tokens = 0
+        self._characters = 0  # handed out
+        self._whole = 0  # tokens whose text was all handed out, with their log-probabilities and origins
+        self._scores_sent = False
+
+    def take(self, count: int | None = None) -> StreamChunk | None:
+        """The text that has become final since the last delta, with all tokens since then. None: no new text.
+
+        Args:
+            count: look at the first so many tokens of the output alone, of a sequence that has not finished: another
+                thread may add more meanwhile. Only where its text is `late`.
+
+        Raises:
+            Exception: what fails when its text is made.
+        """
+        sequence, output, stream = self.sequence, self.sequence.output, self.sequence.output.stream
+        finished = count is None and sequence.status is Status.FINISHED
+        stream.read(count)
+        origins, logprobs = sequence.params.origins, sequence.params.logprobs is not None
+        if finished:
+            settled, whole = len(stream.text), len(output.tokens)
+        else:
+            settled = stream.settled
+            whole = self._whole_tokens(settled) if origins or logprobs else 0
+            if origins:  # no text without its token
+                settled = stream.ends[whole - 1] if whole else 0
+        if settled <= self._characters and not finished:
+            return None
+        text, tokens = stream.text[self._characters : settled], output.tokens[self.tokens : count]
+        done = completion(sequence) if finished else None
+        scores = None if self._scores_sent else output.prompt_logprobs
+        start, self._scores_sent = self._whole, True
+        self._characters, self.tokens, self._whole = settled, self.tokens + len(tokens), max(start, whole)
+        return StreamChunk(
+            self._index,
+            text,
+            tokens,
+            done,
+            logprobs=tuple(output.token_logprobs(start, whole)) if logprobs else (),
+            cached_tokens=output.cached or 0,
+            origins=tuple(output.token_origins(start, whole)) if origins else (),
+            tree=output.trees[-1] if output.trees else None,
+            scores=scores,
+        )
+
+    def _whole_tokens(self, settled: int) -> int:
+        """How many tokens have all their text in the first `settled` characters, for sure. Text that is held back holds
+        back its tokens; a character of several tokens comes with the last."""
+        stream, count = self.sequence.output.stream, self._whole
+        while count < stream.final_tokens and stream.ends[count] <= settled:
+            count += 1
+        return count
 
 
 class EngineError(RuntimeError):
@@ -149,30 +164,30 @@ def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
 def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
     """Yields their text as it comes. Looks at its own sequences, not at what `step` reports: other threads may step the
     engine between two chunks."""
-    left = dict(enumerate(sequences))
+    left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
     try:
         for sequence in sequences:
             engine.enqueue(sequence)
         while left:
-            for index, sequence in list(left.items()):
+            for reader in list(left):
                 with engine.lock:
                     try:
-                        chunk = take_delta(sequence, index)
+                        chunk = reader.take()
                     except Exception:
-                        _fail(sequence)
-                        engine.end(sequence, TEXT_FAILED)
-                        chunk = take_delta(sequence, index)
+                        _fail(reader.sequence)
+                        engine.end(reader.sequence, TEXT_FAILED)
+                        chunk = reader.take()
                 if chunk is None:
                     continue
                 if chunk.completion:
-                    _done(sequence)
-                    del left[index]
+                    _done(reader.sequence)
+                    left.remove(reader)
                 yield chunk
             if left:
                 advance(engine)
     finally:  # the caller may stop listening
-        for sequence in left.values():
-            engine.end(sequence)
+        for reader in left:
+            engine.end(reader.sequence)
 
 
 def advance(engine: Engine) -> None:
@@ -202,7 +217,7 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def _done(sequence: Sequence) -> Completion:
-    reason = sequence.finish_reason
+    reason = sequence.output.finish_reason
     if reason is not None and reason.message == ENGINE_FAILED:
         raise EngineError(ENGINE_FAILED)
     try:

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
+from specjax.engine.output import Output, PromptLogprobs
 from specjax.engine.plain import PlainText, strings_of
-from specjax.engine.prompt_logprobs import PromptLogprobs
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, ParameterError, SamplingParams
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import Request, Sequence
 from specjax.engine.text import END_THINK, THINK, TextStream, Thoughts
 from specjax.sampling import STOP_IDS
 
@@ -185,31 +185,29 @@ class Intake:
         start = start if sampling.prompt_logprobs is None else 0
         if start >= 0:
             scores = PromptLogprobs(tokens, start, top, sampling.logprob_ids)
-        return Sequence(
-            prompt_logprobs=scores,
+        stream = TextStream(
+            self.tokenizer,
+            cast(tuple[str, ...], sampling.stop),
+            skip_special_tokens=sampling.skip_special_tokens,
+            keep_stop=sampling.no_stop_trim,
+            late=self.late,
+            kept=sampling.kept_special_tokens,
+            patterns=sampling.stop_regex,
+            thoughts=self._thoughts(sampling, tokens),
+        )
+        request = Request(
             id=id if id is not None else f"request-{number}",
             prompt=tokens,
             params=sampling,
             limit=limit,
-            drafts=sampling.drafts,
             seed=self.seeds.randrange(GENERATED_SEEDS) if sampling.seed is None else sampling.seed,
             device_stops=stops[:STOP_IDS],
             host_stops=frozenset(stops[STOP_IDS:]),
-            stream=TextStream(
-                self.tokenizer,
-                cast(tuple[str, ...], sampling.stop),
-                skip_special_tokens=sampling.skip_special_tokens,
-                keep_stop=sampling.no_stop_trim,
-                late=self.late,
-                kept=sampling.kept_special_tokens,
-                patterns=sampling.stop_regex,
-                thoughts=self._thoughts(sampling, tokens),
-            ),
             arrival=number,
             salt=self.salts(sampling.cache_salt),
-            constraint=constraint,
-            histogram=[0] * (self.depth + 1),
         )
+        output = Output(stream, histogram=[0] * (self.depth + 1), prompt_logprobs=scores)
+        return Sequence(request, output, constraint, drafts=sampling.drafts)
 
     def _constraint(self, sampling: SamplingParams, prompt: List[int]) -> Constraint | None:
         """What the text must follow; compiles its grammar, if no request has had it before."""

@@ -12,8 +12,8 @@ from specjax.engine.collect import collect, collect_all_but
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.keys import PLAIN, TREE, Key
+from specjax.engine.output import NO_SCORES
 from specjax.engine.programs import Unavailable
-from specjax.engine.prompt_logprobs import NO_SCORES
 from specjax.engine.runtime import Batch, InFlight, Runtime
 from specjax.engine.sequence import Sequence, Status
 
@@ -50,8 +50,8 @@ def _prompts(run: Runtime) -> tuple[str, list[Sequence]]:
 
 
 def _prefill_keys(run: Runtime, prompts: list[Sequence], kind: str) -> Iterator[Key]:
-    left, pages = zip(*((sequence.left, len(sequence.pages)) for sequence in prompts), strict=True)
-    running, context = _running(run), prompts[0].prefilled
+    left, pages = zip(*((sequence.left, len(sequence.active_slot.pages)) for sequence in prompts), strict=True)
+    running, context = _running(run), prompts[0].active_slot.prefilled
     waiting = len(run.scheduler.active) - running
     limit = run.pace.room(running, waiting, context) if running else run.pace.while_none_runs(waiting, context)
     ready, pending = run.programs.compiled(), run.programs.pending
@@ -78,7 +78,7 @@ def next_steps(run: Runtime) -> Iterator[Batch]:
     _collect_grammars(run)
     left = _able(run, _reserved(run))
     while left:
-        pages, forced = max(len(sequence.pages) for sequence in left), dict[Sequence, list[int]]()
+        pages, forced = max(len(sequence.active_slot.pages) for sequence in left), dict[Sequence, list[int]]()
         bound = any(sequence.constraint for sequence in left)
         nodes = _nodes(run, left, "constrained" if bound else "step")
         if bound:
@@ -135,7 +135,7 @@ def _able(run: Runtime, running: list[Sequence]) -> list[Sequence]:
     running = [one for one in running if one.constraint is None or one.constraint.ready()]
     for sequence in running:
         if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
-            run.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")
+            run.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output.tokens)} tokens: {problem}")
     return [sequence for sequence in running if sequence.status is Status.RUNNING]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from specjax.engine.pages import Node, PageAllocator, PrefixCache
-from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sequence import Sequence, Slot, Status
 
 Policy: TypeAlias = Literal["fcfs", "lpm"]
 
@@ -51,7 +51,7 @@ class Scheduler:
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
         self._reuse, self._policy, self._every = reuse, policy, retract_every
         self._forced = 0  # the step at which a request was last retracted without need
-        self._slots = list(range(rows - 1, -1, -1))
+        self._free_slots = list(range(rows - 1, -1, -1))
         self._turn = 0
         self.retractions = 0
 
@@ -71,8 +71,8 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Gives slots and pages to waiting sequences, until one does not fit."""
         admitted: list[Sequence] = []
-        for sequence in self._ordered() if self._slots and self.waiting else ():
-            if not self._slots:
+        for sequence in self._ordered() if self._free_slots and self.waiting else ():
+            if not self._free_slots:
                 break
             if sequence.waits_for_scores:
                 continue
@@ -86,7 +86,7 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             for other in self.waiting:
-                other.overtaken += other.arrival < sequence.arrival
+                other.overtaken += other.request.arrival < sequence.request.arrival
             admitted.append(sequence)
         return admitted
 
@@ -99,22 +99,23 @@ class Scheduler:
         if len(found) > 1:
             self._turn += 1
             if self._turn % PATIENCE:
-                found.sort(key=lambda s: (s.left, s.arrival))
+                found.sort(key=lambda s: (s.left, s.request.arrival))
         return found
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Reserves pages for all that these may commit before the next step is read. False: there are not enough."""
         for sequence in sequences:
-            if len(sequence.pages) * self.page_size >= sequence.committed + self.lookahead:
+            slot = sequence.active_slot
+            if len(slot.pages) * self.page_size >= slot.committed + self.lookahead:
                 continue
-            missing = self._pages_for(sequence, sequence.committed) - len(sequence.pages)
+            missing = self._pages_for(sequence, slot.committed) - len(slot.pages)
             if missing <= 0:
                 continue
             pages = self._allocate(missing)
             if pages is None:
                 return False
-            sequence.pages.extend(pages)
-            sequence.own.update(pages)
+            slot.pages.extend(pages)
+            slot.own.update(pages)
         return True
 
     def store(self, sequence: Sequence, *, leaves: bool = False) -> None:
@@ -125,17 +126,17 @@ class Scheduler:
         """
         if not self._reuse:
             return
-        known = [*sequence.prompt, *sequence.output][: sequence.certain]
-        size = self.page_size
-        for i in range(sequence.stored, len(known) // size):
-            text = tuple(known[i * size : (i + 1) * size])
-            if not leaves and self.prefix.holds(sequence.salt_key, sequence.node, text):
+        slot, size = sequence.active_slot, self.page_size
+        committed = [*sequence.prompt, *sequence.output.tokens][: slot.certain]
+        for i in range(slot.stored, len(committed) // size):
+            text = tuple(committed[i * size : (i + 1) * size])
+            if not leaves and self.prefix.holds(sequence.salt_key, slot.node, text):
                 return
-            page = sequence.pages[i]
-            sequence.node, taken = self.prefix.insert(sequence.salt_key, sequence.node, text, page)
+            page = slot.pages[i]
+            slot.node, taken = self.prefix.insert(sequence.salt_key, slot.node, text, page)
             if taken:
-                sequence.own.remove(page)
-            sequence.stored += 1
+                slot.own.remove(page)
+            slot.stored += 1
 
     def is_due(self, steps: int) -> bool:
         """Whether a request is to be retracted without need, after so many steps of the engine."""
@@ -151,13 +152,13 @@ class Scheduler:
         self._forced = max(self._forced, steps)
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
-        self._retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.arrival)))
+        self._retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
 
     def start_over(self) -> None:
         """After the pages' contents are lost: sends all back to the queue, in order of arrival, and forgets all
         prefixes. What was not read of their output is drawn again."""
         while self.active:
-            self.active[-1].certain = 0
+            self.active[-1].active_slot.certain = 0
             self._retract(self.active[-1])
         self.prefix.clear()
 
@@ -171,16 +172,17 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Checks that every page and slot is where it should be. Raises AssertionError if one is not."""
-        self.allocator.check_integrity([self.prefix.pages, *(sequence.own for sequence in self.active)])
-        self.prefix.check_integrity(s.node for s in self.active if s.node is not None)
+        slots = {sequence.id: sequence.active_slot for sequence in self.active}
+        self.allocator.check_integrity([self.prefix.pages, *(slot.own for slot in slots.values())])
+        self.prefix.check_integrity(slot.node for slot in slots.values() if slot.node is not None)
         cached = set(self.prefix.pages)
-        for sequence in self.active:
-            assert len(set(sequence.pages)) == len(sequence.pages), f"{sequence.id} has a page twice"
-            assert set(sequence.pages) <= cached | sequence.own, f"{sequence.id} uses a page that nobody keeps for it"
-        slots = [sequence.slot for sequence in self.active]
-        assert len(set(slots)) == len(slots), f"two sequences share a slot: {slots}"
-        assert not set(slots) & set(self._slots), "a slot is free and taken"
-        assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds a slot or pages"
+        for id, slot in slots.items():
+            assert len(set(slot.pages)) == len(slot.pages), f"{id} has a page twice"
+            assert set(slot.pages) <= cached | slot.own, f"{id} uses a page that nobody keeps for it"
+        rows = [slot.index for slot in slots.values()]
+        assert len(set(rows)) == len(self.active), f"two sequences share a slot: {rows}"
+        assert not set(rows) & set(self._free_slots), "a slot is free and taken"
+        assert all(sequence.slot is None for sequence in self.waiting), "a waiting sequence holds a slot"
 
     # Parts
 
@@ -193,7 +195,7 @@ class Scheduler:
         def rank(sequence: Sequence) -> tuple[bool, int, int, int]:
             late = sequence.overtaken >= OVERTAKEN
             known = 0 if late or not by_prefix else len(self.prefix.match(sequence.salt_key, sequence.texts))
-            return not late, 0 if late else -sequence.params.priority, -known, sequence.arrival
+            return not late, 0 if late else -sequence.params.priority, -known, sequence.request.arrival
 
         return sorted(waiting, key=rank)
 
@@ -202,7 +204,7 @@ class Scheduler:
         wanted = sequence.texts[: known + 1]
         if len(wanted) <= known:
             return False
-        others = (s for s in self.active if s.status is Status.PREFILLING or s.certain < len(s.prompt))
+        others = (s for s in self.active if s.status is Status.PREFILLING or s.active_slot.certain < len(s.prompt))
         return any(s.salt_key == sequence.salt_key and s.texts[: known + 1] == wanted for s in others)
 
     def _place(self, sequence: Sequence, nodes: list[Node]) -> bool:
@@ -212,18 +214,19 @@ class Scheduler:
         # One page for each running sequence stays free, or the newcomer would be retracted again at once.
         if free < need + len(self.active):
             return False
-        sequence.node = nodes[-1] if nodes else None
-        self.prefix.lock(sequence.node)
+        node = nodes[-1] if nodes else None
+        self.prefix.lock(node)
         own = self._allocate(need)
         assert own is not None
-        sequence.slot, sequence.pages, sequence.own = self._slots.pop(), [*(n.page for n in nodes), *own], set(own)
-        sequence.stored, reused = len(nodes), len(nodes) * self.page_size
-        sequence.status, sequence.prefilled, sequence.certain = Status.PREFILLING, reused, reused
-        sequence.committed = 0
-        if sequence.cached is None:
-            sequence.cached = reused
+        reused, pages = len(nodes) * self.page_size, [*(node.page for node in nodes), *own]
+        sequence.slot = Slot(
+            self._free_slots.pop(), pages, set(own), node, stored=len(nodes), prefilled=reused, certain=reused
+        )
+        sequence.status = Status.PREFILLING
+        if sequence.output.cached is None:
+            sequence.output.cached = reused
         self.active.append(sequence)
-        self.active.sort(key=lambda s: s.arrival)
+        self.active.sort(key=lambda s: s.request.arrival)
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
@@ -240,11 +243,10 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.store(sequence, leaves=True)
-        self.prefix.unlock(sequence.node)
-        self.allocator.release(sequence.own)
-        assert sequence.slot is not None
-        self._slots.append(sequence.slot)
-        sequence.slot, sequence.pages, sequence.own, sequence.node = None, [], set(), None
+        slot, sequence.slot = sequence.active_slot, None
+        self.prefix.unlock(slot.node)
+        self.allocator.release(slot.own)
+        self._free_slots.append(slot.index)
         self.active.remove(sequence)
 
     def _read(self, sequence: Sequence) -> None:

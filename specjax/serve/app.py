@@ -22,7 +22,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.intake import begins_thinking
-from specjax.engine.prompt_logprobs import NO_SCORES
+from specjax.engine.output import NO_SCORES
 from specjax.engine.sequence import Sequence
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.control import READ, add_control_routes

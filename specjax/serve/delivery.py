@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.generation import take_delta
+from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Sequence
 from specjax.serve.deadline import Deadline
 
@@ -34,6 +34,7 @@ class Listener:
 
     def __init__(self, sequences: list[Sequence], *, streams: bool = True) -> None:
         self.sequences, self.streams = sequences, streams
+        self.readers = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
         self.ended = set[int]()  # sequences by index, whose last chunk `Delivery` has sent
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
@@ -93,11 +94,11 @@ class Delivery(threading.Thread):
 
     def put(self, changes: list[Change]) -> None:
         """Called by the engine's thread, which makes the text of those with stop strings: a further step changes it."""
-        ready = [change for change in changes if not change.sequence.stream.late]
+        ready = [change for change in changes if not change.sequence.output.stream.late]
         if ready:
             send(self._chunks(ready))
         if len(ready) < len(changes):
-            self._changes.put([change for change in changes if change.sequence.stream.late])
+            self._changes.put([change for change in changes if change.sequence.output.stream.late])
 
     def run(self) -> None:
         while (changes := self._changes.get()) is not None:
@@ -109,10 +110,11 @@ class Delivery(threading.Thread):
 
     def _chunks(self, changes: list[Change]) -> Iterator[tuple[Listener, StreamChunk]]:
         for sequence, listener, index, tokens in changes:
-            if index in listener.ended or (tokens is not None and tokens - sequence.sent_tokens < self._interval):
+            reader = listener.readers[index]
+            if index in listener.ended or (tokens is not None and tokens - reader.tokens < self._interval):
                 continue
             try:
-                chunk = take_delta(sequence, index, tokens if sequence.stream.late else None)
+                chunk = reader.take(tokens if sequence.output.stream.late else None)
             except BaseException:  # of its text, a panic of tokenizers among them; the others go on
                 logger.exception("request %s failed", sequence.id)
                 self._failed(sequence)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.prompt_logprobs import PromptLogprob
-from specjax.engine.sequence import TokenLogprob
+from specjax.engine.output import PromptLogprob, TokenLogprob
 from specjax.serve.responses import DONE, Answer, TokenNames, event, finite, speculative
 
 

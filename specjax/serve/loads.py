@@ -34,7 +34,7 @@ def load_of(runner: Runner, rank: int) -> dict[str, Any]:
             "waiting": len(waiting),
             "grammar": 0,
             "paused": values["num_running_reqs"] if runner.paused else 0,
-            "retracted": sum(sequence.cached is not None for sequence in waiting),
+            "retracted": sum(sequence.output.cached is not None for sequence in waiting),
         },
     }
 

@@ -92,7 +92,7 @@ class Traffic:
             if (found := self._times.get(sequence)) is None:
                 continue
             begun, last, count = found
-            new = len(sequence.output) - count
+            new = len(sequence.output.tokens) - count
             if new and not count:
                 self._first.observe(now - begun)
             elif new:
@@ -106,7 +106,7 @@ class Traffic:
     def gone(self, sequence: Sequence) -> None:
         """It has ended, or its client has left."""
         if self._times.pop(sequence, None) is not None:
-            reason = sequence.finish_reason
+            reason = sequence.output.finish_reason
             self.aborted += reason is None or reason.type == "abort"
 
 

@@ -48,7 +48,7 @@ class Report:
     def _write(self, now: Counters, new: int, retracted: int) -> None:
         """The lines that are due: `new` tokens were prefilled, and requests `retracted`."""
         engine = self._engine
-        tokens = sum(max(s.committed, s.prefilled) for s in engine.scheduler.active)  # of sequences that hold pages
+        tokens = sum(max(slot.committed, slot.prefilled) for s in engine.scheduler.active if (slot := s.slot))
         usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
         running = f"#running-req: {len(engine.scheduler.running())}"
         queue = f"#queue-req: {len(engine.scheduler.waiting)}"

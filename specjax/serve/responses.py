@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 
 from specjax.cli.flags import in_flags
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.prompt_logprobs import PromptLogprob
-from specjax.engine.sequence import TokenLogprob, TokenOrigin
+from specjax.engine.output import PromptLogprob, TokenLogprob, TokenOrigin
 from specjax.engine.text import token_bytes
 from specjax.serve.echo import Echo
 from specjax.serve.errors import ApiError

@@ -352,7 +352,7 @@ class Runner(threading.Thread):
                 if finished := sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
                 if finished or place[0].streams:
-                    found.append(Change(sequence, *place, None if finished else len(sequence.output)))
+                    found.append(Change(sequence, *place, None if finished else len(sequence.output.tokens)))
         if found:
             self._delivery.put(found)
 

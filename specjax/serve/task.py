@@ -66,25 +66,27 @@ class Task:
                 name = self.ids[index] if self.ids else f"{id}-{index}"
                 first = intake.sequence(prompt, sampling, id=name)
                 made.append(first)
+                first_scores = first.output.prompt_logprobs
                 for i in range(1, self.n):
-                    choice = replace(sampling, seed=later_seed(first.seed, i))
+                    choice = replace(sampling, seed=later_seed(first.request.seed, i))
                     made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
-                    made[-1].salt = first.salt  # they share their prompt, also where requests are kept apart
-                    if first.prompt_logprobs is not None:  # what one has computed no other does again
-                        made[-1].prompt_logprobs, made[-1].leader = first.prompt_logprobs, first
+                    if first_scores is not None:  # what one has computed no other does again
+                        made[-1].output.prompt_logprobs, made[-1].leader = first_scores, first
+                limit = first.request.limit
+                if self.most is not None and sampling.max_new_tokens is None:
+                    limit = min(limit, self.most)
+                    if sampling.min_new_tokens > limit:
+                        problem = f"must be at most max_new_tokens (here {limit}), got {sampling.min_new_tokens}"
+                        raise ParameterError("min_new_tokens", problem)
+                # The choices share the salt, since they share their prompt, also where requests are kept apart.
+                common = {"salt": first.request.salt, "limit": limit, "most_trees": self.trees}
                 for sequence in made[-self.n :]:
-                    sequence.most_trees = self.trees
-                if first.prompt_logprobs is not None:
-                    scores += (len(first.prompt) - first.prompt_logprobs.start) * first.prompt_logprobs.each * self.n
+                    sequence.request = replace(sequence.request, **common)
+                if first_scores is not None:
+                    scores += (len(first.prompt) - first_scores.start) * first_scores.each * self.n
                     if scores > MAX_SCORES:
                         problem = f"the answer may hold at most {MAX_SCORES} log-probabilities of prompts"
                         raise ValueError(f"{problem}, those of the likeliest tokens included: send fewer prompts")
-                if self.most is not None and sampling.max_new_tokens is None:
-                    for sequence in made[-self.n :]:
-                        sequence.limit = min(sequence.limit, self.most)
-                    if sampling.min_new_tokens > first.limit:
-                        problem = f"must be at most max_new_tokens (here {first.limit}), got {sampling.min_new_tokens}"
-                        raise ParameterError("min_new_tokens", problem)
         except ValueError as error:
             raise refusal(error, names, self.prompt_field) from error
         return made
