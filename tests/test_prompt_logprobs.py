@@ -156,10 +156,10 @@ def test_others_go_on_while_the_program_compiles(monkeypatch):
     plain = engine.add(prompt_of(7), SamplingParams(max_new_tokens=2))
     while plain.status is not Status.FINISHED:
         engine.step()
-    assert begun and begun[0].kind == "scoring" and scored.prefilled == 0
+    assert begun and begun[0].kind == "scoring" and scored.active_slot.prefilled == 0
     monkeypatch.undo()
     drain(engine)
-    assert scored.prompt_logprobs.complete
+    assert scored.output.prompt_logprobs.complete
     check_idle(engine)
 
 
