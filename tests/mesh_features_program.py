@@ -38,7 +38,7 @@ def run(case: str, count: int, adaptive: bool) -> dict[str, Any]:
         def choose(batch: int, requests: Any) -> int:
             """Changes with the text, so that it is the same in every run."""
             options = engine.buckets.choices(batch)
-            chosen.append(options[sum(sum(one.output[-2:]) for one in requests) % len(options)])
+            chosen.append(options[sum(sum(one.output.tokens[-2:]) for one in requests) % len(options)])
             return chosen[-1]
 
         engine.policy.choose = choose

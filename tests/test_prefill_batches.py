@@ -305,18 +305,18 @@ def test_a_short_request_does_not_wait_for_a_long_prompt():
     engine = make_engine(toy(), max_running_requests=4, max_total_tokens=2048, context_length=600, page_size=16)
     rng = np.random.default_rng(5)
     stream = engine.add(rng.integers(3, 99, 5).tolist(), SamplingParams(max_new_tokens=200, ignore_eos=True))
-    while not stream.output:
+    while not stream.output.tokens:
         engine.step()
     long = engine.add(rng.integers(3, 99, 500).tolist(), SamplingParams(max_new_tokens=3))
     for _ in range(10):
         engine.step()
     assert long.active_slot.prefilled > 0 and long.status is Status.PREFILLING
     short = engine.add(rng.integers(3, 99, 14).tolist(), SamplingParams(max_new_tokens=3))
-    waited, before = 0, len(stream.output)
+    waited, before = 0, len(stream.output.tokens)
     while not short.output.tokens:
         engine.step()
         waited += 1
-    assert waited <= 5 and len(stream.output) - before >= waited - 1
+    assert waited <= 5 and len(stream.output.tokens) - before >= waited - 1
     assert long.status is Status.PREFILLING
     while engine.unfinished:
         engine.step()

@@ -317,7 +317,7 @@ def test_others_do_not_wait_for_the_compiler(monkeypatch):
         patch.setattr(engine.executables, "compile_later", lambda keys: asked.extend(keys))
         plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
         bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
-        while len(plain.output) < 20:
+        while len(plain.output.tokens) < 20:
             engine.step()
         assert not bound.output
         assert set(asked) == {Key("constrained", 2, engine.buckets.tables[-1], nodes=1)}

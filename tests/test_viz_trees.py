@@ -400,4 +400,4 @@ def test_the_log_says_what_a_step_consists_of(caplog, timed):
         parts = record.getMessage().removeprefix("Decode step. ").split(", ")
         assert [part.split(": ")[0] for part in parts] == ["draft", "verify", "commit"]
         assert all(part.endswith(" ms") and float(part.split(": ")[1].split(" ")[0]) >= 0 for part in parts)
-    assert sequence.output == shared_engine("NGRAM").generate([70, 71, 72] * 3, params).output_ids
+    assert sequence.output.tokens == shared_engine("NGRAM").generate([70, 71, 72] * 3, params).output_ids
