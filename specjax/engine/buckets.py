@@ -13,28 +13,15 @@ from specjax.step import tree_widths
 BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
 """On a GPU few batches are rounded up by much: rows without a request cost what the others cost."""
 
+FINE_CHUNK = {"cpu": 16, "gpu": 256}  # tokens of a prompt beside running requests; on a GPU fewer cost as much
 SMALL_CHUNK = {"cpu": 64, "gpu": 256}
-CHUNK = {"cpu": 512, "gpu": 2048}  # on a CPU a forward's cost grows from 64 on: wider chunks only save overhead
+LARGE_CHUNK = {"cpu": 256, "gpu": 2048}
 
-PROMPTS = 8  # small chunks that one forward takes, and on a CPU twice as many of half the width
-RAGGED = (4, 2)
-"""Small chunks in as many tokens as a forward of several prompts computes on a CPU, if the model can leave out their
-padding: of up to twice as many prompts, since many are shorter. Attention and what is kept in pages are padded still,
-so more prompts would cost those that fill a chunk."""
+PROMPTS = 8
+"""Most prompts that one forward takes, each with a small chunk. On a CPU, if the model can leave out their padding, the
+forward computes half as many tokens, since many prompts are shorter; attention and the page writes are padded still."""
 
-MIDDLE_CHUNK = {"cpu": 128}
-"""For long prompts where the wide chunk takes too long (`specjax.engine.pace.WAIT`); the overhead of the small one is
-larger."""
-
-FINE_CHUNKS = {"cpu": (16, 8)}  # for prompts beside running requests; on a GPU a small chunk costs what these would
-PART = 0.9  # what a token of a prompt counts that goes on: of programs that save as much, the one that ends more
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
-CONTEXT = {"cpu": 1024, "gpu": 16384}  # to attend to so many tokens costs what the rest of a token's forward does
-PACE = 2
-"""Beside running requests, a prefill costs at most this many of their steps, or as many for each prompt that waits for
-one of them: the streams go on, and where many wait for few, the few wait for the many. Where `PROMPTS` wait, and half
-as many as run, nothing limits it: together they take much less time than one after another. `specjax.engine.pace` says
-what fits."""
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
 """Most tree nodes that a step checks over its whole batch, unless the user has chosen the trees' width: larger batches
@@ -53,15 +40,14 @@ TABLE = 512  # pages in the small page table; a request that may hold no more ne
 @dataclass(frozen=True)
 class Buckets:
     batches: tuple[int, ...]  # more requests than the last are served in parts
-    chunks: tuple[int, ...]  # of one prompt: one or two
-    packs: tuple[tuple[int, int], ...]  # other prefills that are worth a program: prompts, tokens of each
-    ragged: tuple[tuple[int, int, int], ...]  # and those without padding: prompts, most tokens of each and of all
+    chunks: tuple[int, ...]  # tokens of one prompt in a prefill: fine, small and large, without repetitions
+    small: int  # of `chunks`
+    several: tuple[int, int, int] | None  # prefill of several prompts: prompts, most tokens of each, and of all
     tables: tuple[int, ...]
     widths: tuple[int, ...]  # of the drafter's trees
     block_tokens: int | None  # None: no limit
     several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
     free_tokens: int = FREE_TOKENS["cpu"]
-    context: int = CONTEXT["cpu"]
     adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.draft_policy`)
 
     @classmethod
@@ -82,31 +68,25 @@ class Buckets:
         the model can leave out the padding of prompts of different lengths."""
         kind = "cpu" if platform == "cpu" else "gpu"
         most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
-        largest = min(chunk or CHUNK[kind], prefill or CHUNK[kind], CHUNK[kind])
+        largest = min(chunk or LARGE_CHUNK[kind], prefill or LARGE_CHUNK[kind], LARGE_CHUNK[kind])
         small = min(SMALL_CHUNK[kind], largest)
-        packs = [(1, fine) for fine in FINE_CHUNKS.get(kind, ()) if fine < small]
-        packs += [(1, middle)] if small < (middle := MIDDLE_CHUNK.get(kind, 0)) < largest else []
-        if (prompts := min(PROMPTS, rows, (prefill or PROMPTS * small) // small)) > 1:
-            packs.append((prompts, small))
-        if kind == "cpu" and prompts == PROMPTS and small == SMALL_CHUNK[kind]:
-            packs.append((2, small))  # beside many running requests, whose steps give it the time
-            if rows >= 2 * PROMPTS:
-                packs.append((2 * PROMPTS, small // 2))  # of many short prompts the rest after a common beginning
-        together = [(prompts * small, min(rows, 2 * prompts)) for prompts in RAGGED] if kind == "cpu" and ragged else []
-        together = [(min(tokens, prefill or tokens), prompts) for tokens, prompts in together]
-        together = [(n, small, tokens) for tokens, n in together if n > 1 and small < tokens < n * small]
+        prompts, tokens = min(PROMPTS, rows), PROMPTS * small
+        if kind == "cpu" and ragged:
+            tokens = min(tokens // 2, prefill or tokens)
+        else:  # every prompt has a row of the same width
+            prompts = min(prompts, (prefill or tokens) // small)
+            tokens = prompts * small
         return cls(
             batches=(*(b for b in BATCHES[kind] if b < rows), rows),
-            chunks=tuple(sorted({small, largest})),
-            packs=tuple(packs),
-            ragged=tuple(dict.fromkeys(together)),
+            chunks=tuple(sorted({min(FINE_CHUNK[kind], small), small, largest})),
+            small=small,
+            several=(prompts, small, tokens) if prompts > 1 and tokens > small else None,
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             widths=tree_widths(drafter),
             block_tokens=None if drafter.explicit_width else most,
             # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
             several_widths=kind == "cpu",
             free_tokens=FREE_TOKENS[kind],
-            context=CONTEXT[kind],
             adaptive=adaptive,
         )
 
@@ -118,29 +98,25 @@ class Buckets:
         return tuple(t for t in self.tables if t >= pages)
 
     def chunks_for(self, tokens: int) -> tuple[int, ...]:
-        """Chunk widths for `tokens` remaining ones, the best first: the large one only if most of it is used."""
-        return self.chunks[::-1] if tokens > self.chunks[-1] - self.chunks[0] else self.chunks
+        """Chunk widths for `tokens` remaining ones while no request runs, the best first: the large one only if most of
+        it is used."""
+        larger = tokens > self.chunks[-1] - self.small
+        return tuple(dict.fromkeys((self.chunks[-1], self.small) if larger else (self.small, self.chunks[-1])))
 
-    def steps_beside(self, running: int, waiting: int) -> float | None:
-        """How many steps of `running` requests a prefill may take while `waiting` prompts wait; see `PACE`. None: any
-        number."""
+    def most_prefilled(self, running: int, waiting: int) -> int | None:
+        """Most tokens of a prefill beside running requests, whose next step it delays, while `waiting` prompts wait.
+        None: any number, since none runs, or so many wait that they take much less time together."""
         if not running or (waiting >= PROMPTS and 2 * waiting >= running):
             return None
-        return PACE * max(1.0, waiting / running)
+        return self.small if waiting > running else self.chunks[0]
 
     def prefill_shapes(self) -> list[tuple[int, int, int]]:
-        """`Key.rows`, `Key.width` and `Key.tokens` of all programs that several prompts can share, and of those for
-        one. Prefills without padding take the place of others for several prompts."""
-        padded = [(rows, width, 0) for rows, width in self.packs if rows == 1 or not self.ragged]
-        return [*((1, chunk, 0) for chunk in self.chunks), *padded, *self.ragged]
-
-    def step_cost(self, batch: int) -> int:
-        """Of a step of a batch bucket, in units of one token's forward."""
-        return self.free_tokens + batch * (1 if self.adaptive else self.tree_widths(batch)[-1])
-
-    def prefill_cost(self, tokens: int, context: int = 0) -> float:
-        """Of a prefill after `context` committed tokens, in the same unit."""
-        return tokens * (1 + context / self.context) + self.free_tokens
+        """`Key.rows`, `Key.width` and `Key.tokens` of all prefills. `tokens` is 0 where each prompt has a whole row."""
+        shapes = [(1, chunk, 0) for chunk in self.chunks]
+        if self.several is not None:
+            prompts, width, tokens = self.several
+            shapes.append((prompts, width, 0 if tokens == prompts * width else tokens))
+        return shapes
 
     def prefill_keys(
         self,
@@ -150,51 +126,33 @@ class Buckets:
         compiled: set[Key],
         kind: str = "prefill",
         *,
-        running: int = 0,
         pending: Collection[Key] = (),
     ) -> Iterator[Key]:
-        """Programs for the next chunk of the first of some prompts, or of the first few, the best first.
+        """Programs for the next chunk of the first of some prompts, or of the first few, the best first: the compiled
+        ones of at most `most` tokens, first the one that computes the most tokens for its cost, then those for one
+        prompt, which are compiled where they must be.
 
-        1. Compiled ones of at most `most` tokens (None: any number; the smallest where none is so small), those first
-           that save the most: what the same tokens would cost in programs of one prompt, over their own cost, each
-           with the step of the running requests that follows it. Where there is no limit and the chunk that suits the
-           first prompt is neither compiled nor compiling in the background, only those for several prompts.
-        2. Those for one prompt alone, which are compiled where they must be.
+        Where there is no limit, and the chunk that suits the first prompt is neither compiled nor compiling in the
+        background, it is compiled before another one is used for that prompt alone.
 
         Args:
             left: tokens that the prompts still need, in the order of their turn.
             pages: that they hold.
+            most: see `most_prefilled`.
             kind: of the programs.
-            running: requests, a step of which follows.
             pending: programs that are being compiled in the background.
         """
-        after = self.step_cost(self.batch(min(running, self.batches[-1]))) if running else 0
-        chunks = self.chunks_for(left[0]) if most is None else self.chunks
+        chunks = self.chunks_for(left[0])
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
-        shapes = self.prefill_shapes()
-        tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _, _ in shapes}
-        keys = [Key(kind, width, tables[rows], rows, tokens=tokens) for rows, width, tokens in shapes]
+        tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _, _ in self.prefill_shapes()}
+        keys = [Key(kind, width, tables[rows], rows, tokens=tokens) for rows, width, tokens in self.prefill_shapes()]
         ready = sorted((key for key in keys if key in compiled), key=lambda key: key.size)
-        found = [key for key in ready if most is None or key.size <= most] or ready[:1]
-        widths = [key.width for key in found if key.rows == 1] or [single[0].width]
-
-        def cost(tokens: int) -> int:
-            return tokens + self.free_tokens + after
-
-        def alone(tokens: int) -> float:
-            """What a token of a prompt costs that needs so many."""
-            return min(cost(width) / max(1, min(tokens, width)) for width in widths)
-
-        each = [alone(tokens) for tokens in left[: max(key.rows for key in found)]] if found else []
-
-        def saving(key: Key) -> float:
-            taken = zip(key.lengths(left), left, each, strict=False)
-            otherwise = sum(price * (tokens if tokens == whole else PART * tokens) for tokens, whole, price in taken)
-            return otherwise / cost(key.size)
-
+        usable = [key for key in ready if most is None or key.size <= most] or ready[:1]
+        rates = {key: sum(key.lengths(left)) / (key.size + self.free_tokens) for key in usable}
         if most is None and single[0] not in compiled and single[0] not in pending:
-            found = [key for key in found if key.rows > 1 and saving(key) > 1]
-        yield from sorted(found, key=saving, reverse=True)
+            alone = min(left[0], chunks[0]) / (chunks[0] + self.free_tokens)
+            usable = [key for key in usable if key.rows > 1 and rates[key] > alone]
+        yield from sorted(usable, key=rates.__getitem__, reverse=True)
         yield from single
 
     # Drafting
@@ -243,10 +201,10 @@ class Buckets:
         next: all requests can share it while the others are compiled."""
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
-        sizes = [("prefill", 1, chunk, 0, 0) for chunk in self.chunks]
-        sizes += [("step", 1, batch, nodes, 0) for batch in batches for nodes in self.choices(batch)]
-        packs = self.prefill_shapes()[len(self.chunks) :]
-        sizes += [("prefill", rows, width, 0, tokens) for rows, width, tokens in packs]
+        prefills = sorted(self.prefill_shapes(), key=lambda shape: shape[:2] != (1, self.small))
+        steps = [("step", 1, batch, nodes, 0) for batch in batches for nodes in self.choices(batch)]
+        first, *rest = [("prefill", rows, width, 0, tokens) for rows, width, tokens in prefills]
+        sizes = [first, *steps, *rest]
         return [
             Key(kind, width, table, rows, nodes, tokens)
             for kind, rows, width, nodes, tokens in sizes
@@ -270,11 +228,12 @@ class Buckets:
     def scoring_keys(self) -> list[Key]:
         """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt
         comes."""
-        return [Key("scoring", chunk, table) for chunk in self.chunks for table in self.tables]
+        widths = sorted({self.small, self.chunks[-1]})
+        return [Key("scoring", width, table) for width in widths for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time cannot do without: the small prefill, and its steps."""
-        needed = {("step", self.batches[0]), ("prefill", self.chunks[0])}
+        needed = {("step", self.batches[0]), ("prefill", self.small)}
         return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:

@@ -37,7 +37,6 @@ def collect(run: Runtime, flight: InFlight) -> None:
         read = read_output(flight.output, top if wanted else None)
     seconds = run.flights.seconds(flight)
     if seconds is not None:
-        run.pace.record(key, seconds, max((start for start, _ in flight.prefilled), default=0))
         _tell_policy(run, flight, read, seconds)
     ended = list[Sequence]()
     drafting = set(batch.drafted if run.buckets.drafts(key.width) else ())

@@ -151,7 +151,7 @@ class Engine:
             self.scheduler, self.executables, self.device, self.buckets, drafter, self.policy,
             rows=rows, pages=self.pool.pages, new_pages=new_pages, vocab_size=self.vocab_size, finish=self._finish,
         )  # fmt: skip
-        self.pace, self.counters = self.run.pace, self.run.counters
+        self.counters = self.run.counters
 
     @classmethod
     def from_pretrained(

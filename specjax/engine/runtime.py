@@ -23,7 +23,6 @@ from specjax.engine.device import Device
 from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.executables import Executables
 from specjax.engine.keys import Key
-from specjax.engine.pace import Pace
 from specjax.engine.programs import Program
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
@@ -165,13 +164,11 @@ class Runtime:
     new_pages: int
     vocab_size: int
     finish: Callable[[Sequence], None]
-    pace: Pace = field(init=False)
     flights: Flights = field(init=False)
     counters: Counters = field(default_factory=Counters)
     changed: dict[Sequence, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pace = Pace(self.buckets)
         self.flights = Flights(lambda: len(self.programs.compiled()))
 
     def give_up(self, sequence: Sequence, message: str) -> None:

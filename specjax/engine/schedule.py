@@ -51,11 +51,10 @@ def _prompts(run: Runtime) -> tuple[str, list[Sequence]]:
 
 def _prefill_keys(run: Runtime, prompts: list[Sequence], kind: str) -> Iterator[Key]:
     left, pages = zip(*((sequence.left, len(sequence.active_slot.pages)) for sequence in prompts), strict=True)
-    running, context = _running(run), prompts[0].active_slot.prefilled
-    waiting = len(run.scheduler.active) - running
-    limit = run.pace.room(running, waiting, context) if running else run.pace.while_none_runs(waiting, context)
+    running = _running(run)
+    most = run.buckets.most_prefilled(running, len(run.scheduler.active) - running)
     ready, pending = run.programs.compiled(), run.programs.pending
-    return run.buckets.prefill_keys([*left], [*pages], limit, ready, kind, running=running, pending=pending)
+    return run.buckets.prefill_keys([*left], [*pages], most, ready, kind, pending=pending)
 
 
 def _running(run: Runtime) -> int:
@@ -64,9 +63,8 @@ def _running(run: Runtime) -> int:
 
 
 def _is_long(run: Runtime, flight: InFlight) -> bool:
-    if flight.batch.key.kind != "prefill":
-        return False
-    return not run.pace.is_brief(flight.batch.key, max(start for start, _ in flight.prefilled))
+    key = flight.batch.key
+    return key.kind in ("prefill", "scoring") and key.size > run.buckets.small
 
 
 # Steps
