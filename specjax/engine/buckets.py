@@ -21,6 +21,7 @@ PROMPTS = 8
 """Most prompts that one forward takes, each with a small chunk. On a CPU, if the model can leave out their padding, the
 forward computes half as many tokens, since many prompts are shorter; attention and the page writes are padded still."""
 
+PART = 0.9  # what a token of a prompt counts that goes on: of programs with equal rates, the one that ends more
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
@@ -72,7 +73,7 @@ class Buckets:
         small = min(SMALL_CHUNK[kind], largest)
         prompts, tokens = min(PROMPTS, rows), PROMPTS * small
         if kind == "cpu" and ragged:
-            tokens = min(tokens // 2, prefill or tokens)
+            tokens = min(tokens // 2, prompts * small, prefill or tokens)
         else:  # every prompt has a row of the same width
             prompts = min(prompts, (prefill or tokens) // small)
             tokens = prompts * small
@@ -148,11 +149,15 @@ class Buckets:
         keys = [Key(kind, width, tables[rows], rows, tokens=tokens) for rows, width, tokens in self.prefill_shapes()]
         ready = sorted((key for key in keys if key in compiled), key=lambda key: key.size)
         usable = [key for key in ready if most is None or key.size <= most] or ready[:1]
-        rates = {key: sum(key.lengths(left)) / (key.size + self.free_tokens) for key in usable}
+
+        def rate(key: Key) -> float:
+            taken = zip(key.lengths(left), left, strict=False)
+            computed = sum(tokens if tokens == whole else PART * tokens for tokens, whole in taken)
+            return computed / (key.size + self.free_tokens)
+
         if most is None and single[0] not in compiled and single[0] not in pending:
-            alone = min(left[0], chunks[0]) / (chunks[0] + self.free_tokens)
-            usable = [key for key in usable if key.rows > 1 and rates[key] > alone]
-        yield from sorted(usable, key=rates.__getitem__, reverse=True)
+            usable = [key for key in usable if key.rows > 1 and rate(key) > rate(single[0])]
+        yield from sorted(usable, key=rate, reverse=True)
         yield from single
 
     # Drafting
