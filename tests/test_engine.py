@@ -31,7 +31,7 @@ from engine_helpers import (
 from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.arrays import prefill_input, unpack_prefill
-from specjax.engine.buckets import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets
+from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, LARGE_CHUNK, SMALL_CHUNK, Buckets
 from specjax.engine.executables import Executables, Key
 from specjax.engine.intake import with_sampling
 from specjax.engine.sequence import Slot, completion
@@ -642,7 +642,7 @@ def test_buckets_hold_whatever_may_come(rows, platform):
 @pytest.mark.parametrize("chunk", [None, 8, 64, 100, 512, 10_000])
 def test_chunks_cover_a_prompt_once(chunk):
     buckets = Buckets.build("cpu", make_drafter("NONE"), rows=4, request_pages=2000, chunk=chunk)
-    assert buckets.chunks[-1] <= CHUNK["cpu"] and (chunk is None or buckets.chunks[-1] <= chunk)
+    assert buckets.chunks[-1] <= LARGE_CHUNK["cpu"] and (chunk is None or buckets.chunks[-1] <= chunk)
     assert buckets.chunks[0] <= SMALL_CHUNK["cpu"]
     engine = shared_engine("NONE")
     rng = np.random.default_rng(0)

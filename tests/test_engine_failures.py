@@ -75,12 +75,12 @@ def test_a_bucket_without_memory_is_left_out(broken, monkeypatch, caplog, engine
 
 
 def test_a_chunk_without_memory_is_left_out(monkeypatch):
-    engine = make_engine(toy(), warm=False, chunked_prefill_size=512, context_length=1024)
-    assert engine.buckets.chunks == (64, 512)
-    tried = failing(monkeypatch, engine, lambda key: key == Key("prefill", 512, key.table))
+    engine = make_engine(toy(), warm=False, context_length=1024)
+    assert engine.buckets.chunks == (16, 64, 256)
+    tried = failing(monkeypatch, engine, lambda key: key == Key("prefill", 256, key.table))
     prompt = [70 + i % 9 for i in range(500)]
     check_all(engine, [prompt])
-    assert [key.width for key in tried if key.kind == "prefill"] == [512, 64]
+    assert [key.width for key in tried if key.kind == "prefill"] == [256, 64]
 
 
 def test_a_program_without_room_for_its_temporaries_fails_when_it_is_compiled(monkeypatch, caplog, engine):

@@ -24,10 +24,10 @@ class EngineConfig:
         page_size: tokens in a page of the KV pool (S), at least 1.
         max_total_tokens: tokens in the KV pool, at least 1; default: fits the device.
         context_length: most tokens of prompt and output together, at least 1; default and maximum: the model's.
-        chunked_prefill_size: most tokens of one prompt in a forward, at least 1; default and maximum: 512 on a CPU,
+        chunked_prefill_size: most tokens of one prompt in a forward, at least 1; default and maximum: 256 on a CPU,
             2048 on a GPU.
-        max_prefill_tokens: most tokens of all prompts in a forward, at least 1; default and maximum: 512 on a CPU,
-            2048 on a GPU.
+        max_prefill_tokens: most tokens of all prompts in a forward, at least 1; default and maximum: 512 on a CPU (256
+            if the model can leave out padding), 2048 on a GPU.
         schedule_policy: which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in
             the cache.
         prefix_cache: keep the pages of earlier texts, and use them for requests that begin alike.
