@@ -24,7 +24,7 @@ from specjax.bench.methods import Method, parse_methods
 from specjax.bench.replay import Recorder, replay
 from specjax.bench.results import accept_length, add_histograms
 from specjax.bench.sets import read_sets
-from specjax.engine.intake import encode
+from specjax.checkpoint.prompts import encode
 
 COUPLINGS = ("noise", "none")
 PAGES = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from inspect import cleandoc
 from types import NoneType
@@ -20,6 +20,19 @@ KINDS: dict[Any, str] = {
     bool: "true or false",
     tuple: "a list of strings",
 }
+
+
+class ParameterError(ValueError):
+    """A request's parameter is wrong: "`name` `problem`"."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
+
+    def renamed(self, names: Mapping[str, str]) -> ParameterError:
+        """The same error in the words of an interface that has other names for these parameters."""
+        words = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), self.problem)
+        return ParameterError(names.get(self.name, self.name), words)
 
 
 class Range(NamedTuple):

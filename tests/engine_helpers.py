@@ -197,7 +197,7 @@ GREEDY = SamplingParams()
 
 
 def idle_sequence(params: SamplingParams = GREEDY, **changes: Any) -> Sequence:
-    """A sequence outside any engine. `changes`: fields of its request or its own, `stream` and `tokens` of its output."""
+    """A sequence outside any engine. `changes`: fields of its request or its own, `stream`, `tokens` of its output."""
     stream = TextStream(
         tokenizer(),
         tuple(params.stop),

@@ -23,7 +23,7 @@ from specjax import (
     Steps,
     StreamChunk,
 )
-from specjax.engine.intake import Chat
+from specjax.checkpoint.prompts import Chat
 from specjax.engine.output import TokenLogprob
 
 

@@ -21,8 +21,8 @@ from specjax.engine import Engine, SamplingParams, dispatch, runtime
 from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
 from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.notes import not_drafted
-from specjax.engine.sampling_params import ParameterError
 from specjax.engine.sequence import Sequence, Status
+from specjax.limits import ParameterError
 from specjax.step import speculate_step
 
 # The policy alone.

@@ -11,8 +11,9 @@ from engine_helpers import tokenizer as plain_tokenizer
 from tool_helpers import MARKERS, NOOP, TOOLS, tool_tokenizer
 from tool_helpers import TEMPLATE as TOOL_TEMPLATE
 
-from specjax.engine.intake import Chat, Intake, begins_thinking
-from specjax.engine.sampling_params import ParameterError
+from specjax.checkpoint.prompts import Chat, begins_thinking
+from specjax.engine.intake import Intake
+from specjax.limits import ParameterError
 from specjax.serve.calls import DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.fields import Reading
 from specjax.serve.forms import answer_form, short_id

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from specjax.engine.intake import Intake, encode
-from specjax.engine.plain import PlainText
+from specjax.checkpoint.prompts import PlainText, encode
+from specjax.engine.intake import Intake
 
 TURNS = (
     "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{}<|im_end|>\n{{% endfor %}}"

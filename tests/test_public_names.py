@@ -14,9 +14,9 @@ import pytest
 
 import specjax
 from specjax import SamplingParams
-from specjax.engine.intake import Chat, with_sampling
-from specjax.engine.sampling_params import ParameterError
-from specjax.limits import range_of
+from specjax.checkpoint.prompts import Chat
+from specjax.engine.intake import with_sampling
+from specjax.limits import ParameterError, range_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ from specjax.cli import build, flags
 from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
 from specjax.engine.intake import Salts
-from specjax.engine.sampling_params import ParameterError
+from specjax.limits import ParameterError
 from specjax.settings import add_flags, read
 
 PROMPT = [80, 81, 82, 80, 83]

@@ -15,7 +15,7 @@ from body_helpers import RULES
 from server_helpers import running
 from tool_helpers import TOOLS, WEATHER, ask, tool_engine
 
-from specjax.engine.text import END_THINK
+from specjax.checkpoint.prompts import END_THINK
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.calls import Hermes
 from specjax.serve.errors import ApiError

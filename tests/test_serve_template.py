@@ -12,7 +12,8 @@ from body_helpers import CHAT, HELLO, RULES, refusal, task
 from engine_helpers import TEMPLATE, shared_engine, tokenizer
 from server_helpers import running
 
-from specjax.engine.intake import Chat, Intake
+from specjax.checkpoint.prompts import Chat
+from specjax.engine.intake import Intake
 from specjax.serve.messages import MAX_NAMES, MAX_VARIABLES
 
 WITH_VARIABLES = (

@@ -19,7 +19,7 @@ from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.sampling_params import ParameterError
+from specjax.limits import ParameterError
 from specjax.serve.structured import INVALID
 
 

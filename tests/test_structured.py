@@ -33,8 +33,8 @@ from specjax.engine import Engine, SamplingParams
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
 from specjax.engine.keys import PLAIN, TREE, Key
-from specjax.engine.sampling_params import ParameterError
 from specjax.engine.sequence import Status, completion
+from specjax.limits import ParameterError
 from specjax.models.draft_head import init_head_params
 
 EOS = (END,)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.generation import DeltaReader
 from specjax.engine.intake import Intake
 from specjax.engine.output import RawLogprob
 from specjax.engine.sequence import Status
-from specjax.engine.text import END_THINK, THINK, Detokenizer, TextStream, Thoughts
+from specjax.engine.text import Detokenizer, TextStream, Thoughts
 from specjax.serve.reply import ReplyOptions
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -22,9 +22,9 @@ from oracle import Sampling
 from toy_models import Runner, Toy, tiny_llama
 from train_helpers import draft_source
 
+from specjax.checkpoint.prompts import Chat, encode
 from specjax.drafters import Params, TreeShape, none_drafter
 from specjax.engine import Completion, Engine, EngineConfig
-from specjax.engine.intake import Chat, encode
 from specjax.state import PrefillInput
 from specjax.step import StepConfig, draft_phase, make_steps
 from specjax.train import generate, unroll

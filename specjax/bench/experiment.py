@@ -19,9 +19,9 @@ from specjax.bench.log import Log
 from specjax.bench.methods import Method
 from specjax.bench.results import Sample
 from specjax.bench.sets import Conversation, PromptSet
+from specjax.checkpoint.prompts import encode
 from specjax.engine import SamplingParams
 from specjax.engine.config import EngineConfig
-from specjax.engine.intake import encode
 from specjax.progress import progress_bar
 
 NEAR = 1e-3

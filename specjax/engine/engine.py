@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from specjax import checkpoint, devices
 from specjax.cache import PoolShape
+from specjax.checkpoint.prompts import Prompt, Prompts
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio, machine, running_model
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
@@ -42,7 +43,7 @@ from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
-from specjax.engine.intake import Intake, Prompt, Prompts, Salts, Sampling, with_sampling
+from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
 from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.output import Completion
@@ -279,7 +280,7 @@ class Engine:
         return sequence
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; see `specjax.engine.intake.encode`."""
+        """Token ids of a prompt; see `specjax.checkpoint.prompts.encode`."""
         return self.intake.encode(prompt)
 
     def abort(self, id: str, message: str | None = None) -> bool:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import itertools
 import random
 import reprlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,36 +19,17 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from specjax.checkpoint.prompts import END_THINK, THINK, PlainText, Prompt, begins_thinking, encode
 from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
 from specjax.engine.output import Output, PromptLogprobs
-from specjax.engine.plain import PlainText, strings_of
-from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, ParameterError, SamplingParams
+from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import Request, Sequence
-from specjax.engine.text import END_THINK, THINK, TextStream, Thoughts
+from specjax.engine.text import TextStream, Thoughts
+from specjax.limits import ParameterError
 from specjax.sampling import STOP_IDS
 
-Prompt: TypeAlias = str | List[int] | List[Mapping[str, Any]]
-"""Text, token ids, or the messages of one chat."""
-# Not `List[Prompt]`: a string is a sequence of strings, so one prompt would pass for several.
-Prompts: TypeAlias = (
-    list[str] | list[Prompt] | tuple[Prompt, ...] | Iterator[Prompt] | List[List[int]] | List[List[Mapping[str, Any]]]
-)
-"""Several prompts."""
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
 """Parameters of a request, or fields of `SamplingParams` by name."""
-
-
-class Chat(list[Mapping[str, Any]]):
-    """Messages, with arguments of the chat template beside them. It is a prompt, as a list of messages is.
-
-    Attributes:
-        template: `add_generation_prompt` (default: True), `continue_final_message` (False), `tools` (the functions that
-            the model may call, as objects of their names and JSON schemas), and variables of the template's own.
-    """
-
-    def __init__(self, messages: Iterable[Mapping[str, Any]], template: Mapping[str, Any] = MappingProxyType({})):
-        super().__init__(messages)
-        self.template = template
 
 
 SHRINKS = 4
@@ -57,7 +37,6 @@ SHRINKS = 4
 (spaces, accents) know no limit: a text that is too long by this count is refused, even if the rest would fit."""
 
 DENSE = 8  # characters a token from which on a text is tokenised piece by piece, to find early that it does not fit
-REASONING_TAIL = 8  # tokens at a prompt's end among which its template opens a block of reasoning, or closes it
 MARGIN = 64  # tokens by which the start of a text, cut anywhere, may exceed its share of the whole text's
 
 
@@ -270,84 +249,6 @@ class Intake:
                 "(--max-total-tokens)",
             )
         return min(room, fitting) if wanted is None else wanted
-
-
-def begins_thinking(prompt: List[int], tokenizer: Any) -> bool | None:
-    """True if a prompt ends with `<think>`, False if it ends with `</think>`, else None. White space after the marker
-    is ignored. A marker before other text is part of a message."""
-    tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
-    return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
-
-
-def encode(
-    prompt: Prompt,
-    tokenizer: Any,
-    vocab_size: int,
-    *,
-    check: Callable[[str], None] = lambda text: None,
-    plain: PlainText | None = None,
-) -> list[int]:
-    """Token ids of a prompt. Raises ValueError if it is empty, of no known form, or holds an id outside the vocabulary.
-
-    Args:
-        check: sees a text before it is tokenised, and raises a ValueError to refuse it.
-        plain: encodes users' text without special tokens; a prompt that is a text is theirs as a whole. None: text
-            that reads as a special token is one.
-    """
-    if isinstance(prompt, str):
-        check(prompt)
-        tokens = tokenizer(prompt)["input_ids"] if plain is None else plain.encode(prompt, add_special_tokens=True)
-    elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        messages = cast(Any, prompt)
-        variables = prompt.template if isinstance(prompt, Chat) else {}
-        _check_variables(variables, tokenizer, plain)
-        render = functools.partial(_render, tokenizer=tokenizer, variables=variables)
-        text = render(messages)
-        check(text)
-        if plain is None:
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            if held := plain.special_token(tools := variables.get("tools")):
-                raise ParameterError("tools", f"hold {held!r:.60}, a special token, which --plain-content refuses")
-            tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template(tools=tools))
-    elif isinstance(prompt, list | tuple) and all(
-        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
-    ):
-        tokens = [int(cast(Any, token)) for token in prompt]
-    else:
-        raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
-    if not tokens:
-        raise ValueError("the prompt is empty: there is nothing to continue")
-    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
-    return list(tokens)
-
-
-def _render(messages: List[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
-    for message in messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
-    if not tokenizer.chat_template:
-        raise ValueError("this model has no chat template: pass text or token ids instead of messages")
-    given = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
-    except Exception as error:  # a template is a program: whatever it raises is about these messages
-        raise ValueError(f"the chat template refused these messages: {error}") from error
-
-
-def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainText | None) -> None:
-    """Raises ParameterError for a variable of the template whose name has another meaning there."""
-    own = variables.keys() - {"add_generation_prompt", "continue_final_message", "tools"}
-    if not own:
-        return
-    names = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-    if taken := sorted(own & (names | {"self", "messages", "conversations"})):
-        problem = f"may not set {taken[0]!r:.60}, which is no variable of the template's own"
-        raise ParameterError("chat_template_kwargs", problem)
-    if plain is not None and (text := next(strings_of([variables[name] for name in own]), None)):
-        problem = f"may hold no text with --plain-content, only numbers and true or false, got {text!r:.60}"
-        raise ParameterError("chat_template_kwargs", problem)
 
 
 def with_sampling(

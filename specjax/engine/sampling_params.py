@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from specjax.engine.grammar import Grammar, GrammarError
 from specjax.engine.stop_patterns import MAX_PATTERN, StopPatterns
+from specjax.limits import ParameterError
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
@@ -31,19 +32,6 @@ GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
     "response_format": Grammar.response_format,
 }
 """Names for a grammar in JSON-like parameters, as requests to the server have them."""
-
-
-class ParameterError(ValueError):
-    """A request's parameter is wrong: "`name` `problem`"."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
-        self.name, self.problem = name, problem
-
-    def renamed(self, names: Mapping[str, str]) -> ParameterError:
-        """The same error in the words of an interface that has other names for these parameters."""
-        words = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), self.problem)
-        return ParameterError(names.get(self.name, self.name), words)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import string
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.engine.stop_patterns import StopPatterns
 
-THINK, END_THINK = "<think>", "</think>"
 _LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
 REPLACEMENT = "\ufffd"  # stands for bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of the tokens held back, before they wait until their number is a power of two

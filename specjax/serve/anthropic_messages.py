@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specjax.engine.intake import Chat
+from specjax.checkpoint.prompts import Chat
 from specjax.serve import structured
 from specjax.serve.fields import (
     UNSUPPORTED,

@@ -18,10 +18,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from specjax.checkpoint.prompts import begins_thinking
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.intake import begins_thinking
 from specjax.engine.output import NO_SCORES
 from specjax.engine.sequence import Sequence
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest

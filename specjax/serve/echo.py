@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.engine.intake import Prompt
+from specjax.checkpoint.prompts import Prompt
 from specjax.engine.text import TextStream
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from specjax.engine.text import END_THINK, THINK
+from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.serve.call_parsers import PARSERS
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.xml_calls import Glm, QwenCoder

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from specjax.engine.intake import Chat
+from specjax.checkpoint.prompts import Chat
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import Body, Flag, Schema, Text, Values, at_most, has, implies, texts
 

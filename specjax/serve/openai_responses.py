@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from specjax.engine.intake import Chat
+from specjax.checkpoint.prompts import Chat
 from specjax.serve import structured
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Metadata, Salt, Text, Values, at_most, texts
 from specjax.serve.messages import MAX_MESSAGES, CallArguments, assistant_turns, earlier_call

@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, WithJsonSchema
 
+from specjax.checkpoint.prompts import Chat
 from specjax.cli.flags import MOST_TRACED
-from specjax.engine.intake import Chat
-from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, ParameterError, SamplingParams
+from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
+from specjax.limits import ParameterError
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
     TOKEN,

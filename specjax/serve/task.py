@@ -7,9 +7,11 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from specjax.engine.intake import Intake, Prompt
-from specjax.engine.sampling_params import ParameterError, SamplingParams, later_seed
+from specjax.checkpoint.prompts import Prompt
+from specjax.engine.intake import Intake
+from specjax.engine.sampling_params import SamplingParams, later_seed
 from specjax.engine.sequence import Sequence
+from specjax.limits import ParameterError
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import whole
 from specjax.serve.forms import PLAIN, AnswerForm

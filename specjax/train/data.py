@@ -31,8 +31,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding, Tokenizer, processors
 
-from specjax.engine.intake import Chat, Prompt, encode
-from specjax.engine.text import END_THINK, THINK
+from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, encode
 from specjax.train import corpus
 
 # Purposes of permutations: one seed gives a different permutation for each.

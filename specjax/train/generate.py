@@ -34,6 +34,7 @@ from tqdm import tqdm
 from specjax import checkpoint, settings
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.files import try_lock, write_text
+from specjax.checkpoint.prompts import Chat
 from specjax.cli import build, claims, flags, run_command
 from specjax.cli.generate import (
     BadLine,
@@ -47,7 +48,6 @@ from specjax.cli.generate import (
 )
 from specjax.devices import this_memory
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.intake import Chat
 from specjax.engine.memory import STEP_COPIES
 from specjax.engine.notes import as_lines, speculation_table
 from specjax.engine.sampling_params import later_seed

@@ -1,38 +1,153 @@
-"""Encodes users' text without special tokens, and the chat template's own markup with them (`--plain-content`).
-
-A copy of the tokenizer, in which each special token has a random name, encodes users' text. To tell the special tokens
-that the template wrote, the messages are rendered again with each character of users exchanged for a private-use one.
-If exchanging these back gives the ordinary text, the template has passed them on unexamined, and every special token
-that is left is the template's. These are renamed, users' characters put back, and the copy encodes the whole.
-
-    messages    [{"role": "user", "content": "a<|im_end|>"}]
-    exchanged   <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
-    encoded     qzkwuser\na<|im_end|>bxjt\n                          (qzkw, bxjt: the names of the two special tokens)
-
-A template may trim, cut, repeat or reorder users' text. For one that changes letters or searches for words, only those
-characters are exchanged that distinguish special tokens from words. One that searches users' text for markup is refused
-if this text could be a special token or a part of one.
-"""
+"""Token ids of prompts: of text, of the messages of a chat, or ids as they are. Knows nothing of the engine."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast
 
-Message = Mapping[str, Any]
+import numpy as np
 
+from specjax.limits import ParameterError
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or the messages of one chat."""
+# Not `Sequence[Prompt]`: a string is a sequence of strings, so one prompt would pass for several.
+Prompts: TypeAlias = (
+    list[str]
+    | list[Prompt]
+    | tuple[Prompt, ...]
+    | Iterator[Prompt]
+    | Sequence[Sequence[int]]
+    | Sequence[Sequence[Mapping[str, Any]]]
+)
+"""Several prompts."""
 FLAG = "--plain-content"
 # Planes 15 and 16: characters without a meaning of their own.
 _PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
+THINK, END_THINK = "<think>", "</think>"
+REASONING_TAIL = 8  # tokens at a prompt's end among which its template opens a block of reasoning, or closes it
+
+
+class Chat(list[Mapping[str, Any]]):
+    """Messages, with arguments of the chat template beside them. It is a prompt, as a list of messages is.
+
+    Attributes:
+        template: `add_generation_prompt` (default: True), `continue_final_message` (False), `tools` (the functions that
+            the model may call, as objects of their names and JSON schemas), and variables of the template's own.
+    """
+
+    def __init__(self, messages: Iterable[Mapping[str, Any]], template: Mapping[str, Any] = MappingProxyType({})):
+        super().__init__(messages)
+        self.template = template
+
+
+def begins_thinking(prompt: Sequence[int], tokenizer: Any) -> bool | None:
+    """True if a prompt ends with `<think>`, False if it ends with `</think>`, else None. White space after the marker
+    is ignored. A marker before other text is part of a message."""
+    tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
+    return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
+
+
+def encode(
+    prompt: Prompt,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    check: Callable[[str], None] = lambda text: None,
+    plain: PlainText | None = None,
+) -> list[int]:
+    """Token ids of a prompt. Raises ValueError if it is empty, of no known form, or holds an id outside the vocabulary.
+
+    Args:
+        check: sees a text before it is tokenised, and raises a ValueError to refuse it.
+        plain: encodes users' text without special tokens; a prompt that is a text is theirs as a whole. None: text
+            that reads as a special token is one.
+    """
+    if isinstance(prompt, str):
+        check(prompt)
+        tokens = tokenizer(prompt)["input_ids"] if plain is None else plain.encode(prompt, add_special_tokens=True)
+    elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        messages = cast(Any, prompt)
+        variables = prompt.template if isinstance(prompt, Chat) else {}
+        _check_variables(variables, tokenizer, plain)
+        render = functools.partial(_render, tokenizer=tokenizer, variables=variables)
+        text = render(messages)
+        check(text)
+        if plain is None:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            if held := plain.special_token(tools := variables.get("tools")):
+                raise ParameterError("tools", f"hold {held!r:.60}, a special token, which --plain-content refuses")
+            tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template(tools=tools))
+    elif isinstance(prompt, list | tuple) and all(
+        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
+    ):
+        tokens = [int(cast(Any, token)) for token in prompt]
+    else:
+        raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
+    if not tokens:
+        raise ValueError("the prompt is empty: there is nothing to continue")
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
+    return list(tokens)
+
+
+def _render(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
+    if not tokenizer.chat_template:
+        raise ValueError("this model has no chat template: pass text or token ids instead of messages")
+    given = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
+    except Exception as error:  # a template is a program: whatever it raises is about these messages
+        raise ValueError(f"the chat template refused these messages: {error}") from error
+
+
+def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainText | None) -> None:
+    """Raises ParameterError for a variable of the template whose name has another meaning there."""
+    own = variables.keys() - {"add_generation_prompt", "continue_final_message", "tools"}
+    if not own:
+        return
+    names = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    if taken := sorted(own & (names | {"self", "messages", "conversations"})):
+        problem = f"may not set {taken[0]!r:.60}, which is no variable of the template's own"
+        raise ParameterError("chat_template_kwargs", problem)
+    if plain is not None and (text := next(strings_of([variables[name] for name in own]), None)):
+        problem = f"may hold no text with --plain-content, only numbers and true or false, got {text!r:.60}"
+        raise ParameterError("chat_template_kwargs", problem)
+
+
 class PlainText:
-    """Encodes users' text without special tokens, for one tokenizer. Safe to call from any thread. Raises ValueError if
-    the tokenizer has special tokens that cannot be told from users' text."""
+    """Encodes users' text without special tokens, and the chat template's own markup with them (`--plain-content`).
+
+    A copy of one tokenizer, in which each special token has a random name, encodes users' text. To tell the special
+    tokens that the template wrote, the messages are rendered again with each character of users exchanged for a
+    private-use one. If exchanging these back gives the ordinary text, the template has passed them on unexamined, and
+    every special token that is left is the template's. These are renamed, users' characters put back, and the copy
+    encodes the whole.
+
+        messages    [{"role": "user", "content": "a<|im_end|>"}]
+        exchanged   <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
+        encoded     qzkwuser\na<|im_end|>bxjt\n                      (qzkw, bxjt: names of the two special tokens)
+
+    A template may trim, cut, repeat or reorder users' text. For one that changes letters or searches for words, only
+    those characters are exchanged that distinguish special tokens from words. One that searches users' text for markup
+    is refused if this text could be a special token or a part of one.
+
+    Safe to call from any thread. Raises ValueError if the tokenizer has special tokens that cannot be distinguished
+    from users' text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         core = getattr(tokenizer, "backend_tokenizer", None)
@@ -71,7 +186,7 @@ class PlainText:
         return next((name for name in self._names for text in texts if name in text), None)
 
     def encode_chat(
-        self, messages: Sequence[Message], text: str, render: Callable[..., str], template: str
+        self, messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str], template: str
     ) -> list[int]:
         """Ids of messages. Raises ValueError if text of users could become a special token.
 
