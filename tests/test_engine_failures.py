@@ -75,7 +75,7 @@ def test_a_bucket_without_memory_is_left_out(broken, monkeypatch, caplog, engine
 
 
 def test_a_chunk_without_memory_is_left_out(monkeypatch):
-    engine = make_engine(toy(), warm=False, context_length=1024)
+    engine = make_engine(toy(), warm=False, chunked_prefill_size=256, context_length=1024)
     assert engine.buckets.chunks == (16, 64, 256)
     tried = failing(monkeypatch, engine, lambda key: key == Key("prefill", 256, key.table))
     prompt = [70 + i % 9 for i in range(500)]

@@ -241,7 +241,10 @@ def test_a_short_request_does_not_wait_for_a_long_prompt():
 
 def test_one_long_chunk_at_a_time_while_none_runs():
     """A request that comes waits for one chunk, not for two."""
-    engine = make_engine(toy(), max_running_requests=2, max_total_tokens=2048, context_length=1200, page_size=16)
+    engine = make_engine(
+        toy(), max_running_requests=2, max_total_tokens=2048, context_length=1200, page_size=16,
+        chunked_prefill_size=256,
+    )  # fmt: skip
     engine.add(np.random.default_rng(5).integers(3, 99, 1000).tolist(), SamplingParams(max_new_tokens=3))
     used = watched(engine)
     for _ in range(4):
