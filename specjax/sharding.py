@@ -39,9 +39,9 @@ AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
 def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = False) -> Mesh | None:
-    """A mesh of `count` of this process's devices, from number `first` on, or with `hosts` of those of all processes
-    that share the model (`specjax.hosts`), of which none may be left out; None: JAX's first device alone, which needs
-    none. They form `groups` over which experts are spread. Raises ValueError: there are fewer."""
+    """A mesh of `count` of this process's devices, from number `first` on; with `hosts` of all devices of the processes
+    that share the model. None: JAX's first device alone, which needs none. The devices form `groups` over which
+    experts are spread. Raises ValueError: there are fewer devices."""
     shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
     if hosts:
         if (total := jax.device_count()) != count:

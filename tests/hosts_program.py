@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 
-from specjax.engine import Engine, following
-from specjax.hosts import Address, Follower, Leader, Message, Place
+from specjax.engine import Engine
+from specjax.fleet import following
+from specjax.fleet.hosts import Address, Follower, Leader, Message, Place
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 rank, address, processes, devices, mode, *cases = sys.argv[1:]

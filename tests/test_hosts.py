@@ -29,8 +29,8 @@ from tiny_checkpoints import save_llama
 from specjax.checkpoint.weights import read_folder
 from specjax.cli import build, flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.engine.facts import file_facts
-from specjax.hosts import Address, Follower, Group, Leader, Place
+from specjax.fleet.agreement import file_facts
+from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
 from specjax.settings import Parser, add_flags, parse
 
 PROGRAM = Path(__file__).parent / "hosts_program.py"
@@ -309,7 +309,7 @@ def ends(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(Group, "_connect_devices", lambda self: None)
     monkeypatch.setattr(Group, "end", end)
-    monkeypatch.setattr("specjax.hosts.JOIN", SECONDS)
+    monkeypatch.setattr("specjax.fleet.hosts.JOIN", SECONDS)
     return found
 
 
@@ -357,7 +357,7 @@ def test_followers_that_are_refused(ends):
 
 def test_processes_that_do_not_come(ends, monkeypatch):
     address = Address.parse(free_address())
-    monkeypatch.setattr("specjax.hosts.JOIN", 1.0)
+    monkeypatch.setattr("specjax.fleet.hosts.JOIN", 1.0)
     with pytest.raises(TimeoutError, match=f"no leader at {address.next} within 1 s: .*refused"):
         Follower(Place(address, 3, 1)).join()
     leader, follower = Leader(Place(address, 3, 0)), Follower(Place(address, 3, 1))
@@ -371,7 +371,7 @@ def test_processes_that_do_not_come(ends, monkeypatch):
 
 def test_a_follower_that_is_stopped_before_it_finds_its_leader(monkeypatch):
     statuses: list[int] = []
-    monkeypatch.setattr("specjax.hosts.os._exit", lambda status: (statuses.append(status), sys.exit()))
+    monkeypatch.setattr("specjax.fleet.hosts.os._exit", lambda status: (statuses.append(status), sys.exit()))
     with pytest.raises(SystemExit):
         Follower(Place(Address.parse(free_address()), 2, 1)).ask_to_stop()
     assert statuses == [0]
@@ -381,7 +381,7 @@ def test_a_leader_that_is_slow_to_accept(ends, monkeypatch):
     """It listens before it prepares its device, so a follower's connection is made, and nothing comes."""
     address = Address.parse(free_address())
     leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
-    monkeypatch.setattr("specjax.hosts.SILENCE", 1.5)
+    monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 1.5)
     with closing(leader, follower):
         follower.join()
         time.sleep(4)
@@ -454,9 +454,9 @@ def test_silence(joined, monkeypatch):
     assert joined
     lost: list[tuple[int, str]] = []
     monkeypatch.setattr(Group, "_lost", lambda self, rank, reason: lost.append((rank, reason)))
-    monkeypatch.setattr("specjax.hosts.SILENCE", 2.5)
+    monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 2.5)
     time.sleep(4)
     assert not lost
-    monkeypatch.setattr("specjax.hosts._Connection.send", lambda *_, **__: None)
+    monkeypatch.setattr("specjax.fleet.hosts._Connection.send", lambda *_, **__: None)
     wait_until(lambda: len(lost) == 2)
     assert sorted(lost) == [(rank, "no sign of life for 2.5 s") for rank in (0, 1)]

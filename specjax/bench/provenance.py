@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from specjax.engine.facts import hash_of, source_files
+from specjax.fleet.agreement import hash_of, source_files
 
 ROOT = Path(__file__).parents[2]  # of a checkout
 

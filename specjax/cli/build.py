@@ -13,7 +13,7 @@ from specjax import gpu
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.hosts import Address, Follower, Group, Leader, Place
+from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
 from specjax.settings import dashed, overrides, place_of
 from specjax.thresholds import AcceptAbove
 
@@ -96,7 +96,7 @@ _OWN = {
     "speculative_draft_model_revision", "speculative_token_map",
 }  # fmt: skip
 """Settings that each process of a group may have otherwise. Files may lie elsewhere; what is in them is compared when
-they are read (`specjax.engine.facts`)."""
+they are read (`specjax.fleet.agreement`)."""
 
 
 def _shared(chosen: Settings) -> dict[str, str]:

@@ -8,18 +8,41 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import jax
 import numpy as np
 
-from specjax.drafters.base import Params
+from specjax.drafters.base import Drafter, Params
 from specjax.engine.arrays import Output, Resident
 from specjax.engine.keys import Key
 from specjax.engine.programs import Program, is_out_of_memory
-from specjax.hosts import Leader
+
+if TYPE_CHECKING:
+    from specjax.checkpoint import ModelFiles
+    from specjax.engine.config import EngineConfig
+    from specjax.models.target import Target
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
+
+
+class Group(Protocol):
+    """Processes whose devices share one model, of which this is one (`specjax.fleet.hosts`)."""
+
+    leads: bool
+
+    def agree_on_files(self, files: ModelFiles) -> None: ...
+    def agree_on_pool(
+        self, target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int, tokens: int
+    ) -> int: ...
+
+
+class Leader(Group, Protocol):
+    """The process of a group that serves requests: what it changes on its devices the others change, too."""
+
+    def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None: ...
+    def compare(self, digest: str, what: str) -> None: ...
+    def fail(self, message: str) -> NoReturn: ...
 
 
 class OutOfMemory(Exception):
@@ -51,7 +74,7 @@ class Device:
     on a CPU, during which programs can be compiled for its shapes. `launch_lock` is held while one is launched.
 
     leader: of processes that share the devices: all that changes the state is told to the others first, which do the
-        same (`specjax.engine.following`); None: there are none, or this is one of them.
+        same (`specjax.fleet.following`); None: there are none, or this is one of them.
     """
 
     def __init__(

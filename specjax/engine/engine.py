@@ -19,7 +19,7 @@ from collections.abc import Sequence as List
 from functools import partial
 from time import sleep
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,10 @@ from specjax.drafters.check import check_drafter, is_own
 from specjax.engine.arrays import Resident, admission
 from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.device import Device, OutOfMemory
+from specjax.engine.device import Device, Group, Leader, OutOfMemory
 from specjax.engine.dispatch import dispatch
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.executables import Executables, use_compilation_cache
-from specjax.engine.facts import facts, file_facts
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
@@ -53,7 +52,6 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.schedule import next_prefill, next_steps
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence
-from specjax.hosts import Group, Leader
 from specjax.load import load
 from specjax.models.target import Target
 from specjax.sharding import described, empty_state, make_mesh, on_first, several
@@ -108,7 +106,7 @@ class Engine:
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params, self.mesh)
         if group is not None:
-            tokens = group.agree(facts(target, drafter, params, config, self.context_length), tokens)
+            tokens = group.agree_on_pool(target, drafter, params, config, self.context_length, tokens)
         sizes = config, self.context_length, tokens, self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, ragged=target.ragged)
         if not is_own(drafter):
@@ -126,7 +124,7 @@ class Engine:
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
         variants |= {"room": room_beside(shapes, self.mesh), "mesh": self.mesh}
         self.executables = Executables(target, drafter, self.buckets, params, shapes, new_pages=new_pages, **variants)
-        leader = group if isinstance(group, Leader) else None
+        leader = cast(Leader, group) if group is not None and group.leads else None
         if leader is not None:
             self.executables.announce = lambda key: leader.send("compile", key=key)
         self.device = Device(params, self._new_state, self.executables.launch_lock, leader)
@@ -193,7 +191,7 @@ class Engine:
                 the values of what a request does not give; openai: it is left unread.
             backend: a `tree_attention` implementation; None or auto = what suits the device.
             compilation_cache: keep compiled programs on disk.
-            group: of the processes whose devices share the model, which has joined; see `specjax.engine.following`.
+            group: of the processes whose devices share the model, which has joined; see `specjax.fleet.following`.
             progress: show bars on stderr while weights are loaded and while requests wait for the compiler; if stderr
                 is not a terminal, one line for each.
 
@@ -207,7 +205,7 @@ class Engine:
             use_compilation_cache()
         mesh = _mesh(config, group)
         if group is not None:
-            group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
+            group.agree_on_files(checkpoint.resolve(model, revision=revision, progress=progress))
         with on_first(mesh):
             loaded = load(
                 model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,

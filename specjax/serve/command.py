@@ -21,9 +21,10 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
 from specjax.cli.replicas import check_devices
-from specjax.engine import Engine, following
+from specjax.engine import Engine
 from specjax.engine.notes import as_lines, devices_note, speculation_table
-from specjax.hosts import Follower, Leader
+from specjax.fleet import following
+from specjax.fleet.hosts import Follower, Leader
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.kv_events import KvEventsConfig, Publisher, check_endpoints, libraries

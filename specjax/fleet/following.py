@@ -18,7 +18,7 @@ from specjax.engine.arrays import Output
 from specjax.engine.device import digest
 from specjax.engine.engine import Engine
 from specjax.engine.keys import Key
-from specjax.hosts import Follower, Message
+from specjax.fleet.hosts import Follower, Message
 
 COMPILERS = 2  # threads
 

@@ -26,7 +26,7 @@ OWN = ("mem_fraction", "max_total_tokens", "random_seed")
 SAMPLE = 4096  # most bytes of a tensor
 
 
-def facts(
+def engine_facts(
     target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
 ) -> dict[str, str]:  # fmt: skip
     """By the names that an error gives them."""

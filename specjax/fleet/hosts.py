@@ -1,6 +1,6 @@
 """Several processes, on one host or on several, that share one model: how they find each other, and end together.
 
-Rank 0 leads: it alone serves requests, and tells the others which programs to launch (`specjax.engine.following`).
+Rank 0 leads: it alone serves requests, and tells the others which programs to launch (`specjax.fleet.following`).
 JAX connects the devices (`jax.distributed`, at HOST:PORT); what a leader tells goes over a TCP connection of its own to
 each follower (at HOST:PORT + 1), since a program with collectives cannot be interrupted, and a process that waits in
 one must learn that the other has died. A frame is two big-endian lengths, a JSON object and the bytes of an array; no
@@ -32,6 +32,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+
+from specjax.checkpoint import ModelFiles
+from specjax.drafters.base import Drafter, Params
+from specjax.engine.config import EngineConfig
+from specjax.fleet.agreement import engine_facts, file_facts
+from specjax.models.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +177,10 @@ class Group(ABC):
     Attributes:
         place: of this process.
         settings: by name, what all processes must have been started with; compared when they join, before models load.
+        leads: whether this process is rank 0.
     """
+
+    leads = False
 
     def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         self.place, self.settings = place, settings
@@ -211,6 +220,16 @@ class Group(ABC):
         if not self._leaving:
             self.end(f"Node rank {rank} of {self.place.nodes} is gone: {reason}")
 
+    def agree_on_files(self, files: ModelFiles) -> None:
+        """Ends the processes whose model files differ from the leader's."""
+        self.agree(file_facts(files), 0)
+
+    def agree_on_pool(
+        self, target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int, tokens: int
+    ) -> int:
+        """Tokens of the smallest KV pool. Ends the processes whose engine differs from the leader's."""
+        return self.agree(engine_facts(target, drafter, params, config, context_length), tokens)
+
     @abstractmethod
     def agree(self, facts: Mapping[str, str], number: int) -> int:
         """The smallest of the numbers that the processes give. Those whose facts differ from the leader's end."""
@@ -227,6 +246,8 @@ class Leader(Group):
 
     Raises OSError: it cannot listen at its address.
     """
+
+    leads = True
 
     def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(place, settings)
