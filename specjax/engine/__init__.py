@@ -1,10 +1,10 @@
 """The engine: requests in, text out. Host side, plain Python. In reading order:
 
 engine         Engine: requests, the loop (`step`), generation
-runtime        what the parts share; the values `Batch` and `InFlight`
-schedule       which requests run next: `scheduler` (slots), `pages`, `pace`, `draft_policy`, `buckets`, `keys`
-dispatch       launching a batch: `arrays` (what is sent), `programs`, `executables`, `device`
-collect        reading it: `sequence`, `text`
+runtime        what the parts share
+schedule       which requests run next: `scheduler` (slots), `pages`, `draft_policy`, `buckets`, `keys`
+batch          a batch and its launch: `arrays` (what is sent), `programs`, `executables`, `device`
+collect        reading it: `sequence`, `output`, `text`
 grammar        structured output: `grammar_steps`, `constraint`
 intake         requests from prompts and `sampling_params`
 """

@@ -8,10 +8,11 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from specjax.engine.arrays import Output, Read, logprobs_from_bits, read_output
+from specjax.engine.batch import InFlight
 from specjax.engine.device import memory_checked
 from specjax.engine.notes import not_drafted
 from specjax.engine.output import RawLogprob
-from specjax.engine.runtime import InFlight, Runtime
+from specjax.engine.runtime import Runtime
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, Sequence, Status
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED

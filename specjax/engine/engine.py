@@ -34,10 +34,10 @@ from specjax.costs import estimated_ratio, machine, running_model
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
 from specjax.engine.arrays import Resident, admission
+from specjax.engine.batch import Batch, dispatch
 from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, Group, Leader, OutOfMemory
-from specjax.engine.dispatch import dispatch
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, StreamChunk, complete
@@ -47,7 +47,7 @@ from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.output import Completion
 from specjax.engine.placing import check_models, place_params
-from specjax.engine.runtime import Batch, Runtime
+from specjax.engine.runtime import Runtime
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.schedule import next_prefill, next_steps
 from specjax.engine.scheduler import Scheduler

@@ -36,7 +36,8 @@ from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
 from specjax.verify import Verifier
 
 if TYPE_CHECKING:
-    from specjax.engine.runtime import Batch, Runtime
+    from specjax.engine.batch import Batch
+    from specjax.engine.runtime import Runtime
 
 FIELDS = len(DraftTree._fields)
 WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at

@@ -1,90 +1,19 @@
-"""What the parts of an engine share, and the values that pass between them.
-
-schedule     which requests run next, in which program: a `Batch`
-dispatch     launches a batch: an `InFlight`
-collect      reads what is in flight, the oldest first
-"""
+"""What the parts of an engine share: its state, its collaborators and its counters."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from time import perf_counter
-from types import MappingProxyType
-from typing import NamedTuple
 
 from specjax.drafters.base import Drafter
-from specjax.engine.arrays import Output
+from specjax.engine.batch import Flights
 from specjax.engine.buckets import Buckets
 from specjax.engine.device import Device
 from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.executables import Executables
-from specjax.engine.keys import Key
-from specjax.engine.programs import Program
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Sequence, Status
-
-
-class Batch(NamedTuple):
-    """Requests that run next, and the program that they run in.
-
-    Attributes:
-        key: name of the program: what it does, and its widths.
-        program: compiled.
-        sequences: no more than the program has rows.
-        lengths: of a prefill, tokens of each sequence.
-        drafted: of a step, sequences for which it may draft.
-        forced: of a step, tokens that a grammar forces, which take the place of drafts.
-    """
-
-    key: Key
-    program: Program
-    sequences: list[Sequence]
-    lengths: List[int] = ()
-    drafted: tuple[Sequence, ...] = ()
-    forced: Mapping[Sequence, list[int]] = MappingProxyType({})
-
-
-class InFlight(NamedTuple):
-    """A batch that was launched and is not read yet.
-
-    Attributes:
-        output: on the device.
-        launched: when, in seconds of `perf_counter`.
-        prefilled: of a prefill, tokens of each sequence in pages before and after it.
-    """
-
-    batch: Batch
-    output: Output
-    launched: float = 0.0
-    prefilled: List[tuple[int, int]] = ()
-
-
-class Flights(deque[InFlight]):
-    """Those of an engine, the oldest first. `programs` returns the number of compiled programs."""
-
-    def __init__(self, programs: Callable[[], int]) -> None:
-        super().__init__()
-        self._programs, self._known, self._last_read = programs, 0, 0.0
-        self._untimed = 0  # the next flights to be read, which may have ended while something compiled
-
-    def seconds(self, flight: InFlight) -> float | None:
-        """Seconds that the device took for a program whose output has just been read; None: something compiled
-        meanwhile, or nobody waited for it, so that it may have been left unread while the engine had nothing to do."""
-        begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
-        known, self._known = self._known, self._programs()
-        if known != self._known:  # those behind it may have ended long ago, too, and would seem to take no time
-            self._untimed = 1 + len(self)
-        if self._untimed:
-            self._untimed -= 1
-            return None
-        sequences = flight.batch.sequences
-        if sequences and all(sequence.status is Status.FINISHED for sequence in sequences):
-            return None
-        return self._last_read - begun
+from specjax.engine.sequence import Sequence
 
 
 @dataclass
