@@ -8,24 +8,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 
+from specjax.checkpoint import ModelFiles
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.arrays import Output, Resident
+from specjax.engine.config import EngineConfig
 from specjax.engine.keys import Key
 from specjax.engine.programs import Program, is_out_of_memory
-
-if TYPE_CHECKING:
-    from specjax.checkpoint import ModelFiles
-    from specjax.engine.config import EngineConfig
-    from specjax.models.target import Target
+from specjax.models.target import Target
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
 
 
+@runtime_checkable
 class Group(Protocol):
     """Processes whose devices share one model, of which this is one (`specjax.fleet.hosts`)."""
 
@@ -37,6 +36,7 @@ class Group(Protocol):
     ) -> int: ...
 
 
+@runtime_checkable
 class Leader(Group, Protocol):
     """The process of a group that serves requests: what it changes on its devices the others change, too."""
 
