@@ -25,24 +25,20 @@ LINES = [
 
 
 def test_replicas_write_what_one_device_writes(tmp_path):
-    """With `--output`, and with `--claim`, whose files together are the same; in the order of the input."""
+    """In the order of the input."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     model = saved_model(tmp_path / "model")
     argv = ["--model", model, "--input", f"{tmp_path}/in.jsonl", *QUICK, "--speculative-algorithm", "NONE"]
-    one, two, claimed = run(
+    one, two = run(
         [*argv, "--output", f"{tmp_path}/one"],
         [*argv, "--output", f"{tmp_path}/two", "--dp", "2"],
-        [*argv, "--claim", f"{tmp_path}/claimed", "--dp", "2", "--shard-lines", "4"],
         program="generate_program.py",
     )
     expected = (tmp_path / "one").read_text()
     assert [json.loads(line)["id"] for line in expected.splitlines()] == ["first", 1, 3, 4, 5, 6, 7, 8]
     assert (tmp_path / "two").read_text() == expected
-    parts = sorted((tmp_path / "claimed").glob("part-*.jsonl"))
-    assert len(parts) == 3 and "".join(part.read_text() for part in parts) == expected
-    assert (one["devices"], two["devices"], claimed["devices"]) == ([[0]], [[0], [1]], [[0], [1]])
-    for found in (two, claimed):
-        assert all(found["generated"]), "a replica has no requests"
-        assert found["status"] == 1 and found["summary"]["replicas"] == 2
-        counts = ("requests", "failed", "completion_tokens", "verify_steps", "accept_length")
-        assert {name: found["summary"][name] for name in counts} == {name: one["summary"][name] for name in counts}
+    assert (one["devices"], two["devices"]) == ([[0]], [[0], [1]])
+    assert all(two["generated"]), "a replica has no requests"
+    assert two["status"] == 1 and two["summary"]["replicas"] == 2
+    counts = ("requests", "failed", "completion_tokens", "verify_steps", "accept_length")
+    assert {name: two["summary"][name] for name in counts} == {name: one["summary"][name] for name in counts}

@@ -6,8 +6,7 @@ the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An ou
 text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what speculation did: `spec_verify_ct,
 spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line asks for them, with
 `logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON object about the
-run. With `--claim` in place of `--output`, processes share a run (see `specjax.cli.claims`); with `--dp`, devices of
-one process share it. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
+run. With `--dp`, devices of one process share it. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Sequence as List
-from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -33,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 from tqdm import tqdm
 
 from specjax import settings
-from specjax.cli import build, claims, flags, run_command
+from specjax.cli import build, flags, run_command
 from specjax.cli.replicas import make_engines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.executables import PhaseTimes
@@ -57,6 +54,8 @@ RESULT_FIELDS = (
 )  # fmt: skip
 
 DRAFTED = "drafted_steps", "own_steps", "own_accepted"  # counters
+
+Row = Mapping[str, Any]  # of the output
 
 AHEAD = 256  # lines read ahead of the answers: a file of a million prompts need not be tokenised before the first
 
@@ -135,12 +134,12 @@ def parse_lines(lines: Iterable[corpus.Line], given: str, defaults: Mapping[str,
         yield bad_line(raw, given, ValueError(parsed.reason)) if isinstance(parsed, BadLine) else parsed
 
 
-def line_writer(file: TextIO) -> Callable[[claims.Row | None], None]:
+def line_writer(file: TextIO) -> Callable[[Row | None], None]:
     """Writes each row, as a line of JSON, at once; None is no line."""
 
-    def write(row: claims.Row | None) -> None:
+    def write(row: Row | None) -> None:
         if row is not None:
-            file.write(claims.as_json(row) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
 
     return write
@@ -156,12 +155,11 @@ def result(line: Line, done: Completion) -> dict[str, Any]:
 def run(
     engine: Engine,
     lines: Iterable[Line | BadLine | None],
-    write: Callable[[claims.Row | None], None],
+    write: Callable[[Row | None], None],
     *,
     others: List[Engine] = (),
     progress: bool = True,
     total: int | None = None,
-    shared: claims.ClaimedRun | None = None,
     describe: Callable[[Line, Completion], dict[str, Any] | None] = result,
 ) -> dict[str, Any]:
     """Completes the lines, which are read as the engine gets to them. Returns the summary.
@@ -174,8 +172,6 @@ def run(
             step before it waits for the one before, so all devices have work.
         write: called once for each line, in input order; None: the line has no result.
         total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
-        shared: the run that `lines` were claimed from; the progress bar is over all its lines. Few are read ahead, so
-            that other processes find unclaimed shards.
         describe: what is written of a line that is done; None counts as failed.
     """
     source = enumerate(lines)
@@ -184,7 +180,7 @@ def run(
     count: Counter[str] = Counter()
     engines = [engine, *others]
     loads = [0] * len(engines)  # requests that wait or run
-    most = max(1 if shared else AHEAD, 2 * engine.config.max_running_requests * len(engines))
+    most = max(AHEAD, 2 * engine.config.max_running_requests * len(engines))
 
     def fail(number: int, reason: object) -> None:
         count["failed"] += 1
@@ -229,10 +225,9 @@ def run(
     times = engine.executables.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
-    total, initial = (total, 0) if shared is None else (shared.lines, shared.settled())
     started = time.perf_counter()
     shown_bar = progress and bool(count["requests"])
-    with progress_bar("Generating", total, "request", shown=shown_bar, initial=initial) as bar:
+    with progress_bar("Generating", total, "request", shown=shown_bar) as bar:
         while any(each.unfinished for each in engines):
             for sequence in itertools.chain.from_iterable(each.step() for each in engines if each.unfinished):
                 for tree in sequence.output.trees[shown[sequence] :]:
@@ -260,7 +255,7 @@ def run(
                 speed = count["tokens"] / (time.perf_counter() - started)
                 bar.set_postfix_str(f"accept {accept_length():.2f}, {speed:.1f} tok/s")
             feed()
-            bar.update((count["settled"] if shared is None else shared.settled()) - bar.n)
+            bar.update(count["settled"] - bar.n)
     seconds = time.perf_counter() - started
     drafted_steps, own, accepted = (sum(getattr(each.counters, name) for each in engines) for name in DRAFTED)
     if problem := doubt(engine.drafter, own, accepted):
@@ -304,9 +299,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSONL with prompt, messages or input_ids, also gzipped, or a folder of such; - = stdin",
     )
-    output = files.add_mutually_exclusive_group(required=True)
-    output.add_argument("--output", metavar="FILE", help="JSONL with the completions")
-    claims.add_flags(files, output)
+    add("--output", required=True, metavar="FILE", help="JSONL with the completions")
     add(
         "--dp", "--data-parallel-size", "--dp-size", type=int, default=1, metavar="N",
         help="replicas of the engine in this process, each on --tp devices of its own, that share the lines",
@@ -351,14 +344,6 @@ def check_output(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {args.output} cannot be written")
 
 
-def claim_run(
-    args: argparse.Namespace, chosen: flags.Settings, sampling: Mapping[str, Any], lines: list[corpus.Line]
-) -> claims.ClaimedRun:
-    """The run of `--claim`. Raises ValueError or OSError as `ClaimedRun` does."""
-    depends = {**claims.answers_depend_on(chosen, args.input), "sampling_defaults": chosen.engine.sampling_defaults}
-    return claims.ClaimedRun(Path(args.claim), len(lines), args.shard_lines, {**depends, **sampling})
-
-
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     chosen = replace(chosen, server=replace(chosen.server, data_parallel_size=args.dp))  # a server's is not ours
@@ -371,35 +356,22 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--data-parallel-size must be at least 1, got {args.dp}")
         if args.dp > 1 and args.time_phases:
             raise ValueError(f"--time-phases is for one engine, without --data-parallel-size {args.dp}")
-        if args.claim and args.input == "-":
-            raise ValueError("--input must be a file or a folder: every process of --claim reads it")
         lines = read_input(args.input)
-        if args.output:
-            check_output(args)
+        check_output(args)
         if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
         build.claim_gpu(chosen)
-        shared = None if args.output else claim_run(args, chosen, given, lines)
-        with shared or nullcontext():
-            if shared is not None and not shared.begin():
-                return {"requests": 0, "failed": 0, **shared.summary()}
-            config = {"trace": args.show_trees, "time_phases": args.time_phases}
-            engine, *others = make_engines(chosen, progress=progress, **config)
-            if progress:
-                table = as_lines(speculation_table(engine.drafter, engine.buckets))
-                print(f"Speculation:{flags.in_flags(table)}", file=sys.stderr)
-            requests = partial(parse_lines, given=args.input, defaults={**engine.sampling_defaults, **given})
-            if shared is not None:
-                source = requests(lines[place] for place in shared.places())
-                return (
-                    run(engine, source, shared.write, others=others, progress=progress, shared=shared)
-                    | shared.summary()
-                )
-            # Opened only now: a run that cannot start keeps the old file.
-            with Path(args.output).open("w", encoding="utf-8") as file:
-                return run(engine, list(requests(lines)), line_writer(file), others=others, progress=progress)
+        config = {"trace": args.show_trees, "time_phases": args.time_phases}
+        engine, *others = make_engines(chosen, progress=progress, **config)
+        if progress:
+            table = as_lines(speculation_table(engine.drafter, engine.buckets))
+            print(f"Speculation:{flags.in_flags(table)}", file=sys.stderr)
+        requests = parse_lines(lines, args.input, {**engine.sampling_defaults, **given})
+        # Opened only now: a run that cannot start keeps the old file.
+        with Path(args.output).open("w", encoding="utf-8") as file:
+            return run(engine, list(requests), line_writer(file), others=others, progress=progress)
 
-    left = "the same command goes on" if args.claim else "the completions written so far are in the output file"
+    left = "the completions written so far are in the output file"
     return run_command("specjax generate", work, failed="failed", interrupted=left)
 
 

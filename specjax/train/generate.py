@@ -33,9 +33,9 @@ from tqdm import tqdm
 
 from specjax import checkpoint, settings
 from specjax.cache import bytes_per_token, init_cache
-from specjax.checkpoint.files import try_lock, write_text
+from specjax.checkpoint.files import sha256, try_lock, write_text
 from specjax.checkpoint.prompts import Chat
-from specjax.cli import build, claims, flags, run_command
+from specjax.cli import build, flags, run_command
 from specjax.cli.generate import (
     BadLine,
     Line,
@@ -208,9 +208,7 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--input", required=True, metavar="FILE", help="JSONL of prompt or messages, also gzipped, or a folder of such"
     )  # fmt: skip
-    output = files.add_mutually_exclusive_group(required=True)
-    output.add_argument("--output", metavar="FILE", help="JSONL; FILE.meta.json says how it was made")
-    claims.add_flags(files, output)
+    files.add_argument("--output", required=True, metavar="FILE", help="JSONL; FILE.meta.json says how it was made")
     files.add_argument("--overwrite", action="store_true", help="start anew where --output is there")
     files.add_argument("--count", type=int, metavar="N", help="only the first N lines; more can be added later")
     files.add_argument(
@@ -233,10 +231,31 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def answers_depend_on(chosen: flags.Settings, given: str) -> dict[str, Any]:
+    """What the answers of a run depend on, of the model and the input. Batch and algorithm may change: they change no
+    text. JAX must have its device (`specjax.cli.build.claim_gpu`). `given`: --input."""
+    model, defaults = chosen.model, flags.Settings()
+    places = {
+        "quantization": "model", "context_length": "engine", "plain_content": "engine",
+        "speculative_accept_threshold_single": "speculative", "speculative_accept_threshold_acc": "speculative",
+    }  # fmt: skip
+    changed = {
+        name: value
+        for name, table in places.items()
+        if (value := getattr(getattr(chosen, table), name)) != getattr(getattr(defaults, table), name)
+    }
+    return {
+        **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
+        "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
+        "content of the input": " ".join(sha256(Path(file)) for file in corpus.shards([given])),
+        **changed,
+    }
+
+
 def settings_of(args: argparse.Namespace, chosen: flags.Settings, mixture: Mapping[float, float]) -> dict[str, Any]:
     """What answers and their order depend on; batch, algorithm and --count may change."""
     return {
-        **claims.answers_depend_on(chosen, args.input),
+        **answers_depend_on(chosen, args.input),
         **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
         "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
     }
@@ -250,19 +269,12 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     for name in ("count", "max_new_tokens", "max_prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    given = [f"--{name}" for name in ("count", "overwrite") if getattr(args, name)] + ["--shard"] * (part[1] > 1)
-    if args.claim and given:
-        raise ValueError(
-            f"--claim DIR shares all lines out, and nothing is begun anew: leave out {' and '.join(given)}"
-        )
     SamplingParams(seed=args.seed)
     mixture = parse_mixture(args.temperatures)
     build.claim_gpu(chosen)
     wanted = settings_of(args, chosen, mixture)
     if args.shuffle:
         random.Random(f"order {args.seed}").shuffle(lines)
-    if args.claim:
-        return answer_claimed(args, chosen, lines, mixture, wanted)
     wanted |= {"shard": args.shard} if part[1] > 1 else {}
     return answer_file(args, chosen, lines[part[0] - 1 :: part[1]], mixture, wanted)
 
@@ -306,21 +318,6 @@ def answer_file(
             write, shown = line_writer(file), not args.no_progress
             summary = run(engine, prompts, write, progress=shown, total=len(left), describe=answer)
     return {"resumed_after": done, "too_long": len(too_long), **summary}
-
-
-def answer_claimed(
-    args: argparse.Namespace, chosen: flags.Settings, lines: list[corpus.Line], mixture: Mapping[float, float],
-    wanted: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Answer the lines of the shards of `--claim` that this process gets."""
-    with claims.ClaimedRun(Path(args.claim), len(lines), args.shard_lines, wanted) as shared:
-        if not shared.begin():
-            return {"too_long": 0, "requests": 0, "failed": 0, **shared.summary()}
-        done, too_long = shared.settled(), []
-        engine = load_engine(args, chosen, len(lines) - done, f"{len(lines) - done} of {len(lines)} lines")
-        prompts = requests(engine, (lines[place] for place in shared.places()), mixture, args, too_long)
-        summary = run(engine, prompts, shared.write, progress=not args.no_progress, shared=shared, describe=answer)
-        return {"too_long": len(too_long), **summary, **shared.summary()}
 
 
 def main(argv: list[str] | None = None) -> int:
