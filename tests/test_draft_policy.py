@@ -13,7 +13,8 @@ from test_coupling import right_often
 from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
 from test_eagle_cache import toy as llama
 
-from specjax.costs import CPU_LEVEL, CPU_STEP, Tree, machine, running_model, step_cost
+from specjax.config import Experts
+from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS, distinct_experts
 from specjax.devices import DEVICES
 from specjax.drafters.base import Params
 from specjax.drafters.tree_shape import TreeShape
@@ -330,7 +331,7 @@ def test_steps_that_draft_for_nobody_do_not_run_the_draft_model():
 
 
 def test_the_estimate_before_anything_has_run(monkeypatch):
-    """The cost model of a GPU that is known; of others and of a CPU the table of row counts and the draft's bytes."""
+    """Bytes and kernels on a GPU whose bandwidth is known, else the table of row counts and the draft's bytes."""
     engine = engine_of("eagle3")
     width, depth = engine.drafter.width, engine.drafter.depth
     by_rows = float(np.interp(width, list(CPU_STEP), list(CPU_STEP.values())))
@@ -340,15 +341,21 @@ def test_the_estimate_before_anything_has_run(monkeypatch):
     for name, known in (("Tesla T4", False), ("NVIDIA H200", True)):
         monkeypatch.setattr(Engine, "device_name", name)
         assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == known
-    predicted = running_model(engine.target, engine.params, engine.drafter, None)
-    on = machine(DEVICES["H200"], "float32", "gpu")
-    tree = Tree(depth, engine.drafter.topk, width)
-    expected = step_cost(predicted, on, tree=tree).seconds / step_cost(predicted, on).seconds
-    assert engine._estimated_ratio(1) == pytest.approx(expected)
+    bandwidth, layers = DEVICES["H200"].bandwidth, engine.target.config.num_layers
+    plain = target / bandwidth + (LAYER_KERNELS * layers + STEP_KERNELS) * KERNEL
+    level = draft / bandwidth + LEVEL_KERNELS * KERNEL
+    assert engine._estimated_ratio(1) == pytest.approx((plain + depth * level) / plain)
     own = make_engine(toy(), NGRAM, warm=False, adaptive=True)
     monkeypatch.setattr(own, "platform", "gpu")
-    assert running_model(own.target, own.params, own.drafter, None) is None, "nothing is known of the user's own target"
-    assert 1 < own._estimated_ratio(1) < own._estimated_ratio(4)
+    assert 1 <= own._estimated_ratio(1) <= own._estimated_ratio(4), "a target of the user's own"
+
+
+def test_experts_that_a_step_reads():
+    """Against draws: each token chooses 2 of 8."""
+    experts, rng = Experts(8, 2, width=4, layers=(0,)), np.random.default_rng(0)
+    for rows in (1, 3, 16):
+        draws = [{int(e) for _ in range(rows) for e in rng.choice(8, 2, replace=False)} for _ in range(4000)]
+        assert distinct_experts(experts, rows) == pytest.approx(np.mean([len(each) for each in draws]), rel=0.02)
 
 
 def test_reasons_why_a_step_does_not_draft():

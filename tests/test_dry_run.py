@@ -140,11 +140,6 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said, kind, size, besi
     assert (many["batch"], many["nodes"]) == (48, 8)
     assert many["verify"] == pytest.approx(2 * document["reads"]["products"] * 48 * 8 / 989e12)
     assert "accept to break even" in found.text and widest(found.text) <= 80
-    estimates = document["estimates"]
-    assert estimates["accept_length"] == 3.0 and "not measured" in found.text
-    for speed, bucket in zip(document["speeds"], estimates["buckets"], strict=True):
-        assert (bucket["batch"], bucket["tree"]["nodes"]) == (speed["batch"], speed["nodes"])
-        assert speed["plain"] < bucket["plain"]["seconds"] < bucket["tree"]["seconds"], "a bound is below an estimate"
     assert re.search(r"^fits: \d+\.\d\d GB are left$", found.text, re.MULTILINE)
 
 

@@ -6,7 +6,8 @@ the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An ou
 text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what speculation did: `spec_verify_ct,
 spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line asks for them, with
 `logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON object about the
-run. With `--dp`, devices of one process share it. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
+run. With `--dp`, devices of one process share it. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could
+be started.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from specjax import checkpoint, devices
 from specjax.cache import PoolShape
 from specjax.checkpoint.prompts import Prompt, Prompts
 from specjax.config import HeadConfig, MtpConfig
-from specjax.costs import estimated_ratio, machine, running_model
+from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
 from specjax.engine.arrays import Resident, admission
@@ -389,11 +389,8 @@ class Engine:
     def _estimated_ratio(self, batch: int) -> float:
         """See `estimated_ratio`."""
         drafter = self.drafter.within(self.buckets.tree_widths(batch)[-1])
-        predicted = on = None
-        if self.platform != "cpu" and (device := devices.named(self.device_name)) is not None:
-            predicted = running_model(self.target, self.params, drafter, self._draft_model)
-            on = machine(device, self.target.config.dtype, "gpu")
-        return estimated_ratio(batch, drafter, self.params, predicted, on)
+        device = None if self.platform == "cpu" else devices.named(self.device_name)
+        return estimated_ratio(batch, self.target, drafter, self.params, device)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)

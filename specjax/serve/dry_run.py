@@ -1,7 +1,7 @@
 """`--dry-run`: what a model would need on a device and at best reach there, and what to change if it does not fit.
 
 Reads configs and tensors' headers. Prints a report whose last line is the verdict, or with `--json` one line of JSON
-alone. `specjax.engine.plan` computes memory and bounds, `specjax.costs` the estimates.
+alone. `specjax.engine.plan` computes memory and bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import jax
 
 from specjax.checkpoint import CheckpointError, check_tokenizer_paths
 from specjax.cli import build, flags
-from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
 from specjax.engine.notes import speculation_table
@@ -30,8 +29,6 @@ from specjax.settings import Parser, dashed
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 """Exit statuses."""
-
-ASSUMED_ACCEPT = 3.0  # accept length of the estimates, where the tree is deep enough
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +144,6 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
     yield ""
     yield from _speeds(case, plan)
     yield ""
-    yield from _estimates(case, plan)
     yield from _verdict(case, plan, found)
 
 
@@ -199,43 +195,6 @@ def _speeds(case: Case, plan: Plan) -> Iterator[str]:
         lengths = _accept_lengths(case.outline.drafter.depth)
         rates = ", ".join(f"{length:g}: {first.rate(length):,.1f}" for length in lengths)
         yield from _fact("tree", f"at most tokens/s of {first.batch} request by accept length: {rates}")
-
-
-def _estimates(case: Case, plan: Plan) -> Iterator[str]:
-    if not (found := estimates(case, plan)):
-        return
-    accept = min(ASSUMED_ACCEPT, case.outline.drafter.depth + 1.0)
-    text = "not measured: bytes, products and launches of greedy steps by the cost model"
-    if any(tree for _, tree in found):
-        text += f"; tokens/s with a tree at an assumed accept length of {accept:g}"
-    yield from _fact("estimate", text)
-    yield "requests  plain ms  plain tok/s  kernels  tree ms  tree tok/s  to break even"
-    for plain, tree in found:
-        line = f"{plain.batch:8} {1e3 * plain.seconds:9.3f} {plain.rate():12,.1f} {plain.total.kernels:8.0f}"
-        if tree:
-            ratio = tree.seconds / plain.seconds
-            line += f" {1e3 * tree.seconds:8.3f} {tree.rate(accept):11,.1f} {ratio:14.2f}"
-        yield line
-    yield ""
-
-
-def estimates(case: Case, plan: Plan) -> list[tuple[StepCost, StepCost | None]]:
-    """By batch bucket: a plain step, and one with a tree where the bucket drafts. Of one device only."""
-    if case.devices > 1:
-        return []
-    drafter, model = case.outline.drafter, Decoding.of(case.outline)
-    on = machine(case.device, case.outline.target.config.dtype, case.platform)
-    shared: Any = {
-        "context": min(CONTEXT, plan.context_length),
-        "table": plan.buckets.tables[0] * case.config.page_size,
-    }
-    found = []
-    for speed in plan.speeds:
-        shape = drafter.within(speed.nodes)
-        tree = Tree(shape.depth, shape.topk, speed.nodes)
-        drafted = None if speed.nodes == 1 else step_cost(model, on, batch=speed.batch, tree=tree, **shared)
-        found.append((step_cost(model, on, batch=speed.batch, tree=PLAIN, **shared), drafted))
-    return found
 
 
 def _accept_lengths(depth: int) -> list[float]:
@@ -303,17 +262,5 @@ def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remed
             speed._asdict() | {"plain_tokens_per_second": speed.batch / speed.plain, "break_even": speed.break_even}
             for speed in plan.speeds
         ],
-        "estimates": {
-            "accept_length": min(ASSUMED_ACCEPT, drafter.depth + 1.0),
-            "buckets": [
-                {"batch": plain.batch, "plain": _estimate(plain), "tree": tree and _estimate(tree)}
-                for plain, tree in estimates(case, plan)
-            ],
-        },
         "changes": [flags.in_flags(remedy.change) for remedy in found],
     }
-
-
-def _estimate(step: StepCost) -> dict[str, Any]:
-    parts = {name: part._asdict() for name, part in step.parts.items()}
-    return {"nodes": step.tree.nodes, **step.total._asdict(), "parts": parts}
