@@ -47,7 +47,7 @@ from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, ma
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
 from specjax.engine import collect as collecting
-from specjax.engine import dispatch as dispatching
+from specjax.engine import batch as launching
 from specjax.engine import executables
 from specjax.engine.arrays import step_input
 from specjax.engine.sequence import Sequence
@@ -149,7 +149,7 @@ class Clock:
 
 def parts(engine: Engine) -> Clock:
     clock = Clock()
-    clock.around(dispatching, "step_input", "inputs")
+    clock.around(launching, "step_input", "inputs")
     clock.around(engine.device, "run", "launch")
     clock.around(collecting, "read_output", "output")
     clock.around(Sequence, "accept", "text")

@@ -18,7 +18,7 @@ from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERN
 from specjax.devices import DEVICES
 from specjax.drafters.base import Params
 from specjax.drafters.tree_shape import TreeShape
-from specjax.engine import Engine, SamplingParams, dispatch, runtime
+from specjax.engine import Engine, SamplingParams, batch
 from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
 from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.notes import not_drafted
@@ -391,12 +391,10 @@ def test_nothing_is_chosen_where_it_cannot_be():
 def test_a_step_that_nobody_waits_for_is_not_timed(monkeypatch, overlap):
     """The last one, dispatched ahead before the request's end was known, is read when the next request comes."""
     clock = [0.0]
-    for module in (runtime, dispatch):
-        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(batch, "perf_counter", lambda: clock[0])
     engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)
     timed: list[float] = []
-    monkeypatch.setattr(engine.pace, "record", lambda key, seconds, context: timed.append(seconds))
-    monkeypatch.setattr(engine.policy, "record", lambda *_: None)
+    monkeypatch.setattr(engine.policy, "record", lambda batch, mode, seconds, drafted: timed.append(seconds))
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     for idle in (1000.0, 1000.0, 0.0):
         engine.generate([5, 6, 7], params)
