@@ -3,7 +3,7 @@
 engine         Engine: requests, the loop (`step`), generation
 runtime        what the parts share; the values `Batch` and `InFlight`
 schedule       which requests run next: `scheduler` (slots), `pages`, `pace`, `draft_policy`, `buckets`, `keys`
-dispatch       launching a batch: `arrays` (what is sent), `programs`, `executables`, `device`
+dispatch       launching a batch: `arrays` (what is sent), `programs`, `phases`, `device`
 collect        reading it: `sequence`, `text`
 grammar        structured output: `grammar_steps`, `constraint`
 intake         requests from prompts and `sampling_params`

@@ -16,10 +16,16 @@ import numpy as np
 from specjax.drafters.base import Params
 from specjax.engine.arrays import Output, Resident
 from specjax.engine.keys import Key
-from specjax.engine.programs import Program, is_out_of_memory
 from specjax.hosts import Leader
 
+Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any], Output]]
+"""(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
+
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
+
+
+class Unavailable(MemoryError):
+    """A program does not fit into the memory, or no program that could run some requests does."""
 
 
 class OutOfMemory(Exception):
@@ -28,6 +34,13 @@ class OutOfMemory(Exception):
     def __init__(self, key: Key, error: Exception) -> None:
         super().__init__(f"out of memory: {key}")
         self.key, self.error = key, error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for exceptions of the compiler or of a program that mean that memory has run out."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,11 @@ from typing import NamedTuple
 from specjax.drafters.base import Drafter
 from specjax.engine.arrays import Output
 from specjax.engine.buckets import Buckets
-from specjax.engine.device import Device
+from specjax.engine.device import Device, Program
 from specjax.engine.draft_policy import DraftPolicy
-from specjax.engine.executables import Executables
 from specjax.engine.keys import Key
 from specjax.engine.pace import Pace
-from specjax.engine.programs import Program
+from specjax.engine.programs import Programs
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 
@@ -155,7 +154,7 @@ class Runtime:
     """
 
     scheduler: Scheduler
-    programs: Executables
+    programs: Programs
     device: Device
     buckets: Buckets
     drafter: Drafter

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specjax.engine.collect import collect, collect_all_but
+from specjax.engine.device import Unavailable
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.keys import PLAIN, TREE, Key
-from specjax.engine.programs import Unavailable
 from specjax.engine.prompt_logprobs import NO_SCORES
 from specjax.engine.runtime import Batch, InFlight, Runtime
 from specjax.engine.sequence import Sequence, Status
