@@ -50,7 +50,7 @@ def from_flags(*flags: str) -> dict[str, Any]:
     parser = Parser(prog="test")
     add_flags(parser, Settings())
     _, settings = parse(parser, list(flags), Settings())
-    return serve(lambda _: command.make_service(settings, []))
+    return serve(lambda _: command.make_service(settings))
 
 
 def serve(service: Any) -> dict[str, Any]:

@@ -580,7 +580,6 @@ WRONG_TYPES = """
 import numpy as np
 from specjax import Auto, Eagle, Engine, EngineConfig
 from specjax.engine.intake import with_sampling
-from specjax.serve.kv_events import KvEventsConfig
 
 def refused(call, *words):
     try:
@@ -606,7 +605,6 @@ assert with_sampling(np.array([1, 2]), None)[0] and not with_sampling((text for 
 refused(lambda: EngineConfig(mem_fraction="0.5"), "mem_fraction must be a number above 0 and at most 1, got '0.5'")
 refused(lambda: EngineConfig(overlap="no"), "overlap must be true or false, got 'no'")
 refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer, got '1'")
-refused(lambda: KvEventsConfig(hwm="1"), "KvEventsConfig.hwm must be an integer of at least 0, got '1'")
 """
 
 

@@ -277,12 +277,6 @@ class ServerSettings:
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )
-    kv_events_config: str | None = setting(
-        None,
-        "publish pages that enter and leave the prefix cache over ZeroMQ, as vLLM and SGLang do: "
-        '{"publisher": "zmq", "endpoint": "tcp://*:5557"} (see docs/deployment.md)',
-        metavar="JSON",
-    )  # fmt: skip
     dist_init_addr: str | None = setting(
         None,
         "where --node-rank 0 listens for the others, on this port and the next; see docs/tensor-parallel.md",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import chain, count
-from typing import Protocol
 
 
 class PageAllocator:
@@ -75,26 +74,11 @@ class Node:
         self.used = 0  # when it was last in use, as a count
 
 
-class Observer(Protocol):
-    """What a `PrefixCache` tells of its pages, in order. Called by the engine's thread, so it must return at once."""
-
-    def stored(self, node: Node, parent: Node | None, text: Text, salt: Hashable) -> None:
-        """A page came after `parent`; None: at the start of a text."""
-        ...
-
-    def removed(self, node: Node) -> None: ...
-
-    def cleared(self) -> None:
-        """All pages went."""
-        ...
-
-
 class PrefixCache:
     """Pages by the texts that they end, least recently used out first. Texts with different salts share nothing.
 
     Attributes:
         evictable: pages that no sequence uses.
-        observer: is told of each page that comes or goes.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
@@ -104,7 +88,6 @@ class PrefixCache:
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of (used, serial, node), some of them out of date
         self._serial = count()
         self.evictable = 0
-        self.observer: Observer | None = None
 
     def texts(self, tokens: list[int], most: int | None = None) -> list[Text]:
         """The texts of the full pages of the first `most` tokens."""
@@ -156,8 +139,6 @@ class PrefixCache:
         if child is None:
             child = parent.children[text] = Node(parent, text, page)
             self.evictable += 1
-            if self.observer is not None:
-                self.observer.stored(child, node, text, salt)
         self.evictable -= child.locks == 0
         child.locks += 1  # those above are locked by this sequence already
         return child, taken
@@ -180,8 +161,6 @@ class PrefixCache:
         self._roots.clear()
         self._leaves.clear()
         self.evictable = 0
-        if self.observer is not None:
-            self.observer.cleared()
 
     @property
     def pages(self) -> list[int]:
@@ -206,8 +185,6 @@ class PrefixCache:
         assert parent is not None
         del parent.children[node.text]
         node.parent = None
-        if self.observer is not None:
-            self.observer.removed(node)
         self._allocator.release([node.page])
         self.evictable -= 1
         self._offer(parent)

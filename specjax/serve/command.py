@@ -9,8 +9,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as List
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,6 @@ from specjax.engine.notes import as_lines, devices_note, speculation_table
 from specjax.hosts import Follower, Leader
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
-from specjax.serve.kv_events import KvEventsConfig, Publisher, check_endpoints, libraries
 from specjax.serve.profiling import make_folder
 from specjax.serve.replicas import Replicas, Service
 from specjax.serve.runner import Runner
@@ -40,7 +37,7 @@ from specjax.serve.server import (
     listen,
     url,
 )
-from specjax.settings import Parser, add_flags, parse, place_of
+from specjax.settings import Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
 
@@ -65,47 +62,13 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def events_config(settings: flags.Settings) -> KvEventsConfig | None:
-    """What `--kv-events-config` says; None: no events are wanted. Raises ValueError, which names the flag, for what
-    can be refused without a socket."""
-    if (given := settings.server.kv_events_config) is None:
-        return None
-    with _named(settings):
-        config = KvEventsConfig.from_json(given)
-        if config.publisher == "null":
-            return None
-        if settings.engine.disable_radix_cache:
-            raise ValueError("there is no prefix cache with --disable-radix-cache")
-        libraries()
-        check_endpoints(config, settings.server.data_parallel_size)
-        return config
-
-
-def make_publishers(settings: flags.Settings) -> list[Publisher]:
-    """The publishers of `--kv-events-config`, one for each replica; none: no events are wanted. Raises ValueError,
-    which names the flag."""
-    if (config := events_config(settings)) is None:
-        return []
-    with _named(settings):
-        return [Publisher(config, rank) for rank in range(settings.server.data_parallel_size)]
-
-
-@contextlib.contextmanager
-def _named(settings: flags.Settings) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place_of(settings.server, 'kv_events_config')}: {error}") from None
-
-
 def load(
     settings: flags.Settings,
-    events: Publisher | None = None,
     rank: int = 0,
     group: Leader | Follower | None = None,
 ) -> Engine:
-    """Loads the engine, or that of the replica `rank`, and logs what was loaded and what was chosen for it. `events`:
-    told of its prefix cache; `group`: of the processes that share the model."""
+    """Loads the engine, or that of the replica `rank`, and logs what was loaded and what was chosen for it.
+    `group`: of the processes that share the model."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
     one = split * settings.server.data_parallel_size == 1
@@ -129,17 +92,14 @@ def load(
     most = engine.config.max_running_requests
     logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
     logger.info("Speculation:%s", flags.in_flags(as_lines(speculation_table(engine.drafter, engine.buckets))))
-    if events is not None:
-        events.begin(engine.pool.page_size)
-        engine.scheduler.prefix.observer = events
     return engine
 
 
-def make_service(settings: flags.Settings, events: List[Publisher], group: Leader | None = None) -> Service:
-    """What loads and drives the engine, or its replicas. `events`: of each, or none. `group`: see `load`."""
+def make_service(settings: flags.Settings, group: Leader | None = None) -> Service:
+    """What loads and drives the engine, or its replicas. `group`: see `load`."""
 
     def made(rank: int) -> Engine:
-        return load(settings, events[rank] if events else None, rank, group)
+        return load(settings, rank, group)
 
     if (count := settings.server.data_parallel_size) == 1:
         return Runner(lambda: made(0), settings.server)
@@ -179,7 +139,6 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging(server.log_level)
     try:
         check_certificate(server)
-        events_config(settings)
         if args.dry_run:
             devices = args.assume_devices or settings.engine.tensor_parallel_size
             return dry_run.dry_run(settings, args.assume_device, devices, as_json=args.json)
@@ -188,14 +147,13 @@ def main(argv: list[str] | None = None) -> int:
         group = build.make_group(settings)
         if isinstance(group, Follower):
             return follow_leader(settings, group)
-        events = make_publishers(settings)
         sock = listen(server.host, server.port)
     except (CertificateError, PortError, ValueError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
-    runner = make_service(settings, events, group)
+    runner = make_service(settings, group)
     app = create_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()
     status = 0 if failure is None else 1
@@ -210,8 +168,6 @@ def main(argv: list[str] | None = None) -> int:
     for number in SIGNALS:  # another signal ends the process without a traceback
         signal.signal(number, lambda *_: os._exit(status))
     runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the last step to end
-    for each in events:
-        each.close()
     if group is not None:
         group.stop(status, "" if failure is None else str(failure))
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
