@@ -117,7 +117,7 @@ def main() -> None:
             texts: dict[str, list[list[int]]] = {}
             for name in [*engines][turn:] + [*engines][:turn]:
                 rate, accepted, texts[name] = complete(engines[name], prompts, args.max_new_tokens, args.temperature)
-                while engines[name].executables.pending:
+                while engines[name].programs.pending:
                     time.sleep(0.05)
                 if index >= args.warm_up:
                     rates[name].append(round(rate, 2))

@@ -46,9 +46,9 @@ from tokenizers.decoders import DecodeStream
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
-from specjax.engine import collect as collecting
 from specjax.engine import batch as launching
-from specjax.engine import executables
+from specjax.engine import collect as collecting
+from specjax.engine import programs
 from specjax.engine.arrays import step_input
 from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
@@ -111,7 +111,7 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     drafter = make_drafter(Eagle3(steps=7, topk=1, nodes=8), target=target, head=head)
     fake = partial(fake_step, text=text, accepted=accepted, depth=drafter.depth)
-    executables.speculate_step = executables.prefill_step = fake
+    programs.speculate_step = programs.prefill_step = fake
     sizes = {"max_total_tokens": 2048 * rows, "context_length": CONTEXT, "chunked_prefill_size": 256}
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
     engine = Engine(target, params, tokenizer, drafter, config=options)
@@ -225,8 +225,8 @@ def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: 
 def program(engine: Engine, text: np.ndarray, batch: int, count: int) -> float:
     """Milliseconds of a step's call and its fake work, without the engine: the median of `count`."""
     fill(engine, text, batch, 1500, ())
-    key = min(key for key in engine.executables.compiled() if key.kind == "step" and key.width >= batch)
-    run = engine.executables.get(key)
+    key = min(key for key in engine.programs.compiled() if key.kind == "step" and key.width >= batch)
+    run = engine.programs.get(key)
     inputs = step_input(engine.scheduler.running(), key.width, engine.run.new_pages, engine.config.max_running_requests)
     samples = []
     for _ in range(count):

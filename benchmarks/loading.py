@@ -135,7 +135,7 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
 
     import specjax.models.llama  # noqa: F401 (the same: its target is made first)
     from specjax import checkpoint
-    from specjax.engine.executables import use_compilation_cache
+    from specjax.compiling import use_compilation_cache
 
     use_compilation_cache()
 
@@ -246,7 +246,7 @@ def main() -> None:
     from specjax_kernels.cpu import repacking
 
     from specjax import checkpoint
-    from specjax.engine.executables import use_compilation_cache
+    from specjax.compiling import use_compilation_cache
 
     use_compilation_cache()
     repacking.prepare(every=True)  # as a first start does beside its work

@@ -1,4 +1,6 @@
-"""XLA options for steps on NVIDIA GPUs: loops become part of the CUDA graph, whose independent nodes run side by side.
+"""JAX's cache of compiled programs, and XLA's options for steps on NVIDIA GPUs.
+
+In a step's options, loops become part of the CUDA graph, whose independent nodes run side by side.
 
 A step is a thousand small kernels, fast only as a CUDA graph, which runs without the host. By default XLA drives loops
 (a verifier's or a drafter's of one's own; ours have none on GPUs that Triton compiles for) from the host, which splits
@@ -20,7 +22,10 @@ import re
 from types import MappingProxyType
 
 import jax
+from specjax_kernels.cpu import object_code
 from specjax_kernels.launch import on_nvidia
+
+from specjax.checkpoint.files import default_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,16 @@ IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDI
 LOOPS, SCHEDULING = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_scheduling_mode"
 
 NVIDIA_OPTIONS = MappingProxyType({LOOPS: f"{IN_GRAPHS},WHILE", SCHEDULING: "CONCURRENT"})
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in `default_cache_dir`, so that a second start compiles nothing. Respects JAX's own
+    settings."""
+    folder = default_cache_dir()
+    object_code.keep_in(folder / "kernels")
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def compiler_options() -> dict[str, str] | None:

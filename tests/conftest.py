@@ -74,7 +74,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading 
 from program_names import Unknown, name_of  # noqa: E402
 from specjax_kernels.cpu import object_code  # noqa: E402 - what it imports must see the settings above
 
-from specjax.engine.executables import Executables  # noqa: E402
+from specjax.engine.programs import Programs  # noqa: E402
 
 object_code.keep_in(_cache / "kernels")
 
@@ -140,12 +140,12 @@ MOST_PROGRAMS = 100  # that a process keeps for engines to come
 
 _programs: collections.OrderedDict[str, Any] = collections.OrderedDict()
 _replaced: set[int] = set()  # every MonkeyPatch that has replaced a part of a module or a class
-_compile = Executables._compile
+_compile = Programs._compile
 _setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
 
 
-def _shared(self: Executables, key: Any) -> Any:
-    """`Executables._compile`, but engines of the same model, drafter and shapes share their programs in this process.
+def _shared(self: Programs, key: Any) -> Any:
+    """`Programs._compile`, but engines of the same model, drafter and shapes share their programs in this process.
 
     Not while a test has replaced a part of a module, which a program may depend on.
     """
@@ -167,7 +167,7 @@ def _shared(self: Executables, key: Any) -> Any:
     return _programs[name]
 
 
-Executables._compile = _shared
+Programs._compile = _shared
 
 
 def _noted_setattr(self: pytest.MonkeyPatch, target: Any, *arguments: Any, **options: Any) -> None:

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
-from specjax.engine.executables import Key
 from specjax.engine.output import Output
+from specjax.engine.programs import Key
 from specjax.engine.sequence import Request, Sequence, Status, completion
 from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree

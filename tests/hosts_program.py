@@ -45,7 +45,7 @@ import mesh_program  # noqa: E402  (which starts JAX's backend)
 
 def shortened(engine: Engine) -> None:
     """Lets requests of this process's part of the state end three tokens too early."""
-    admit = engine.executables.admit
+    admit = engine.programs.admit
 
     def wrong(*, resumed: bool) -> Any:
         def put(state: Any, packed: Any) -> Any:
@@ -55,7 +55,7 @@ def shortened(engine: Engine) -> None:
 
         return put
 
-    engine.executables.admit = wrong
+    engine.programs.admit = wrong
 
 
 engine: Engine | None = None

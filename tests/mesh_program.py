@@ -143,7 +143,7 @@ def run(engine: Engine) -> dict[str, Any]:
     state = engine.device.state
     kept = jax.tree.leaves((state.decode.cache, state.decode.draft))
     pools = [leaf for leaf in kept if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
-    (program,) = [program for key, program in engine.executables._programs.items() if key.kind == "step"]
+    (program,) = [program for key, program in engine.programs._programs.items() if key.kind == "step"]
     return {
         "algorithm": engine.drafter.name,
         "texts": [one.output_ids for one in done],

@@ -32,7 +32,7 @@ class Gate:
 
     def __init__(self, engine, monkeypatch, *kinds: str) -> None:
         self.open, self.waiting = threading.Event(), threading.Event()
-        compile_ = engine.executables._compile
+        compile_ = engine.programs._compile
 
         def held(key: Any, *more: Any) -> Any:
             if key.kind in kinds:
@@ -40,7 +40,7 @@ class Gate:
                 assert self.open.wait(SECONDS)
             return compile_(key, *more)
 
-        monkeypatch.setattr(engine.executables, "_compile", held)
+        monkeypatch.setattr(engine.programs, "_compile", held)
 
 
 def counted(engine, monkeypatch) -> list[float]:
@@ -98,14 +98,14 @@ def test_newcomers_run_while_a_prompt_waits_for_the_program_that_scores_it(monke
 
 def test_a_program_that_cannot_be_compiled_is_no_reason_to_wait_for_ever(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,), max_running_requests=2, context_length=256)
-    compile_ = engine.executables._compile
+    compile_ = engine.programs._compile
 
     def failing(key: Any, *more: Any) -> Any:
         if key.kind == "constrained" and key.width == 1:
             raise MemoryError("no room")
         return compile_(key, *more)
 
-    monkeypatch.setattr(engine.executables, "_compile", failing)
+    monkeypatch.setattr(engine.programs, "_compile", failing)
     with running(engine) as server:
         answer = server.chat(response_format=WHOLE, max_tokens=90)
         jsonschema.validate(json.loads(answer.json()["choices"][0]["message"]["content"]), SCHEMA)
@@ -146,14 +146,50 @@ def test_an_engine_whose_server_has_stopped_serves_another_one():
             assert server.chat(**request, max_tokens=90).status_code == 200
 
 
-def test_programs_are_compiled_in_place_after_the_background_has_ended():
+def test_closing_forgets_what_waits_and_more_may_be_asked_for(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,))
-    engine.executables.close()
+    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), engine.buckets.constrained_keys()
+    assert not engine.programs.compile_ahead(first)
+    assert gate.waiting.wait(SECONDS)
+    engine.programs.compile_later([second])
+    assert engine.programs.pending == {first, second}
+    assert not engine.programs.close(0.0), "the first is being compiled"
+    gate.open.set()
+    assert engine.programs.close(SECONDS) and not engine.programs.pending
+    assert first in engine.programs.compiled() and second not in engine.programs.compiled()
+    assert not engine.programs.compile_ahead(second)
+    wait_until(lambda: engine.programs.compile_ahead(second))
+
+
+def test_the_background_goes_on_after_an_admission_that_cannot_be_compiled(monkeypatch, caplog):
+    engine = make_engine(toy(), "NONE", eos=(END,), warm=False)
+
+    def fails(*, resumed: bool) -> Any:
+        raise RuntimeError("no admission")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.programs, "admit", fails)
+        engine.warm_up_in_background(progress=False).join(SECONDS)
+    assert "no admission" in caplog.text
+    assert engine.programs.compiled() == set(engine.buckets.all_keys()) and not engine.programs.pending
     key = engine.buckets.constrained_keys()[0]
-    assert engine.executables.compile_ahead(key), "no thread will compile it"
-    engine.executables.reopen()
-    assert not engine.executables.compile_ahead(key)
-    wait_until(lambda: engine.executables.is_settled(key))
+    assert not engine.programs.compile_ahead(key)
+    wait_until(lambda: key in engine.programs.compiled())
+
+
+def test_what_a_request_waits_for_is_compiled_first_and_shown(monkeypatch, capsys):
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    engine.programs.progress = True
+    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), engine.buckets.constrained_keys()
+    third = engine.buckets.scoring_keys()[0]
+    engine.programs.compile_later([first, second])
+    assert gate.waiting.wait(SECONDS)
+    assert not engine.programs.compile_ahead(third)
+    thread = engine.programs.compile_later([])
+    gate.open.set()
+    thread.join(SECONDS)
+    assert list(engine.programs._programs)[-3:] == [first, third, second]
+    assert capsys.readouterr().err.count("Compiling") == 1, "none of the others"
 
 
 def test_a_library_call_goes_on_when_the_program_is_compiled():
@@ -170,14 +206,14 @@ ENDS = """
 import threading, time
 from engine_helpers import make_engine, toy
 engine = make_engine(toy(), "NONE", warm=False)
-begun, compile_ = threading.Event(), engine.executables._compile
+begun, compile_ = threading.Event(), engine.programs._compile
 def told(key, *more):
     begun.set()
     time.sleep(0.5)  # the main thread ends meanwhile
     program = compile_(key, *more)
     print("compiled", flush=True)
     return program
-engine.executables._compile = told
+engine.programs._compile = told
 BEGIN
 assert begun.wait(60)
 print("ends", flush=True)
@@ -187,7 +223,7 @@ print("ends", flush=True)
 @pytest.mark.parametrize(
     "begin",
     [
-        "engine.executables.compile_later(engine.buckets.all_keys())",
+        "engine.programs.compile_later(engine.buckets.all_keys())",
         "engine.warm_up_in_background(progress=False)",
     ],
 )

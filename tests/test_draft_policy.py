@@ -324,7 +324,7 @@ def test_steps_that_draft_for_nobody_do_not_run_the_draft_model():
     engine = make_engine(model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, warm=False)
     broken = engine.params._replace(draft=params._replace(model={}))
     key = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.nodes == PLAIN)
-    function, unpack, shape = engine.executables._function(key)
+    function, unpack, shape = engine.programs._function(key)
     inputs, _ = unpack(jnp.zeros(shape, jnp.int32), engine.device.state.tables)
     _, output = function(Params(*broken), engine.state, inputs)  # raises KeyError where the model is run
     assert output.tokens.shape[1] == 1 and function.func is speculate_step

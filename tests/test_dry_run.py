@@ -23,10 +23,10 @@ from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.arrays import Resident
 from specjax.engine.config import Layout
-from specjax.engine.executables import Executables
 from specjax.engine.keys import Key
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.plan import Case, make_plan
+from specjax.engine.programs import Programs
 from specjax.outline import outline
 from specjax.serve import command
 from specjax.state import init_state
@@ -260,7 +260,7 @@ def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
     functions = dict.fromkeys(("init", "propose", "observe", "resize"))
     assert described.drafter._replace(**functions) == engine.drafter._replace(**functions)
     assert plan.weights == nbytes(engine.params.target) and plan.draft_weights == nbytes(engine.params.draft)
-    state = engine.executables.state_shapes
+    state = engine.programs.state_shapes
     assert plan.pool == nbytes(state.cache)
     assert plan.pool + plan.draft_pool + plan.rows == nbytes(state)
     assert (plan.tokens, plan.buckets) == (engine.intake.pool_tokens, engine.buckets)
@@ -288,7 +288,7 @@ def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
     buckets = replace(buckets, **few)
     tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
     state = Resident(jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool)), tables)
-    program: Any = Executables(*parts, buckets, described.params, state, new_pages=1).get(
+    program: Any = Programs(*parts, buckets, described.params, state, new_pages=1).get(
         Key(kind, 4 if kind == "step" else 512, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes

@@ -548,7 +548,7 @@ def test_nothing_is_traced_or_compiled_while_serving():
         jax.jit(lambda x: x + len(seen))(np.float32(1))
         assert seen, "the listener hears"
         seen.clear()
-        compiled = engine.executables.compiled()
+        compiled = engine.programs.compiled()
         for count in (1, 2, 3, 4, 6):
             for at, (prompt, params) in enumerate(REQUESTS[:count]):
                 engine.add(prompt, params, id=f"{count}.{at}")
@@ -558,7 +558,7 @@ def test_nothing_is_traced_or_compiled_while_serving():
             drain(engine)
         assert engine.scheduler.retractions > 0
         assert seen == []
-        assert engine.executables.compiled() == compiled == {*engine.buckets.all_keys()}
+        assert engine.programs.compiled() == compiled == {*engine.buckets.all_keys()}
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     check_idle(engine)
@@ -573,7 +573,7 @@ def test_steps_in_three_phases_write_the_same():
     assert [outcome(done) for done in found] == expected
     assert [outcome(done) for done in eagle3().generate(prompts, params)] == expected
     assert [done.spec_verify_ct for done in found[2:4]] == [-(-59 // 3), -(-49 // 3)]
-    times = timed.executables.phase_times
+    times = timed.programs.phase_times
     assert times is not None and times.steps == timed.counters.steps > 0
     assert min(times.draft, times.verify, times.commit) > 0
     check_idle(timed)

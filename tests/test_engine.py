@@ -32,8 +32,8 @@ from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.arrays import prefill_input, unpack_prefill
 from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, LARGE_CHUNK, SMALL_CHUNK, Buckets
-from specjax.engine.executables import Executables, Key
 from specjax.engine.intake import with_sampling
+from specjax.engine.programs import Key, Programs
 from specjax.engine.sequence import Slot, completion
 
 ALGORITHMS = ("NONE", "NGRAM")
@@ -558,18 +558,18 @@ def test_a_bad_setting_is_named(name):
             EngineConfig(**{name: value if name != "mem_fraction" else float(value)})
 
 
-# Executables.
+# Programs.
 
 
-def test_one_executable_for_a_bucket():
+def test_one_program_for_a_bucket():
     engine = make_engine(toy(), warm=False, max_running_requests=2)
     seen = set()
     for count in (1, 2, 3, 9, 1):
         engine.generate(some_prompts(count, most=8), SamplingParams(max_new_tokens=20))
-        seen |= engine.executables.compiled()
+        seen |= engine.programs.compiled()
     assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
-    assert seen == engine.executables.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
+    assert seen == engine.programs.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
     assert [key for key in engine.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
@@ -577,7 +577,7 @@ def test_requests_do_not_wait_for_a_compiler_where_a_larger_batch_is_ready():
     engine = shared_engine("NONE")
     engine.generate(some_prompts(3), SamplingParams(max_new_tokens=5))
     assert engine.buckets.batches == (1, 4)
-    assert [key.width for key in engine.executables.compiled() if key == Key("step", key.width, key.table)] == [4]
+    assert [key.width for key in engine.programs.compiled() if key == Key("step", key.width, key.table)] == [4]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -588,7 +588,7 @@ def test_more_requests_than_the_largest_batch_are_decoded_in_parts(algorithm):
     for prompt, each, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
         check_plain(toy(), prompt, each, done)
     check_idle(engine)
-    assert max(key.width for key in engine.executables.compiled() if key.kind == "step") == 2
+    assert max(key.width for key in engine.programs.compiled() if key.kind == "step") == 2
     sequences = [engine.add([5], varied(0)) for _ in range(4)]
     assert {key.width for key in engine.first_keys(sequences) if key.kind == "step"} <= {1, 2}
     for sequence in sequences:
@@ -669,7 +669,7 @@ def test_chunks_cover_a_prompt_once(chunk):
         assert taken == prompt
 
 
-def test_all_executables_can_be_compiled_ahead(capsys):
+def test_all_programs_can_be_compiled_ahead(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
     sequences = [engine.add([5] * 9, SamplingParams(max_new_tokens=3)) for _ in range(3)]
     first = engine.first_keys(sequences)
@@ -678,7 +678,7 @@ def test_all_executables_can_be_compiled_ahead(capsys):
     for sequence in sequences:
         engine.abort(sequence.id)
     engine.warm_up(progress=True)
-    assert engine.executables.compiled() == set(engine.buckets.all_keys())
+    assert engine.programs.compiled() == set(engine.buckets.all_keys())
     assert "Compiling" in capsys.readouterr().err
     engine.warm_up(progress=True)
     assert capsys.readouterr().err == "", "nothing left to compile, so no bar"
@@ -688,21 +688,21 @@ def test_all_executables_can_be_compiled_ahead(capsys):
 def test_what_fails_while_compiling_ahead_is_told(beside, monkeypatch):
     """Whichever of the two threads has it, while the other one is at work."""
     engine = make_engine(toy(), warm=False, max_running_requests=2)
-    compile, both = Executables._compile, threading.Barrier(2)
+    compile, both = Programs._compile, threading.Barrier(2)
 
-    def fails(self: Executables, key: Key) -> Any:
+    def fails(self: Programs, key: Key) -> Any:
         both.wait(60)
         if beside == (threading.current_thread() is not threading.main_thread()):
             raise MemoryError("none left")
         return compile(self, key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executables, "_compile", fails)
+        patch.setattr(Programs, "_compile", fails)
         with pytest.raises(MemoryError, match="none left"):
             engine.warm_up(progress=False)
-    assert len(engine.executables.compiled()) == 1
+    assert len(engine.programs.compiled()) == 1
     engine.warm_up(progress=False)
-    assert engine.executables.compiled() == set(engine.buckets.all_keys())
+    assert engine.programs.compiled() == set(engine.buckets.all_keys())
 
 
 def test_texts_of_bytes_are_whole_characters():
@@ -726,7 +726,7 @@ def test_the_last_requests_of_a_wide_run_speculate():
     done = engine.generate([[70, 71, 72] * 3] * 20, params)
     assert engine.buckets.tree_widths(20) == (1,)
     assert done[19].spec_accept_length > 1
-    assert {key.width for key in engine.executables.compiled() if key.kind == "step"} >= {20, 1}
+    assert {key.width for key in engine.programs.compiled() if key.kind == "step"} >= {20, 1}
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-7])

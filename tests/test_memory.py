@@ -1,4 +1,4 @@
-"""Promises about memory and traces, on real executables: the pool is updated where it lies, nothing of its size is
+"""Promises about memory and traces, on real programs: the pool is updated where it lies, nothing of its size is
 temporary (XLA:CPU copies a pool silently when a write could come before a read), and a bucket is traced once."""
 
 from __future__ import annotations

@@ -49,5 +49,5 @@ def test_an_engine_traces_its_own_platform_alone(monkeypatch) -> None:
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
     engine = make_engine(toy(), "NONE", warm=False)
-    engine.executables.get(engine.buckets.all_keys()[0])
+    engine.programs.get(engine.buckets.all_keys()[0])
     assert seen == [jax.default_backend()]

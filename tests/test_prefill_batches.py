@@ -202,7 +202,7 @@ def test_texts_of_prompts_that_share_forwards(algorithm):
         context_length=96,
     )  # fmt: skip
     engine.warm_up(progress=False)
-    assert {(key.rows, key.width) for key in engine.executables.compiled() if key.kind == "prefill"} == {
+    assert {(key.rows, key.width) for key in engine.programs.compiled() if key.kind == "prefill"} == {
         (1, 16),
         (6, 16),
     }

@@ -10,7 +10,6 @@ import pytest
 from generate_helpers import saved_model
 
 from specjax import Engine, EngineConfig, SamplingParams
-from specjax.engine import executables
 from specjax.progress import progress_bar
 from specjax.viz.__main__ import main as viz
 
@@ -59,15 +58,9 @@ def model(tmp_path_factory):
     return saved_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
 
 
-@pytest.fixture
-def nothing_shared(monkeypatch):
-    """Engines of a test that has replaced a part of a module share no programs (conftest.py)."""
-    monkeypatch.setattr(executables, "PhaseTimes", executables.PhaseTimes)
-
-
 @pytest.mark.parametrize("progress", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_generate_shows_what_it_waits_for(model, nothing_shared, capsys, progress, stream):
+def test_generate_shows_what_it_waits_for(model, capsys, progress, stream):
     config, sampling = EngineConfig(max_running_requests=1, page_size=4), SamplingParams(max_new_tokens=4)
     engine = Engine.from_pretrained(model, draft="NONE", config=config, progress=progress)
     capsys.readouterr()
@@ -79,7 +72,7 @@ def test_generate_shows_what_it_waits_for(model, nothing_shared, capsys, progres
     assert re.fullmatch(r"Compiling: \d bucket.*\n", capsys.readouterr().err), "one bar for all"
 
 
-def test_a_picture_of_a_tree_is_not_mute(model, nothing_shared, tmp_path, capsys):
+def test_a_picture_of_a_tree_is_not_mute(model, tmp_path, capsys):
     output = tmp_path / "tree.svg"
     assert viz(["--model-path", model, "--prompt", "1 2 1 2", "--output", str(output), "--max-new-tokens", "8"]) == 0
     said = capsys.readouterr().err

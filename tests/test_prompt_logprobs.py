@@ -151,7 +151,7 @@ def test_others_go_on_while_the_program_compiles(monkeypatch):
     while not other.output.tokens:
         engine.step()
     begun = []
-    monkeypatch.setattr(engine.executables, "compile_ahead", lambda key: bool(begun.append(key)))  # it never ends
+    monkeypatch.setattr(engine.programs, "compile_ahead", lambda key: bool(begun.append(key)))  # it never ends
     scored = engine.add(prompt_of(12), SamplingParams(max_new_tokens=2, logprobs=0, logprob_start_len=0))
     plain = engine.add(prompt_of(7), SamplingParams(max_new_tokens=2))
     while plain.status is not Status.FINISHED:
@@ -193,14 +193,14 @@ def test_what_is_refused():
 def test_where_no_program_can_score(monkeypatch):
     """Only the request that needs one ends; it is told why."""
     engine = make_engine(toy(), "NONE")
-    compile_ = engine.executables._compile
+    compile_ = engine.programs._compile
 
     def attempt(key, *more):
         if key.kind == "scoring":
             raise MemoryError("no room")
         return compile_(key, *more)
 
-    monkeypatch.setattr(engine.executables, "_compile", attempt)
+    monkeypatch.setattr(engine.programs, "_compile", attempt)
     plain = engine.add(prompt_of(5), SamplingParams(max_new_tokens=9))
     scored = engine.add(prompt_of(6), SamplingParams(max_new_tokens=9, logprobs=1, logprob_start_len=0))
     done = drain(engine)
@@ -465,14 +465,14 @@ SCORED = {
 def test_a_prompt_that_no_program_can_score_is_a_503(monkeypatch):
     """The fault is the server's, and memory may come back: not a 500. Other requests go on."""
     engine = make_engine(toy(), "NONE", eos=(2,))
-    compile_ = engine.executables._compile
+    compile_ = engine.programs._compile
 
     def attempt(key, *more):
         if key.kind == "scoring":
             raise MemoryError("no room")
         return compile_(key, *more)
 
-    monkeypatch.setattr(engine.executables, "_compile", attempt)
+    monkeypatch.setattr(engine.programs, "_compile", attempt)
     with running(engine) as served:
         for path, body, said in SCORED.values():
             answer = served.post(path, body)

@@ -400,9 +400,9 @@ def test_the_first_request_for_log_probabilities_compiles_nothing():
     engine = make_engine(toy(), max_running_requests=2)
     with running(engine) as server:
         plain = server.complete("hello", max_tokens=5, temperature=0).json()["choices"][0]
-        compiled = engine.executables.compiled()
+        compiled = engine.programs.compiled()
         asked = server.complete("hello", max_tokens=5, temperature=0, logprobs=1).json()["choices"][0]
-        assert engine.executables.compiled() == compiled
+        assert engine.programs.compiled() == compiled
         assert asked["text"] == plain["text"] and len(asked["logprobs"]["tokens"]) == 5
 
 

@@ -140,17 +140,17 @@ def test_stuck_command(hang, monkeypatch):
 
 def test_waiting_for_the_compiler_is_not_stuck(monkeypatch):
     engine = make_engine(toy(), warm=False, max_running_requests=1)
-    compile_, let_go = engine.executables._compile, threading.Event()
+    compile_, let_go = engine.programs._compile, threading.Event()
 
     def slow(key):
         assert let_go.wait(SECONDS)
         return compile_(key)
 
-    monkeypatch.setattr(engine.executables, "_compile", slow)
-    engine.executables.admit(resumed=False)
+    monkeypatch.setattr(engine.programs, "_compile", slow)
+    engine.programs.admit(resumed=False)
     with running(engine) as server:
         answer = in_background(server.complete, **BODY)
-        wait_until(lambda: engine.executables.is_waiting(server.runner.ident))
+        wait_until(lambda: engine.programs.is_waiting(server.runner.ident))
         assert not any(server.runner._watchdog.look(1000.0) for _ in range(1000))
         let_go.set()
         assert answer.result(SECONDS).status_code == 200

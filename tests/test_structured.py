@@ -314,7 +314,7 @@ def test_others_do_not_wait_for_the_compiler(monkeypatch):
     engine, asked = make_engine(toy(), "NONE", eos=EOS, max_running_requests=2), []
     engine.generate([HELLO] * 2, SamplingParams(max_new_tokens=4))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executables, "compile_later", lambda keys: asked.extend(keys))
+        patch.setattr(engine.programs, "compile_later", lambda keys, wanted: asked.extend(keys))
         plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
         bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
         while len(plain.output.tokens) < 20:

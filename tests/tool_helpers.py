@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.executables import Key
+from specjax.engine.programs import Key
 from specjax.serve.call_parsers import PARSERS
 
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's

@@ -16,12 +16,13 @@ import jax
 
 from specjax import checkpoint
 from specjax.bench.methods import Method, Outside
+from specjax.compiling import use_compilation_cache
 from specjax.drafters import Drafter, DraftOptions, NoDraft
 from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
-from specjax.engine.executables import PhaseTimes, use_compilation_cache
 from specjax.engine.notes import drafting_summary
+from specjax.engine.phases import PhaseTimes
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
 
@@ -79,7 +80,7 @@ class EngineContender:
         seconds = time.perf_counter() - started
         while engine.unfinished:  # steps dispatched ahead
             engine.step()
-        while engine.executables.pending:  # what compiles in the background would slow down whoever is next
+        while engine.programs.pending:  # what compiles in the background would slow down whoever is next
             time.sleep(0.02)
         for sequence in sequences:
             if sequence.output.finish_reason is not None and sequence.output.finish_reason.type == "abort":
@@ -101,7 +102,7 @@ class EngineContender:
         return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0, as_written)["not_drafted"] or ""
 
     def phases(self) -> PhaseTimes:
-        times = self.engine.executables.phase_times
+        times = self.engine.programs.phase_times
         assert times is not None, "an engine with EngineConfig.time_phases"
         return replace(times)
 

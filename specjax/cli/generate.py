@@ -34,8 +34,8 @@ from specjax import settings
 from specjax.cli import build, flags, run_command
 from specjax.cli.replicas import make_engines
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import as_lines, doubt, drafting_summary, speculation_table
+from specjax.engine.phases import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import documented
@@ -223,7 +223,7 @@ def run(
         each.warm_up(each.first_keys(added), progress=progress)
     shown: Counter[Sequence] = Counter()  # trees printed
     drafted_before = sum(each.counters.drafted_steps for each in engines)
-    times = engine.executables.phase_times
+    times = engine.programs.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()

@@ -3,7 +3,7 @@
 engine         Engine: requests, the loop (`step`), generation
 runtime        what the parts share
 schedule       which requests run next: `scheduler` (slots), `pages`, `draft_policy`, `buckets`, `keys`
-batch          a batch and its launch: `arrays` (what is sent), `programs`, `executables`, `device`
+batch          a batch and its launch: `arrays` (what is sent), `programs`, `phases`, `device`
 collect        reading it: `sequence`, `output`, `text`
 grammar        structured output: `grammar_steps`, `constraint`
 intake         requests from prompts and `sampling_params`

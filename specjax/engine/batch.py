@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from specjax.engine.arrays import Output, prefill_input, step_input
+from specjax.engine.device import Program
 from specjax.engine.grammar_steps import grammar_input
 from specjax.engine.keys import Key
-from specjax.engine.programs import Program
 from specjax.engine.sequence import Sequence, Status
 
 if TYPE_CHECKING:

@@ -18,8 +18,10 @@ from specjax.drafters.base import Drafter, Params
 from specjax.engine.arrays import Output, Resident
 from specjax.engine.config import EngineConfig
 from specjax.engine.keys import Key
-from specjax.engine.programs import Program, is_out_of_memory
 from specjax.models.target import Target
+
+Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any], Output]]
+"""(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
 
@@ -45,12 +47,23 @@ class Leader(Group, Protocol):
     def fail(self, message: str) -> NoReturn: ...
 
 
+class Unavailable(MemoryError):
+    """A program does not fit into the memory, or no program that could run some requests does."""
+
+
 class OutOfMemory(Exception):
     """A program had no room to run; smaller ones may have."""
 
     def __init__(self, key: Key, error: Exception) -> None:
         super().__init__(f"out of memory: {key}")
         self.key, self.error = key, error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for exceptions of the compiler or of a program that mean that memory has run out."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager

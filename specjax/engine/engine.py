@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from specjax import checkpoint, devices
 from specjax.cache import PoolShape
 from specjax.checkpoint.prompts import Prompt, Prompts
+from specjax.compiling import use_compilation_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
@@ -39,7 +40,6 @@ from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, Group, Leader, OutOfMemory
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
-from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
@@ -47,6 +47,7 @@ from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.output import Completion
 from specjax.engine.placing import check_models, place_params
+from specjax.engine.programs import Programs
 from specjax.engine.runtime import Runtime
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.schedule import next_prefill, next_steps
@@ -123,11 +124,11 @@ class Engine:
             shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
         variants |= {"room": room_beside(shapes, self.mesh), "mesh": self.mesh}
-        self.executables = Executables(target, drafter, self.buckets, params, shapes, new_pages=new_pages, **variants)
+        self.programs = Programs(target, drafter, self.buckets, params, shapes, new_pages=new_pages, **variants)
         leader = cast(Leader, group) if group is not None and group.leads else None
         if leader is not None:
-            self.executables.announce = lambda key: leader.send("compile", key=key)
-        self.device = Device(params, self._new_state, self.executables.launch_lock, leader)
+            self.programs.announce = lambda key: leader.send("compile", key=key)
+        self.device = Device(params, self._new_state, self.programs.launch_lock, leader)
         self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
@@ -147,7 +148,7 @@ class Engine:
             self.policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model])
         self._draft_model = draft_model
         self.run = Runtime(
-            self.scheduler, self.executables, self.device, self.buckets, drafter, self.policy,
+            self.scheduler, self.programs, self.device, self.buckets, drafter, self.policy,
             rows=rows, pages=self.pool.pages, new_pages=new_pages, vocab_size=self.vocab_size, finish=self._finish,
         )  # fmt: skip
         self.counters = self.run.counters
@@ -215,7 +216,7 @@ class Engine:
                 mesh=several(mesh), progress=progress,
             )  # fmt: skip
         engine = cls(**loaded._asdict(), config=config, group=group)
-        engine.executables.progress = progress
+        engine.programs.progress = progress
         return engine
 
     @property
@@ -370,7 +371,7 @@ class Engine:
             try:
                 yield
             except OutOfMemory as error:
-                self.executables.fail_from(error.key, error.error)
+                self.programs.fail(error.key, error.error)
                 self._start_over()
             self._inconsistent = False
 
@@ -381,7 +382,7 @@ class Engine:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
                 sequence.drafts = self.policy.admit(batch, sequence)
             resumed = bool(sequence.output.tokens)
-            admit, packed = self.executables.admit(resumed=resumed), admission(sequence, self.vocab_size)
+            admit, packed = self.programs.admit(resumed=resumed), admission(sequence, self.vocab_size)
             self.device.update(admit, packed, kind="admit", resumed=resumed)
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.active_slot.prefilled
@@ -403,22 +404,22 @@ class Engine:
         return jax.devices()[0].device_kind
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles executables before their first use: all, or those given. See `Executables.warm_up`."""
+        """Compiles programs before their first use: all, or those given. See `Programs.warm_up`."""
         if keys is None:
             keys = self.buckets.all_keys()
-            self.executables.admit(resumed=True)
-        self.executables.warm_up(keys, progress=progress, strict=strict)
+            self.programs.admit(resumed=True)
+        self.programs.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
-        """Compiles the other executables while requests run, which share smaller batches meanwhile."""
-        return self.executables.compile_later(self.buckets.all_keys(), ahead=False, progress=progress)
+        """Compiles the other programs while requests run, which share smaller batches meanwhile."""
+        return self.programs.compile_later(self.buckets.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
-        """Executables that one request at a time needs."""
+        """Programs that one request at a time needs."""
         return self.buckets.single_request_keys()
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
-        """Executables that these sequences will need, if they are all that runs."""
+        """Programs that these sequences will need, if they are all that runs."""
         return self.buckets.first_keys(sequences, self.pool.page_size)
 
     def flush_cache(self) -> bool:

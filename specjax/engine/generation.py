@@ -203,7 +203,7 @@ def advance(engine: Engine) -> None:
                 f"the engine failed ({error}), and no new state could be allocated ({second}): make a new engine"
             ) from error
         problem = f"{type(error).__name__}: {error}"
-        if engine.executables.is_broken(error):
+        if engine.programs.is_broken(error):
             raise EngineError(f"a program that these requests need cannot be compiled: {problem}") from error
         raise EngineError(f"the engine failed and was reset; it can be used again: {problem}") from error
 

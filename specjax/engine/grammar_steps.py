@@ -24,10 +24,9 @@ from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.arrays import Output, unpack_step
-from specjax.engine.device import memory_checked
+from specjax.engine.device import Unavailable, memory_checked
 from specjax.engine.grammar import ALL, WORD
 from specjax.engine.keys import PLAIN, Key
-from specjax.engine.programs import is_out_of_memory
 from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
 from specjax.state import DecodeState, StepInput, StepOutput
@@ -180,10 +179,8 @@ def _drafted_trees(run: Runtime, key: Key, step: np.ndarray, roots: np.ndarray) 
     """The drafter's trees as arrays like `roots`, or these if its program runs out of memory, which is logged."""
     try:
         program = run.programs.get(key)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return roots
-        raise
+    except Unavailable:
+        return roots
     output = run.device.run(key, program, step)
     with memory_checked(key):
         run.device.check(output)

@@ -1,84 +1,110 @@
-"""Programs by key, each compiled once: on demand, ahead of use, or in the background while requests run."""
+"""The programs of an engine: what each computes, how it is compiled, and when.
+
+A program is compiled once: before the engine is ready (`warm_up`), when a request needs it (`get`), or in one
+background thread while requests run (`compile_later`, `compile_ahead`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from functools import partial
-from itertools import takewhile
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
+from jax.sharding import Mesh
+from specjax_kernels.platforms import of_default_device
 
-from specjax.engine.arrays import Output
+from specjax.cache import pool_shape
+from specjax.compiling import compiler_options
+from specjax.drafters.base import Drafter, Params
+from specjax.engine.arrays import (
+    Resident,
+    admission_size,
+    admit_packed,
+    packed,
+    unpack_prefill,
+    unpack_step,
+)
 from specjax.engine.buckets import Buckets
-from specjax.engine.keys import Key
+from specjax.engine.device import Program, Unavailable, is_out_of_memory
+from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
+from specjax.engine.keys import PLAIN, Key
+from specjax.engine.phases import PhaseTimes, compile_in_phases
+from specjax.models.target import Target
 from specjax.progress import progress_bar
+from specjax.sharding import everywhere, under
+from specjax.state import DecodeState
+from specjax.step import StepConfig, prefill_step, speculate_step
+from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
 
-Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any], Output]]
-"""(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
 
-
-class Unavailable(RuntimeError):
-    """No executable that could run some requests fits into the memory."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for exceptions of the compiler or of a program that mean that memory has run out."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return "RESOURCE_EXHAUSTED" in str(error)
-    return isinstance(error, MemoryError | Unavailable)
-
-
-class Programs(ABC):
-    """Programs by key, compiled at most once. Safe to call from several threads.
+class Programs:
+    """Programs by key. Safe to call from several threads.
 
     A key whose compilation or program runs out of memory is remembered and logged once; `first_usable` then takes
     another size. Other exceptions of tracing and compiling are raised by each `get` of the program.
 
     Attributes:
+        new_pages: most pages that a row may get between two steps.
+        room: bytes of the device that a program may hold beside its arguments; None: not known. A program that needs
+            more fails when it is compiled, so that smaller ones serve, not when a large batch first runs.
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
         announce: called with each key that is about to be compiled.
-        progress: whether stderr shows a bar while a program compiles that has none in another bar.
+        progress: whether stderr shows a bar while a request waits for a compiler.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
-        self._futures: dict[Key, Future[Program]] = {}
-        self._programs: dict[Key, Program] = {}  # of the futures that are done
-        self._failed: dict[Key, str] = {}  # out of memory: the message; an exception would keep its frames alive
-        self._broken: dict[Key, tuple[Exception, TracebackType | None]] = {}  # failed for another reason
-        self._later: list[Key] = []  # to be compiled by `_worker`
-        self._current: Key | None = None  # that it compiles now
-        self._worker: threading.Thread | None = None  # of `compile_later`, while it runs
-        self._closed = False
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        buckets: Buckets,
+        params: Params,
+        state: Resident,
+        *,
+        new_pages: int,
+        room: int | None = None,
+        verify: Verifier = verify_tree,
+        trace: bool = False,
+        time_phases: bool = False,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._target, self._drafter, self._trace = target, drafter, trace
+        self._buckets, self._verify, self._room, self._mesh = buckets, verify, room, mesh
+        self.phase_times = PhaseTimes() if time_phases else None
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            where = None if mesh is None else leaf.sharding
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        self._params, self._state = jax.tree.map(shape, (params, state))
+        self.state_shapes: DecodeState = self._state.decode
+        self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
+
+        self._admit: dict[bool, Callable[..., Resident]] = {}
+        self._programs: dict[Key, Program] = {}
+        # Out of memory: an Unavailable that is never raised itself, as its frames would stay alive.
+        self._failed: dict[Key, tuple[Exception, TracebackType | None]] = {}
+        self._compilers: dict[Key, threading.Lock] = {}  # held while the key is compiled
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
-        self._quiet: set[int] = set()  # threads whose compilations have no bar of their own
-        self.progress = False
-        self._lock = threading.Lock()  # for `_futures`
+        self._later: dict[Key, bool] = {}  # for the background thread: whether a request waits. Replaced, not changed
+        self._worker: threading.Thread | None = None  # the background thread, until `_later` is empty
+        self._lock = threading.Lock()  # for changes of `_compilers`, `_later` and `_worker`
+        self._exclusive = jax.default_backend() != "cpu"
+        self._compiling = False  # with `launch_lock` held
         self.launch_lock = threading.RLock()
         self.announce: Callable[[Key], None] = lambda key: None
-        self._compiling = False  # with `launch_lock` held
-        self._exclusive = jax.default_backend() != "cpu"
+        self.progress = False
 
-    @abstractmethod
-    def _compile(self, key: Key) -> Program:
-        """Compiles the program of a key. Raises whatever the compiler raises."""
-
-    @abstractmethod
-    def admit(self, *, resumed: bool) -> Callable[..., Any]:
-        """The program that puts a request into the state."""
+    # Which there are
 
     def compiled(self) -> set[Key]:
         return set(self._programs)
@@ -86,50 +112,67 @@ class Programs(ABC):
     @property
     def pending(self) -> set[Key]:
         """Keys that are still to be compiled in the background."""
-        if not (waiting := {*self._later} if self._current is None else {*self._later, self._current}):
-            return waiting
-        return waiting - self.compiled() - {*self._failed, *self._broken}
+        return {key for key in self._later if not self._is_settled(key)}
+
+    def _is_settled(self, key: Key) -> bool:
+        """True if `get` would not block: the program is compiled, or is known to fail."""
+        return key in self._programs or key in self._failed
+
+    def has_failed(self, key: Key) -> bool:
+        """True if the program of a key has run out of memory."""
+        return key in self._failed and isinstance(self._failed[key][0], Unavailable)
+
+    def is_broken(self, error: BaseException) -> bool:
+        """Whether this exception made a program fail for another reason than memory. It will be raised again."""
+        return any(error is known for known, _ in [*self._failed.values()])
 
     def is_waiting(self, thread: int | None) -> bool:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
         return thread in self._waiting or self._compiling
 
+    # When they are compiled
+
     def get(self, key: Key) -> Program:
-        """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key has
-        run out of memory before, and whatever tracing and compiling raise."""
-        if key in self._failed:
-            raise Unavailable(f"{key}: {self._failed[key]}")
-        if key in self._broken:
-            error, where = self._broken[key]
-            raise error.with_traceback(where)  # the first one, as each raise adds frames
-        if (program := self._programs.get(key)) is not None:
+        """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key is or was
+        out of memory, and whatever tracing and compiling raise."""
+        return self._get(key, bar=self.progress)
+
+    def _get(self, key: Key, *, bar: bool) -> Program:
+        """Compiles in this thread, so that JAX's settings by `with` apply."""
+        if (program := self._known(key)) is not None:
             return program
         with self._lock:
-            mine = key not in self._futures
-            future = self._futures.setdefault(key, Future())
+            compiler = self._compilers.setdefault(key, threading.Lock())
         thread = threading.get_ident()
         self._waiting.add(thread)
         try:
-            if mine:
-                self._fulfil(key, future)
-            return future.result()
+            with compiler:
+                if (program := self._known(key)) is None:
+                    with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=bar) as shown:
+                        program = self._programs[key] = self._try(key)
+                        shown.update()
+                return program
         finally:
             self._waiting.discard(thread)
 
-    def _fulfil(self, key: Key, future: Future[Program]) -> None:
-        """Compiles in this thread, so that JAX's settings by `with` apply."""
+    def _try(self, key: Key) -> Program:
+        """Compiles, and remembers a failure, but no interrupt."""
         try:
-            self._programs[key] = program = self._compile(key)
-            future.set_result(program)
-        except BaseException as error:
-            interrupted = not isinstance(error, Exception)  # this thread alone
+            return self._compile(key)
+        except Exception as error:
             if is_out_of_memory(error):
-                self.fail(key, error)
-            elif isinstance(error, Exception):
-                self._broken[key] = error, error.__traceback__
-            del self._futures[key]
-            future.set_exception(RuntimeError(f"compiling {key} was interrupted") if interrupted else error)
+                raise Unavailable(self._leave_out(key, error)) from error
+            self._failed[key] = error, error.__traceback__
             raise
+
+    def _known(self, key: Key) -> Program | None:
+        """The program if it is compiled. Raises what it is known to fail with."""
+        if key not in self._failed:
+            return self._programs.get(key)
+        error, where = self._failed[key]
+        if isinstance(error, Unavailable):
+            raise Unavailable(str(error))
+        raise error.with_traceback(where)  # the first one, as each raise adds frames
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
         """The first of these keys whose program fits into memory, and the program. Raises Unavailable if none does, and
@@ -138,43 +181,29 @@ class Programs(ABC):
         for key in keys:
             try:
                 return key, self.get(key)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                problem = f"{key}: {self._failed.get(key, error)}"
+            except Unavailable as error:
+                problem = str(error)
         raise Unavailable(f"no size of batch can run ({problem})")
 
     def fail(self, key: Key, error: BaseException) -> None:
-        """Records that the program of a key does not fit into memory, and logs it the first time."""
-        problem = _first_line(error)
-        if key not in self._failed:
-            logger.error("Out of memory for the program of %s; using smaller ones: %s", key, problem)
-            logger.debug("%s", key, exc_info=error)
-        self._failed[key] = problem
-
-    def fail_from(self, key: Key, error: BaseException) -> None:
-        """`fail` for a program that ran out of memory, and for all that need more. Raises Unavailable if none needs
-        less; nothing is remembered then: memory may come back."""
+        """Leaves out a program that ran out of memory, and all that need more. Raises Unavailable if none needs less;
+        nothing is remembered then: memory may come back."""
         rare = (*self._buckets.constrained_keys(), *self._buckets.scoring_keys())
-        known = {key, *self._buckets.all_keys(), *rare}
-        alike = [other for other in known if other.kind == key.kind]
+        alike = [other for other in {key, *self._buckets.all_keys(), *rare} if other.kind == key.kind]
         larger = [other for other in alike if other.needs_no_less(key)]
         if all(other in larger or self.has_failed(other) for other in alike):
             raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
         for other in larger:
-            self.fail(other, error)
+            self._leave_out(other, error)
 
-    def has_failed(self, key: Key) -> bool:
-        """True if the program of a key has run out of memory."""
-        return key in self._failed
-
-    def is_broken(self, error: BaseException) -> bool:
-        """Whether this exception made a program fail for another reason than memory. It will be raised again."""
-        return any(error is known for known, _ in self._broken.values())
-
-    def is_settled(self, key: Key) -> bool:
-        """True if `get` would not block: the program is compiled, or is known to fail."""
-        return key in self._programs or key in self._failed or key in self._broken
+    def _leave_out(self, key: Key, error: BaseException) -> str:
+        """Records that a program does not fit into memory, logs it the first time, and returns what `get` will say."""
+        problem = f"{key}: {_first_line(error)}"
+        if not self.has_failed(key):
+            logger.error("Out of memory for the program of %s; using smaller ones: %s", key, _first_line(error))
+            logger.debug("%s", key, exc_info=error)
+        self._failed[key] = Unavailable(problem), None
+        return problem
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
@@ -184,24 +213,28 @@ class Programs(ABC):
             strict: also raise if a program runs out of memory. False: leave such programs out.
 
         Raises:
-            Unavailable: not `strict`, and no program of a kind fits into memory.
+            Unavailable: a program does not fit into memory; if not `strict`, no program of a kind does.
             Exception: whatever tracing and compiling raise. A key that has failed before is tried again if `strict`.
         """
         keys = list(keys)
         if strict:
             for key in keys:
                 self._failed.pop(key, None)
-                self._broken.pop(key, None)
         missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
+        left = iter(missing)  # each key goes to one of the two threads
         errors: list[BaseException] = []
-        # Each key goes to one of the two threads, the second of which may outlive an interrupted main thread.
-        left = takewhile(lambda key: not errors and threading.main_thread().is_alive(), missing)
 
         def work() -> None:
-            try:
-                self._get_all(left, bar, lambda error: not strict and is_out_of_memory(error))
-            except BaseException as error:
-                errors.append(error)
+            for key in left:
+                if errors or not threading.main_thread().is_alive():  # an interrupted one does not wait for the other
+                    break
+                bar.set_postfix_str(f"{key.kind} {key.width}")
+                try:
+                    self._get(key, bar=False)
+                except BaseException as error:
+                    if strict or not isinstance(error, Unavailable):
+                        errors.append(error)
+                bar.update()
 
         with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
             # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
@@ -216,9 +249,15 @@ class Programs(ABC):
         if errors:
             raise errors[0]
         for kind in {key.kind for key in keys}:
-            self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
+            self.first_usable(key for key in keys if key.kind == kind)
 
-    def compile_later(self, keys: Iterable[Key], *, ahead: bool = True, progress: bool = False) -> threading.Thread:
+    def compile_ahead(self, key: Key) -> bool:
+        """Whether `get` answers at once. If not, the background thread compiles the program next."""
+        if not (settled := self._is_settled(key)):
+            self.compile_later([key], wanted=True)
+        return settled
+
+    def compile_later(self, keys: Iterable[Key], *, wanted: bool = False, progress: bool = False) -> threading.Thread:
         """Compiles these one by one in the background thread while requests run, and returns the thread. Failures are
         logged, and raised when the program is used.
 
@@ -226,95 +265,104 @@ class Programs(ABC):
         of XLA would not survive it.
 
         Args:
-            ahead: before those that wait already, each with its own bar; False: after them, a start's last programs.
+            wanted: requests wait for these, which are compiled before others, each with its own bar.
             progress: show one bar for all.
         """
         with self._lock:
-            known = {*self._futures, *self._failed, *self._broken, *self._later}
-            missing = [key for key in keys if key not in known]
-            self._later = [*missing, *self._later] if ahead else [*self._later, *missing]
-            if self._worker is None:
-                work = partial(self._work, admits=not ahead, shown=progress and bool(self._later))
+            new = {key: wanted for key in keys if not self._is_settled(key)}
+            first, last = (new, self._later) if wanted else (self._later, new)
+            self._later = first | {key: value for key, value in last.items() if key not in first}
+            if self._worker is None or not self._worker.is_alive():
+                work = partial(self._work, progress=progress and bool(self._later))
                 self._worker = threading.Thread(target=work, name="specjax-compile", daemon=False)
                 self._worker.start()
             return self._worker
 
-    def _work(self, *, admits: bool, shown: bool) -> None:
-        """Compiles what waits; first the admission of resumed requests if `admits`."""
-        if admits:
+    def _work(self, *, progress: bool) -> None:
+        """The background thread. Begins with the admission of resumed requests, which any load may need."""
+        with _failures_logged():
             self.admit(resumed=True)
-        with progress_bar("Compiling in the background", len(self._later), "bucket", shown=shown) as bar:
-            while self._goes_on:
-                with self._lock:
-                    if not self._later:
-                        self._worker = None
-                        break
-                    self._current = self._later.pop(0)
-                bar.set_postfix_str(f"{self._current.kind} {self._current.width}")
-                try:
-                    with self._quietly() if shown or admits else contextlib.nullcontext():
-                        self.get(self._current)
-                except Exception as error:
-                    if not is_out_of_memory(error):  # which `fail` has logged
-                        logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
-                self._current = None
+        with progress_bar("Compiling in the background", len(self._later), "bucket", shown=progress) as bar:
+            while (key := self._next()) is not None:
+                bar.set_postfix_str(f"{key.kind} {key.width}")
+                with _failures_logged():
+                    self._get(key, bar=self.progress and not progress and self._later.get(key, False))
                 bar.update()
+
+    def _next(self) -> Key | None:
+        """What the background thread compiles next; None: it ends."""
         with self._lock:
-            if self._worker is threading.current_thread():  # it was closed
+            goes_on = threading.main_thread().is_alive()
+            self._later = {key: wanted for key, wanted in self._later.items() if goes_on and not self._is_settled(key)}
+            if not self._later:
                 self._worker = None
+            return next(iter(self._later), None)
 
-    def compile_ahead(self, key: Key) -> bool:
-        """Whether `get` answers at once, or no other thread will compile the key (after `close`). If not, one does."""
-        if self.is_settled(key) or self._closed:
-            return True
-        self.compile_later([key])
-        return False
+    def close(self, timeout: float | None = None) -> bool:
+        """Forgets what the background thread has not begun, and waits for it. True: it has ended."""
+        with self._lock:
+            self._later, worker = {}, self._worker
+        if worker is not None:
+            worker.join(timeout)
+        return worker is None or not worker.is_alive()
 
-    def _get_all(self, keys: Iterable[Key], bar: tqdm, leave_out: Callable[[Exception], bool]) -> None:
-        """Compiles these. Raises the exceptions that `leave_out` returns False for."""
-        for key in keys:
-            bar.set_postfix_str(f"{key.kind} {key.width}")
-            try:
-                with self._quietly():
-                    self.get(key)
-            except Exception as error:
-                if not leave_out(error):
-                    raise
-            bar.update()
+    # What they compute, and how they are compiled
 
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        thread = threading.get_ident()
-        self._quiet.add(thread)
-        try:
-            yield
-        finally:
-            self._quiet.discard(thread)
+    def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
+        """Puts a packed `admission` into the state, which it takes over. `resumed`: whether it has emitted tokens.
+        Compiled at the first use or by `warm_up`."""
+        if resumed in self._admit:
+            return self._admit[resumed]
+        rows, finished = self.state_shapes.rows, self.state_shapes.finished
+        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+        arguments = (rows, finished, self._input((admission_size(row, resumed=resumed),)))
+        places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
+        with self.launch_lock if self._exclusive else contextlib.nullcontext(), under(self._mesh):
+            program = jax.jit(admit_packed, donate_argnums=(0, 1), **places).lower(*arguments).compile()
 
-    def _bar(self, key: Key) -> tqdm:
-        """The progress bar for compiling a key in this thread."""
-        shown = self.progress and threading.get_ident() not in self._quiet
-        return progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown)
+        def admit(state: Resident, packed: np.ndarray) -> Resident:
+            rows, finished = program(state.decode.rows, state.decode.finished, packed)
+            return state._replace(decode=state.decode._replace(rows=rows, finished=finished))
 
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the background may begin with another program."""
-        return not self._closed and threading.main_thread().is_alive()
+        self._admit[resumed] = admit
+        return admit
 
-    def close(self) -> None:
-        """Ends the background's work after the program that it is compiling."""
-        self._closed = True
+    def _compile(self, key: Key) -> Program:
+        """Raises whatever tracing and compiling raise."""
+        if not self._exclusive:
+            self.announce(key)
+        function, unpack, shape = self._function(key)
+        arguments: Any = (self._params, self._state, self._input(shape))
+        if self.phase_times is not None and key.kind == "step":
+            with self.launch_lock:
+                return compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
+        leaves, tree = jax.tree.flatten(arguments)
+        count = len(jax.tree.leaves(self._params))
+        call = function if key.kind == "propose" else partial(packed, function)  # a proposal packs its own output
 
-    def reopen(self) -> None:
-        """After `close`: the background may work again."""
-        self._closed = False
+        def flat(params: list[Any], state: list[Any], inputs: Any) -> Any:
+            whole_params, whole_state, inputs = jax.tree.unflatten(tree, [*params, *state, inputs])
+            unpacked, tables = unpack(inputs, whole_state.tables)
+            decode, output = call(whole_params, whole_state.decode, unpacked)
+            return jax.tree.leaves(Resident(decode, tables)), output
 
-    def join(self, timeout: float | None = None) -> bool:
-        """After `close`: waits for the background thread. True: it has ended."""
-        if (worker := self._worker) is None:
-            return True
-        worker.join(timeout)
-        return not worker.is_alive()
+        flat.__name__ = flat.__qualname__ = key.kind
+        places: Any = {}
+        if self._mesh is not None:
+            places["out_shardings"] = [leaf.sharding for leaf in leaves[count:-1]], everywhere(self._mesh)
+        jitted = jax.jit(flat, donate_argnums=1, compiler_options=compiler_options(), **places)
+        with under(self._mesh), of_default_device():
+            lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
+            with self._device_idle() if self._exclusive else contextlib.nullcontext():
+                if self._exclusive:  # with the lock, so that all processes compile between the same launches
+                    self.announce(key)
+                program: Any = lowered.compile()
+        if self._room is not None and (temporaries := program.memory_analysis().temp_size_in_bytes) > self._room:
+            raise MemoryError(
+                f"{key} needs {temporaries / 1e9:.3f} GB beside its arguments, and {self._room / 1e9:.3f} GB are left "
+                "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
+            )
+        return program
 
     @contextlib.contextmanager
     def _device_idle(self) -> Iterator[None]:
@@ -325,6 +373,47 @@ class Programs(ABC):
                 yield
             finally:
                 self._compiling = False
+
+    def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """What the host sends, to every device."""
+        where = None if self._mesh is None else everywhere(self._mesh)
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+
+    def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
+        """What a key's program computes, what unpacks its input, and that input's shape."""
+        tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
+        drafter = self._drafter
+        fixed: dict[str, Any] = {"target": self._target}
+        if key.kind in ("prefill", "scoring"):
+            shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
+            function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
+        else:
+            widths = self._buckets.step_widths(key)
+            drafter = drafter.within(widths[-1])
+            if key.nodes == PLAIN and drafter.costly_observe:  # its requests never draft
+                drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
+            fixed |= {"verify": self._verify}
+            shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
+            function, config = speculate_step, StepConfig(widths, self._trace)
+            if key.kind == "propose":
+                function, fixed = propose_step, {}
+            elif key.kind == "constrained":
+                vocab_size, nodes = self._target.config.vocab_size, widths[-1]
+                shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
+                unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
+                function = constrained_step
+        return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
+
+
+@contextlib.contextmanager
+def _failures_logged() -> Iterator[None]:
+    """Logs the exceptions of a compilation in the background, which go on to nobody."""
+    try:
+        yield
+    except Unavailable:  # logged when it was recorded
+        pass
+    except Exception as error:
+        logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
 
 
 def _first_line(error: BaseException) -> str:

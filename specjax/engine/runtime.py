@@ -11,7 +11,7 @@ from specjax.engine.batch import Flights
 from specjax.engine.buckets import Buckets
 from specjax.engine.device import Device
 from specjax.engine.draft_policy import DraftPolicy
-from specjax.engine.executables import Executables
+from specjax.engine.programs import Programs
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence
 
@@ -83,7 +83,7 @@ class Runtime:
     """
 
     scheduler: Scheduler
-    programs: Executables
+    programs: Programs
     device: Device
     buckets: Buckets
     drafter: Drafter

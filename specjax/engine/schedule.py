@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from specjax.engine.batch import Batch, InFlight
 from specjax.engine.collect import collect, collect_all_but
+from specjax.engine.device import Unavailable
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.output import NO_SCORES
-from specjax.engine.programs import Unavailable
 from specjax.engine.runtime import Runtime
 from specjax.engine.sequence import Sequence, Status
 

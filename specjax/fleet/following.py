@@ -44,7 +44,7 @@ def follow(engine: Engine, follower: Follower) -> None:
 
 def _compile(engine: Engine, key: Key) -> None:
     with contextlib.suppress(Exception):  # logged; it may never be launched
-        engine.executables.get(key)
+        engine.programs.get(key)
 
 
 def _launch(engine: Engine, message: Message, outputs: SimpleQueue[tuple[Key, Output]]) -> None:
@@ -52,10 +52,10 @@ def _launch(engine: Engine, message: Message, outputs: SimpleQueue[tuple[Key, Ou
     if kind == "run":
         assert array is not None
         key = Key(*fields["key"])
-        outputs.put((key, engine.device.run(key, engine.executables.get(key), array)))
+        outputs.put((key, engine.device.run(key, engine.programs.get(key), array)))
     elif kind == "admit":
         assert array is not None
-        engine.device.update(engine.executables.admit(resumed=fields["resumed"]), array)
+        engine.device.update(engine.programs.admit(resumed=fields["resumed"]), array)
     elif kind == "flush":
         engine.device.update(engine.without_drafts)
     elif kind == "renew":

@@ -79,10 +79,10 @@ def load(settings: flags.Settings, rank: int = 0, group: Leader | Follower | Non
     engine = build.make_engine(settings, group=group, **given)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
-    draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
+    draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
     if engine.mesh is not None and engine.mesh.size > 1:
-        logger.info("%s", devices_note(engine.mesh, engine.params, engine.executables.state_shapes))
+        logger.info("%s", devices_note(engine.mesh, engine.params, engine.programs.state_shapes))
     gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
     pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target, "
     pool += f"{draft / 1e9:.2f} GB for the draft"

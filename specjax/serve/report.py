@@ -12,8 +12,8 @@ from specjax_kernels import Quantised
 
 from specjax.cli.flags import in_flags
 from specjax.engine import Engine
-from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import doubt, drafting_summary
+from specjax.engine.phases import PhaseTimes
 from specjax.engine.runtime import Counters
 from specjax.thresholds import AcceptAbove
 
@@ -76,7 +76,7 @@ class Report:
             self.throughput = rate
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
-            if (times := engine.executables.phase_times) is not None:
+            if (times := engine.programs.phase_times) is not None:
                 parts = ", ".join(f"{phase}: {each:.2f} ms" for phase, each in times.since(self._phases).items())
                 logger.debug("Decode step. %s", parts)
                 self._phases = replace(times)
@@ -121,7 +121,5 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
         "device": engine.device_name,
-        "compiling": sum(
-            len(each.executables.pending) for each in engines
-        ),  # buckets that still compile in the background
+        "compiling": sum(len(each.programs.pending) for each in engines),  # in the background
     }

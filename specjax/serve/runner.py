@@ -65,7 +65,7 @@ class Runner(threading.Thread):
         self._watchdog = Watchdog(
             timeout=settings.watchdog_timeout,
             beat=lambda: self._beat if self._busy else None,
-            excused=lambda: self.engine.executables.is_waiting(self.ident),
+            excused=lambda: self.engine.programs.is_waiting(self.ident),
             act=self._give_up,
         )
         # Each unfinished sequence's listener, and its index there. By identity: an id may be used again once its answer
@@ -217,7 +217,7 @@ class Runner(threading.Thread):
         for thread in itertools.chain([self], self._helpers):  # the first may add others until it ends
             if thread.ident is not None:
                 thread.join(timeout)
-        compiled = self._engine is None or self._engine.executables.join(timeout)
+        compiled = self._engine is None or self._engine.programs.close(timeout)
         return compiled and not any(thread.is_alive() for thread in (self, *self._helpers))
 
     # In this thread
@@ -225,7 +225,6 @@ class Runner(threading.Thread):
     def run(self) -> None:
         try:
             self._engine = self._make_engine()
-            self._engine.executables.reopen()  # another runner may have had this engine before
             if self._warm_up:
                 self._engine.warm_up(self._engine.single_request_keys(), strict=False)
             self._allocate(self._engine)
@@ -249,7 +248,7 @@ class Runner(threading.Thread):
             with contextlib.suppress(Exception):  # of a trace that cannot be written
                 self.profiler.end()
             if self._engine is not None:
-                self._engine.executables.close()
+                self._engine.programs.close(0.0)
 
     def _allocate(self, engine: Engine) -> None:
         """Waits for the KV pool, so that READY means that there is one."""
@@ -285,7 +284,7 @@ class Runner(threading.Thread):
             except Exception as error:
                 logger.exception("A step failed: all running requests end, the engine starts anew")
                 forget_frames(error)
-                engine.reset(NO_PROGRAM if engine.executables.is_broken(error) else FAILED_STEP)
+                engine.reset(NO_PROGRAM if engine.programs.is_broken(error) else FAILED_STEP)
                 with self._wake:
                     changed = list(self._listeners)  # also those that had ended in this step
             self.traffic.changed(changed)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from specjax import checkpoint
-from specjax.engine.executables import use_compilation_cache
+from specjax.compiling import use_compilation_cache
 from specjax.progress import progress_bar
 from specjax.train import update
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
