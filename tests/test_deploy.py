@@ -93,7 +93,7 @@ def test_what_the_images_copy_is_there_and_sent():
 def test_extras_of_the_images():
     extras = re.findall(r"'\.\[([\w,-]+)\]'", (DEPLOY / "Dockerfile").read_text())
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert len(extras) == 2 and {name for found in extras for name in found.split(",")} <= set(known)
+    assert len(extras) == 1 and {name for found in extras for name in found.split(",")} <= set(known)
 
 
 def test_a_wheel_is_built_of_what_is_copied(tmp_path):

@@ -276,7 +276,7 @@ def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
 
 @pytest.mark.parametrize("kind", ["step", "prefill"])
 def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
-    """Of a step of 32 nodes, whose logits take most; and of 512 tokens of a prompt, whose activations do."""
+    """Of a step of 32 nodes, whose logits take most; and of 256 tokens of a prompt, whose activations do."""
     sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
@@ -285,11 +285,11 @@ def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
     pool, buckets = Layout.of(config, 1024, 1024, "cpu", described.drafter)
     # The other kind of program is made too small to count.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
-    buckets = replace(buckets, **few)
+    buckets = replace(buckets, several=None, **few)
     tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
     state = Resident(jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool)), tables)
     program: Any = Programs(*parts, buckets, described.params, state, new_pages=1).get(
-        Key(kind, 4 if kind == "step" else 512, buckets.tables[0])
+        Key(kind, 4 if kind == "step" else 256, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes
     assert 0.7 * held < temporary_bytes(described.target, described.drafter.features, buckets, "cpu") < 1.5 * held
