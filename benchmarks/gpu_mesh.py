@@ -37,7 +37,7 @@ from specjax.models import table
 from specjax.models.blocks import key_value_spec
 from specjax.models.head_spec import head_table
 from specjax.models.params import Leaf, Table, map_leaves
-from specjax.sharding import everywhere, fitted, group_count, local_bytes, place_of, places_of, split_quantised
+from specjax.parallel.sharding import everywhere, fitted, group_count, local_bytes, place_of, places_of, split_quantised
 from specjax.state import DecodeState
 from specjax.verify import Verifier, verify_tree
 
@@ -61,7 +61,7 @@ def described_mesh(name: str, count: int, groups: int = 1) -> Mesh:
 
 
 def placed(mesh: Mesh, tree: Any, config: ModelConfig) -> Any:
-    """Shapes on the mesh, as an engine places their arrays (`specjax.engine.placing`)."""
+    """Shapes on the mesh, as an engine places their arrays (`specjax.parallel.placing`)."""
     if isinstance(tree, Params):
         draft = None if tree.draft is None else _weights(mesh, tree.draft, head_table(eagle3_head(config)))
         return Params(_weights(mesh, tree.target, table(config)), draft)

@@ -26,7 +26,7 @@ from specjax.engine import Engine, EngineConfig
 from specjax.models import init_params, make_target
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import map_leaves
-from specjax.sharding import local_bytes, make_mesh
+from specjax.parallel.sharding import local_bytes, make_mesh
 
 EXPERTS = Experts(8, 2, 64, (1,))
 SIZES: dict[str, Any] = {

@@ -23,8 +23,8 @@ from specjax.cli import build, flags
 from specjax.devices import DEVICES
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.engine.plan import Case, make_plan
-from specjax.outline import outline
+from specjax.hardware.outline import outline
+from specjax.hardware.plan import Case, make_plan
 from specjax.serve import command
 from specjax.serve.report import describe
 from specjax.settings import Parser, SettingsError, add_flags, read

@@ -25,9 +25,9 @@ from specjax.engine.arrays import Resident
 from specjax.engine.config import Layout
 from specjax.engine.keys import Key
 from specjax.engine.memory import pool_tokens, temporary_bytes
-from specjax.engine.plan import Case, make_plan
 from specjax.engine.programs import Programs
-from specjax.outline import outline
+from specjax.hardware.outline import outline
+from specjax.hardware.plan import Case, make_plan
 from specjax.serve import command
 from specjax.state import init_state
 

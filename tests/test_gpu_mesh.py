@@ -62,7 +62,7 @@ def test_a_product_in_four_bits(axis):
     from gpu_mesh import KINDS, described_mesh
 
     from specjax.compiling import NVIDIA_OPTIONS
-    from specjax.sharding import everywhere
+    from specjax.parallel.sharding import everywhere
 
     mesh, out, depth = described_mesh("h200", 2), 4096, 14336
     codes = jax.ShapeDtypeStruct((out, depth // 2), jnp.uint8)

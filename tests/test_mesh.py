@@ -16,7 +16,7 @@ from tiny_heads import save_head
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models.params import ATTENTION_NORM, attention_leaves
-from specjax.sharding import copies_of, fitted, make_mesh, regrouped
+from specjax.parallel.sharding import copies_of, fitted, make_mesh, regrouped
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
-from specjax.outline import outline
+from specjax.hardware.outline import outline
 from specjax.serve import command
 from specjax.train import inputs
 from specjax.train.options import TrainOptions

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from transformers import PreTrainedTokenizerBase
 
-    from specjax.sharding import Widened
+    from specjax.parallel.sharding import Widened
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -69,7 +69,7 @@ def load_params(
       progress: show a bar on stderr.
       put: moves one finished array to the device; ``jax.device_put`` if None.
       mesh: devices that share the model; each reads its part of the files, and matrices in 16 bits are of
-        ``config.dtype``. The parameters are then those of ``specjax.sharding.fitted(config, ...)``.
+        ``config.dtype``. The parameters are then those of ``specjax.parallel.sharding.fitted(config, ...)``.
 
     Returns:
       The parameter tree that ``specjax.models.table(config)`` declares; layers for multi-token prediction are left
@@ -172,7 +172,7 @@ def spread_over(mesh: Mesh | None, config: ModelConfig | HeadConfig | MtpConfig)
     """For a model or draft head of this description. Raises ValueError: its heads or experts cannot be split."""
     if mesh is None:
         return None
-    from specjax.sharding import Widened, copies_of, fitted, group_count
+    from specjax.parallel.sharding import Widened, copies_of, fitted, group_count
 
     fitted(config, mesh.size, groups=group_count(mesh))
     return Spread(mesh, copies_of(config, mesh.size), Widened())
@@ -190,7 +190,7 @@ class Spread(NamedTuple):
         read: Callable[[str], np.ndarray],
     ) -> Any:  # fmt: skip
         """A leaf on these devices, of each its part of the tensors; all of them where heads are copied."""
-        from specjax.sharding import made, put, regrouped
+        from specjax.parallel.sharding import made, put, regrouped
 
         if self.copies > 1 and "K" in leaf.dims:
             tensors = [read(rule.tensor) for rule in rules]
@@ -201,7 +201,7 @@ class Spread(NamedTuple):
         """A quantised leaf on these devices, of a declared `shape`; `dtype`: of its floats, if it has to be those."""
         from specjax_kernels.quantised import BY_OUTPUT
 
-        from specjax.sharding import put_quantised, regrouped
+        from specjax.parallel.sharding import put_quantised, regrouped
 
         major = output_major(leaf)
         copied = {
@@ -248,7 +248,7 @@ def fill(
     """
     import jax
 
-    from specjax.sharding import local_bytes
+    from specjax.parallel.sharding import local_bytes
 
     params: dict[str, Any] = {}
     size = HOST_DTYPES[dtype].itemsize

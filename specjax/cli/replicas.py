@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from specjax import sharding
 from specjax.cli import build, flags
 from specjax.engine import Engine
+from specjax.parallel import sharding
 from specjax.settings import place_of
 
 

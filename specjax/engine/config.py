@@ -43,7 +43,7 @@ class EngineConfig:
             reveal other requests' text.
         plain_content: users' text never becomes special tokens; only the chat template's markup does. A prompt given
             as text is users' text; a prompt given as ids may hold special tokens.
-        tensor_parallel: devices over which weights and KV pool are split, at least 1; see `specjax.sharding`.
+        tensor_parallel: devices over which weights and KV pool are split, at least 1; see `specjax.parallel.sharding`.
         expert_parallel: groups of these devices, at least 1, over which the experts of a mixture are spread; must
             divide `tensor_parallel`. Each group has experts of its own, and its devices share the width of each.
         first_device: index of the first of these devices in the process, at least 0.

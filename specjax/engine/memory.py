@@ -25,8 +25,8 @@ from specjax.engine.config import EngineConfig, Layout
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of
 from specjax.models.target import Target
-from specjax.sharding import described, empty_state, first_device, local_bytes
-from specjax.shares import leaf_share, page_bytes, splits_input
+from specjax.parallel.sharding import described, empty_state, first_device, local_bytes
+from specjax.parallel.shares import leaf_share, page_bytes, splits_input
 from specjax.state import DecodeState, init_state
 
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else

@@ -11,7 +11,7 @@ from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
 from specjax.engine.keys import Key
 from specjax.engine.sequence import Sequence
-from specjax.sharding import group_count, local_bytes
+from specjax.parallel.sharding import group_count, local_bytes
 from specjax.state import DecodeState
 
 

@@ -37,8 +37,8 @@ from specjax.engine.grammar_steps import constrained_size, constrained_step, pro
 from specjax.engine.keys import PLAIN, Key
 from specjax.engine.phases import PhaseTimes, compile_in_phases
 from specjax.models.target import Target
+from specjax.parallel.sharding import everywhere, under
 from specjax.progress import progress_bar
-from specjax.sharding import everywhere, under
 from specjax.state import DecodeState
 from specjax.step import StepConfig, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree

@@ -266,7 +266,7 @@ class Bits(NamedTuple):
 
 
 def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, bits: Bits | None = None) -> int:
-    """Bytes of all leaves; those that one of several devices has: `specjax.shares.held_bytes`."""
+    """Bytes of all leaves; those that one of several devices has: `specjax.parallel.shares.held_bytes`."""
     return sum(leaf_bytes(leaf, sizes, dtype, bits) for leaf in leaves_of(table))
 
 

@@ -23,7 +23,7 @@ from specjax.engine import Engine
 from specjax.engine.notes import as_lines, devices_note, speculation_table
 from specjax.fleet import following
 from specjax.fleet.hosts import Follower, Leader
-from specjax.serve import dry_run
+from specjax.hardware import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.profiling import make_folder
 from specjax.serve.replicas import Replicas, Service

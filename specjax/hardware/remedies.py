@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.engine.buckets import BATCHES
-from specjax.engine.plan import Case, Plan, cannot_split, make_plan
-from specjax.outline import Outline
+from specjax.hardware.outline import Outline
+from specjax.hardware.plan import Case, Plan, cannot_split, make_plan
 
 LEAST_POOL = 1024  # tokens; a smaller pool may fit and is of little use
 HIGH_FRACTION = 0.9  # of a GPU's memory, for weights and pool

@@ -1,7 +1,7 @@
 """`--dry-run`: what a model would need on a device and at best reach there, and what to change if it does not fit.
 
 Reads configs and tensors' headers. Prints a report whose last line is the verdict, or with `--json` one line of JSON
-alone. `specjax.engine.plan` computes memory and bounds.
+alone. `specjax.hardware.plan` computes memory and bounds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from specjax.cli import build, flags
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
 from specjax.engine.notes import speculation_table
-from specjax.engine.plan import CONTEXT, Case, Plan, cannot_split, make_plan
+from specjax.hardware.outline import Outline, outline
+from specjax.hardware.plan import CONTEXT, Case, Plan, cannot_split, make_plan
+from specjax.hardware.remedies import Outlines, Remedy, remedies
 from specjax.limits import Range, check_value
-from specjax.outline import Outline, outline
-from specjax.serve.remedies import Outlines, Remedy, remedies
 from specjax.settings import Parser, dashed
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2

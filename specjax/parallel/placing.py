@@ -17,7 +17,7 @@ from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
-from specjax.sharding import Widened, check_experts, copies_of, everywhere, fitted, placed, put, put_quantised
+from specjax.parallel.sharding import Widened, check_experts, copies_of, everywhere, fitted, placed, put, put_quantised
 
 AnyModel = HeadConfig | MtpConfig | Target | None
 """What `Params.draft` belongs to: a head, layers or a model; None: neither."""

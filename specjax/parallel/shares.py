@@ -1,7 +1,7 @@
 """What one of several devices holds of a model that is split by heads, widths and vocabulary.
 
 An axis with a logical name is split if the devices divide its size. Fewer key/value heads than devices are held by
-groups of devices: each has one of them and its part of the query heads (`specjax.sharding.fitted` is the description of
+groups of devices: each has one of them and its part of the query heads (`specjax.parallel.sharding.fitted` describes
 such a model). Latents and routers are whole on every device; experts are split by their width, or spread over groups of
 devices, which share the width of each.
 """
@@ -30,7 +30,7 @@ def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> in
 
 def leaf_share(leaf: Leaf, sizes: Sizes, devices: int, groups: int = 1) -> float:
     """The share of a leaf's elements on each device, above 0 and at most 1. `groups`: of devices, each with experts of
-    its own, which its devices share evenly (`specjax.sharding.fitted` refuses others).
+    its own, which its devices share evenly (`specjax.parallel.sharding.fitted` refuses others).
 
     Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
     """

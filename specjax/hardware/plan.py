@@ -21,6 +21,7 @@ from specjax.devices import Device, Memory, share_of
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout, context_length
 from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.hardware.outline import Outline, head_parameters, level_reads
 from specjax.models import table
 from specjax.models.params import (
     Bits,
@@ -31,9 +32,8 @@ from specjax.models.params import (
     leaves_of,
     read_leaves,
 )
-from specjax.outline import Outline, head_parameters, level_reads
-from specjax.sharding import check_experts, fitted
-from specjax.shares import held_bytes, leaf_share, page_bytes
+from specjax.parallel.sharding import check_experts, fitted
+from specjax.parallel.shares import held_bytes, leaf_share, page_bytes
 from specjax.state import init_state
 
 CONTEXT = 1024  # tokens before those of a step, in the bounds of its speed
