@@ -5,8 +5,8 @@ runtime        what the parts share
 schedule       which requests run next: `scheduler` (slots), `pages`, `draft_policy`, `buckets`, `keys`
 batch          a batch and its launch: `arrays` (what is sent), `programs`, `phases`, `device`
 collect        reading it: `sequence`, `output`, `text`
-grammar        structured output: `grammar_steps`, `constraint`
-intake         requests from prompts and `sampling_params`
+grammar        structured output: `grammar_steps`
+intake         requests from prompts and `sampling_params`; `specjax.checkpoint.prompts` encodes them
 """
 
 from specjax.engine.engine import Engine, EngineConfig
