@@ -21,9 +21,9 @@ from specjax.config import Experts, Latent, ModelConfig
 from specjax.drafters import Params
 from specjax.drafters.table import options_of
 from specjax.engine import Engine
+from specjax.engine.placing import place_params
 from specjax.models import init_params, make_target, table
 from specjax.models.params import input_letters, is_product, output_major
-from specjax.parallel.placing import place_params
 from specjax.parallel.sharding import everywhere, local_bytes, make_mesh, under
 
 SPLITS = {"outputs": -4, "last outputs": -2, "inputs": -1}

@@ -46,6 +46,7 @@ from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
 from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.output import Completion
+from specjax.engine.placing import check_models, place_params
 from specjax.engine.programs import Programs
 from specjax.engine.runtime import Runtime
 from specjax.engine.sampling_params import SamplingParams
@@ -54,7 +55,6 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence
 from specjax.load import load
 from specjax.models.target import Target
-from specjax.parallel.placing import check_models, place_params
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
 from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, verify_tree
