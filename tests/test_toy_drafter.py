@@ -249,7 +249,19 @@ def test_the_side_rules_of_imports():
                 f"checkpoint imports {target}"
             )
         if target == "checkpoint":
-            sources = "checkpoint", "load", "engine", "fleet", "hardware", "train", "cli", "serve", "bench", "viz"
+            sources = (
+                "checkpoint",
+                "compiling",
+                "load",
+                "engine",
+                "fleet",
+                "hardware",
+                "train",
+                "cli",
+                "serve",
+                "bench",
+                "viz",
+            )
             assert source in sources, f"{source} imports it"
         if target == "serve":
             assert source == "serve", f"{source} imports serve"
