@@ -52,8 +52,8 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
     plain, checked = np.interp([batch, batch * drafter.width], tokens, seconds)
     if not drafter.runs_model:
         return 1 + (1 - (1 - FOUND) ** batch) * (checked / plain - 1)
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (params.draft, params.target)]
-    return checked / plain + CPU_LEVEL * drafter.depth * sizes[0] / sizes[1]
+    (level, _), (forward, _) = (_reads(part, None, batch) for part in (params.draft, params.target))
+    return checked / plain + CPU_LEVEL * drafter.depth * level / forward
 
 
 def _forward_seconds(target: Target, params: Any, device: Device, rows: int) -> float:
@@ -70,8 +70,7 @@ def _reads(params: Any, experts: Experts | None, rows: int) -> tuple[float, floa
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     for path, leaf in leaves:
         stored = sum(part.nbytes for part in jax.tree.leaves(leaf))
-        of_experts = experts is not None and any(str(getattr(key, "key", "")).startswith("experts") for key in path)
-        if experts is not None and of_experts:
+        if experts is not None and any(str(getattr(key, "key", "")).startswith("experts") for key in path):
             read += stored * distinct_experts(experts, rows) / experts.count
             weights += prod(leaf.shape) * experts.per_token / experts.count
         else:

@@ -40,7 +40,6 @@ class Device(NamedTuple):
     flops: float  # multiplications and additions a second, of 16-bit numbers
     float32_flops: float
     note: str = "data sheet"
-    measured: bool = False  # the speeds are those that a program reaches
 
     def speed(self, dtype: str) -> float:
         return self.float32_flops if dtype == "float32" else self.flops
@@ -104,7 +103,7 @@ def this_device(dtype: str) -> Device:
     device, memory = jax.local_devices()[0], this_memory()
     total = system_memory() if memory is None else memory.total
     speed = _product_speed(dtype)
-    return Device(device.device_kind, total, _copy_speed(), speed, speed, "measured: a copy of 256 MB, a product", True)
+    return Device(device.device_kind, total, _copy_speed(), speed, speed, "measured: a copy of 256 MB, a product")
 
 
 def system_memory() -> int:

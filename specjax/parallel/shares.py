@@ -17,7 +17,6 @@ import numpy as np
 from specjax_kernels.mesh import EXPERTS
 
 from specjax.cache import PageSpec
-from specjax.config import HeadConfig, ModelConfig
 from specjax.models.params import Bits, Leaf, Sizes, head_copies, leaf_bytes
 
 
@@ -58,11 +57,6 @@ def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
     inputs, _ = leaf.matrix or ((1,), ())
     named = [leaf.axes[axis] for axis in inputs if leaf.axes[axis] != EXPERTS]
     return any(named) and leaf_share(leaf, sizes, devices) < 1
-
-
-def head_share(config: ModelConfig | HeadConfig, devices: int) -> float:
-    """The share of the query heads that each device attends with."""
-    return 1 / devices if head_copies(config.num_heads, config.num_kv_heads, devices) else 1.0
 
 
 def page_share(spec: PageSpec, devices: int) -> float:
