@@ -98,11 +98,16 @@ class Buckets:
         """Page-table widths that hold `pages` pages, the smallest first."""
         return tuple(t for t in self.tables if t >= pages)
 
+    @property
+    def plain_chunks(self) -> tuple[int, ...]:
+        """Chunk widths that every kind of prefill has: small and large."""
+        return tuple(sorted({self.small, self.chunks[-1]}))
+
     def chunks_for(self, tokens: int) -> tuple[int, ...]:
         """Chunk widths for `tokens` remaining ones while no request runs, the best first: the large one only if most of
         it is used."""
         larger = tokens > self.chunks[-1] - self.small
-        return tuple(dict.fromkeys((self.chunks[-1], self.small) if larger else (self.small, self.chunks[-1])))
+        return self.plain_chunks[::-1] if larger else self.plain_chunks
 
     def most_prefilled(self, running: int, waiting: int) -> int | None:
         """Most tokens of a prefill beside running requests, whose next step it delays, while `waiting` prompts wait.
@@ -143,7 +148,7 @@ class Buckets:
             kind: of the programs.
             pending: programs that are being compiled in the background.
         """
-        chunks = self.chunks_for(left[0])
+        chunks = self.chunks_for(left[0]) if most is None else self.plain_chunks
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
         tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _, _ in self.prefill_shapes()}
         keys = [Key(kind, width, tables[rows], rows, tokens=tokens) for rows, width, tokens in self.prefill_shapes()]
@@ -233,8 +238,7 @@ class Buckets:
     def scoring_keys(self) -> list[Key]:
         """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt
         comes."""
-        widths = sorted({self.small, self.chunks[-1]})
-        return [Key("scoring", width, table) for width in widths for table in self.tables]
+        return [Key("scoring", width, table) for width in self.plain_chunks for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time cannot do without: the small prefill, and its steps."""
