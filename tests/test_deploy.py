@@ -112,7 +112,7 @@ def test_a_wheel_is_built_of_what_is_copied(tmp_path):
 
 def test_the_router_is_the_one_that_is_tested():
     pins = [re.findall(r"sglang-router==(\S+)", (ROOT / name).read_text())
-            for name in ("deploy/Dockerfile", "Makefile", "docs/deployment.md")]  # fmt: skip
+            for name in ("deploy/Dockerfile", "Makefile", "docs/serving.md")]  # fmt: skip
     assert all(pins) and len({pin for found in pins for pin in found}) == 1
     kustomization = yaml.safe_load((DEPLOY / "kubernetes" / "base" / "kustomization.yaml").read_text())
     tags = {each["name"]: each["newTag"] for each in kustomization["images"]}
@@ -216,7 +216,7 @@ def test_a_gpu_for_each_worker():
 
 
 def test_commands_of_the_page_name_files_that_exist():
-    text = (ROOT / "docs" / "deployment.md").read_text()
+    text = (ROOT / "docs" / "serving.md").read_text()
     named = set(re.findall(r"\bdeploy/[\w./-]*\w", text))
     assert {"deploy/Dockerfile", "deploy/compose.yaml", "deploy/kubernetes/base"} <= named
     assert all((ROOT / name).exists() for name in named)

@@ -1,5 +1,5 @@
-"""docs/drafters.md and docs/without-the-engine.md: their code runs as it stands, no drafter changes a text, the
-verifier accepts more, and `observe` gets what the guide says."""
+"""docs/drafters.md and examples/medusa.py: their code runs as it stands, no drafter changes a text, the verifier
+accepts more, and `observe` gets what the guide says."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from specjax.drafters.base import put_rows, take_rows
 from specjax.drafters.factories import make_speculation
 
 ROOT = Path(__file__).parent.parent
-GUIDE, PAGE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("drafters.md", "without-the-engine.md"))
-PYTHON = r"```python\n(.*?)```"
-DRAFTER, OBSERVE, VERIFIER, ENGINE = re.findall(PYTHON, GUIDE, flags=re.DOTALL)
+GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+MEDUSA = (ROOT / "examples" / "medusa.py").read_text(encoding="utf-8")
+DRAFTER, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 COMMAND = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
 ALIAS = "smollm2-135m-instruct"
 
 
 def run(block: str, names: dict | None = None) -> dict:
-    """The names that a block defines, and those that it was given."""
+    """Runs code; returns the names that it defines, and those of `names`."""
     names = {"__name__": "__main__"} if names is None else names
-    exec(compile(block, "a block of the documentation", "exec"), names)
+    exec(compile(block, "documentation", "exec"), names)
     return names
 
 
@@ -46,22 +46,19 @@ def guide() -> dict:
     return run(DRAFTER + VERIFIER)
 
 
-def paste(page: str, model: str) -> dict:
-    """All blocks of a page, one after another, with `model` in the place of the built-in one."""
-    names: dict = {"__name__": "__main__"}
+def run_medusa(model: str) -> dict:
+    """The names that examples/medusa.py defines, with `model` in place of the built-in one."""
     # As a user has it: optax relies on promotion.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         load = specjax.load.load
         patch.setattr(specjax.load, "load", lambda name, **given: load(model if name == ALIAS else name, **given))
-        for block in re.findall(PYTHON, page, flags=re.DOTALL):
-            run(block, names)
-    return names
+        return run(MEDUSA)
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory) -> dict:
-    """What docs/without-the-engine.md defines, with a tiny random model."""
-    return paste(PAGE, saved_model(tmp_path_factory.mktemp("page"), max_position_embeddings=512))
+def medusa(tmp_path_factory) -> dict:
+    """The names that examples/medusa.py defines, with a tiny random model."""
+    return run_medusa(saved_model(tmp_path_factory.mktemp("medusa"), max_position_embeddings=512))
 
 
 @pytest.fixture
@@ -79,43 +76,38 @@ def lines(block: str) -> int:
 
 def test_the_examples_are_short():
     assert lines(DRAFTER) <= 35
-    assert lines(VERIFIER) <= 26
+    assert lines(VERIFIER) <= 16
 
 
-def check_page(page: dict) -> None:
-    tokens = page["tokens"]
-    assert page["predicted"][0, len(page["prompt"]) - 1 : -1].tolist() == tokens, "hidden states are those of the steps"
-    assert page["layers"].shape == (*page["hidden"].shape[:2], 2 * page["hidden"].shape[2])
-    assert page["drafted"] == page["done"].output_ids == tokens, "lossless"
-    assert page["taken"] < len(tokens) - 1, "the trained heads are accepted"
-    assert page["done"].spec_verify_ct == page["taken"]
+def check_medusa(names: dict) -> None:
+    tokens, hidden = names["tokens"], names["hidden"]
+    assert names["predicted"][0, len(names["prompt"]) - 1 : -1].tolist() == tokens, "hidden states equal the steps'"
+    assert names["layers"].shape == (*hidden.shape[:2], 2 * hidden.shape[2])
+    assert names["drafted"] == names["done"].output_ids == tokens, "lossless"
+    assert names["taken"] < len(tokens) - 1, "the trained heads are accepted"
+    assert names["done"].spec_verify_ct == names["taken"]
 
 
-def test_without_the_engine(page):
-    check_page(page)
+def test_without_the_engine(medusa):
+    check_medusa(medusa)
 
 
 @pytest.mark.real_model
 @pytest.mark.slow
 def test_without_the_engine_with_the_built_in_model():
-    page = paste(PAGE, ALIAS)
-    check_page(page)
-    assert page["taken"] * 2 < len(page["tokens"])
+    names = run_medusa(ALIAS)
+    check_medusa(names)
+    assert names["taken"] * 2 < len(names["tokens"])
 
 
-def test_a_head_is_short():
-    head = next(block for block in re.findall(PYTHON, PAGE, flags=re.DOTALL) if "def medusa" in block)
-    assert lines(head) <= 30
-
-
-def test_in_the_bare_step(guide, page):
+def test_in_the_bare_step(guide, medusa):
     # A wild text over five tokens: windows come back, but what followed them is often only the second best.
     table = np.random.default_rng(3).normal(0, 0.7, (997, 5)).astype(np.float32)
     model = table_model(table, window=4)
     params, prompt = Params(model.params), [1, 2, 3, 1, 2, 3, 1, 2]
 
     def run(drafter, **options):
-        return page["generate"](model.target, params, drafter, prompt, 60, **options)
+        return medusa["generate"](model.target, params, drafter, prompt, 60, **options)
 
     plain, steps = run(make_drafter("NONE"))
     assert steps == 59
@@ -208,8 +200,16 @@ def test_a_factory_returns_a_drafter():
 SEEN = 16  # tokens of an observation that `recording` keeps
 
 
+def last_four(params, state, context, observation):
+    """Keeps the last four committed tokens of each row."""
+    places = context.prefix_length[:, None] + jnp.arange(-4, 0, dtype=jnp.int32)[None, :]
+    text = jnp.concatenate([context.committed(places), observation.tokens], axis=1)  # [B, 4 + C]
+    last = observation.length[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
+    return put_rows(state, jnp.take_along_axis(text, last, axis=1), context, observation)
+
+
 def recording(drafter: Drafter, observe) -> Drafter:
-    """A drafter whose state has, of each row, the guide's `observe` and the last observation."""
+    """A drafter whose state has, for each row, the state of `observe` and the last observation."""
 
     def init(params, rows, pool):
         return {"last": jnp.full((rows, 4), -1, jnp.int32), "seen": jnp.zeros((rows, 2, SEEN), jnp.int32)} | {
@@ -231,14 +231,14 @@ def recording(drafter: Drafter, observe) -> Drafter:
 
 
 def observed(state: dict, row: int = 0) -> tuple[int, int, list[int], list[int], list[int]]:
-    """Calls so far, then of the last one the position, `tokens` and `next_tokens`, and what the guide keeps."""
+    """Calls so far, then of the last one the position, `tokens` and `next_tokens`, and the state of `last_four`."""
     tokens, following = np.asarray(state["seen"])[row, :, : int(state["length"][row])].tolist()
     return int(state["calls"][row]), int(state["start"][row]), tokens, following, state["last"][row].tolist()
 
 
 @pytest.fixture(scope="module")
 def lookup(guide) -> Drafter:
-    return recording(guide["prompt_lookup"](None), run(OBSERVE)["observe"])
+    return recording(guide["prompt_lookup"](None), last_four)
 
 
 CYCLE = table_model(np.eye(5, dtype=np.float32)[[(row + 1) % 5 for row in range(5)]], window=1)

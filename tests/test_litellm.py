@@ -41,7 +41,7 @@ pytestmark = [
 
 
 class Proxy(Program):
-    """LiteLLM's proxy, as docs/deployment.md configures it, with times that are short enough for a test."""
+    """LiteLLM's proxy, as docs/serving.md configures it, with times that are short enough for a test."""
 
     def __init__(self, folder: Path, workers: list[Worker]) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"

@@ -279,7 +279,7 @@ class ServerSettings:
     )
     dist_init_addr: str | None = setting(
         None,
-        "where --node-rank 0 listens for the others, on this port and the next; see docs/tensor-parallel.md",
+        "where --node-rank 0 listens for the others, on this port and the next; see docs/serving.md",
         metavar="HOST:PORT",
     )
     nnodes: int = setting(

@@ -1,37 +1,44 @@
-# Without the engine
+"""Decodes without the engine, then trains Medusa's heads and drafts with them.
 
-The engine schedules requests, shares pages and streams text. The functions that it runs are pure, and your own code can call them. This
-page loads a model, generates text, computes hidden states and trains a draft head. The tests run its blocks in order.
+The model is frozen. Sixty steps on one text make the heads memorise it. Heads for other texts need thousands of texts
+(`specjax train generate`).
 
-## Load a model
+    python examples/medusa.py
+"""
 
-```python
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from specjax import (
+    Drafter,
+    Engine,
+    Params,
+    PoolShape,
+    PrefillInput,
+    SamplingParams,
+    StepInput,
+    chain,
+    hidden_states,
+    init_state,
+    make_steps,
+    new_row,
+    verify_tree,
+)
+from specjax.drafters.base import put_rows, take_rows
 from specjax.load import load
+from specjax.state import RUNS
+
+HEADS = 4
 
 loaded = load("smollm2-135m-instruct", draft="NONE", quantization="none")
 target, params, tokenizer = loaded.target, loaded.params, loaded.tokenizer
 print(target.config.num_layers, target.config.hidden_size, loaded.drafter.name)
-```
 
-In place of the alias `load` takes a folder in Hugging Face's layout, a `.gguf` file or a hub id, with the arguments of
-`Engine.from_pretrained`. `target` holds the model's functions and config, but no weights: those are `params.target`, nested dicts of
-arrays. `loaded.drafter` is the algorithm that `draft` names, and `params.draft` holds the weights of its head or model: with
-`draft="NGRAM"` or `"EAGLE3"` the loop below writes the same text in fewer steps.
-`quantization="none"` gives float weights, which the gradients below need: products with quantised ones are not differentiable.
-
-## Prefill and steps
-
-`make_steps` jits three functions. `admit` puts a request into a row of the state, `prefill` commits its prompt and draws the first
-token, and `speculate` drafts, verifies and commits: one decode step. Each takes the state and returns the next; the old one is donated,
-which means that it cannot be used again.
-
-```python
-from specjax import PoolShape, PrefillInput, StepInput, init_state, make_steps, new_row, verify_tree
-from specjax.state import RUNS
+# Prefill and steps
 
 
 def generate(target, params, drafter, prompt, count, stop_ids=(), verify=verify_tree):
@@ -62,42 +69,16 @@ def generate(target, params, drafter, prompt, count, stop_ids=(), verify=verify_
 prompt = tokenizer("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. Monday, Tuesday,")["input_ids"]
 tokens, taken = generate(target, params, loaded.drafter, prompt, 64, loaded.eos_ids)
 print(len(tokens), "tokens in", taken, "steps:", repr(tokenizer.decode(tokens, skip_special_tokens=True)))
-```
 
-`state` has rows for several requests, and a batch holds any of them: `StepInput` names the row, the pages and whether it takes part.
-`new_row` takes temperature, top-p, penalties and a seed as well. `draft_phase`, `check_phase`, `commit_phase` and `verify_phase` are the
-parts of `speculate_step`, for code that has to run in between. `StepConfig(trace=True)` returns each step's tree.
-
-## Hidden states
-
-`hidden_states` computes the features that a drafter reads of the target, for texts of your own. The default, `"final"`, gives the hidden
-states after the final norm; `Target.unembed` turns them into logits of the next token. A tuple of layers, counted from 0, gives their
-outputs, concatenated (layer `i` is `hidden_states[i + 1]` in transformers).
-
-```python
-from functools import partial
-
-from specjax import hidden_states
+# Hidden states
 
 text = jnp.asarray([prompt + tokens], jnp.int32)  # [B, N]
 hidden = jax.jit(partial(hidden_states, target))(params.target, text)  # [B, N, M]
 layers = hidden_states(target, params.target, text, features=(0, target.config.num_layers - 1))  # [B, N, 2 M]
 predicted = jnp.argmax(target.unembed(params.target, hidden), axis=2)
 print(hidden.shape, layers.shape, predicted[0, len(prompt) - 1 : -1].tolist() == tokens)
-```
 
-## A head of your own
-
-This section trains the heads of Medusa. Head d predicts the token d + 2 positions after the last committed token, from that token's final
-hidden state. The model's output layer predicts the next token, which is the root of the tree and already drawn.
-
-```python
-import optax
-
-from specjax import Drafter, Params, chain
-from specjax.drafters.base import put_rows, take_rows
-
-HEADS = 4
+# Medusa: head d predicts the token d + 2 positions after the last committed token
 
 
 def heads(target, params, hidden):
@@ -123,19 +104,12 @@ def medusa(target):
 
     facts = {"features": "final", "width": HEADS + 1, "depth": HEADS, "chains": True, "runs_model": True}
     return Drafter("MEDUSA", init=init, propose=propose, observe=observe, **facts)
-```
 
-Training needs only the hidden states above; the target is frozen. Sixty steps on one text make the heads memorise it. Heads for other
-texts need thousands of texts (`specjax train generate` lets the target write them).
 
-```python
 def loss(draft, frozen, hidden, text):
     logits = heads(target, Params(frozen, draft), hidden)  # [B, N, HEADS, V]
-    each = [
-        optax.softmax_cross_entropy_with_integer_labels(logits[:, : -d - 2, d], text[:, d + 2 :]).mean()
-        for d in range(HEADS)
-    ]
-    return jnp.stack(each).mean()
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return sum(cross_entropy(logits[:, : -d - 2, d], text[:, d + 2 :]).mean() for d in range(HEADS)) / HEADS
 
 
 optimizer = optax.adam(3e-3)
@@ -154,12 +128,8 @@ moments = optimizer.init(draft)
 for _ in range(60):
     draft, moments, value = update(draft, moments, params.target, hidden, text)
 print("loss", float(value))
-```
 
-Draft with the heads in the bare steps, then in an engine, which writes the same text:
-
-```python
-from specjax import Engine, SamplingParams
+# The heads draft in the bare steps and in an engine, with equal texts
 
 trained = Params(params.target, draft)
 drafted, taken = generate(target, trained, medusa(target), prompt, 64, loaded.eos_ids)
@@ -168,8 +138,3 @@ print(drafted == tokens, taken, "steps")
 engine = Engine(target, trained, tokenizer, medusa(target), eos_ids=loaded.eos_ids)
 done = engine.generate(prompt, SamplingParams(max_new_tokens=64))
 print(done.output_ids == tokens, done.spec_accept_length, "tokens a step")
-```
-
-The server and the benchmarks take a function that returns `Speculation(medusa(target), weights)` by its name,
-`module:function` ([on command lines](drafters.md#on-command-lines)). The drafters' guide lists
-[the arguments of `observe`](drafters.md#arguments-of-observe).
