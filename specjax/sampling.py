@@ -1,13 +1,13 @@
-"""Sampling: per-request parameters as arrays, processed logits, noise keyed by position.
+"""Sampling: parameters as arrays, processing of logits, and noise keyed by seed and position.
 
-The rule (docs/design.md):
+A draw (docs/design.md) is:
 
     logits -> bias -> repetition -> frequency, presence -> min_tokens and grammar masks
            -> T = 0: argmax
            -> else / T -> top-k -> top-p of the rest -> min-p -> + Gumbel noise -> argmax
 
-Ties go to the lower id. The noise depends only on the seed and the position of the token being drawn, so a request
-draws the same tokens with any drafter and in any batch. Written for one request and vmapped once.
+Ties go to the lower id. The noise depends only on the seed and the position of the drawn token, so a request draws the
+same tokens with any drafter and in any batch. Functions are written for one request and vmapped once.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 from specjax_kernels import argmax
 
-STOP_IDS = 8  # stop ids of a row on the device; the host checks further ones
-BIAS_ENTRIES = 1024  # logit biases of a row
+STOP_IDS = 8  # stop ids per row on the device; the host checks further ones
+BIAS_ENTRIES = 1024  # logit biases per row
 MIN_TEMPERATURE = 1e-6
-MIN_REPETITION_PENALTY = 1e-20  # a float32 0 would make logits infinite
-NO_STOP = -1  # an unused stop id; equal to no token
-_TINY = -1e30  # a masked logit: below every other, yet finite, so that a row with all tokens masked still draws one
+MIN_REPETITION_PENALTY = 1e-20  # a penalty of 0 would make logits infinite
+NO_STOP = -1  # unused entry of `stop_ids`; equals no token id
+_TINY = -1e30  # masked logit: below all others, but finite, so that a row with all tokens masked can draw
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters, one row a request ([R] as state, [B] in a step, no axis under vmap).
+    """Sampling parameters, one row per request ([R] in the state, [B] in a step, no axis under vmap).
 
     Attributes:
-        temperature: float32 [R]. 0: greedy.
-        top_k: int32 [R]. 0 and below: off.
-        top_p: float32 [R]. 1 and above: off.
-        min_p: float32 [R]. 0: off.
-        repetition_penalty: float32 [R]. 1: off.
-        frequency_penalty: float32 [R]. 0: off.
-        presence_penalty: float32 [R]. 0: off.
-        min_tokens: int32 [R]. Stop ids are masked while fewer have been emitted.
-        stop_ids: int32 [R, 8]. Filled from the left, NO_STOP where unused.
+        temperature: float32 [R]. 0 is greedy.
+        top_k: int32 [R]. Off if at most 0.
+        top_p: float32 [R]. Off if at least 1.
+        min_p: float32 [R]. Off if 0.
+        repetition_penalty: float32 [R]. Off if 1.
+        frequency_penalty: float32 [R]. Off if 0.
+        presence_penalty: float32 [R]. Off if 0.
+        min_tokens: int32 [R]. Number of tokens before which stop ids are masked.
+        stop_ids: int32 [R, 8]. Filled from the left; NO_STOP in unused entries.
         seed: uint32 [R, 2]. High and low word.
-        bias_ids: int32 [R, 1024]. Filled from the left, V where unused.
+        bias_ids: int32 [R, 1024]. Filled from the left; V in unused entries.
         bias_values: float32 [R, 1024]. Added to the logits of `bias_ids`.
     """
 
@@ -64,11 +64,11 @@ class SamplingRows(NamedTuple):
 
 
 class History(NamedTuple):
-    """Tokens that penalties count. The largest part of a row; read only in steps where some row has a penalty.
+    """Tokens that penalties count, read only in steps where some row has a penalty.
 
     Attributes:
-        in_prompt: bool [R, V]. Whether the prompt has the token.
-        counts: int32 [R, V]. How often the token was emitted.
+        in_prompt: bool [R, V]. Whether the prompt contains the token.
+        counts: int32 [R, V]. Number of times that the token was emitted.
     """
 
     in_prompt: Bool[Array, "R V"]
@@ -76,7 +76,7 @@ class History(NamedTuple):
 
 
 def seed_words(seed: int) -> np.ndarray:
-    """The two 32-bit words of a 64-bit seed, high first. (`jax.random.key(2**40 + 7)` would equal `key(7)`.)"""
+    """Splits a 64-bit seed into two 32-bit words, high word first (`jax.random.key` would drop the high word)."""
     word = seed % 2**64
     return np.array([word >> 32, word & 0xFFFFFFFF], np.uint32)
 
@@ -96,8 +96,13 @@ def sampling_row(
     seed: int = 0,
     logit_bias: dict[int, float] | None = None,
 ) -> SamplingRows:
-    """One request's parameters as numpy arrays without a leading axis. Greedy by default. ValueError: too many stop ids
-    or biases."""
+    """Creates one request's parameters, numpy arrays without a leading axis; greedy by default.
+
+    Arguments are the fields of `SamplingRows`; `logit_bias` maps token ids to biases.
+
+    Raises:
+        ValueError: more than `STOP_IDS` stop ids or `BIAS_ENTRIES` biases.
+    """
     bias = dict(sorted((logit_bias or {}).items()))
     if len(stop_ids) > STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop ids, but a row holds {STOP_IDS}: check the rest on the host")
@@ -127,16 +132,16 @@ def sampling_row(
 
 
 def has_penalty(rows: SamplingRows) -> Bool[Array, "B"]:
-    """Rows whose logits depend on the tokens so far."""
+    """True for rows with a penalty."""
     return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
 
 
 def has_bias(rows: SamplingRows, vocab_size: int) -> Bool[Array, "B"]:
-    return rows.bias_ids[..., 0] < vocab_size  # a row is filled from the left: no reduction, which would be a kernel
+    return rows.bias_ids[..., 0] < vocab_size  # filled from the left; avoids the kernel of a reduction
 
 
 def is_plain(rows: SamplingRows, emitted: Int32[Array, "B"], vocab_size: int) -> Bool[Array, "B"]:
-    """Rows whose draw is the argmax of the raw logits."""
+    """True for rows whose draw is the argmax of the raw logits."""
     waits = (emitted < rows.min_tokens) & (rows.stop_ids[..., 0] != NO_STOP)
     return (rows.temperature <= 0) & ~has_penalty(rows) & ~has_bias(rows, vocab_size) & ~waits
 
@@ -148,7 +153,10 @@ def add_bias(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "
 def add_penalties(
     logits: Float32[Array, "V"], row: SamplingRows, in_prompt: Bool[Array, "V"], counts: Int32[Array, "V"]
 ) -> Float32[Array, "V"]:
-    """Repetition over prompt and output, then frequency and presence over the output (`counts`: path included)."""
+    """Applies the repetition penalty (prompt and output), then frequency and presence penalties (output).
+
+    `counts` includes the tokens of the draft path.
+    """
     seen = in_prompt | (counts > 0)
     factor = row.repetition_penalty
     logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
@@ -157,28 +165,28 @@ def add_penalties(
 
 
 def mask_stops(logits: Float32[Array, "V"], row: SamplingRows, emitted: Int32[Array, ""]) -> Float32[Array, "V"]:
-    """Masks stop ids while fewer than `min_tokens` tokens have been emitted."""
+    """Masks stop ids if fewer than `min_tokens` tokens were emitted."""
     ids = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    is_stop = jnp.any(row.stop_ids[:, None] == ids[None, :], axis=0)  # not a scatter: duplicates make sorts on a GPU
+    is_stop = jnp.any(row.stop_ids[:, None] == ids[None, :], axis=0)  # a scatter with duplicates would sort on a GPU
     return jnp.where(is_stop & (emitted < row.min_tokens), _TINY, logits)
 
 
 def mask_forbidden(logits: Float32[Array, "V"], allowed: UInt32[Array, "W"]) -> Float32[Array, "V"]:
-    """A grammar's mask: bit ``v % 32`` of word ``v // 32`` says whether token v may come."""
+    """Masks tokens that a grammar excludes; bit ``v % 32`` of word ``v // 32`` allows token v."""
     ids = jnp.arange(logits.shape[0], dtype=jnp.uint32)
     bit = (allowed[ids // 32] >> (ids % 32)) & 1
-    # An allowed token comes before all others even if it is a stop id that `min_tokens` masks.
+    # An allowed token ranks above all excluded ones, even if it is a stop id that `min_tokens` masks.
     return jnp.where(bit == 1, jnp.maximum(logits, _TINY), 10 * _TINY)
 
 
-@jax.jit  # traced once for each shape; a program has many calls
+@jax.jit  # traced once per shape
 def threefry2x32(
     key: tuple[UInt32[Array, "*k"], UInt32[Array, "*k"]], counter: tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]
 ) -> tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]:
-    """Threefry-2x32 with 20 rounds: 64 random bits for each 64-bit counter. `key` broadcasts against `counter`.
+    """Threefry-2x32 with 20 rounds: 64 random bits per 64-bit counter. `key` broadcasts against `counter`.
 
-    The bits of `jax.random` depend on flags that a user may set. Source: Salmon et al., "Parallel random numbers: as
-    easy as 1, 2, 3" (SC 2011).
+    Used instead of `jax.random`, whose bits depend on flags. Source: Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3" (SC 2011).
     """
     keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
@@ -192,23 +200,23 @@ def threefry2x32(
 
 
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
-    """Standard Gumbel noise for the token at `position`, from the seed's two words: `token_noise` of all tokens."""
+    """Standard Gumbel noise of all tokens at `position`; see `token_noise`."""
     return token_noise(seed, position, jnp.arange(vocab_size, dtype=jnp.uint32))
 
 
 def token_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], ids: UInt32[Array, "W"]) -> Float32[Array, "W"]:
-    """The noise of some tokens at `position`, which does not depend on the others.
+    """Standard Gumbel noise of the tokens `ids` at `position`. The noise of a token does not depend on other tokens.
 
-    A uniform number of 23 bits would bound the noise by 15.9, so tokens of probability 1e-8 would never be drawn. Here
-    an exponential variate -log(1 - x) is made of an x of 48 bits. float32 is precise for x near 0 and for 1 - x near 0,
-    so each half of the range uses the smaller of the two; the noise lies between -3.6 and 34.
+    A uniform number of 23 bits would bound the noise by 15.9, and tokens of probability 1e-8 would never be drawn. The
+    exponential variate -log(1 - x) is computed from 48 bits. float32 is precise for x near 0 and for 1 - x near 0, so
+    each half of the range uses the smaller of the two. The noise lies between -3.6 and 34.
     """
     zero = jnp.zeros((), jnp.uint32)
     key = threefry2x32((seed[0], seed[1]), (zero, position.astype(jnp.uint32)))
     high, low = threefry2x32(key, (jnp.zeros_like(ids), ids))
-    upper = high >= jnp.uint32(1 << 31)  # x >= 1/2: its bits are inverted to those of 1 - x
+    upper = high >= jnp.uint32(1 << 31)  # x >= 1/2: invert the bits to get 1 - x
     high, low = jnp.where(upper, ~high, high), jnp.where(upper, ~low, low)
-    # 24 bits each: float32 holds them exactly, and a signed conversion is one instruction.
+    # float32 holds 24 bits exactly, and a signed conversion is one instruction.
     coarse = (high >> 8).astype(jnp.int32).astype(jnp.float32)
     fine = ((high & 0xFF) << 16 | low >> 16).astype(jnp.int32).astype(jnp.float32)
     smaller = coarse * 2.0**-24 + (fine + 0.5) * 2.0**-48
@@ -218,16 +226,15 @@ def token_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], ids: UInt3
 def smallest_prefix(
     values: Float32[Array, "V"], weights: Float32[Array, "V"], need: Float32[Array, ""]
 ) -> Bool[Array, "V"]:
-    """The shortest prefix of the order (value descending, id ascending) whose weights sum to `need`, which must be
-    positive; everything if they do not.
+    """Selects the shortest prefix, by descending value and ascending id, whose weights sum to at least `need`.
 
-    Bisection on the bits of the value, then of the id: 32 + log2(V) sums instead of a sort, which on a CPU is several
-    times faster at V = 49152.
+    Selects everything if the weights do not reach `need`, which must be positive. Computed by bisection on the bits of
+    the value, then of the id: 32 + log2(V) sums, several times faster than a sort on a CPU at V = 49152.
 
-    Example: values [3, 5, 5, 1], weights all 1, need 2 -> [F, T, T, F]; need 1 -> [F, T, F, F].
+    Example:
+        values [3, 5, 5, 1] with weights of 1: need 2 gives [F, T, T, F], need 1 gives [F, T, F, F].
     """
-    # Integers in the order of the floats: negatives flipped whole, the rest moved above them. -0 = +0, for which XLA
-    # would remove `values + 0.0`.
+    # Map floats to integers of the same order. -0 must equal +0; XLA would remove `values + 0.0`.
     bits, sign = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32), jnp.uint32(1 << 31)
     keys = jnp.where(bits >= sign, ~bits, bits | sign)
     ids = jnp.arange(values.shape[0], dtype=jnp.int32)
@@ -239,7 +246,7 @@ def smallest_prefix(
         bit = low | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(sum_where(keys >= bit) >= need, bit, low)
 
-    # The largest bound whose "at or above" still reaches `need`: everything above it is in, some at it are.
+    # The largest bound for which the values at or above it reach `need`: all above it are selected, and some at it.
     bound = jax.lax.fori_loop(0, 32, value_bit, jnp.uint32(0))
     above, at = keys > bound, keys == bound
     base = sum_where(above)
@@ -254,7 +261,7 @@ def smallest_prefix(
 
 
 def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    """Top-k, then top-p of the rest, of temperature-scaled logits: -inf outside."""
+    """Applies top-k, then top-p, to temperature-scaled logits; -inf for removed tokens."""
     k = jnp.maximum(row.top_k.astype(jnp.float32), 1.0)
     inside = smallest_prefix(logits, jnp.ones_like(logits), k) | (row.top_k <= 0)
     weights = jnp.where(inside, jnp.exp(logits - jnp.max(logits)), 0.0)
@@ -264,20 +271,20 @@ def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "
 
 
 def cut_min_p(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    """-inf for tokens less likely than `min_p` times the likeliest."""
-    floor = jnp.max(logits) + jnp.log(row.min_p)  # log(0) = -inf: nothing is dropped
+    """Applies min-p; -inf for tokens less likely than `min_p` times the likeliest token."""
+    floor = jnp.max(logits) + jnp.log(row.min_p)  # min_p = 0 gives -inf, which removes nothing
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
 class DrawInputs(NamedTuple):
-    """The requests of a batch.
+    """Sampling parameters and history of the requests of a batch.
 
     Attributes:
-        rows: sampling parameters, [B].
-        history: tokens that penalties count, of all R rows; those of the batch are read only where needed.
+        rows: sampling parameters [B].
+        history: tokens that penalties count, all R rows.
         slots: int32 [B]. Rows of `history`.
-        active: bool [B]. Whether the entry takes part.
-        greedy: int32 [B, N]. The argmax of the raw logits of each node; None: not known.
+        active: bool [B]. Whether the entry takes part in the step.
+        greedy: int32 [B, N]. Argmax of the raw logits of each node; None if not computed.
     """
 
     rows: SamplingRows
@@ -287,7 +294,7 @@ class DrawInputs(NamedTuple):
     greedy: Int32[Array, "B N"] | None = None
 
 
-@jax.jit  # traced once for the prefill, each tree width and each program
+@jax.jit  # traced once per shape
 def draw(
     logits: Float32[Array, "B V"],
     inputs: DrawInputs,
@@ -296,16 +303,20 @@ def draw(
     path: Int32[Array, "B J"],
     allowed: UInt32[Array, "B W"] | None = None,
 ) -> Int32[Array, "B"]:
-    """The token the target emits after each request's path, by the rule above.
+    """Draws the token that the target emits after each request's path.
+
+    Each part of the rule (see the module) runs only if an active row needs it, and does not change the other rows.
 
     Args:
-        logits: raw, float32.
-        position: of the token being drawn; keys the noise.
-        emitted: tokens emitted before it, the path's included.
-        path: drafted tokens between the emitted ones and this draw, NO_TOKEN where there is none.
-        allowed: a grammar's bits, or None.
+        logits: float32 [B, V]. Raw logits.
+        inputs: sampling parameters and history.
+        position: int32 [B]. Position of the drawn token, which keys the noise.
+        emitted: int32 [B]. Number of tokens before it, the path included.
+        path: int32 [B, J]. Drafted tokens between the emitted tokens and the draw, for penalties; NO_TOKEN is ignored.
+        allowed: uint32 [B, ceil(V / 32)]. A grammar's token bits, or None.
 
-    A part of the rule runs only if some active row needs it, and leaves the other rows as they are.
+    Returns:
+        int32 [B]. Token ids.
     """
     rows, active = inputs.rows, inputs.active
     logits = _edited(logits, inputs, emitted, path, allowed)
@@ -329,7 +340,7 @@ def _edited(
     path: Int32[Array, "B J"],
     allowed: UInt32[Array, "B W"] | None,
 ) -> Float32[Array, "B V"]:
-    """Logits after all of the rule that comes before the temperature. Arguments as those of `draw`."""
+    """Applies the rule up to the temperature. Arguments: see `draw`."""
     rows, history, slots, active, _ = inputs
     vocab = logits.shape[-1]
     logits = _when(has_bias(rows, vocab) & active, lambda x: jax.vmap(add_bias)(x, rows), logits)
@@ -348,10 +359,10 @@ def _edited(
 
 
 def _scaled(logits: Float32[Array, "B V"], inputs: DrawInputs) -> Float32[Array, "B V"]:
-    """Logits by temperature, -inf for the tokens that are cut off; meaningless in greedy rows."""
+    """Applies temperature, top-k, top-p and min-p; -inf for removed tokens. Undefined for greedy rows."""
     rows = inputs.rows
     hot = rows.temperature > 0
-    # Below the floor a draw is the argmax anyway, and logits / T would overflow.
+    # Below MIN_TEMPERATURE the draw is the argmax, and logits / T would overflow.
     scaled = logits / jnp.where(hot, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
     cuts = ((rows.top_k > 0) | (rows.top_p < 1)) & hot & inputs.active
     scaled = _when(cuts, lambda y: jax.vmap(truncate)(y, rows), scaled)
@@ -367,7 +378,7 @@ def draw_with_law(
     path: Int32[Array, "B J"],
     allowed: UInt32[Array, "B W"] | None = None,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B V"]]:
-    """`draw`, and the probabilities that it draws from, float32 [B, V]; of greedy rows they are meaningless."""
+    """`draw`, and the probabilities that it draws from, float32 [B, V] (undefined for greedy rows)."""
     rows = inputs.rows
     edited = _edited(logits, inputs, emitted, path, allowed)
     scaled = _scaled(edited, inputs)
@@ -377,7 +388,7 @@ def draw_with_law(
 
 
 def coin(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Float32[Array, ""]:
-    """A uniform number between 0 and 1, both excluded, that is independent of `token_noise` at `position`."""
+    """Uniform number in (0, 1), independent of `token_noise` at `position`."""
     one = jnp.ones((), jnp.uint32)
     high, _ = threefry2x32((seed[0], seed[1]), (one, position.astype(jnp.uint32)))
     return ((high >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
@@ -392,14 +403,14 @@ def draw_straight(
     path: Int32[Array, "B N J"],
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Int32[Array, "B N"]:
-    """`draw` at N nodes of each request, for a GPU: all parts of the rule for all rows, without a branch or a loop.
+    """`draw` at N nodes of each request, without branches and loops, for GPUs.
 
-    A row that does not use a part is left as it is by the part's own parameters. A kernel reads each node's vocabulary
-    at most once, so that few nodes cost little more than one.
+    All parts of the rule run for all rows. Parameters that are off leave a row unchanged. Kernels read the logits of a
+    node at most once each.
     """
     rows, history, slots, *_ = inputs
     batch, nodes, vocab = logits.shape
-    # One kernel each: with equal indices, those of unused entries, a scatter would sort.
+    # Unused entries get distinct indices: with equal indices, the scatter would sort.
     unused = vocab + jnp.arange(BIAS_ENTRIES, dtype=jnp.int32)
     ids = jnp.where(rows.bias_ids < vocab, rows.bias_ids, unused[None, :])
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -407,7 +418,7 @@ def draw_straight(
     bias = bias.at[index, ids].add(rows.bias_values, mode="drop", unique_indices=True)
 
     def each(x: Array) -> Array:
-        """Of each row what its nodes share. A broadcast, which needs no kernel of its own; a gather does."""
+        """Repeats each row for its nodes; a broadcast, since a gather would be a kernel."""
         return jnp.broadcast_to(x[:, None], (batch, nodes, *x.shape[1:])).reshape(batch * nodes, *x.shape[1:])
 
     flat = jax.tree.map(each, rows._replace(bias_ids=ids[:, :0], bias_values=rows.bias_values[:, :0]))
@@ -424,10 +435,10 @@ def draw_straight(
         x = jax.vmap(mask_forbidden)(x, allowed.reshape(batch * nodes, -1))
     hot = flat.temperature > 0
     scaled = x / jnp.where(hot, jnp.maximum(flat.temperature, MIN_TEMPERATURE), 1.0)[:, None]
-    # Imported here: a process without a GPU starts sooner.
+    # Imported here to speed up the start of processes without a GPU.
     truncation = importlib.import_module("specjax_kernels.truncation")
     inside = truncation.in_prefix(scaled, flat.top_k, flat.top_p)
-    # The likeliest token is inside, so min-p may look at all of them.
+    # The likeliest token is inside, so min-p can be computed from all tokens.
     likely = jnp.where(inside, jax.vmap(cut_min_p)(scaled, flat), -jnp.inf)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(flat.seed, position, vocab)
     perturbed = jnp.where(hot[:, None], likely + noise, x)

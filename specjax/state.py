@@ -1,4 +1,4 @@
-"""The state on the device, the inputs of a step and its output, as pytrees. Computes nothing: see `specjax.step`."""
+"""Pytrees of a step (`specjax.step`): the state on the device, the inputs and the output."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import LOGPROB_IDS, Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
-"""`StepOutput.finish`: the request goes on, drew a stop id, reached its limit of tokens, or has logits with NaN or
-infinity, from which nothing can be drawn."""
+"""Values of `StepOutput.finish`: the request continues, drew a stop id, reached its token limit, or has logits with NaN
+or infinity."""
 
-NO_FORCED_TOKEN = -1  # `PrefillInput.next_token`: draw it
-NO_DRAFT_LIMIT = 1 << 20  # `Row.draft_limit` without a limit
+NO_FORCED_TOKEN = -1  # value of `PrefillInput.next_token`: draw the next token
+NO_DRAFT_LIMIT = 1 << 20  # value of `Row.draft_limit`: no limit
 
 
 class Row(NamedTuple):
-    """One request's parameters and progress. As state each field has a leading R; for `admit` it has none.
+    """Parameters and progress of requests. Fields have a leading R in the state, and none as an argument of `admit`.
 
     Attributes:
-        prefix_length: int32 [R]. n, the tokens in pages; at admission the reused ones.
-        generated: int32 [R]. Tokens emitted so far; not 0 at admission of a resumed request.
-        limit: int32 [R]. Most tokens to emit.
-        draft_limit: int32 [R]. Most draft nodes a step; 0: no speculation.
-        salt: uint32 [R]. Requests with different salts share no drafter's memory.
-        logprobs: bool [R]. Whether log-probabilities are wanted.
-        logprob_ids: int32 [R, 128]. Tokens whose log-probabilities are wanted beside the likeliest, padded with 0.
-        sampling: parameters of the draws.
+        prefix_length: int32 [R]. n, the number of tokens in pages; at admission, of reused tokens.
+        generated: int32 [R]. Number of emitted tokens; above 0 at admission of a resumed request.
+        limit: int32 [R]. Maximum number of emitted tokens.
+        draft_limit: int32 [R]. Maximum number of draft nodes per step; 0 disables speculation.
+        salt: uint32 [R]. Requests with different salts share no drafter state.
+        logprobs: bool [R]. Whether log-probabilities are returned.
+        logprob_ids: int32 [R, 128]. Further token ids whose log-probabilities are returned, padded with 0.
+        sampling: sampling parameters.
         history: tokens that penalties count.
     """
 
@@ -54,15 +54,15 @@ class Row(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """Everything on the device, one donated pytree.
+    """State on the device, one donated pytree.
 
     Attributes:
-        cache: the target's cache entries of committed tokens: `Target.pages` as page leaves [P, S, ...].
-        tokens: int32 [P, S]. The committed tokens in the same pages; None: the drafter does not read them.
-        draft: the drafter's own state.
-        rows: the requests' parameters and progress, R of them.
-        root: int32 [R]. The last emitted token, at position `prefix_length`.
-        finished: bool [R]. True from the finishing step until the row is admitted anew.
+        cache: the target's cache entries of committed tokens, page leaves [P, S, ...] (`Target.pages`).
+        tokens: int32 [P, S]. Committed tokens in the same pages; None unless `Drafter.reads_tokens`.
+        draft: state of the drafter.
+        rows: parameters and progress of R requests.
+        root: int32 [R]. Last emitted token, at position `prefix_length`.
+        finished: bool [R]. True from the finishing step until the next admission to the row.
     """
 
     cache: Cache
@@ -74,12 +74,13 @@ class DecodeState(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """The small argument that the host builds for a step of B requests.
+    """Host input of a step of B requests.
 
     Attributes:
-        slots: int32 [B]. Rows of the state; for empty entries >= R, each different.
-        page_table: int32 [B, T]. Must cover the D + 1 tokens that a step may commit; holes are P.
-        active: bool [B]. Whether the entry takes part.
+        slots: int32 [B]. Rows of the state; empty entries have distinct values >= R.
+        page_table: int32 [B, T]. Pages of each request, including those of the D + 1 tokens that the step may commit; P
+            marks a hole.
+        active: bool [B]. Whether the entry takes part in the step.
     """
 
     slots: PerRequest
@@ -93,8 +94,8 @@ class PrefillInput(NamedTuple):
     Attributes:
         slots, page_table, active: as in `StepInput`.
         tokens: int32 [B, C].
-        length: int32 [B]. How many of `tokens` count, at least 1 where active and drawn after.
-        next_token: int32 [B]. NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token.
+        length: int32 [B]. Number of valid `tokens`; at least 1 for an active entry that draws.
+        next_token: int32 [B]. NO_FORCED_TOKEN, the next prompt token, or the last token of a resumed request.
     """
 
     slots: PerRequest
@@ -109,10 +110,10 @@ class Trace(NamedTuple):
     """Drafted and accepted nodes of a step.
 
     Attributes:
-        tree: the trees, N nodes each.
-        drawn: int32 [B, N]. The target's draw at each node; NO_TOKEN where none was needed.
-        path: int32 [B, J]. The accepted nodes, as in `Verdict`.
-        accepted: int32 [B]. How many nodes of `path` below the root were accepted.
+        tree: trees of N nodes.
+        drawn: int32 [B, N]. The target's draw at each node; NO_TOKEN if not drawn.
+        path: int32 [B, J]. Accepted nodes, as in `Verdict`.
+        accepted: int32 [B]. Number of accepted drafts.
     """
 
     tree: DraftTree
@@ -122,16 +123,16 @@ class Trace(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step emits.
+    """Tokens that a step emits.
 
     Attributes:
-        tokens: int32 [B, J], J = D + 1 or less (`specjax.step.Checked`); the first `emitted` of each row count.
-        emitted: int32 [B]. How many of `tokens` count: 0 for an inactive entry.
-        accepted: int32 [B]. Drafts among the emitted.
+        tokens: int32 [B, J], J <= D + 1 (`specjax.step.Checked`). The first `emitted` of each row are valid.
+        emitted: int32 [B]. Number of emitted tokens; 0 for an inactive entry.
+        accepted: int32 [B]. Number of drafts among the emitted tokens.
         finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.
-        logprobs: zeros where no row wants them.
-        trace: None unless `StepConfig.trace`.
-        prompt: of a prefill's C tokens, at each index those of the token after it; None unless
+        logprobs: log-probabilities of the emitted tokens; zeros if no row requests them.
+        trace: drafted and accepted nodes; None unless `StepConfig.trace`.
+        prompt: log-probabilities of the tokens after each of a prefill's C tokens; None unless
             `StepConfig.prompt_logprobs`.
     """
 
@@ -145,9 +146,9 @@ class StepOutput(NamedTuple):
 
 
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:
-    """An empty state: R = `rows` rows, all finished, and a pool of zeroed pages."""
+    """Creates a state with R = `rows` finished rows and a pool of zeroed pages."""
     empty = new_row(target.config.vocab_size, limit=0, draft_limit=0)
-    # Copied from the host in one go: each operation here would be a program of its own, and make a start longer.
+    # One copy from the host: each jnp operation would compile a program and delay the start.
     host = (
         jax.tree.map(lambda leaf: np.broadcast_to(leaf, (rows, *leaf.shape)), empty),
         np.zeros(rows, np.int32),
@@ -177,10 +178,19 @@ def new_row(
     logprob_ids: Sequence[int] = (),
     **sampling: Any,
 ) -> Row:
-    """A request's row for `admit`, as numpy arrays without a leading axis.
+    """Creates a request's row for `admit`, numpy arrays without a leading axis.
 
-    `limit` includes `output`, the tokens that a resumed request has emitted; penalties count those and `prompt`.
-    `sampling`: as in `sampling_row`; greedy by default.
+    Args:
+        vocab_size: V.
+        limit: maximum number of emitted tokens, those of `output` included.
+        prompt: prompt tokens, for penalties.
+        output: tokens that a resumed request has emitted.
+        draft_limit: maximum number of draft nodes per step.
+        salt: requests with different salts share no drafter state.
+        prefix_length: number of reused tokens.
+        logprobs: whether log-probabilities are returned.
+        logprob_ids: further token ids whose log-probabilities are returned, at most 128.
+        **sampling: arguments of `sampling_row`; greedy by default.
     """
     in_prompt = np.zeros(vocab_size, bool)
     in_prompt[list(prompt)] = True
@@ -203,13 +213,13 @@ def new_row(
 
 
 def admit(state: DecodeState, slot: Int32[Array, ""], row: Row) -> DecodeState:
-    """Puts a request's row (no leading axis) at `slot`. Its pages and its prompt come with `prefill_step`."""
+    """Writes a request's row (no leading axis) to `slot`. `prefill_step` then commits the prompt."""
     rows, finished = admit_row(state.rows, state.finished, slot, row)
     return state._replace(rows=rows, finished=finished)
 
 
 def admit_row(rows: Row, finished: Bool[Array, "R"], slot: Int32[Array, ""], row: Row) -> tuple[Row, Bool[Array, "R"]]:
-    """`admit` for the two parts of the state that it changes."""
+    """`admit` on the two fields of the state that it changes."""
 
     def put(rows: Array, value: Any) -> Array:
         return rows.at[slot].set(jnp.asarray(value, rows.dtype), mode="drop")

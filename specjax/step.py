@@ -1,15 +1,15 @@
-"""One step of decoding: draft a tree, verify it with one forward of the target, commit what survives.
+"""One decode step: draft a tree, verify it with one forward of the target, commit the accepted path.
 
-    speculate_step = draft_phase -> verify_phase        the two halves are public; a grammar may sit between them
-                                    check_phase -> commit_phase         what verify_phase consists of
-    prefill_step                                        a chunk of a prompt; the last one draws the first token
+    speculate_step = draft_phase -> verify_phase        a grammar may run between the two
+    verify_phase   = check_phase -> commit_phase
+    prefill_step                                        a chunk of a prompt; the last chunk draws the first token
     admit                                               a request's parameters into its row of the state
 
-All are pure functions over one `DecodeState`, meant to be jitted with the state donated (`make_steps`). Every shape is
-fixed by the config and the batch bucket; acceptance never changes one. The step gathers its B rows of R by slot and
-scatters them back; an empty entry has a slot >= R, which the scatter drops.
+All are pure functions of one `DecodeState`, and are jitted with the state donated (`make_steps`). Shapes depend on the
+config and the batch bucket, never on acceptance. A step gathers B of the R rows by slot and scatters them back; the
+scatter drops empty entries, whose slots are >= R.
 
-One request, three steps of a drafter with D = 2 (n = prefix_length, committed tokens in brackets):
+Example of one request with a drafter of depth 2 (n = prefix_length, committed tokens in brackets):
 
     prefill  [the cat]          draws sat                        root = sat, n = 2
     step     sat -> on -> a     draws on, the: 1 accepted        emits on, the; root = the, n = 4: [the cat sat on]
@@ -59,15 +59,15 @@ from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite,
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Static choices of a step.
+    """Static options of a step.
 
     Attributes:
-        widths: tree widths N that are compiled, ascending, from 1 to the drafter's; wider trees keep their best nodes;
-            (): the widths that the drafter names.
-        trace: fill in `StepOutput.trace`.
-        prompt_logprobs: a prefill fills in `StepOutput.prompt`.
-        tokens: most tokens of a prefill, all requests together; the layers compute this many positions instead of the
-            padded chunk; 0 = the padded chunk.
+        widths: compiled tree widths N, ascending, from 1 to the drafter's; wider trees are cut to their best nodes;
+            (): the drafter's widths.
+        trace: return `StepOutput.trace`.
+        prompt_logprobs: return `StepOutput.prompt` from a prefill.
+        tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
+            computes the padded chunk.
     """
 
     widths: tuple[int, ...] = ()
@@ -77,15 +77,14 @@ class StepConfig:
 
 
 class Checked(NamedTuple):
-    """Results of the target's forward and of the walk, at the J nodes of the path: D + 1, or as many as the step's
-    widest tree has if they are fewer.
+    """Results of the target's forward and of the walk at the J nodes of the path; J = min(D + 1, N).
 
     Attributes:
-        verdict: what is accepted; the first `accepted` + 1 nodes count.
+        verdict: accepted nodes; the first `accepted` + 1 entries are valid.
         block: cache entries of the nodes, leaves [B, J, ...].
-        features: [B, J, F]. Features that the drafter reads; None: none.
-        finite: bool [B, J]. Whether the logits hold no NaN and no +inf.
-        logprobs: log-probabilities of the emitted tokens; zeros if no row wants them.
+        features: [B, J, F]. Features for the drafter; None if it reads none.
+        finite: bool [B, J]. Whether a token can be drawn: no NaN, no +inf, not all -inf.
+        logprobs: log-probabilities of the emitted tokens; zeros if no row requests them.
     """
 
     verdict: Verdict
@@ -98,10 +97,13 @@ class Checked(NamedTuple):
 def draft_phase(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig = StepConfig()
 ) -> tuple[DraftTree, DecodeState]:
-    """The drafter's trees for the batch: [B, N] nodes, node 0 the root, N the largest of `config`'s widths.
+    """Drafts trees for the batch.
 
-    A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores. With
-    a width of 1 the drafter is not called.
+    Trees are cut to the largest width of `config` and to each row's `draft_limit`; the nodes with the best scores
+    remain. With a width of 1 the drafter is not called.
+
+    Returns:
+        Trees of N nodes, and the state with the drafter's new state.
     """
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
@@ -125,7 +127,11 @@ def check_phase(
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Checked:
-    """One forward of the target over the trees, and the walk down each. See `verify_phase`."""
+    """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`.
+
+    Raises:
+        ValueError: `StepConfig.widths` is invalid, or `allowed` belongs to a wider tree than the config's.
+    """
     context, row, draws = _gather(state, inputs)
     prefix_length = context.prefix_length
     widths = config.widths or (tree.width,)
@@ -141,7 +147,7 @@ def check_phase(
     wants_logprobs = jnp.any(row.logprobs & context.active)
 
     def at_width(width: int) -> Checked:
-        """The forward and the walk for trees of at most `width` nodes; everything returned is as long as the path."""
+        """Runs the forward and the walk for trees of at most `width` nodes; results have the length of the path."""
         part = narrow(tree, width)
         mask = pack_bits(ancestor_mask(part))
         embedded, positions = target.embed(params.target, part.tokens), prefix_length[:, None] + part.depth
@@ -181,7 +187,7 @@ def commit_phase(
     drafter: Drafter,
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
-    """Commits and emits the accepted tokens, and reports them to the drafter."""
+    """Commits and emits the accepted tokens, and passes them to the drafter's `observe`."""
     context, row, _ = _gather(state, inputs)
     verdict = checked.verdict
     tree = _fitted(tree, config)
@@ -207,10 +213,7 @@ def verify_phase(
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """Checks the trees with one forward of the target, commits and emits what survives.
-
-    It is `check_phase`, which only reads the state, and `commit_phase`. `allowed`: see `verify_tree`.
-    """
+    """Verifies trees: `check_phase`, then `commit_phase`. `allowed`: a grammar's bits; see `verify_tree`."""
     checked = check_phase(
         params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config, allowed=allowed
     )
@@ -227,7 +230,10 @@ def speculate_step(
     verify: Verifier = verify_tree,
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
-    """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter."""
+    """Decodes one step of B requests, which emits 1 to D + 1 tokens each.
+
+    Plain decoding is the same step with `none_drafter`.
+    """
     tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
     return verify_phase(params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config)
 
@@ -241,11 +247,12 @@ def prefill_step(
     drafter: Drafter,
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
-    """Commits a chunk of each request's prompt, and draws the token after it unless `next_token` forces one.
+    """Commits a chunk of each request's prompt, and draws the next token unless `next_token` forces it.
 
-    A chunk without tokens only sets the root, to a forced token.
+    A chunk without tokens only sets the root to a forced token.
 
-    The output has [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
+    Returns:
+        The state, and an output with tokens [B, 1]; `emitted` is 1 for drawn tokens, else 0.
     """
     context, row, draws = _gather(state, inputs)
     length = jnp.where(context.active, inputs.length, 0)
@@ -260,11 +267,11 @@ def prefill_step(
     wants_draw = context.active & (inputs.next_token == NO_FORCED_TOKEN)
     tail = root_only(jnp.take_along_axis(inputs.tokens, last[:, None], axis=1)[:, 0])
     greedy, finite = greedy_and_finite(logits)
-    # Rows that draw nothing must not make the others pay for their parameters.
+    # Rows that draw nothing must not enable branches of the draw.
     draws = draws._replace(active=wants_draw, greedy=greedy)
     verdict = verify_tree(tail, logits, draws, context.prefix_length + last, row.generated, depth=0)
     token = jnp.where(wants_draw, verdict.tokens[:, 0], inputs.next_token)
-    # The last token attends to all others of the chunk, so one that is not finite shows in its logits, drawn or not.
+    # The last token attends to the whole chunk, so its logits are not finite if any other token's are not.
     committed = jnp.where(finite[:, 0], length, 0)
 
     emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw, finite)
@@ -279,21 +286,19 @@ def prefill_step(
         counted = offset < committed[:, None]
         prompt = block_logprobs(forward.hidden, next_tokens, counted, row.logprob_ids, unembed)
     output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
-    # Of logits that are split over devices, one number would have to be sent to all.
+    # With logits split over devices, `after=logits` would send one number to all devices.
     after = logits if mesh.devices() == 1 else finite
     state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=after)
     return state, output
 
 
 class Steps(NamedTuple):
-    """The jitted functions of one (target, drafter, config). Each takes the state, which is donated, and returns the
-    next state.
+    """Jitted functions of one (target, drafter, config). Each donates the state and returns the next state.
 
     Attributes:
-        admit: (state, slot int32 [], row) -> state. Puts a request's `Row` at the slot; see `specjax.state.admit`.
-        prefill: (params, state, `PrefillInput`) -> (state, `StepOutput`). Commits a chunk of prompts; see
-            `prefill_step`.
-        speculate: (params, state, `StepInput`) -> (state, `StepOutput`). One decode step; see `speculate_step`.
+        admit: (state, slot int32 [], row) -> state. See `specjax.state.admit`.
+        prefill: (params, state, `PrefillInput`) -> (state, `StepOutput`). See `prefill_step`.
+        speculate: (params, state, `StepInput`) -> (state, `StepOutput`). See `speculate_step`.
     """
 
     admit: Callable[[DecodeState, ArrayLike, Row], DecodeState]
@@ -304,8 +309,11 @@ class Steps(NamedTuple):
 def make_steps(
     target: Target, drafter: Drafter, *, verify: Verifier = verify_tree, config: StepConfig = StepConfig()
 ) -> Steps:
-    """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width. Raises
-    DrafterError if the drafter violates the interface (`check_drafter`)."""
+    """Jits the step functions. They compile once per batch bucket, chunk width and page-table width.
+
+    Raises:
+        DrafterError: the drafter violates the interface (`check_drafter`).
+    """
     check_drafter(drafter, target)
     config = replace(config, widths=config.widths or tree_widths(drafter))
     fixed = {"target": target, "drafter": drafter, "config": config}
@@ -318,12 +326,12 @@ def make_steps(
 
 
 def tree_widths(drafter: Drafter) -> tuple[int, ...]:
-    """The static tree widths of a drafter's step, ascending: its own; with `Drafter.widths` these and 1, too."""
+    """Static tree widths of a drafter's steps, ascending: `width`, and with `Drafter.widths` also these and 1."""
     return tuple(sorted({1, *drafter.widths, drafter.width})) if drafter.widths else (drafter.width,)
 
 
 def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Context, Row, DrawInputs]:
-    """The rows of a step, [B]; only their `history` stays [R, V]."""
+    """Gathers the rows [B] of a step; `history` stays [R, V]."""
     slots, page_table, active = inputs[:3]
     rows = state.root.shape[0]
     index = jnp.minimum(slots, rows - 1)
@@ -345,13 +353,13 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
 
 
 def _narrowest(tree: DraftTree, widths: tuple[int, ...]) -> Int32[Array, ""]:
-    """The index of the narrowest width that holds all trees of the batch."""
+    """Index of the smallest width that holds all trees of the batch."""
     needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
     return jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
 
 
 def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:
-    """A tree that fits `config`'s widths: as `draft_phase` gives it, or cut to the best nodes."""
+    """Cuts a tree to the largest width of `config`, keeping its best nodes."""
     widest = max(config.widths, default=tree.width)
     if tree.width <= widest:
         return tree
@@ -361,10 +369,10 @@ def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:
 def _truncate(
     tokens: Int32[Array, "B J"], accepted: PerRequest, row: Row, active: Active, finite: Bool[Array, "B J"]
 ) -> tuple[PerRequest, PerRequest]:
-    """How many of the drawn tokens are emitted, and why the request ends, if it does.
+    """Computes the number of emitted tokens and the finish value of each request.
 
-    e = min(accepted + 1, index of the first stop id + 1, tokens left, index of the first node whose logits are not
-    finite). A stop id is emitted and counted; a token drawn from logits that are not finite is not.
+    emitted = min(accepted + 1, index of the first stop id + 1, tokens left, index of the first node without finite
+    logits). A stop id is emitted and counted; a token drawn from logits that are not finite is not.
     """
     width = tokens.shape[1]
     is_stop = jnp.any(tokens[:, :, None] == row.sampling.stop_ids[:, None, :], axis=2) & (tokens >= 0)
@@ -391,8 +399,10 @@ def _advance(
     *,
     after: Any,
 ) -> DecodeState:
-    """Writes the observed tokens, and what the layers keep of them, to the pages, and reports them to the
-    drafter. Scatters the batch's progress back to its rows. The root is the last emitted token, or the forced one."""
+    """Commits the observed tokens and their cache entries, calls `observe`, and scatters progress to the rows.
+
+    The new root is the last emitted token, or the forced token.
+    """
     pages, kept = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
     where = context.page_table, context.prefix_length, observation.length
     cache, known = commit(pages, kept, *where, after=after)

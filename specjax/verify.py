@@ -1,9 +1,9 @@
-"""Verification: which drafted tokens are the target's own draws.
+"""Verification: accept drafted tokens that equal the target's own draws.
 
-The walk starts at the root and follows the child whose token the target draws, until there is none; the last drawn
-token is the bonus. Every emitted token is the target's own draw: lossless for any tree with distinct siblings, greedy
-and sampled alike. `find_verdict` needs no loop: a node is accepted when it and all its ancestors equal their parents'
-draws, one AND over the ancestor mask.
+The walk starts at the root and follows the child whose token the target draws; the last drawn token is the bonus token.
+Every emitted token is the target's own draw, so the output is lossless for any tree with distinct siblings, greedy or
+sampled. `find_verdict` needs no loop: a node is accepted if it and all its ancestors equal their parents' draws, which
+is one AND over the ancestor mask.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from specjax.sampling import DrawInputs, draw, draw_straight, is_plain, mask_for
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
 from specjax.types import Active, Hidden, Logits, PerRequest
 
-TOP_LOGPROBS = 20  # likeliest tokens whose log-probabilities a step gives
-LOGPROB_IDS = 128  # token ids that a request may name, whose log-probabilities a step gives
-BLOCK = 64  # tokens of a prompt whose logits exist at once where their log-probabilities are wanted
-KERNEL_TOP_K = 16  # the largest `top_k` that is one kernel in XLA:GPU; a larger one sorts all values
+TOP_LOGPROBS = 20  # number of likeliest tokens with log-probabilities
+LOGPROB_IDS = 128  # maximum number of further token ids with log-probabilities
+BLOCK = 64  # prompt tokens whose logits exist at once
+KERNEL_TOP_K = 16  # largest `top_k` that XLA:GPU computes in one kernel; it sorts for larger ones
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities along the path, from the raw log-softmax. Zeros in a step in which no row wants them.
+    """Log-probabilities along the path, from the log-softmax of the raw logits; zeros if no row requests them.
 
     Attributes:
         drawn: float32 [B, J]. Log-probabilities of the emitted tokens.
-        top: float32 [B, J, 20]. Those of the likeliest tokens, or of all tokens of a smaller vocabulary.
+        top: float32 [B, J, 20]. Log-probabilities of the likeliest tokens; fewer for a smaller vocabulary.
         top_ids: int32 [B, J, 20]. Ids of the likeliest tokens.
-        of_ids: float32 [B, J, 128]. Those of the row's `logprob_ids`; other entries are meaningless.
+        of_ids: float32 [B, J, 128]. Log-probabilities of the row's `logprob_ids`; other entries are undefined.
     """
 
     drawn: Float32[Array, "B J"]
@@ -47,13 +47,13 @@ class Logprobs(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is accepted of each tree, and what the target draws.
+    """Accepted nodes of each tree, and the target's draws.
 
     Attributes:
-        path: int32 [B, J], J = D + 1 node indices, the root first; 0 past the accepted ones.
-        accepted: int32 [B]. m, drafts accepted, from 0 to D.
-        tokens: int32 [B, J]. What may be emitted: m drafts, then the bonus; NO_TOKEN beyond.
-        drawn: int32 [B, N], of each node; NO_TOKEN where no draw was needed.
+        path: int32 [B, J], J = D + 1. Accepted node indices, root first; 0 after the last one.
+        accepted: int32 [B]. m, number of accepted drafts, from 0 to D.
+        tokens: int32 [B, J]. Accepted drafts, then the bonus token; NO_TOKEN after it.
+        drawn: int32 [B, N]. The target's draw at each node; NO_TOKEN if not drawn.
     """
 
     path: Int32[Array, "B J"]
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 
 
 Verifier: TypeAlias = Callable[..., Verdict]
-"""A function that decides what is accepted, with the arguments of `verify_tree`. Traced into the step."""
+"""A function with the arguments of `verify_tree` that decides which drafts are accepted. Traced into the step."""
 
 
 def verify_tree(
@@ -77,30 +77,31 @@ def verify_tree(
     allowed: UInt32[Array, "B N W"] | None = None,
     straight: bool | None = None,
 ) -> Verdict:
-    """Draws at the nodes and accepts the longest path of draws.
+    """Draws a token at each node and accepts the longest path of drawn tokens.
 
     Args:
-        logits: float32 [B, N, V], the target's at every node.
-        inputs: sampling parameters [B] and what they depend on; see `specjax.sampling.draw`.
-        prefix_length: int32 [B]. n, the root's position. The token drawn at a node stands at n + depth + 1.
-        emitted: int32 [B]. Tokens emitted so far, the root included.
-        depth: D, static: an upper bound of the nodes' depths.
-        allowed: uint32 [B, N, ceil(V / 32)]. A grammar's bits of each node; None: all tokens may be drawn.
-        straight: draw at all nodes at once, by kernels for NVIDIA GPUs, rather than on the walk, by loops and branches.
-            None: where these kernels run. The draws are the same.
+        tree: drafted trees of N nodes.
+        logits: float32 [B, N, V]. Raw logits of the target at each node.
+        inputs: sampling parameters and history; see `specjax.sampling.draw`.
+        prefix_length: int32 [B]. n, the root's position. The token drawn at a node has position n + depth + 1.
+        emitted: int32 [B]. Number of emitted tokens, root included.
+        depth: D, static upper bound of the nodes' depths.
+        allowed: uint32 [B, N, ceil(V / 32)]. A grammar's token bits for each node; None allows all tokens.
+        straight: draw at all nodes at once with GPU kernels, instead of on the walk with loops and branches; None
+            decides by platform. The draws are equal.
 
-    A step in which no row samples or edits its logits draws the argmax: one branch, on a GPU the only one for draws.
-    Two programs, chosen by the host, would save its predicate, but compile every batch bucket twice.
+    Returns:
+        The `Verdict`. If no row samples or edits its logits, one branch draws the argmax instead.
     """
     straight = has_kernels() and mesh.devices() == 1 if straight is None else straight
-    # The ancestors as in `find_verdict`, outside of the branch: computed once.
+    # The same ancestor mask as in `find_verdict`; outside of the branch it is computed once.
     draws = partial(_draw_at_all_nodes, ancestor_mask(tree)) if straight else _draw_on_walk
     walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
     if allowed is not None and straight:
         return find_verdict(tree, walk(), depth)
-    # Stop ids of min_tokens can only be masked at deeper nodes if they are masked at the root.
+    # `min_tokens` masks stop ids at deeper nodes only if it masks them at the root.
     plain = jnp.all(is_plain(inputs.rows, emitted, logits.shape[-1]) | ~inputs.active)
-    if allowed is not None:  # a loop and its branches copy logits, so one node takes half a millisecond on a CPU
+    if allowed is not None:  # avoids the walk, whose loop and branches copy logits
         masked = jax.vmap(jax.vmap(mask_forbidden))
         return find_verdict(tree, jax.lax.cond(plain, lambda: largest(masked(logits, allowed))[0], walk), depth)
     greedy = largest(logits)[0] if inputs.greedy is None else inputs.greedy
@@ -110,16 +111,20 @@ def verify_tree(
 def find_verdict(
     tree: DraftTree, drawn: Int32[Array, "B N"], depth: int, matches: Bool[Array, "B N"] | None = None
 ) -> Verdict:
-    """The verdict on trees whose nodes have these draws: the path to the deepest node that matches with all ancestors.
+    """Accepts the path to the deepest node that matches together with all its ancestors.
 
-    `matches`: whether a node may follow its parent; None: where its token is its parent's draw. Anything else is a
-    lossy verifier, which emits the path's own tokens and the draw at its end.
+    Args:
+        tree: drafted trees of N nodes.
+        drawn: int32 [B, N]. The target's draw at each node.
+        depth: D, static upper bound of the nodes' depths.
+        matches: bool [B, N]. Whether a node may follow its parent. None: if its token is its parent's draw (lossless).
+            Otherwise the verdict's tokens are the path's drafts and the draw at its end (lossy).
     """
     width, ancestors = tree.width, ancestor_mask(tree)
     lossless = matches is None
     if matches is None:
         matches = tree.tokens == jnp.take_along_axis(drawn, jnp.maximum(tree.parents, 0), axis=1)
-    # A path has no place for deeper nodes, which only a drafter that declares too small a depth proposes.
+    # A drafter that declares too small a depth may propose deeper nodes, which the path cannot hold.
     matches = (tree.valid & matches & (tree.depth <= depth)).at[:, 0].set(True)
     accepted = tree.valid & jnp.all(matches[:, None, :] | ~ancestors, axis=2)
     last = jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1)
@@ -139,8 +144,11 @@ def find_verdict(
 
 
 def greedy_and_finite(logits: Float32[Array, "B N V"]) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
-    """The argmax of logits, for `DrawInputs.greedy`, and whether they can be drawn from: no NaN, no +inf, and not all
-    -inf. The largest tells, as argmax prefers a NaN to any number."""
+    """Computes the argmax of logits (`DrawInputs.greedy`), and whether a token can be drawn.
+
+    A token can be drawn from logits without NaN and +inf that are not all -inf. Checking the maximum is enough, because
+    argmax prefers NaN to any number.
+    """
     place, value = largest(logits)
     return place, jnp.isfinite(value)
 
@@ -152,7 +160,7 @@ def path_logprobs(
     wanted: Bool[Array, ""],
     ids: Int32[Array, "B 128"],
 ) -> Logprobs:
-    """Along the path; computed only where some row asks for them, else zeros. `ids`: as in `specjax.state.Row`."""
+    """Computes log-probabilities along the path if `wanted`, else returns zeros. `ids`: `Row.logprob_ids`."""
 
     def found() -> Logprobs:
         raw = mesh.whole(jnp.take_along_axis(logits, path[:, :, None], axis=1))
@@ -169,11 +177,16 @@ def block_logprobs(
     ids: Int32[Array, "B 128"],
     unembed: Callable[[Array], Array],
 ) -> Logprobs:
-    """Of each token after the hidden state at its index, J = C; zeros where it does not count. `ids`: as in
-    `specjax.state.Row`.
+    """Computes log-probabilities of the tokens after each hidden state of a prompt's chunk.
 
-    Logits exist for `BLOCK` tokens at a time, float32 [64, V], however long the block is, and not at all for those that
-    hold none that counts. `unembed`: hidden states [X, M] to raw logits [X, V].
+    At most `BLOCK` tokens have logits at once, float32 [64, V]. Blocks without a counted token are skipped.
+
+    Args:
+        hidden: [B, C, M]. Hidden states after the final norm.
+        tokens: int32 [B, C]. The token after each hidden state.
+        counted: bool [B, C]. False entries are padding; their results are undefined.
+        ids: int32 [B, 128]. Further token ids (`Row.logprob_ids`).
+        unembed: hidden states [X, M] -> raw logits [X, V].
     """
     count, width = tokens.size, hidden.shape[-1]
     blocks = -(-count // BLOCK)
@@ -202,7 +215,7 @@ def _zeros(like: Callable[[], Logprobs]) -> Logprobs:
 
 
 def _logprobs(raw: Float32[Array, "B J V"], tokens: Int32[Array, "B J"], ids: Int32[Array, "B J 128"]) -> Logprobs:
-    """Of tokens after raw logits, of the likeliest, and of `ids`."""
+    """Computes log-probabilities of `tokens`, of the likeliest tokens and of `ids` from raw logits."""
     total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
     count = min(TOP_LOGPROBS, raw.shape[-1])
     best, best_ids = by_platform(
@@ -214,9 +227,9 @@ def _logprobs(raw: Float32[Array, "B J V"], tokens: Int32[Array, "B J"], ids: In
 
 
 def top_in_parts(values: Float32[Array, "*b V"], count: int) -> tuple[Float32[Array, "*b k"], Int32[Array, "*b k"]]:
-    """`jax.lax.top_k` by several of at most `KERNEL_TOP_K`, each of what comes after the one before.
+    """Computes `jax.lax.top_k` in parts of at most `KERNEL_TOP_K` values, each after the last value of the part before.
 
-    -inf and the most negative finite number count as equal after the first of them.
+    After the first part, -inf and the most negative finite number count as equal.
     """
     ids = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     rest = jnp.where(values == 0, 0.0, values)  # -0 = +0, which not every `top_k` treats alike
@@ -232,7 +245,7 @@ def top_in_parts(values: Float32[Array, "*b V"], count: int) -> tuple[Float32[Ar
 
 
 def pad_levels(values: Shaped[Array, "B _"], width: int, fill: int) -> Shaped[Array, "B {width}"]:
-    """More columns, filled with one value."""
+    """Pads to `width` columns with `fill`."""
     return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
 
 
@@ -246,7 +259,7 @@ def _draw_at_all_nodes(
     depth: int,
     allowed: UInt32[Array, "B N W"] | None,
 ) -> Int32[Array, "B N"]:
-    """Draws at every node as if the walk came there: on a GPU a level of the walk takes as long as all nodes."""
+    """Draws at all nodes as if the walk visited each; on a GPU one level of the walk takes as long as all nodes."""
     level = jnp.arange(1, depth + 1, dtype=jnp.int32)
     on_path = ancestors[:, :, None, :] & (tree.depth[:, None, :] == level[None, :, None])[:, None]
     path = jnp.max(jnp.where(on_path, tree.tokens[:, None, None, :], NO_TOKEN), axis=3)
@@ -264,8 +277,8 @@ class _Walk(NamedTuple):
 
 
 Visit: TypeAlias = Callable[..., tuple[Int32[Array, "B"], Bool[Array, "B N"]]]
-"""(arguments of `specjax.sampling.draw`, children [B, N]) -> the tokens drawn at a node of each tree, and which of its
-children is accepted, at most one."""
+"""(arguments of `specjax.sampling.draw`, children [B, N]) -> the token drawn at a node of each tree, and its accepted
+child, at most one."""
 
 
 def walk_tree(
@@ -278,8 +291,15 @@ def walk_tree(
     depth: int,
     allowed: UInt32[Array, "B N W"] | None,
 ) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
-    """Goes down from the root, level by level, to children that `visit` accepts. Returns what was drawn at the visited
-    nodes, NO_TOKEN elsewhere, and the accepted nodes. Other arguments as those of `verify_tree`."""
+    """Walks down from the root, level by level, to children that `visit` accepts.
+
+    Args:
+        visit: draws at a node and accepts at most one child.
+        tree, logits, inputs, prefix_length, emitted, depth, allowed: see `verify_tree`.
+
+    Returns:
+        Draws at the visited nodes, int32 [B, N], NO_TOKEN elsewhere; and the accepted nodes, bool [B, N].
+    """
     batch = jnp.arange(tree.tokens.shape[0])
 
     def descend(walk: _Walk) -> _Walk:
@@ -308,8 +328,10 @@ def walk_tree(
 
 
 def _draw_on_walk(tree: DraftTree, *arguments: Any) -> Int32[Array, "B N"]:
-    """Draws only at the nodes that the walk visits, level by level: processing a node's logits costs more than all
-    nodes' argmax, and penalties count the path's tokens."""
+    """Draws only at the nodes that the walk visits.
+
+    Processing the logits of one node costs more than the argmax of all nodes, and penalties count the path's tokens.
+    """
 
     def visit(*of_node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
         *given, children = of_node

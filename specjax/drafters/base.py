@@ -1,8 +1,8 @@
-"""The interface of a drafter: a NamedTuple of pure functions, returned by one file an algorithm.
+"""The interface of a drafter: a NamedTuple of pure functions. Each algorithm is one file that returns a `Drafter`.
 
-The step asks it for a tree (`propose`) and reports which tokens were committed (`observe`). Whatever tokens a drafter
-proposes, the text stays the target's own. Shapes and dtypes of its trees are checked (`specjax.drafters.check`); their
-values are not: node 0 must be the root, and parents must come before children. docs/drafters.md is a guide.
+The step calls `propose` for a tree and `observe` with the committed tokens. The text does not depend on the proposed
+tokens. `specjax.drafters.check` checks shapes and dtypes of trees, but not their values: node 0 must be the root, and
+parents must come before children. Guide: docs/drafters.md.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from specjax.tree import NO_TOKEN, DraftTree, root_only
 from specjax.types import Active, PageTable, PerRequest
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
-"""What `observe` reads of the target: the residual streams after these layers, concatenated, or the final hidden state
-(after the norm), or nothing."""
+"""Target features for `observe`: the concatenated residual streams after these layers (auxiliary hidden states),
+"final" for the hidden state after the final norm, or None."""
 
 DraftState: TypeAlias = Any
-"""A drafter's own pytree of arrays. Its shapes depend on the drafter, the rows and the pool, never on a tree."""
+"""State of a drafter, a pytree of arrays. Shapes depend on the drafter, the rows and the pool, never on a tree."""
 
 
 class Params(NamedTuple):
@@ -34,7 +34,7 @@ class Params(NamedTuple):
 
     Attributes:
         target: nested dicts of arrays, as `specjax.load.load` returns them.
-        draft: the drafter's pytree of arrays; None: it has none.
+        draft: the drafter's pytree of arrays; None if it has none.
     """
 
     target: Any
@@ -43,22 +43,22 @@ class Params(NamedTuple):
 
 @jax.tree_util.register_static
 class PageSize(int):
-    """A number of tokens that stays static where a `Context` is an argument of a jitted function."""
+    """Tokens per page, static in a jitted function that takes a `Context`."""
 
 
 class Context(NamedTuple):
-    """The B requests of a step. An inactive entry must not change the drafter's state.
+    """The B requests of a step. Inactive entries must not change the drafter's state.
 
     Attributes:
-        slots: int32 [B]. Row of the drafter's state; >= R for an empty entry.
+        slots: int32 [B]. Rows of the drafter's state; >= R for an empty entry.
         prefix_length: int32 [B]. n, the number of committed tokens.
-        page_table: int32 [B, T]. Pages of each request, in order; holes are P.
-        root: int32 [B]. The last emitted token, at position n. Undefined in `observe` after a prompt's chunk.
-        active: bool [B]. Whether the entry takes part.
-        salt: uint32 [B]. Requests with different salts must share nothing.
-        sampling: [B] rows. A drafter may look at the noise that the target will use.
-        tokens: int32 [P, S]. Pages of committed tokens; None, and refused, unless the drafter says `reads_tokens`.
-        page_size: S; 0: unknown, so nothing is kept by `keep_at_page_ends`.
+        page_table: int32 [B, T]. Pages of each request, in order; P marks a hole.
+        root: int32 [B]. Last emitted token, at position n. Undefined in `observe` after a chunk of a prompt.
+        active: bool [B]. Whether the entry takes part in the step.
+        salt: uint32 [B]. Requests with different salts must not share state.
+        sampling: sampling parameters [B], which determine the target's noise.
+        tokens: int32 [P, S]. Pages of committed tokens; None unless `Drafter.reads_tokens`.
+        page_size: S; 0 if unknown, which disables `keep_at_page_ends`.
     """
 
     slots: PerRequest
@@ -73,18 +73,19 @@ class Context(NamedTuple):
 
     @property
     def attended(self) -> PerRequest:
-        """`prefix_length` for attention, which spends nothing on inactive rows."""
+        """`prefix_length` for attention; INACTIVE rows are skipped."""
         return jnp.where(self.active, self.prefix_length, INACTIVE)
 
     @property
     def room(self) -> int:
-        """T * S: the most tokens that a request's pages hold. Static; differs between the engine's programs."""
+        """T * S, the maximum number of tokens in a request's pages. Static; differs between the engine's programs."""
         return self.page_table.shape[1] * self._pages().shape[1]
 
     def committed(self, positions: Int32[Array, "#B X"]) -> Int32[Array, "B X"]:
-        """The tokens at these positions of each request's text; NO_TOKEN outside 0 .. `prefix_length` - 1.
+        """Reads committed tokens at `positions` of each text; NO_TOKEN outside of 0 .. `prefix_length` - 1.
 
-        Example: ``context.committed(jnp.arange(context.room, dtype=jnp.int32)[None, :])`` is the whole text.
+        Example:
+            ``context.committed(jnp.arange(context.room, dtype=jnp.int32)[None, :])`` reads the whole text.
         """
         pages = self._pages()
         count, size = pages.shape
@@ -94,7 +95,7 @@ class Context(NamedTuple):
         return jnp.where(inside, pages[jnp.minimum(page, count - 1), positions % size], NO_TOKEN)
 
     def suffix(self, width: int) -> Int32[Array, "B {width}"]:
-        """The last `width` tokens of each text, the root last; NO_TOKEN before the text's start. For `propose`."""
+        """Reads the last `width` tokens of each text, root included; NO_TOKEN before its start. Only for `propose`."""
         before = self.prefix_length[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None, :]
         return jnp.concatenate([self.committed(before), self.root[:, None]], axis=1)
 
@@ -105,14 +106,14 @@ class Context(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Tokens just committed, of a prompt's chunk or a verified path, at ``context.prefix_length + [0, length)``.
+    """Newly committed tokens (a chunk of a prompt or a verified path), from position ``context.prefix_length`` on.
 
     Attributes:
-        tokens: int32 [B, C]. The first `length` of each row count.
-        next_tokens: int32 [B, C]. The same shifted left by one; the last that counts is the new root or, within a
+        tokens: int32 [B, C]. The first `length` of each row are valid.
+        next_tokens: int32 [B, C]. `tokens` shifted left by one; the last valid entry is the new root or, within a
             prompt, the next prompt token.
-        features: [B, C, F], what `Drafter.features` selects of the target's output at these tokens; None: nothing.
-        length: int32 [B], 0 for an inactive entry.
+        features: [B, C, F]. The target's features at `tokens` (`Drafter.features`); None if it names none.
+        length: int32 [B]. Number of valid tokens; 0 for an inactive entry.
     """
 
     tokens: Int32[Array, "B C"]
@@ -122,12 +123,12 @@ class Observation(NamedTuple):
 
 
 def take_rows(leaves: Any, context: Context) -> Any:
-    """[B, ...] of a state's [R, ...] leaves: the requests' rows. An empty entry has another's."""
+    """Gathers the requests' rows [B, ...] from state leaves [R, ...]. Empty entries read an arbitrary row."""
     return jax.tree.map(lambda leaf: leaf[jnp.minimum(context.slots, leaf.shape[0] - 1)], leaves)
 
 
 def put_rows(leaves: Any, new: Any, context: Context, seen: Observation) -> Any:
-    """A state's [R, ...] leaves with `new` [B, ...] in the rows of the requests of which tokens were seen."""
+    """Writes `new` [B, ...] to the rows of state leaves [R, ...], for requests with observed tokens."""
 
     def put(leaf: Array, own: Array) -> Array:
         nowhere = leaf.shape[0] + jnp.arange(seen.length.shape[0], dtype=jnp.int32)
@@ -138,10 +139,11 @@ def put_rows(leaves: Any, new: Any, context: Context, seen: Observation) -> Any:
 
 
 def keep_at_page_ends(leaf: Array, values: Array, context: Context, seen: Observation) -> Array:
-    """A state's [P, ...] leaf with those of `values` [B, C, ...] whose token is the last of a page.
+    """Writes `values` of tokens at the end of a page to a state leaf [P, ...].
 
-    What a drafter keeps of a request's last token stays with the request's row, but a request may start with the full
-    pages of another (see `Context.prefix_length`). For it the same is kept here.
+    A request can start with full pages of another request, whose row it does not share. Data of a request's last token
+    is therefore stored per page, too (see `kept_at_page_end`).
+    `values`: [B, C, ...], data of the observed tokens.
     """
     if not context.page_size:
         return leaf
@@ -156,8 +158,11 @@ def keep_at_page_ends(leaf: Array, values: Array, context: Context, seen: Observ
 
 
 def kept_at_page_end(leaf: Array, context: Context) -> tuple[Array, Bool[Array, "B"]]:
-    """[B, ...]: what `keep_at_page_ends` kept of the last committed token of each request, and whether it did: that
-    token is the last of a page."""
+    """Reads the data that `keep_at_page_ends` stored for each request's last committed token.
+
+    Returns:
+        Data [B, ...], and bool [B]: whether the token is the last of a page, so that the data is valid.
+    """
     batch = context.prefix_length.shape[0]
     if not context.page_size:
         return jnp.zeros((batch, *leaf.shape[1:]), leaf.dtype), jnp.zeros(batch, bool)
@@ -168,33 +173,33 @@ def kept_at_page_end(leaf: Array, context: Context) -> tuple[Array, Bool[Array, 
 
 
 class Drafter(NamedTuple):
-    """An algorithm: static facts, and three pure functions that are traced into the step.
+    """A drafting algorithm: static facts and three pure functions, which are traced into the step.
 
     Attributes:
-        name: for logs and summaries.
-        features: what `observe` reads of the target: layer indices, "final" or None.
-        width: N, nodes of its trees, the root included.
-        depth: D, the greatest depth of a node; the root has depth 0.
-        init: (params, rows R, pool) -> state. Called once, to allocate.
+        name: name for logs and summaries.
+        features: target features for `observe`: layer indices, "final" or None.
+        width: N, number of tree nodes, root included.
+        depth: D, maximum depth of a node; the root has depth 0.
+        init: (params, rows R, pool) -> state. Allocates the state; called once.
         propose: (params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come
             before children, siblings differ, valid nodes come first.
-        observe: (params, state, context, observation) -> state. Called after each commit, of prompts too, and also
-            in steps that draft nothing (but see `costly_observe`).
-        widths: smaller tree widths of its steps, for a drafter that often proposes less: 1 is then one of them, and
-            each step checks the narrowest that holds its trees. (): all steps check `width` nodes.
-        explicit_width: whether the user set the width; then every batch drafts trees of it, however large.
-        reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
-        runs_model: whether it runs a model of its own, which takes time in every step.
-        topk: nodes of a level that its model is run over.
-        chains: whether each tree is one path (`specjax.tree.chain`). Its best nodes are its first ones, so that scores
-            are computed only where a trace shows them.
-        resize: a number of nodes, at least 2 -> the drafter of smaller trees, with the same `init` and `observe`, so
-            that steps of several shapes may share a state. None: it has one shape, of which the best nodes are taken.
-        costly_observe: True if `observe` runs a model, as a draft model must to read tokens. A request then drafts
-            from its first step to its end or not at all, and steps in which none drafts do not observe.
-        coupling: "noise": drafts of requests that sample are chosen with the target's noise; "none": without.
-        note: description of the tree, for the log.
-        source: name of the head, layers or model that drafts, for the log.
+        observe: (params, state, context, observation) -> state. Called after each commit, including prompts and steps
+            without drafts (except with `costly_observe`).
+        widths: smaller tree widths, for a drafter that often proposes fewer nodes. Each step checks the smallest of
+            these, 1 and `width` that holds its trees. (): all steps check `width` nodes.
+        explicit_width: width set explicitly; never reduce it for large batches.
+        reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
+        runs_model: whether `propose` runs a model.
+        topk: nodes per level that the model reads.
+        chains: whether each tree is one path (`specjax.tree.chain`). The first nodes are then the best, so scores are
+            computed only for traces.
+        resize: number of nodes (at least 2) -> drafter of smaller trees with the same `init` and `observe`, so that
+            steps of several shapes share a state. None: larger trees are cut to their best nodes.
+        costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
+            or in none, and steps in which no request drafts skip `observe`.
+        coupling: "noise" if drafts of sampled requests use the target's noise, else "none".
+        note: description of the tree for the log.
+        source: name of the head, layers or model for the log.
     """
 
     name: str
@@ -217,14 +222,14 @@ class Drafter(NamedTuple):
     source: str = ""
 
     def within(self, nodes: int) -> Drafter:
-        """The drafter for steps whose trees have at most `nodes` nodes."""
+        """Returns the drafter for trees of at most `nodes` nodes."""
         if self.resize is None or not 1 < nodes < self.width:
             return self
         return self.resize(nodes)
 
 
 def none_drafter() -> Drafter:
-    """A drafter without state, whose trees are one node: plain decoding. Accept length is exactly 1."""
+    """Drafter without state whose trees are the root alone (plain decoding); the accept length is exactly 1."""
     return Drafter(
         "NONE",
         features=None,
