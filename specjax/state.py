@@ -38,7 +38,7 @@ class Row(NamedTuple):
         salt: uint32 [R]. Requests with different salts share no drafter state.
         logprobs: bool [R]. Whether log-probabilities are returned.
         logprob_ids: int32 [R, 128]. Further token ids whose log-probabilities are returned, padded with 0.
-        sampling: sampling parameters.
+        sampling: parameters of the draws, one row per request.
         history: tokens that penalties count.
     """
 

@@ -64,8 +64,8 @@ class StepConfig:
     Attributes:
         widths: compiled tree widths N, ascending, from 1 to the drafter's; wider trees are cut to their best nodes;
             (): the drafter's widths.
-        trace: return `StepOutput.trace`.
-        prompt_logprobs: return `StepOutput.prompt` from a prefill.
+        trace: whether to return `StepOutput.trace`.
+        prompt_logprobs: whether a prefill returns `StepOutput.prompt`.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
             computes the padded chunk.
     """
