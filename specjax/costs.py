@@ -1,7 +1,7 @@
-"""How long a step with drafts takes next to a plain one, before either has run. An estimate; measured times replace it.
+"""Estimates the duration of a step with drafts relative to a plain step; measured times replace the estimate.
 
-On a CPU a table of row counts says what checking more tokens costs. On a GPU a step reads or multiplies, whichever
-takes longer, and launches its kernels:
+On a CPU a table gives the duration of a forward by its number of tokens. On a GPU a step takes the longer of reading
+and multiplying, and launches kernels:
 
     a forward of n rows     max(bytes of the weights / bandwidth, 2 n multiplications a weight / speed) + kernels
     a step with drafts      a forward of the trees' nodes, and for each level the draft's bytes and kernels
@@ -22,24 +22,24 @@ from specjax.drafters.base import Drafter, Params
 from specjax.models.target import Target
 
 CPU_STEP = {1: 1.0, 2: 1.16, 4: 1.52, 8: 2.42, 16: 3.8, 64: 13.0}
-"""Seconds of a forward of so many tokens over those of one: SmolLM2-135M in Q4_1 on 2 cores with AVX-512 took 8.1, 9.4,
-12.3 and 19.6 ms of processor time for 1, 2, 4 and 8 tokens, the median of 100 (2026-11-27). 16 is from
+"""Number of tokens in a forward -> its duration relative to one token. SmolLM2-135M in Q4_1 on 2 cores with AVX-512
+took 8.1, 9.4, 12.3 and 19.6 ms of processor time for 1, 2, 4 and 8 tokens, the median of 100 (2026-11-27). 16 is from
 benchmarks/results/before-after-2026-11-25-few-rows.json, 64 is extrapolated."""
-CPU_LEVEL = 0.5  # seconds of a byte that a draft reads over those of one that the target reads
-FOUND = 0.3  # share of steps in which a drafter without a model proposes something for a request
+CPU_LEVEL = 0.5  # duration of reading a byte of the draft relative to a byte of the target
+PROPOSED = 0.3  # share of steps in which a drafter without a model proposes a draft for a request
 
 KERNEL = 2.1e-6  # seconds of a small kernel in a CUDA graph, assumed: 1.6 to 2.6 us
 LAYER_KERNELS, STEP_KERNELS, LEVEL_KERNELS = 14, 23, 30
 """Kernels of a layer with its page writes, of the rest of a step, and of a level of the draft. A plain step of 32
-layers compiled for an H200 has 471, a level of a tree 30 (benchmarks/results/gpu-compile-2026-11-21.json)."""
+layers, compiled for an H200, has 471, a level of a tree 30 (benchmarks/results/gpu-compile-2026-11-21.json)."""
 
 
 def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params, device: Device | None) -> float:
-    """Seconds of a batch's step with drafts over those of a plain one.
+    """The duration of a batch's step with drafts relative to a plain step.
 
     Args:
-        drafter: of the batch bucket.
-        device: a GPU whose speeds are known; None: `CPU_STEP` and the bytes that a draft model reads.
+        drafter: the drafter of the batch bucket.
+        device: a GPU of the table; None: use `CPU_STEP` and the bytes that a draft model reads.
     """
     if device is not None:
         plain = _forward_seconds(target, params.target, device, batch)
@@ -51,7 +51,7 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
     tokens, seconds = list(CPU_STEP), list(CPU_STEP.values())
     plain, checked = np.interp([batch, batch * drafter.width], tokens, seconds)
     if not drafter.runs_model:
-        return 1 + (1 - (1 - FOUND) ** batch) * (checked / plain - 1)
+        return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
     (level, _), (forward, _) = (_reads(part, None, batch) for part in (params.draft, params.target))
     return checked / plain + CPU_LEVEL * drafter.depth * level / forward
 
@@ -65,7 +65,7 @@ def _forward_seconds(target: Target, params: Any, device: Device, rows: int) -> 
 
 
 def _reads(params: Any, experts: Experts | None, rows: int) -> tuple[float, float]:
-    """Bytes that a forward of `rows` tokens reads, and the weights that each token is multiplied with."""
+    """Bytes that a forward of `rows` tokens reads, and the number of weights that multiply each token."""
     read = weights = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     for path, leaf in leaves:
@@ -79,7 +79,7 @@ def _reads(params: Any, experts: Experts | None, rows: int) -> tuple[float, floa
 
 
 def distinct_experts(experts: Experts, rows: int) -> float:
-    """The expected number of experts that are chosen by any of `rows` tokens, each choosing uniformly.
+    """The expected number of distinct experts of `rows` tokens that choose uniformly.
 
     Example: of 128 experts and 8 a token, 16 tokens choose 128 (1 - (120/128)^16) = 82.4.
     """

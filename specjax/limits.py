@@ -1,17 +1,31 @@
-"""Types and ranges of options: declared with a dataclass's field, checked when an object is made."""
+"""Options: a field's default, help, type and range are declared once, and checked when an object is made.
+
+    @documented
+    @dataclass(frozen=True)
+    class CacheOptions:
+        '''Sizes of a cache.'''
+
+        page_size: int = setting(16, "tokens in a page", minimum=1)
+
+        def __post_init__(self) -> None:
+            check(self)
+
+`documented` adds the help and the range of each field to the docstring; `specjax.settings` makes flags of the same
+declarations.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 Number: TypeAlias = float | int
+T = TypeVar("T")
 
 KINDS: dict[Any, str] = {
     int: "an integer",
@@ -23,16 +37,24 @@ KINDS: dict[Any, str] = {
 
 
 class ParameterError(ValueError):
-    """A request's parameter is wrong: "`name` `problem`"."""
+    """A parameter of a request or an option has a wrong value. The message is "`owner`.`name` `problem`".
 
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
-        self.name, self.problem = name, problem
+    Attributes:
+        name: the parameter or field.
+        problem: what is wrong with the value.
+        owner: the class of options that has the field; "" for parameters of requests and functions.
+    """
+
+    def __init__(self, name: str, problem: str, owner: str = "") -> None:
+        super().__init__(f"{owner}.{name} {problem}" if owner else f"{name} {problem}")
+        self.name, self.problem, self.owner = name, problem, owner
+
+    def __reduce__(self) -> Any:  # for processes that send errors to others
+        return type(self), (self.name, self.problem, self.owner)
 
     def renamed(self, names: Mapping[str, str]) -> ParameterError:
-        """The same error in the words of an interface that has other names for these parameters."""
-        words = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), self.problem)
-        return ParameterError(names.get(self.name, self.name), words)
+        """The error with the parameter's name in another interface."""
+        return type(self)(names.get(self.name, self.name), self.problem)
 
 
 class Range(NamedTuple):
@@ -59,20 +81,72 @@ class Range(NamedTuple):
 ANY = Range()
 
 
-def limited(default: Any, minimum: Number | None = None, maximum: Number | None = None, **others: Number) -> Any:
-    """A dataclass field with a default and a `Range`."""
-    return field(default=default, metadata={"range": Range(minimum, maximum, **others)})
+@dataclass(frozen=True)
+class Setting:
+    """Metadata of a field that `setting` declares.
+
+    Attributes:
+        help: the text in docstrings and in --help.
+        range: bounds of a number.
+        names: further flags (`--model-path`).
+        choices: the only strings allowed.
+        parse: converts a value (`str.upper`) before it is compared with `choices`. The text of its ValueError completes
+            "must be".
+        metavar: stands for the value in --help.
+        digits: for a string, or strings, that may be numbers: TOML may have them without quotes.
+        alone: for a list of strings: a file may have one string in its place.
+        sets: the option of the library that the flag sets.
+        instead: the flag is accepted without effect; the text says what happens instead.
+    """
+
+    help: str
+    range: Range = ANY
+    names: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    metavar: str | None = None
+    digits: bool = False
+    alone: bool = False
+    sets: str = ""
+    instead: str = ""
+
+
+def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:
+    """A field of a frozen dataclass. The annotation gives the type: int, float, str, bool, tuple[str, ...] or a Literal
+    of strings, or one of these or None. None means "not set" and can only be a default.
+
+    Args:
+        default: the value, or a function that makes it.
+        secret: omitted from the dataclass's repr, which may be logged.
+        more: fields of `Setting`, and of its `Range` (`minimum=1`).
+    """
+    bounds = Range(**{name: more.pop(name) for name in Range._fields if name in more})
+    metadata = {"setting": Setting(help, **{"range": bounds, **more})}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+def setting_of(owner: Any, name: str) -> Setting:
+    """The declaration of a dataclass's field; empty if `setting` did not declare it."""
+    return owner.__dataclass_fields__[name].metadata.get("setting", Setting(""))
 
 
 def range_of(owner: Any, name: str) -> Range:
     """The range that a dataclass declares for a field."""
-    return owner.__dataclass_fields__[name].metadata.get("range", ANY)
+    return setting_of(owner, name).range
 
 
-def documented(kind: type) -> dict[str, str]:
-    """The fields of a class, from `Attributes:` in its docstring, with their texts as `--help` shows them."""
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {6}.+)*)", cleandoc(kind.__doc__ or ""), re.MULTILINE)
-    return {name: " ".join(text.split()).rstrip(".").replace("`", "") for name, text in entries}
+def documented(kind: type[T]) -> type[T]:
+    """Adds help and range of the dataclass's fields to its docstring, before the section of errors."""
+    text, raises, errors = cleandoc(kind.__doc__ or "").partition("\n\nRaises:\n")
+    lines = []
+    for each in fields(kind):  # pyright: ignore[reportArgumentType]
+        declared = setting_of(kind, each.name)
+        words = declared.range.words.removeprefix("of ")
+        lines.append(f"    {each.name}: {declared.help}{f' ({words})' if words else ''}.")
+    kind.__doc__ = "\n".join([text, "", "Attributes:", *lines]) + raises + errors
+    return kind
 
 
 def shown(value: Any) -> str:
@@ -83,10 +157,11 @@ def shown(value: Any) -> str:
         return "a huge number"
 
 
-def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Sequence[str] = ()) -> None:
+def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) -> None:
     """Checks a value, or each item of a tuple of strings. `annotation` is int, float (an int will do), str, bool,
     tuple, a Literal of strings, or a union of these and None. Raises TypeError if the value has another type, and
     ValueError if it is out of range. Both messages complete "must be": `an integer from 1 to 9`."""
+    limits, choices = declared.range, declared.choices
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
     if literals := [kind for kind in kinds if get_origin(kind) is Literal]:
         kinds, choices = tuple(str if kind in literals else kind for kind in kinds), get_args(literals[0])
@@ -106,13 +181,18 @@ def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Seque
 
 
 def check(options: Any) -> None:
-    """Checks each field of a dataclass against its annotation and its range. None is outside every range. Raises as
-    `check_value`, with the field in the message: `Ngram.capacity must be an integer from ..., got ...`."""
+    """Checks each field of a dataclass against its annotation and its range. None is outside every range.
+
+    Raises:
+        TypeError: a value has another type: `Ngram.capacity must be an integer from ..., got ...`.
+        ParameterError: a value is out of range.
+    """
     hints = get_type_hints(type(options))
     for each in fields(options):
-        value = getattr(options, each.name)
+        value, owner = getattr(options, each.name), type(options).__name__
         try:
-            check_value(value, hints[each.name], each.metadata.get("range", ANY))
-        except (TypeError, ValueError) as error:
-            name = f"{type(options).__name__}.{each.name}"
-            raise type(error)(f"{name} must be {error}, got {shown(value)}") from None
+            check_value(value, hints[each.name], setting_of(options, each.name))
+        except TypeError as error:
+            raise TypeError(f"{owner}.{each.name} must be {error}, got {shown(value)}") from None
+        except ValueError as error:
+            raise ParameterError(each.name, f"must be {error}, got {shown(value)}", owner) from None

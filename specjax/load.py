@@ -19,13 +19,14 @@ from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import repacking
 
 from specjax import checkpoint
-from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
+from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.devices import this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
 from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone
 from specjax.drafters.table import options_of
+from specjax.limits import ParameterError
 from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR, dimensions, leaves_of
@@ -156,7 +157,7 @@ def _check_room(
         advice = "".join(f"quantization {name} takes {needed(name) / 1e9:.2f} GB; " for name in smaller)
         raise ValueError(
             f"{files.name} has {weights / 1e9:.2f} GB of weights in {config.dtype}, and there are {room / 1e9:.2f} GB: "
-            f"EngineConfig.mem_fraction {mem_fraction:g} of the device's {memory.total / 1e9:.2f} GB, of which jax has "
+            f"mem_fraction {mem_fraction:g} of the device's {memory.total / 1e9:.2f} GB, of which jax has "
             f"{memory.limit / 1e9:.2f} and {memory.used / 1e9:.2f} are in use; {advice}a dry run of "
             "`specjax serve` says what else fits"
         )
@@ -228,8 +229,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     found = shipped or inside
     given, (options, unused) = options, options.choose(found.kind if found else None)
     if unused:
-        names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
-        logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
+        logger.warning("no effect with %s, which %s chose: %s", options.algorithm, given.algorithm, ", ".join(unused))
     options.on(platform)  # for its errors: the drafter must see what was given, and what was not
     if options.needs is None or _path(options):
         return Chosen(options)
@@ -237,7 +237,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         if inside is None or not isinstance(options, Eagle):
             raise _no_path(options)
         if not isinstance(options, Mtp):
-            logger.info("draft='%s' without a head: the model's MTP layers draft (MTP)", options.algorithm)
+            logger.info("%s without a head: the model's MTP layers draft (MTP)", options.algorithm)
         return Chosen(options.as_mtp(), mtp=inside)
     options = cast(ModelOptions, options)
     try:
@@ -256,7 +256,7 @@ def _path(options: DraftOptions) -> str | None:
 
 
 def _no_path(options: DraftOptions) -> ValueError:
-    return ValueError(f"draft='{options.algorithm}' needs {options.needs}: {type(options).__name__}.path")
+    return ParameterError("path", f"is missing: {options.algorithm} needs {options.needs}", type(options).__name__)
 
 
 def head_quantization(
@@ -299,7 +299,6 @@ def _load_head(
     mesh: Mesh | None,
 ) -> _Draft:  # fmt: skip
     options, head, ids = cast(ModelOptions, chosen.options), chosen.mtp, None
-    owner = type(options).__name__
     quantization = head_quantization(chosen, files, config, quantization)
 
     def tokens() -> list[str]:
@@ -308,7 +307,7 @@ def _load_head(
 
     if head is None:
         assert options.path is not None and options.kind is not None, "see `choose`"
-        with _naming(f"{owner}.path"):
+        with naming(options, "path"):
             head, params = checkpoint.load_head(
                 options.path,
                 config,
@@ -322,7 +321,7 @@ def _load_head(
     else:
         params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress, mesh=mesh)
     if (token_map := getattr(options, "token_map", None)) is not None:
-        with _naming(f"{owner}.token_map"):
+        with naming(options, "token_map"):
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
     if mesh is not None:
         head = fitted(head, mesh.size, "the draft", group_count(mesh))
@@ -330,12 +329,12 @@ def _load_head(
 
 
 @contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Within the context, errors of a checkpoint begin with the option that led to it."""
+def naming(options: DraftOptions, option: str) -> Iterator[None]:
+    """Within the context, errors of a checkpoint name the option whose value is its path."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{option} {error}") from error
+        raise CheckpointOptionError(option, str(error), type(options).__name__) from error
 
 
 def _load_model(
@@ -345,7 +344,7 @@ def _load_model(
     """A whole model that drafts, where the options name one; its vocabulary is compared before its weights are read."""
     if (path := _path(options)) is None:
         return _Draft()
-    given, owner = cast(Standalone, options), type(options).__name__
+    given = cast(Standalone, options)
     try:
         files = checkpoint.resolve(path, revision=given.revision, progress=progress)
         own = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
@@ -359,8 +358,8 @@ def _load_model(
     except CheckpointError as error:
         advice = ""
         if isinstance(error, checkpoint.VocabularyMismatch):
-            advice = f"; to draft with the tokens that both have, set {owner}.vocabulary 'intersection'"
-        raise CheckpointError(f"{owner}.path {path}: {error}{advice}") from error
+            advice = "; to draft with the tokens that both have, set the draft's vocabulary to 'intersection'"
+        raise CheckpointOptionError("path", f"{path}: {error}{advice}", type(options).__name__) from error
     note = "" if found.reads is None else f", whose tokenizer has {found.common} of the target's tokens"
     ids, reads = (None if each is None else jax.device_put(each) for each in (found.ids, found.reads))
     given_model = make_target(own, backend=backend)
@@ -372,11 +371,9 @@ def _warn_of_positions(options: DraftOptions, given: _Draft, served: int) -> Non
     own = getattr(given.head, "max_positions", None) if given.model is None else given.model.config.max_positions
     if own is None or own >= served or cast(ModelOptions, options).positions is not None:
         return
-    owner = type(options).__name__
     logger.warning(
-        "%s.path %s: the draft has %d positions, texts may have %d tokens; nothing is drafted beyond the draft's "
-        "unless %s.positions says so",
-        owner, _path(options), own, served, owner,
+        "the draft %s has %d positions, texts may have %d tokens; nothing is drafted beyond the draft's positions "
+        "unless its context length is set", _path(options), own, served,
     )  # fmt: skip
 
 
@@ -388,7 +385,7 @@ def attention_implementation(name: str | None) -> str | None:
     try:
         implementation_named(name)
     except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"backend='{name}': {error}") from None
+        raise ParameterError("backend", f"{name}: {error}") from None
     if name == "pallas" and jax.default_backend() == "cpu":
-        logger.warning("backend='pallas': interpreted on this CPU, which is for tests and very slow")
+        logger.warning("attention backend pallas: interpreted on this CPU, which is for tests and very slow")
     return name

@@ -1,8 +1,8 @@
-"""Frozen dataclasses filled from a command's flags and a TOML file. Knows neither models nor commands.
+"""Frozen dataclasses filled from a command's flags and a TOML file. Independent of models and commands.
 
     @dataclass(frozen=True)
     class CacheSettings:
-        '''What --help says above the flags.'''
+        '''The text above the flags in --help.'''
         block_size: int = setting(16, "tokens in a block", minimum=1)   # --block-size; block-size in [cache]
 
     @dataclass(frozen=True)
@@ -12,8 +12,8 @@
     add_flags(parser, Settings())
     args, settings = parse(parser, argv, Settings())
 
-A flag wins over the file, the file over the default. Commands that use different tables can share a file: each checks
-all of it. The instance passed in holds the defaults, so a command can have defaults of its own.
+A flag overrides the file, the file overrides the default. Commands that use different tables can share a file: each
+checks all of it. The instance passed in holds the defaults, so a command can have its own defaults.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
-from specjax.limits import ANY, KINDS, Range, check_value, shown
+from specjax.limits import KINDS, Setting, check_value, shown
+from specjax.limits import setting as setting
 
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
@@ -43,54 +44,13 @@ class SettingsError(ValueError):
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What `setting` stores in a field's metadata.
-
-    Attributes:
-        names: further flags for it (`--model-path`).
-        choices: the only strings allowed.
-        parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. The
-            text of a ValueError completes "must be".
-        digits: for a string, or strings, that may be numbers: TOML may have them without quotes.
-        alone: for a list of strings: a file may have one string in its place.
-        sets: the option of the library that it sets, where that has another name.
-        instead: accepted for commands of other programs, without effect: what happens in its place.
-    """
-
-    help: str
-    range: Range = ANY
-    names: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    parse: Callable[[Any], Any] | None = None
-    metavar: str | None = None
-    digits: bool = False
-    alone: bool = False
-    sets: str = ""
-    instead: str = ""
-
-
-def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:
-    """A field of a frozen dataclass that is also a flag, named as the field is: `block_size` is `--block-size`.
-
-    The annotation gives the type: int, float, str, bool or tuple[str, ...], or one of these or None. None means "not
-    set" and can only be a default.
-
-    Args:
-        secret: omitted from the dataclass's repr, which may be logged.
-        more: fields of `Setting`, and of its `Range` (`minimum=1`).
-    """
-    bounds = Range(**{name: more.pop(name) for name in Range._fields if name in more})
-    return field(default=default, repr=not secret, metadata={"setting": Setting(help, **{"range": bounds, **more})})
-
-
 def place_of(settings: Any, name: str) -> str:
     """Where the value of a field was set, as an error names it: a flag, or a file and its key."""
     return vars(settings).get("_places", {}).get(name, f"--{dashed(name)}")
 
 
 def overrides(settings: Any, flag: str, key: str) -> bool:
-    """Whether the field `flag` was set on the command line and the field `key` in the file."""
+    """True if the field `flag` was set on the command line and the field `key` in the file."""
     places = vars(settings).get("_places", {})
     return places.get(flag) == f"--{dashed(flag)}" and place_of(settings, key) != f"--{dashed(key)}"
 
@@ -100,7 +60,7 @@ def dashed(name: str) -> str:
 
 
 class _Entry(NamedTuple):
-    """A setting and where it lives."""
+    """A setting and the table that has it."""
 
     table: str
     name: str  # of the field
@@ -117,25 +77,25 @@ def _kind(annotation: Any) -> type:
 
 
 def _entries(defaults: Any) -> dict[str, _Entry]:
-    """All settings by each of their names, with dashes. An alias stands for the same entry."""
-    found: dict[str, _Entry] = {}
+    """Maps each name of each setting, aliases included, to its entry. Names have dashes."""
+    entries: dict[str, _Entry] = {}
     for table in fields(defaults):
         group = type(getattr(defaults, table.name))
         hints = get_type_hints(group)
         for each in fields(group):
             entry = _Entry(table.name, each.name, _kind(hints[each.name]), each.metadata["setting"])
             for name in (dashed(each.name), *(flag.removeprefix("--") for flag in entry.setting.names)):
-                if name in found:
-                    raise TypeError(f"two settings are called {name}, in [{found[name].table}] and [{table.name}]")
-                found[name] = entry
-    return found
+                if name in entries:
+                    raise TypeError(f"two settings are called {name}, in [{entries[name].table}] and [{table.name}]")
+                entries[name] = entry
+    return entries
 
 
 # Flags.
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults of flags that are no setting, except those that say nothing."""
+    """Shows defaults other than None, False and [] of flags that are not settings."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.required or action.default is False or action.default in (None, [])
@@ -176,7 +136,7 @@ def _is_flag(text: str) -> bool:
 def add_flags(parser: argparse.ArgumentParser, defaults: Any, tables: Sequence[str] | None = None) -> None:
     """Adds `--config` and the flags of the tables that this command uses, by default all.
 
-    A flag that is not given leaves nothing in the namespace, so that `read` can tell; its help shows the default.
+    A flag that is not given adds nothing to the namespace; its help shows the default.
     """
     every = [table.name for table in fields(defaults)]
     about = f"Keys are named as the flags are, and stand at the top or in their table: {_listed(every)}."
@@ -197,10 +157,12 @@ def add_flags(parser: argparse.ArgumentParser, defaults: Any, tables: Sequence[s
 
 def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> None:
     note, kind = entry.setting, entry.kind
-    text = note.help
+    text, limits = note.help.replace("`", "").replace("%", "%%"), note.range.words.removeprefix("of ")
     if default not in (None, "", ()) and default is not False:
-        text += f" (default: {', '.join(default) if isinstance(default, tuple) else default})"
-    options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        limits += "; " * bool(limits)
+        limits += f"default: {', '.join(default) if isinstance(default, tuple) else default}"
+    text += f" ({limits})" if limits else ""
+    options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction  # so that a flag can also undo the file's `true`
     else:
@@ -214,7 +176,7 @@ def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> No
 
 
 def _number(kind: type, text: str) -> Any:
-    """A flag's number, or its text if it is none: `read` refuses that and names the allowed range."""
+    """A flag's number, or text that is not a number, for which `read` raises an error with the allowed range."""
     try:
         return kind(text)
     except ValueError:
@@ -222,7 +184,7 @@ def _number(kind: type, text: str) -> Any:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: S) -> tuple[argparse.Namespace, S]:
-    """The command line: the namespace, for flags that are no setting, and the settings. An error ends the command."""
+    """The namespace, for flags that are not settings, and the settings. An error ends the command."""
     args = parser.parse_args(argv)
     try:
         return args, read(args, defaults)
@@ -277,7 +239,7 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
     try:
         if note.parse is not None and type(value) is kind:
             value = note.parse(value)
-        check_value(value, kind, note.range, note.choices)
+        check_value(value, kind, note)
         if "" in (value if kind is tuple else (value,)):
             raise ValueError("a text that is not empty")
     except (TypeError, ValueError) as error:

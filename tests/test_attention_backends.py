@@ -67,9 +67,9 @@ def test_names_are_checked_before_anything_is_loaded(caplog):
     assert not caplog.records
     assert attention_implementation("pallas") == "pallas"
     assert "interpreted on this CPU" in caplog.text
-    with pytest.raises(ValueError, match=r"^backend='cuda': unknown .*reference, xla, pallas, triton"):
+    with pytest.raises(ValueError, match=r"^backend cuda: unknown .*reference, xla, pallas, triton"):
         attention_implementation("cuda")
-    with pytest.raises(ValueError, match=r"^backend='triton': implementation 'triton' of tree_attention"):
+    with pytest.raises(ValueError, match=r"^backend triton: implementation 'triton' of tree_attention"):
         attention_implementation("triton")  # another Python, no package, or no GPU
 
 

@@ -421,7 +421,7 @@ def test_the_other_kinds_are_refused_with_their_flag(tmp_path, dialect):
     kind = DIALECTS[dialect]
     save_head(tmp_path, kind, dialect=dialect)
     for other in {"eagle", "eagle3", "mtp"} - {kind}:
-        with pytest.raises(CheckpointError, match=rf"for draft='{kind.upper()}', not {other.upper()} \("):
+        with pytest.raises(CheckpointError, match=rf"for {kind.upper()}, not {other.upper()} \("):
             read(tmp_path, other)
 
 

@@ -23,8 +23,8 @@ from specjax.cli import build, flags
 from specjax.devices import DEVICES
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.hardware.outline import outline
-from specjax.hardware.plan import Case, make_plan
+from specjax.hardware.dry_run import Case, make_plan, outline
+from specjax.limits import ParameterError
 from specjax.serve import command
 from specjax.serve.report import describe
 from specjax.settings import Parser, SettingsError, add_flags, read
@@ -93,7 +93,7 @@ def test_no_text_changes(saved, name, kind):
     jax.tree.map(np.testing.assert_array_equal, plain.params.target, drafting.params.target)
     described = outline(str(saved / model), draft=draft)
     plan = make_plan(Case(described, CONFIG, DEVICES["RTX4090"], "cpu"))
-    assert plan.draft_weights == nbytes(drafting.params.draft)
+    assert plan["memory"]["draft_weights"] == nbytes(drafting.params.draft)
     assert f"weights in {kind}" in drafting.drafter.source and drafting.drafter.source == described.drafter.source
     found = [describe(each, "m")["speculative_draft_quantization"] for each in (plain, drafting)]
     assert found == ["none", kind]
@@ -161,7 +161,8 @@ def test_the_flag_and_the_key_of_a_file(tmp_path):
             drafting("--speculative-algorithm", name, FLAG, "int8")
     with pytest.raises(SettingsError, match=f"^{FLAG} must be one of int8, fp8, none, got 'int4'$"):
         drafting(FLAG, "int4")
-    assert flags.in_flags("Mtp.quantization int8, quantization='int8'") == f"{FLAG} int8, --quantization int8"
+    for owner, flag in (("Mtp", FLAG), ("", "--quantization")):
+        assert str(flags.with_flag(ParameterError("quantization", "int8", owner))) == f"{flag} int8"
 
 
 def test_weights_that_are_quantised_already_are_refused_before_any_are_read(saved, tmp_path, capsys, monkeypatch):

@@ -215,7 +215,7 @@ def test_the_pool_leaves_room_for_the_largest_programs_temporaries(monkeypatch):
     large = explicit._replace(width=512)
     with pytest.raises(
         ValueError,
-        match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5; .* program take 0\.\d+ GB; "
+        match=r"no memory is left .* 0\.02 of 0\.20 GB .*mem_fraction 0\.5; .* program take 0\.\d+ GB; "
         r"give a higher fraction, .*\(64\).*\(512\)",
     ):
         tokens(large, wide)

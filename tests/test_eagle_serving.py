@@ -269,11 +269,11 @@ def test_a_chain_has_a_token_a_step_and_the_root(caplog):
     assert (drafter.width, drafter.depth, drafter.name) == (4, 3, "EAGLE")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    for part in ("Eagle.nodes is 4 and not 9", "Eagle.topk 1", "chain"):
+    for part in ("4 draft tokens, not 9", "top-k 1", "chain"):
         assert part in record.getMessage()
 
 
-def test_warnings_name_the_flags(caplog):
+def test_warnings_of_a_start(caplog):
     """A chain has as many tokens as steps; EAGLE-3 heads have a vocabulary of their own."""
     flags_given = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9, "speculative_token_map": "map.json"}
     speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"), **flags_given)
@@ -284,8 +284,7 @@ def test_warnings_name_the_flags(caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
         "no effect with --speculative-algorithm EAGLE3: --speculative-token-map",
-        "--speculative-num-draft-tokens is 4 and not 9: with --speculative-eagle-topk 1 the draft is a chain of "
-        "--speculative-num-steps + 1 tokens",
+        "4 draft tokens, not 9: with top-k 1 the draft is a chain of steps + 1 tokens",
     ]
 
 
@@ -377,7 +376,7 @@ TREE = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-nu
 
 @pytest.mark.parametrize("name", ["EAGLE", "eagle3"])
 def test_without_a_head(refused, name):
-    assert refused(ALGORITHM, name) == f"{ALGORITHM} {name.upper()} needs a draft head: {DRAFT}"
+    assert refused(ALGORITHM, name) == f"{DRAFT} is missing: {name.upper()} needs a draft head"
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "auto"])
@@ -430,7 +429,7 @@ for options in {"steps": 3.0}, {"steps": "3"}, {"topk": True}, {"nodes": 8.5}, {
 def test_a_head_of_the_other_kind_names_the_flag_that_works(refused, name, dialect):
     other = "EAGLE" if name == "EAGLE3" else "EAGLE3"
     message = refused(ALGORITHM, name, DRAFT, head(dialect))
-    assert message.startswith(f"{DRAFT} {head(dialect)}: this is a head for {ALGORITHM} {other}, not {name} ")
+    assert message.startswith(f"{DRAFT} {head(dialect)}: this is a head for {other}, not {name} ")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+import pickle
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft
 from specjax.engine import EngineConfig
+from specjax.limits import ParameterError
 from specjax.thresholds import AcceptAbove
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -82,7 +84,7 @@ def test_every_setting_of_ours_is_in_the_help_of_its_group():
         for field in fields(getattr(DEFAULTS, table)):
             assert re.search(rf"^  --{field.name.replace('_', '-')}[ ,]", generates[table], re.MULTILINE), field.name
     assert "server" not in generates and "--port" not in generate.build_parser().format_help()
-    assert "most requests that run at once (R), at least 1 (default: 8)" in re.sub(r"\s+", " ", generates["engine"])
+    assert "most requests that run at once (R) (at least 1; default: 8)" in re.sub(r"\s+", " ", generates["engine"])
 
 
 # Values.
@@ -257,23 +259,27 @@ def test_an_error_names_where_the_value_was_set(toml):
     with pytest.raises(ValueError, match=r"^--speculative-num-steps must be an integer"):
         drafting("--config", file, "--speculative-num-steps", 0)
     file = toml(f"{head}speculative-num-draft-tokens = 30\n")
-    with pytest.raises(ValueError, match=r"^--config .*: speculative-num-draft-tokens is 30, but 2 steps .*-topk\)$"):
+    with pytest.raises(
+        ValueError, match=r"^--config .*: speculative-num-draft-tokens is 30, but 2 steps .* larger top-k$"
+    ):
         drafting("--config", file, "--speculative-num-steps", 2, "--speculative-eagle-topk", 2)
 
 
-def test_messages_of_the_library_get_the_names_of_flags():
-    for text, expected in {
-        "Eagle3.steps must be": "--speculative-num-steps must be",
-        "draft='EAGLE' needs a draft head: Eagle.path": (
-            "--speculative-algorithm EAGLE needs a draft head: --speculative-draft-model-path"
-        ),
-        "backend='xla': no": "--attention-backend xla: no",
-        "all requests (Ngram.capacity)": "all requests (--speculative-ngram-capacity)",
-        "EngineConfig.mem_fraction 2": "--mem-fraction-static 2",
-        "EngineConfig.overlap is": "EngineConfig.overlap is",
-        "my/Ngram.safetensors and Eagle": "my/Ngram.safetensors and Eagle",
-    }.items():
-        assert flags.in_flags(text) == expected
+@pytest.mark.parametrize(
+    ("name", "owner", "flag"),
+    [
+        ("steps", "Eagle3", "--speculative-num-steps"),
+        ("mem_fraction", "EngineConfig", "--mem-fraction-static"),
+        ("quantization", "Mtp", "--speculative-draft-quantization"),
+        ("quantization", "", "--quantization"),
+        ("backend", "", "--attention-backend"),
+        ("overlap", "EngineConfig", "EngineConfig.overlap"),
+    ],
+)
+def test_errors_of_the_library_get_the_names_of_flags(name, owner, flag):
+    error = ParameterError(name, "is wrong", owner)
+    assert str(flags.with_flag(error)) == f"{flag} is wrong"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_every_option_has_a_flag():
@@ -319,7 +325,7 @@ def test_flags_are_named_in_the_command_line_layer_only():
     }
     assert found == {}
     others = {path for path in package.rglob("*.py") if "--speculative-" in path.read_text(encoding="utf-8")}
-    assert {path.relative_to(package).parts[0] for path in others} == {"cli"}
+    assert {path.relative_to(package).parts[0] for path in others} == {"cli", "hardware"}
 
 
 def test_a_value_that_one_of_them_can_work_with_waits_for_the_model():
@@ -585,5 +591,5 @@ def test_every_parser_takes_whole_flags_only():
 
 def test_groups_of_experts_divide_the_devices():
     assert build.engine_arguments(ours("--tp", 4, "--ep", 2))["config"].expert_parallel == 2
-    with pytest.raises(ValueError, match=r"^--expert-parallel-size 3 must divide --tensor-parallel-size 4, "):
+    with pytest.raises(ValueError, match=r"^--expert-parallel-size 3 must divide tensor_parallel 4, "):
         build.engine_arguments(ours("--tp-size", 4, "--ep-size", 3))

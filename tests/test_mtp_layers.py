@@ -321,15 +321,15 @@ def test_what_is_chosen(saved, tmp_path, caplog):
     chosen = choose(Eagle(topk=3, token_map=5), files, config)
     assert chosen.options == Mtp(topk=3, token_map=5) and chosen.mtp is not None
     assert [each.getMessage() for each in caplog.records] == [
-        "draft='EAGLE' without a head: the model's MTP layers draft (MTP)"
+        "EAGLE without a head: the model's MTP layers draft (MTP)"
     ]
     assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None)
-    with pytest.raises(ValueError, match=r"^draft='EAGLE3' needs a draft head: Eagle3\.path$"):
+    with pytest.raises(ValueError, match=r"^Eagle3\.path is missing: EAGLE3 needs a draft head$"):
         choose(options_of("EAGLE3"), files, config)
     save_model(tmp_path, "Qwen3ForCausalLM", **SIZES)
     files = resolve(str(tmp_path))
     assert choose(Auto(), files, model_config(files.config)).options.algorithm == "NGRAM"
-    with pytest.raises(ValueError, match=r"^draft='MTP' needs MTP layers in the model, or a draft head: Mtp\.path$"):
+    with pytest.raises(ValueError, match=r"^Mtp\.path is missing: MTP needs MTP layers in the model, or a draft head$"):
         load(str(tmp_path), draft="NEXTN", progress=False)
 
 

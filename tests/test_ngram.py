@@ -33,8 +33,7 @@ NONE = Params(None)
         ({"nodes": 1}, "Ngram.nodes must be an integer from 2 to 64, got 1"),
         ({"nodes": 65}, "Ngram.nodes"),
         ({"min_match": 0}, "Ngram.min_match"),
-        ({"min_match": 13}, "Ngram.min_match must be from 1 to "
-         "Ngram.max_match, got 13 and 12"),
+        ({"min_match": 13}, "Ngram.min_match must be from 1 to max_match, got 13 and 12"),
         ({"max_match": 65}, "Ngram.max_match"),
         ({"min_breadth": 0}, "Ngram.min_breadth"),
         ({"min_breadth": 11}, "Ngram.max_breadth"),

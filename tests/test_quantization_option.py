@@ -14,7 +14,7 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
-from specjax.hardware.outline import outline
+from specjax.hardware.dry_run import outline
 from specjax.serve import command
 from specjax.train import inputs
 from specjax.train.options import TrainOptions
@@ -43,9 +43,7 @@ def test_every_combination(stored, quantization):
     elif quantization == stored:
         assert effective_quantization("m", hf_config, config, quantization) == "auto", "they are stored so"
     else:
-        message = (
-            f"quantization='{quantization}' is for float weights, and those of m are quantised already ({stored});"
-        )
+        message = f"quantization {quantization} is for float weights, and those of m are quantised already ({stored});"
         with pytest.raises(CheckpointError, match=f"^{re.escape(message)} auto keeps them .* none dequantises them$"):
             effective_quantization("m", hf_config, config, quantization)
 
@@ -65,7 +63,7 @@ def test_every_combination(stored, quantization):
 def test_groups_of_four_bits(changes, tensor):
     hf_config = LLAMA | changes
     config = model_config(hf_config)
-    with pytest.raises(CheckpointError, match=f"^quantization='int4' needs inputs in groups of 32, and {tensor}; int8"):
+    with pytest.raises(CheckpointError, match=f"^quantization int4 needs inputs in groups of 32, and {tensor}; int8"):
         effective_quantization("m", hf_config, config, "int4")
     assert effective_quantization("m", hf_config, config, "int8") == "int8"
 
@@ -74,7 +72,7 @@ def test_groups_of_four_bits(changes, tensor):
 def test_families_that_float16_is_too_small_for(architecture, tmp_path):
     save_model(tmp_path, architecture)
     hf_config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "float16"}
-    message = f"dtype='float16' is too small for the activations of {architecture}; use auto, bfloat16 or float32"
+    message = f"dtype float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
     with pytest.raises(CheckpointError, match=f"^{message}$"):
         model_config(hf_config, dtype="float16")
     assert model_config(hf_config, platform="gpu").dtype == "bfloat16"
@@ -109,7 +107,7 @@ def test_refused_before_weights_are_read_naming_where_it_was_set(quantised, tmp_
         build.make_engine(
             flags.Settings(model=flags.ModelSettings(model=str(quantised), quantization="int4")), progress=False
         )
-    with pytest.raises(CheckpointError, match=r"^quantization='int4' is for float weights"):
+    with pytest.raises(CheckpointError, match=r"^quantization int4 is for float weights"):
         outline(str(quantised), quantization="int4")
 
 

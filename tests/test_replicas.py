@@ -12,10 +12,11 @@ from engine_helpers import make_engine, shared_engine, toy
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import SECONDS, Running, braked, running, wait_until
 
+from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
 from specjax.engine.runtime import Counters
-from specjax.serve import command, replicas
+from specjax.serve import replicas
 from specjax.serve.metrics import Latencies
 from specjax.serve.replicas import Balance, Replicas
 from specjax.serve.states import ENGINE_STUCK, FAILED_STEP, State
@@ -105,11 +106,11 @@ def test_too_few_devices():
     with pytest.raises(
         ValueError, match=r"^--data-parallel-size 30 with --tensor-parallel-size 2 needs 60 devices, an"
     ):
-        command.check_devices(Settings(**given))
+        build.check_devices(Settings(**given))
     with pytest.raises(
         ValueError, match=r"^--data-parallel-size 30 needs 30 devices, .*; at most \d+ replicas fit; XLA"
     ):
-        command.check_devices(Settings(server=ServerSettings(data_parallel_size=30)))
+        build.check_devices(Settings(server=ServerSettings(data_parallel_size=30)))
 
 
 # Requests

@@ -13,7 +13,6 @@ import pytest
 from engine_helpers import outcome, shared_engine
 from server_helpers import MODEL, Running, running
 
-from specjax.cli.flags import in_flags
 from specjax.engine import SamplingParams
 from specjax.engine.notes import DOUBTED, doubt, drafting_summary
 from specjax.engine.runtime import Counters
@@ -331,9 +330,9 @@ def test_models_health_and_info(server, client):
 def test_reports_say_why_steps_did_not_draft():
     engine = shared_engine("NGRAM")
     limited = replace(engine.buckets, block_tokens=1)
-    found = drafting_summary(engine.drafter, limited, 10, 4, in_flags)
+    found = drafting_summary(engine.drafter, limited, 10, 4)
     assert found["drafted_steps"] == 4 and "batches of more than 1 requests" in found["not_drafted"]
-    assert "--speculative-num-draft-tokens" in found["not_drafted"]
+    assert "number of draft tokens" in found["not_drafted"]
     assert "speculate: false" in drafting_summary(engine.drafter, engine.buckets, 10, 4)["not_drafted"]
     assert drafting_summary(engine.drafter, engine.buckets, 10, 10)["not_drafted"] is None
     plain = shared_engine("NONE")

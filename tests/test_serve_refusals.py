@@ -84,7 +84,7 @@ BOTH: dict[str, tuple[dict, str, str]] = {  # fields, param, what is said
     "response_format": ({"response_format": {"type": "structural_tag"}}, "response_format", "json_schema"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     "tool_choice": ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
-    "min_tokens": ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "max_tokens (10), got 20"),
+    "min_tokens": ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "(10), got 20"),
     "min_tokens negative": ({"min_tokens": -1}, "min_tokens", "-1"),
     "stop_token_ids": ({"stop_token_ids": [5, -7]}, "stop_token_ids", "-7"),
     "stop_token_ids text": ({"stop_token_ids": ["a"]}, "stop_token_ids", "integer"),

@@ -423,9 +423,9 @@ def test_help(monkeypatch):
     assert "[two]: checked, without effect here" in groups["configuration file"]
     assert "Numbers and words: 100%." in groups["one"]
     assert re.search(r"--word( TEXT)?, --term( TEXT)?, --old-word TEXT", groups["one"]), "Python 3.13 says TEXT once"
-    assert "how many (default: 4)" in groups["one"], "the command's"
-    assert "above 0% of it (default: 0.5)" in groups["one"]
-    assert re.search(r"--more N +no default\n", groups["one"])
+    assert "how many (from 1 to 9; default: 4)" in groups["one"], "the command's default"
+    assert "above 0% of it (above 0 and at most 1; default: 0.5)" in groups["one"]
+    assert re.search(r"--more N +no default \(at least 0\)\n", groups["one"])
     assert "two" not in groups
     parser = argparse.ArgumentParser(prog="program", formatter_class=settings.HelpFormatter)
     settings.add_flags(parser, Both())

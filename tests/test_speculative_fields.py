@@ -257,7 +257,7 @@ def test_an_answer_says_why_nothing_was_drafted_and_always_draft_drafts(reluctan
     for path in (CHAT, COMPLETE, GENERATE):
         text, found = asked(path)
         assert found["drafted_steps"] == 0 < found["spec_verify_ct"] and found["spec_accept_length"] == 1
-        assert "faster by measurement" in found["not_drafted"] and "--speculative-adaptive" in found["not_drafted"]
+        assert "faster by measurement" in found["not_drafted"] and "adaptive" in found["not_drafted"]
         _, none = asked(path, draft_limit=0)
         assert none["drafted_steps"] == 0 and "draft_limit: 0" in none["not_drafted"]
         same, found = asked(path, always_draft=True)

@@ -424,11 +424,11 @@ def test_served_from_folders(saved, name, caplog):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((), "^--speculative-algorithm STANDALONE needs a draft model: --speculative-draft-model-path$"),
+        ((), "^--speculative-draft-model-path is missing: STANDALONE needs a draft model$"),
         (
             ("other",),
             "^--speculative-draft-model-path .*other: its tokenizer is not the target's: id 0 is .* in the target's "
-            ".*; to draft with the tokens that both have, set --speculative-draft-vocabulary 'intersection'$",
+            ".*; to draft with the tokens that both have, set the draft's vocabulary to 'intersection'$",
         ),
         (("nowhere",), "^--speculative-draft-model-path .*nowhere"),
     ],

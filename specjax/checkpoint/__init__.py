@@ -6,7 +6,7 @@ jax, transformers, gguf and the hub's client are imported by the functions that 
 """
 
 from specjax.checkpoint.draft_head import describe_head, load_head
-from specjax.checkpoint.files import CheckpointError
+from specjax.checkpoint.files import CheckpointError, CheckpointOptionError
 from specjax.checkpoint.generation_config import sampling_defaults, stop_token_ids
 from specjax.checkpoint.hf_config import effective_quantization, model_config
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
@@ -19,9 +19,9 @@ from specjax.checkpoint.vocabulary import VocabularyMap, VocabularyMismatch, mat
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
-    "bits_per_weight", "check_tokenizer_paths", "describe_head", "effective_quantization", "load_head", "load_mtp",
-    "load_params", "load_tokenizer", "match_vocabularies", "matrices", "may_have_head", "model_config", "mtp_config",
-    "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised", "shipped_head",
-    "stop_token_ids",
+    "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead",
+    "VocabularyMap", "VocabularyMismatch", "bits_per_weight", "check_tokenizer_paths", "describe_head",
+    "effective_quantization", "load_head", "load_mtp", "load_params", "load_tokenizer", "match_vocabularies",
+    "matrices", "may_have_head", "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve",
+    "sampling_defaults", "save_dequantised", "shipped_head", "stop_token_ids",
 ]  # fmt: skip

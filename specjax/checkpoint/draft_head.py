@@ -201,7 +201,7 @@ def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
     marked = sorted(specs.HEAD_SPECS.values(), key=lambda row: row.mark is None)
     fitting = (row for row in marked if read == row.query_parts * width and (not row.mark or tensors.has(row.mark)))
     if (found := next(fitting, None)) is not spec:
-        kind = f"a head for draft='{found.algorithm}'" if found else "of no kind that is supported"
+        kind = f"a head for {found.algorithm}" if found else "of no kind that is supported"
         known = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in specs.HEAD_SPECS.values())
         raise CheckpointError(
             f"this is {kind}, not {spec.algorithm} ({tensors.said(query)} reads {read} numbers, and {tensors.said(FC)} "

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
+from specjax.limits import ParameterError
+
 logger = logging.getLogger(__name__)
 
 MARKER = ".specjax-complete.json"
@@ -26,6 +28,10 @@ MARKER = ".specjax-complete.json"
 class CheckpointError(ValueError):
     """A model that cannot be found, read or understood. The message names the value that was met, what would work, and
     where the value was set."""
+
+
+class CheckpointOptionError(ParameterError, CheckpointError):
+    """An option does not suit the checkpoint, or its value is the path of a checkpoint with an error."""
 
 
 def listed(names: Iterable[object], limit: int = 12) -> str:

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, cast
 
 from specjax.checkpoint.architectures import READERS
-from specjax.checkpoint.files import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, CheckpointOptionError, listed
 from specjax.checkpoint.quantised import refuse_unknown
 from specjax.checkpoint.rope_config import longest, rope
 from specjax.checkpoint.stored import PACKED
@@ -85,9 +85,8 @@ def model_config(
     }
     if common["dtype"] == "float16" and not reader.float16:
         if dtype == "float16":
-            raise CheckpointError(
-                f"dtype='float16' is too small for the activations of {architecture}; use auto, bfloat16 or float32"
-            )
+            problem = f"float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
+            raise CheckpointOptionError("dtype", problem)
         common["dtype"] = "bfloat16"
     # One as long as any text is none, but for the rotary embedding that layers with a window may have.
     longest_window = None if "window_rope" in fields else common["max_positions"]
@@ -106,25 +105,28 @@ def effective_quantization(name: str, hf_config: Mapping[str, Any], config: Mode
         not divide into its groups.
     """
     if quantization not in QUANTIZATIONS:
-        raise CheckpointError(f"quantization='{quantization:.60}' is not one of: {', '.join(QUANTIZATIONS)}")
+        problem = f"{quantization:.60} is not one of: {', '.join(QUANTIZATIONS)}"
+        raise CheckpointOptionError("quantization", problem)
     if quantization in ("auto", "none"):
         return quantization
     if method := given(hf_config, "quantization_config", {}).get("quant_method"):
         if method == quantization:
             return "auto"
-        raise CheckpointError(
-            f"quantization='{quantization}' is for float weights, and those of {name} are quantised already "
-            f"({method}); auto keeps them as they are, none dequantises them"
+        problem = (
+            f"{quantization} is for float weights, and those of {name} are quantised already ({method}); auto keeps "
+            "them as they are, none dequantises them"
         )
+        raise CheckpointOptionError("quantization", problem)
     if quantization == "int4":
         sizes = dimensions(config)
         for leaf in filter(is_product, leaves_of(table(config))):
             depth = prod(sizes[letter] for letter in input_letters(leaf))
             if depth % PACKED and (leaf.name != "embed" or config.tied_embeddings):
-                raise CheckpointError(
-                    f"quantization='int4' needs inputs in groups of {PACKED}, and {leaf.name} of {name} has {depth}; "
-                    "int8 and fp8 take any number"
+                problem = (
+                    f"int4 needs inputs in groups of {PACKED}, and {leaf.name} of {name} has {depth}; int8 and fp8 "
+                    "take any number"
                 )
+                raise CheckpointOptionError("quantization", problem)
     return quantization
 
 

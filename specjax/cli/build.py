@@ -1,4 +1,4 @@
-"""What the flags describe, made: the GPU, the engine and its arguments, the group of processes, the draft's options.
+"""From settings to the library: the GPU, the engine or its replicas, the group of processes, the draft's options.
 
 Errors and warnings name flags, or the file and the key that set a value.
 """
@@ -9,11 +9,14 @@ import logging
 from dataclasses import fields
 from typing import Any
 
+import jax
+
 from specjax import gpu
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
+from specjax.parallel.sharding import missing_devices
 from specjax.settings import dashed, overrides, place_of
 from specjax.thresholds import AcceptAbove
 
@@ -21,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def claim_gpu(chosen: Settings) -> None:
-    """Prepares JAX, before its backend starts, for the GPU that the settings name; without one, nothing happens.
+    """Prepares JAX, before its backend starts, for the GPU that the settings name; no effect without a GPU.
 
     Raises:
         GpuError: there is no such GPU, or JAX cannot use it.
@@ -42,16 +45,35 @@ def claim_gpu(chosen: Settings) -> None:
 
 def make_engine(
     chosen: Settings, *, group: Group | None = None, progress: bool = True, **config: bool | int | float
-) -> Engine:  # fmt: skip
-    """The engine that the settings describe. `config`: fields of its `EngineConfig`, in place of theirs; `group`: as in
-    `Engine.from_pretrained`. Raises a ValueError as that does, but the message names flags."""
+) -> Engine:
+    """The engine that the settings describe. `config`: fields of `EngineConfig` that replace the settings' values.
+    `group` and errors are those of `Engine.from_pretrained`; errors name flags."""
     with named_as_flags(chosen):
         return Engine.from_pretrained(**engine_arguments(chosen, **config), group=group, progress=progress)
 
 
+def check_devices(chosen: Settings) -> None:
+    """Raises ValueError, which names the flags, if JAX has too few devices for the replicas."""
+    split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
+    most = jax.local_device_count() // split
+    advice = f"; at most {most} replicas fit" if most else ""
+    if replicas > 1 and (problem := missing_devices(split * replicas, advice)):
+        tensor_parallel = f" with {place_of(chosen.engine, 'tensor_parallel_size')} {split}" if split > 1 else ""
+        raise ValueError(f"{place_of(chosen.server, 'data_parallel_size')} {replicas}{tensor_parallel} {problem}")
+
+
+def make_engines(chosen: Settings, *, progress: bool = True, **config: Any) -> list[Engine]:
+    """The engines of all replicas, in the order of their devices. Arguments and errors are those of `make_engine` and
+    `check_devices`."""
+    check_devices(chosen)
+    split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
+    firsts = [rank * split for rank in range(replicas)]
+    return [make_engine(chosen, progress=progress, first_device=first, **config) for first in firsts]
+
+
 def make_group(chosen: Settings) -> Leader | Follower | None:
-    """This process's part of those that share the model; None: it has the model alone. Raises ValueError, which names
-    flags, also where the leader cannot listen."""
+    """This process's place in the group that shares the model; None: it has the whole model. Raises ValueError, which
+    names flags, also if the leader cannot listen."""
     server, devices = chosen.server, chosen.engine.tensor_parallel_size
     address, count, rank = server.dist_init_addr, server.nnodes, server.node_rank
 
@@ -61,7 +83,7 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
     if count == 1:
         if address is not None or rank:
             given = "dist_init_addr" if address is not None else "node_rank"
-            raise ValueError(f"{place(given)} {address or rank} is for several processes: give --nnodes, from 2 on")
+            raise ValueError(f"{place(given)} {address or rank} needs --nnodes of at least 2")
         return None
     if address is None:
         raise ValueError(f"{place('nnodes')} {count} needs --dist-init-addr HOST:PORT, the same for all processes")
@@ -95,12 +117,12 @@ _OWN = {
     "sampling_defaults", "random_seed", "speculative_draft_model_path",
     "speculative_draft_model_revision", "speculative_token_map",
 }  # fmt: skip
-"""Settings that each process of a group may have otherwise. Files may lie elsewhere; what is in them is compared when
-they are read (`specjax.fleet.agreement`)."""
+"""Settings that may differ between the processes of a group. Files may have other paths; their contents are compared
+when they are read (`specjax.fleet.agreement`)."""
 
 
 def _shared(chosen: Settings) -> dict[str, str]:
-    """The settings that all processes of a group must have, by their flags."""
+    """Maps flags to the settings that all processes of a group must share."""
     words = {None: "not set", True: "on", False: "off"}
     return {
         f"--{dashed(each.name)}": words[value] if value is None or isinstance(value, bool) else str(value)
@@ -112,15 +134,15 @@ def _shared(chosen: Settings) -> dict[str, str]:
 
 
 def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str, Any]:
-    """`Engine.from_pretrained`'s keyword arguments, the model included. `config`: as `make_engine`. Raises a ValueError
-    that names the flag if a value is out of range."""
+    """Keyword arguments of `Engine.from_pretrained`, the model included. `config`: as in `make_engine`. Raises
+    ValueError, which names the flag, if a value is out of range."""
     engine = chosen.engine
     values = vars(engine) | vars(chosen.speculative)
-    known = EngineConfig.__dataclass_fields__
+    options = EngineConfig.__dataclass_fields__
     for each in (*fields(engine), *fields(chosen.speculative)):
         if (instead := each.metadata["setting"].instead) and values[each.name] != each.default:
             logger.warning("%s has no effect: %s", place_of(chosen, each.name), instead)
-    given = {option: values[setting] for option, setting in OPTIONS.items() if option in known}
+    given = {option: values[setting] for option, setting in OPTIONS.items() if option in options}
     given["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
     if given["adaptive"] is None:
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
@@ -144,29 +166,29 @@ def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str
 
 
 def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
-    """The verifier of thresholds below 1, of which a warning tells; None: drafts are verified without loss. Raises
+    """The verifier for accept thresholds below 1, with a warning; None: drafts are verified without loss. Raises
     ValueError for such thresholds without --allow-lossy-speculation."""
     speculative = chosen.speculative
     names = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
     values = {name: getattr(speculative, name) for name in names}
-    found = AcceptAbove(*values.values())
-    if not found.lossy:
+    verifier = AcceptAbove(*values.values())
+    if not verifier.lossy:
         return None
     below = " and ".join(f"{place_of(chosen, name)} {value:g}" for name, value in values.items() if value < 1)
     if not speculative.allow_lossy_speculation:
         raise ValueError(f"{below} would change the text: leave it at 1, or give --allow-lossy-speculation as well")
     logger.warning(
-        "LOSSY SPECULATION: with %s the text of requests that sample is not the model's own, and the same seed may "
-        "give another one. Greedy requests, and those with draft_limit: 0, are as without it",
+        "LOSSY SPECULATION: with %s the text of requests that sample is not the model's own, and depends on more than "
+        "the seed. Greedy requests and requests with draft_limit: 0 do not change",
         below,
     )
-    return found
+    return verifier
 
 
 def draft_options(chosen: Settings) -> DraftOptions | str:
-    """The options of the algorithm, made of the flags that are its own, or ``module:function``. A warning names other
-    flags that were given; an algorithm on the command line overrides a file's options that it does not have. Raises
-    ValueError if a value is out of range, or if an algorithm without a draft model or head is given one.
+    """The algorithm's options, from the flags that it has, or ``module:function``. A warning names flags without
+    effect. An algorithm on the command line overrides options of a file that it does not have. Raises ValueError if a
+    value is out of range, or if a draft model is given to an algorithm that has none.
     """
     speculative = chosen.speculative
     name = speculative.speculative_algorithm
@@ -183,7 +205,8 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
             overridden.append(dashed(each.name))
         elif option in ("path", "quantization"):
             heads = " or ".join(key for key, other in DRAFTERS.items() if other.needs)
-            raise ValueError(f"draft.{option} {value} is no use to {name}: --speculative-algorithm {heads}")
+            place = place_of(chosen, each.name)
+            raise ValueError(f"{place} {value} is no use to {name}: --speculative-algorithm {heads}")
         else:
             unused.append(f"--{dashed(each.name)}")
     if unused:
@@ -194,11 +217,10 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
 
 
 def speculative_settings(draft: DraftOptions) -> dict[str, Any]:
-    """The settings that mean these options, by flag without the leading dashes: what `draft_options` reads back. Those
-    with their default values are left out."""
-    found: dict[str, Any] = {"speculative-algorithm": draft.algorithm}
+    """Keys and values of a file from which `draft_options` reads these options. Default values are left out."""
+    settings: dict[str, Any] = {"speculative-algorithm": draft.algorithm}
     for each in fields(SpeculativeSettings):
         option = each.metadata["setting"].sets
         if option in draft.names() and (value := getattr(draft, option)) != each.default:
-            found[dashed(each.name)] = value
-    return found
+            settings[dashed(each.name)] = value
+    return settings

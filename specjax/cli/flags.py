@@ -1,13 +1,11 @@
-"""The flags of `generate` and the server, named as SGLang's users know them, and the keys of their TOML file.
+"""The flags of `generate` and the server, with SGLang's names, and the keys of their TOML file.
 
-Fields are named as the flags are, help texts are those of --help; `configs/` holds a whole file. The library's options
-have Python's names: `specjax.cli.build` makes them from flags, and `named_as_flags` puts the flags' names into errors.
+A field's name gives the flag and the key; `configs/` holds complete files. Flags that set an option of the library take
+its default, range and help. `named_as_flags` puts the flag's name into errors about an option.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -17,13 +15,13 @@ from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
-from specjax.drafters import DRAFTERS, Auto, Eagle, Ngram, Standalone
+from specjax.drafters import DRAFTERS, Auto
 from specjax.drafters.table import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.engine.scheduler import Policy
-from specjax.limits import documented, range_of
+from specjax.limits import ANY, ParameterError, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
-from specjax.settings import dashed, place_of, setting
+from specjax.settings import place_of, setting
 from specjax.thresholds import AcceptAbove
 
 MOST_TRACED = 10_000  # steps in a trace: each takes tens of kilobytes
@@ -37,36 +35,37 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 """SGLang's names of parsers for models that think between `<think>` and `</think>`."""
 
 
-_DOCS = {
-    name: text for options in (EngineConfig, Eagle, Standalone, Ngram) for name, text in documented(options).items()
-}
-"""Help for the options of the engine and of the algorithms."""
-
-
 def _engine(name: str, help: str = "", **more: Any) -> Any:
-    """A setting with the default and the range of a field of `EngineConfig`, by default with its documentation."""
-    default, limits = getattr(EngineConfig, name), range_of(EngineConfig, name)
-    return setting(default, help or _DOCS.get(name, ""), range=limits, sets=name, **more)
-
-
-def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
-    """A flag of SGLang's that may be given and has no effect."""
-    return setting(default, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead, **more)
+    """A setting with the default, the range and by default the help of a field of `EngineConfig`."""
+    option = setting_of(EngineConfig, name)
+    return setting(getattr(EngineConfig, name), help or option.help, range=option.range, sets=name, **more)
 
 
 def _draft(name: str, help: str = "", **more: Any) -> Any:
-    """A setting of an option, by default with its documentation. Its range is checked if such an algorithm runs."""
+    """A setting of an option of drafters. Its range depends on the algorithm, which checks it."""
     owners = {key: options for key, options in DRAFTERS.items() if name in options.names()}
-    default = getattr(next(iter(owners.values())), name)
-    return setting(default, help or f"{', '.join(owners)}: {_DOCS.get(name)}", sets=name, **more)
+    first = next(iter(owners.values()))
+    help = help or f"{', '.join(owners)}: {setting_of(first, name).help}"
+    return setting(getattr(first, name), help, range=ANY, sets=name, **more)
+
+
+def _threshold(name: str) -> Any:
+    option = setting_of(AcceptAbove, name)
+    text = f"{option.help}; below 1 changes the text of requests that sample, and needs --allow-lossy-speculation"
+    return setting(getattr(AcceptAbove, name), text, range=option.range)
+
+
+def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
+    """A flag of SGLang's that is accepted and has no effect."""
+    return setting(default, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead, **more)
 
 
 def _algorithm(name: str) -> str:
-    """An algorithm's name in capitals, or ``module:function`` as it is."""
-    found = name if ":" in name else algorithm(name)
-    if found is None:
+    """An algorithm's name in capitals; ``module:function`` is unchanged."""
+    canonical = name if ":" in name else algorithm(name)
+    if canonical is None:
         raise ValueError(f"one of {algorithms()}")
-    return found
+    return canonical
 
 
 @dataclass(frozen=True)
@@ -197,19 +196,8 @@ class SpeculativeSettings:
         "verification and drafting use the attention of --attention-backend", "prefill",
         choices=("prefill", "decode"), parse=str.lower,
     )  # fmt: skip
-    speculative_accept_threshold_single: float = setting(
-        1.0,
-        "requests that sample accept a draft of at least this probability, which changes their text; below 1 needs "
-        "--allow-lossy-speculation",
-        range=range_of(AcceptAbove, "single"),
-    )
-    speculative_accept_threshold_acc: float = setting(
-        1.0,
-        "requests that sample accept a draft where a uniform random number is at most the summed probability of the "
-        "draft and its earlier siblings, divided by this value, which changes their text; below 1 needs "
-        "--allow-lossy-speculation",
-        range=range_of(AcceptAbove, "cumulative"),
-    )
+    speculative_accept_threshold_single: float = _threshold("single")
+    speculative_accept_threshold_acc: float = _threshold("cumulative")
     allow_lossy_speculation: bool = setting(
         False, "allow thresholds below 1: the text of requests that sample is then not the model's own"
     )
@@ -314,47 +302,23 @@ OPTIONS = {
     for group in (EngineSettings, SpeculativeSettings)
     for each in fields(group)
 }
-"""The library's option to the setting that sets it."""
-_KEYWORDS = OPTIONS | {name: name for name in ("dtype", "quantization")}
-"""The same of the keyword arguments of `Engine.from_pretrained`."""
-
-_NAMED = re.compile(
-    r"\b(?:(?:[A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|backend|dtype|quantization)='(?P<value>[^']+)')"
-)
+"""Maps an option of the library to the setting that sets it."""
 
 
-def in_flags(text: str, chosen: Settings = Settings()) -> str:
-    """A message of the library with the flags' names: `Eagle.steps must be ...`, `backend='xla': ...`.
-
-    It begins with the place where `chosen` was given the value, which may be a file and its key.
-    """
-
-    def named(match: re.Match[str]) -> str:
-        field = OPTIONS.get(match["option"]) if match["option"] else _KEYWORDS.get(match["keyword"])
-        if field is None:
-            return match[0]
-        place = place_of(chosen, field) if match.start() == 0 else f"--{dashed(field)}"
-        return place if match["keyword"] is None else f"{place} {match['value']}"
-
-    return _NAMED.sub(named, text)
+def with_flag(error: ValueError, chosen: Any = Settings()) -> ValueError:
+    """The error with the flag, or the file and key, that set the parameter; errors without a parameter unchanged."""
+    if not isinstance(error, ParameterError):
+        return error
+    # `quantization` is a keyword argument of `Engine.from_pretrained` and an option of drafters.
+    keywords = OPTIONS | {"dtype": "dtype", "quantization": "quantization"}
+    name = (OPTIONS if error.owner else keywords).get(error.name)
+    return error if name is None else error.renamed({error.name: place_of(chosen, name)})
 
 
 @contextmanager
-def named_as_flags(chosen: Settings) -> Iterator[None]:
-    """Within the context, errors and warnings about the library's options name flags."""
-
-    def rename(record: logging.LogRecord) -> bool:
-        record.msg, record.args = in_flags(record.getMessage(), chosen), None
-        return True
-
-    loggers = [logging.getLogger(name) for name in ("specjax.load", "specjax.drafters.factories")]
-    for each in loggers:
-        each.addFilter(rename)
+def named_as_flags(chosen: Any) -> Iterator[None]:
+    """Within the context, errors about an option of the library name the flag; see `with_flag`."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        error.args = tuple(in_flags(arg, chosen) if isinstance(arg, str) else arg for arg in error.args)
-        raise
-    finally:
-        for each in loggers:
-            each.removeFilter(rename)
+    except ParameterError as error:
+        raise with_flag(error, chosen) from error.__cause__

@@ -32,13 +32,12 @@ from tqdm import tqdm
 
 from specjax import settings
 from specjax.cli import build, flags, run_command
-from specjax.cli.replicas import make_engines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.notes import as_lines, doubt, drafting_summary, speculation_table
 from specjax.engine.phases import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
-from specjax.limits import documented
+from specjax.limits import setting_of
 from specjax.progress import progress_bar
 from specjax.train import corpus
 from specjax.viz.trees import render
@@ -270,9 +269,9 @@ def run(
         "tokens_per_second": round(count["tokens"] / seconds, 2) if count["tokens"] else 0.0,
         "accept_length": round(accept_length(), 4),
         "verify_steps": count["steps"],
-        **drafting_summary(engine.drafter, engine.buckets, count["steps"], drafted_steps, flags.in_flags),
+        **drafting_summary(engine.drafter, engine.buckets, count["steps"], drafted_steps),
         "algorithm": engine.drafter.name,
-        "draft": flags.in_flags("; ".join(filter(None, (engine.drafter.note, engine.drafter.source)))),
+        "draft": "; ".join(filter(None, (engine.drafter.note, engine.drafter.source))),
         "device": engine.device_name,
         **({"replicas": len(engines)} if others else {}),
     } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
@@ -317,9 +316,10 @@ def build_parser() -> argparse.ArgumentParser:
         "sampling", "a line of the input may hold its own values, by the same names"
     ).add_argument
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
-    texts = documented(SamplingParams) | {"seed": "line i of the input uses seed + i, unless it has its own"}
     for name in SAMPLING:
-        default, text = defaults[name], texts[name]
+        default, text = defaults[name], setting_of(SamplingParams, name).help.replace("`", "")
+        if name == "seed":
+            text = "line i of the input uses seed + i, unless it has its own"
         kind = float if isinstance(default, float) else int
         if name in MODEL_DEFAULTS:
             default, text = None, f"{text}; default: the model's (--sampling-defaults), else {default}"
@@ -363,10 +363,9 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")
         build.claim_gpu(chosen)
         config = {"trace": args.show_trees, "time_phases": args.time_phases}
-        engine, *others = make_engines(chosen, progress=progress, **config)
+        engine, *others = build.make_engines(chosen, progress=progress, **config)
         if progress:
-            table = as_lines(speculation_table(engine.drafter, engine.buckets))
-            print(f"Speculation:{flags.in_flags(table)}", file=sys.stderr)
+            print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
         requests = parse_lines(lines, args.input, {**engine.sampling_defaults, **given})
         # Opened only now: a run that cannot start keeps the old file.
         with Path(args.output).open("w", encoding="utf-8") as file:

@@ -84,11 +84,8 @@ class _Tree(NamedTuple):
 def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None) -> _Tree:
     shape = options.shape(automatic or options.automatic(target.config.family))
     if options.nodes not in (None, shape.nodes):
-        owner = type(options).__name__
-        logger.warning(
-            "%s.nodes is %d and not %d: with %s.topk 1 the draft is a chain of %s.steps + 1 tokens",
-            owner, shape.nodes, options.nodes, owner, owner,
-        )  # fmt: skip
+        words = "%d draft tokens, not %d: with top-k 1 the draft is a chain of steps + 1 tokens"
+        logger.warning(words, shape.nodes, options.nodes)
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
     return _Tree(shape, any(given), f"{shape} ({how})", options.positions, options.coupling)

@@ -120,7 +120,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         init=init,
         propose=propose,
         observe=lambda params, state, context, seen: _append(state, context, seen, config),
-        note=f"remembers the last {config.capacity:,} tokens of all requests (Ngram.capacity)",
+        note=f"remembers the last {config.capacity:,} tokens of all requests",
         # One width between 1 and N: that of weak matches if they draft, else one for batches too large for N.
         widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
         resize=lambda nodes: ngram_drafter(config.within(nodes)),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from inspect import cleandoc
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import ClassVar, Literal, TypeAlias
 
 from specjax.drafters.tree_shape import MAX_STEPS, TreeShape, candidates
-from specjax.limits import Range, check, limited, range_of
+from specjax.limits import ParameterError, check, documented, range_of, setting
 from specjax.models.head_spec import ALGORITHMS
 
 Coupling: TypeAlias = Literal["noise", "none"]
@@ -58,48 +57,54 @@ class NoDraft(DraftOptions):
     algorithm: ClassVar[str] = "NONE"
 
 
+@documented
 @dataclass(frozen=True)
 class Ngram(DraftOptions):
-    """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's.
-
-    Attributes:
-        nodes: nodes N of a tree, the root included, from 2 to 64; default: 12, on a CPU 8 where the match is strong,
-            else fewer.
-        min_match: fewest tokens of a match, from 1 to `max_match`.
-        max_match: most tokens of a match, from 1 to 64.
-        min_breadth: fewest children of a node, from 1 to `max_breadth`.
-        max_breadth: most children of a node, from 1 to 64; fewer where the match is longer or the node deeper.
-        branch_length: tokens of the longest continuation, from 1 to 64.
-        capacity: tokens remembered, over all requests, from 1024 to 16777216.
-        match_type: which continuations come first: the most recent (BFS), or those that most matches agree on (PROB).
-        weak_nodes: nodes of a tree while the longest match is weak, from 1 (no drafts) to `nodes`; default: as `nodes`,
-            or on a CPU, where `nodes` is not given, 4 after two matched tokens.
-        strong_match: fewest tokens of a strong match, from 1 to 64; default: 3, or 8 on a CPU where neither `nodes` nor
-            `weak_nodes` is given.
-    """
+    """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's."""
 
     algorithm: ClassVar[str] = "NGRAM"
 
-    nodes: int | None = limited(None, 2, 64)
-    min_match: int = limited(1, 1, 64)
-    max_match: int = limited(12, 1, 64)
-    min_breadth: int = limited(1, 1, 64)
-    max_breadth: int = limited(10, 1, 64)
-    branch_length: int = limited(18, 1, 64)
-    capacity: int = limited(1_000_000, 1024, 2**24)
-    match_type: Literal["BFS", "PROB"] = "BFS"
-    weak_nodes: int | None = limited(None, 1, 64)
-    strong_match: int | None = limited(None, 1, 64)
+    nodes: int | None = setting(
+        None,
+        "nodes N of a tree, the root included; default: 12, on a CPU 8 where the match is strong, else fewer",
+        minimum=2,
+        maximum=64,
+    )
+    min_match: int = setting(1, "fewest tokens of a match; at most `max_match`", minimum=1, maximum=64)
+    max_match: int = setting(12, "most tokens of a match", minimum=1, maximum=64)
+    min_breadth: int = setting(1, "fewest children of a node; at most `max_breadth`", minimum=1, maximum=64)
+    max_breadth: int = setting(
+        10, "most children of a node; fewer where the match is longer or the node deeper", minimum=1, maximum=64
+    )
+    branch_length: int = setting(18, "tokens of the longest continuation", minimum=1, maximum=64)
+    capacity: int = setting(1_000_000, "tokens remembered, over all requests", minimum=1024, maximum=2**24)
+    match_type: Literal["BFS", "PROB"] = setting(
+        "BFS",
+        "which continuations come first: the most recent (BFS), or those that most matches agree on (PROB)",
+    )
+    weak_nodes: int | None = setting(
+        None,
+        "nodes of a tree while the longest match is weak, from 1 (no drafts) to `nodes`; default: as `nodes`, or on a "
+        "CPU, where `nodes` is not given, 4 after two matched tokens",
+        minimum=1,
+        maximum=64,
+    )
+    strong_match: int | None = setting(
+        None,
+        "fewest tokens of a strong match; default: 3, or 8 on a CPU where neither `nodes` nor `weak_nodes` is given",
+        minimum=1,
+        maximum=64,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for low, high in (("min_match", "max_match"), ("min_breadth", "max_breadth")):
-            if getattr(self, low) > getattr(self, high):
-                raise ValueError(
-                    f"Ngram.{low} must be from 1 to Ngram.{high}, got {getattr(self, low)} and {getattr(self, high)}"
-                )
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise ParameterError(low, f"must be from 1 to {high}, got {least} and {most}", "Ngram")
         if self.weak_width > self.width:
-            raise ValueError(f"Ngram.weak_nodes must be from 1 to the {self.width} draft tokens, got {self.weak_width}")
+            problem = f"must be from 1 to the {self.width} draft tokens, got {self.weak_width}"
+            raise ParameterError("weak_nodes", problem, "Ngram")
 
     def on(self, platform: str) -> Ngram:
         """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match. After a weak one `weak_nodes`,
@@ -146,46 +151,53 @@ class Ngram(DraftOptions):
         return max(16, self.max_breadth)
 
 
+@documented
 @dataclass(frozen=True)
 class ModelOptions(DraftOptions):
-    """What the algorithms that draft with a head or a model have in common.
+    """What the algorithms that draft with a head or a model have in common."""
 
-    Attributes:
-        path: the draft head or model, a folder or hub id; default: the head that comes with specjax for the model, else
-            the model's own MTP layers (EAGLE, MTP).
-        revision: branch, tag or commit of a hub id.
-        steps: levels D of the draft tree, each a forward of the draft, from 1 to 64; default: see `shape`.
-        topk: nodes of a level that are expanded, and children of each, from 1 to 64; default: 1, if another number is
-            given.
-        nodes: nodes N of the tree, the root included, from 2 to 512; default: see `shape`.
-        positions: tokens of a text beyond which the draft proposes nothing, at least 1; default: what its config says,
-            if that is less than the target's.
-        quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
-            the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
-            of a target in few bits, and as the target for MTP layers.
-        coupling: drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the
-            target will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has
-            no probabilities to add noise to: no effect there.
-    """
-
-    path: str | None = None
-    revision: str | None = None
-    steps: int | None = limited(None, *range_of(TreeShape, "steps")[:2])
-    topk: int | None = limited(None, *range_of(TreeShape, "topk")[:2])
-    nodes: int | None = limited(None, *range_of(TreeShape, "nodes")[:2])
-    positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
-    quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
-    coupling: Coupling = field(default="noise", kw_only=True)
+    path: str | None = setting(
+        None,
+        "the draft head or model, a folder or hub id; default: the head that comes with specjax for the model, else "
+        "the model's own MTP layers (EAGLE, MTP)",
+    )
+    revision: str | None = setting(None, "branch, tag or commit of a hub id")
+    steps: int | None = setting(
+        None,
+        "levels D of the draft tree, each a forward of the draft; default: see `shape`",
+        range=range_of(TreeShape, "steps"),
+    )
+    topk: int | None = setting(
+        None,
+        "nodes of a level that are expanded, and children of each; default: 1, if another number is given",
+        range=range_of(TreeShape, "topk"),
+    )
+    nodes: int | None = setting(
+        None, "nodes N of the tree, the root included; default: see `shape`", range=range_of(TreeShape, "nodes")
+    )
+    _: KW_ONLY
+    positions: int | None = setting(
+        None,
+        "tokens of a text beyond which the draft proposes nothing; default: what its config says, if that is less than "
+        "the target's",
+        minimum=1,
+    )
+    quantization: Literal["int8", "fp8", "none"] | None = setting(
+        None,
+        "of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not the text; "
+        "default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head of a target "
+        "in few bits, and as the target for MTP layers",
+    )
+    coupling: Coupling = setting(
+        "noise",
+        "drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the target "
+        "will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has no "
+        "probabilities to add noise to: no effect there",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shape()  # refuses what is wrong for every target; others have fewer steps
-
-    def __init_subclass__(cls) -> None:
-        """Adds the options of the base class to the docstring, which `help` shows."""
-        own, section = cleandoc(cls.__doc__ or ""), "\n\nAttributes:\n"
-        shared = cleandoc(cls.__base__.__doc__ or "").partition(section)[2]
-        cls.__doc__ = f"{own}\n{shared}" if section in own else own + section + shared
 
     def weights(self, name: str, dtype: str, platform: str, *, otherwise: str, stored: str | None = None) -> str:
         """How `specjax.checkpoint` should quantise the draft's weights, in the words of `load_params`.
@@ -207,10 +219,11 @@ class ModelOptions(DraftOptions):
             return self.quantization
         if stored == self.quantization:
             return "auto"
-        raise ValueError(
-            f"{type(self).__name__}.quantization {self.quantization} is for float weights, and those of {name} are "
-            f"quantised already ({stored}); without it they stay as they are, none dequantises them"
+        problem = (
+            f"{self.quantization} is for float weights, and those of {name} are quantised already ({stored}); without "
+            "it they stay as they are, none dequantises them"
         )
+        raise ParameterError("quantization", problem, type(self).__name__)
 
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:
@@ -239,14 +252,14 @@ class ModelOptions(DraftOptions):
             if self.steps is None and self.nodes is not None:
                 steps = self.nodes - 1
                 if steps > MAX_STEPS:
-                    name = type(self).__name__
-                    must = f"from 2 to {MAX_STEPS + 1} for a chain ({name}.topk 1)"
-                    raise ValueError(f"{name}.nodes must be {must}, got {self.nodes}")
+                    problem = f"must be from 2 to {MAX_STEPS + 1} for a chain (top-k 1), got {self.nodes}"
+                    raise ParameterError("nodes", problem, type(self).__name__)
             return TreeShape(steps, 1, steps + 1)
         most = min(1 + steps * topk, 1 + candidates(steps, topk), MAX_AUTOMATIC_NODES)
         return TreeShape(steps, topk, self.nodes or most)
 
 
+@documented
 @dataclass(frozen=True)
 class HeadOptions(ModelOptions):
     """What the algorithms with a draft head have in common."""
@@ -254,6 +267,7 @@ class HeadOptions(ModelOptions):
     needs: ClassVar[str | None] = "a draft head"
 
 
+@documented
 @dataclass(frozen=True)
 class Eagle3(HeadOptions):
     """EAGLE-3: a draft head that reads hidden states of three of the target's layers."""
@@ -262,26 +276,27 @@ class Eagle3(HeadOptions):
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
 
+@documented
 @dataclass(frozen=True)
 class Eagle(HeadOptions):
-    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. MTP layers are such heads: given
-    no head, those of the model draft.
-
-    Attributes:
-        token_map: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file
-            on the hub, or a number: that many of the map that comes with specjax for the model; default: all.
-    """
+    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. MTP layers are such heads: without
+    a head, the model's own MTP layers draft."""
 
     algorithm: ClassVar[str] = "EAGLE"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
-    token_map: str | int | None = None
+    token_map: str | int | None = setting(
+        None,
+        "the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on the "
+        "hub, or a number: that many of the map that comes with specjax for the model; default: all",
+    )
 
     def as_mtp(self) -> Mtp:
         """The same options for the model's MTP layers."""
         return Mtp(**{name: getattr(self, name) for name in self.names()})
 
 
+@documented
 @dataclass(frozen=True)
 class Mtp(Eagle):
     """Multi-token prediction layers: those in the model's own checkpoint, or a head such as MiMo's in a folder of its
@@ -297,19 +312,19 @@ class Mtp(Eagle):
         return TreeShape(3, 1, 4)
 
 
+@documented
 @dataclass(frozen=True)
 class Standalone(ModelOptions):
-    """Another, smaller model drafts.
-
-    Attributes:
-        vocabulary: same = the draft's tokenizer must have the target's tokens and ids; intersection = the draft
-            proposes the tokens that both tokenizers have, and reads others as the last of its own tokens for them.
-    """
+    """Another, smaller model drafts."""
 
     algorithm: ClassVar[str] = "STANDALONE"
     needs: ClassVar[str | None] = "a draft model"
 
-    vocabulary: Literal["same", "intersection"] = "same"
+    vocabulary: Literal["same", "intersection"] = setting(
+        "same",
+        "same = the draft's tokenizer must have the target's tokens and ids; intersection = the draft proposes the "
+        "tokens that both tokenizers have, and reads others as the last of its own tokens for them",
+    )
 
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:

@@ -4,38 +4,34 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
 
-from specjax.limits import check, limited
+from specjax.limits import ParameterError, check, documented, setting
 
 MAX_STEPS = 64
 """Far above what has been found useful anywhere, as the other limits are; beyond, one step takes minutes to compile."""
 
 
+@documented
 @dataclass(frozen=True)
 class TreeShape:
     """EAGLE-2 grows the tree for D levels, k nodes wide, and keeps the N - 1 best of all candidates.
 
-    Attributes:
-        steps: D, levels of the tree, from 1 to 64.
-        topk: k, nodes of a level that are expanded, and children of each, from 1 to 64.
-        nodes: N, nodes that are kept, the root included, from 2 to 512.
-
     Raises:
-        ValueError: a number is out of range, or there are more nodes than candidates.
+        ParameterError: a number is out of range, or there are more nodes than candidates.
     """
 
-    steps: int = limited(MISSING, 1, MAX_STEPS)
-    topk: int = limited(MISSING, 1, 64)
-    nodes: int = limited(MISSING, 2, 512)
+    steps: int = setting(MISSING, "D, levels of the tree", minimum=1, maximum=MAX_STEPS)
+    topk: int = setting(MISSING, "k, nodes of a level that are expanded, and children of each", minimum=1, maximum=64)
+    nodes: int = setting(MISSING, "N, nodes that are kept, the root included", minimum=2, maximum=512)
 
     def __post_init__(self) -> None:
         check(self)
         most = candidates(self.steps, self.topk)
         if self.nodes - 1 > most:
-            raise ValueError(
-                f"TreeShape.nodes is {self.nodes}, but {self.steps} steps of top-k {self.topk} give {most} candidates, "
-                f"so a tree of at most {most + 1} tokens; ask for fewer draft tokens, or for more steps "
-                "(TreeShape.steps) or a larger top-k (TreeShape.topk)"
+            problem = (
+                f"is {self.nodes}, but {self.steps} steps of top-k {self.topk} give {most} candidates, so a tree of at "
+                f"most {most + 1} tokens; set fewer draft tokens, more steps or a larger top-k"
             )
+            raise ParameterError("nodes", problem, "TreeShape")
 
     @property
     def depth(self) -> int:

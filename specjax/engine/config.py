@@ -9,85 +9,103 @@ from specjax.cache import PoolShape
 from specjax.drafters.base import Drafter
 from specjax.engine.buckets import Buckets
 from specjax.engine.scheduler import Policy
-from specjax.limits import check, limited
+from specjax.limits import ParameterError, check, documented, setting
 from specjax.models.target import Target
 
 
+@documented
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and modes of an engine.
 
-    Attributes:
-        max_running_requests: most requests that run at once (R), at least 1.
-        max_batch: largest batch that is compiled, at least 1; more requests are decoded in several batches; default
-            and maximum: `max_running_requests`.
-        page_size: tokens in a page of the KV pool (S), at least 1.
-        max_total_tokens: tokens in the KV pool, at least 1; default: fits the device.
-        context_length: most tokens of prompt and output together, at least 1; default and maximum: the model's.
-        chunked_prefill_size: most tokens of one prompt in a forward, at least 1; default and maximum: 256 on a CPU,
-            2048 on a GPU.
-        max_prefill_tokens: most tokens of all prompts in a forward, at least 1; default and maximum: 512 on a CPU (256
-            if the model can leave out padding), 2048 on a GPU.
-        schedule_policy: which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in
-            the cache.
-        prefix_cache: keep the pages of earlier texts, and use them for requests that begin alike.
-        retract_every: for tests: retract the youngest request after so many steps, at least 1; None: only when pages
-            run out.
-        mem_fraction: share of a GPU's memory for weights and KV pool, above 0 and at most 1; JAX reserves a tenth
-            more for the rest, unless the environment sets its share.
-        overlap: dispatch each step before the result of the last one is read.
-        adaptive: draft only where it is measured to be faster; see `specjax.engine.draft_policy`.
-        trace: keep each step's tree, in `Completion.trees`.
-        time_phases: measure drafting, verifying and committing; slower, since the host waits for each phase.
-        isolate_ngrams: share n-grams only between requests with the same `cache_salt`, since the timing of drafts can
-            reveal other requests' text.
-        plain_content: users' text never becomes special tokens; only the chat template's markup does. A prompt given
-            as text is users' text; a prompt given as ids may hold special tokens.
-        tensor_parallel: devices over which weights and KV pool are split, at least 1; see `specjax.parallel.sharding`.
-        expert_parallel: groups of these devices, at least 1, over which the experts of a mixture are spread; must
-            divide `tensor_parallel`. Each group has experts of its own, and its devices share the width of each.
-        first_device: index of the first of these devices in the process, at least 0.
-        random_seed: seed of requests that have none; default: a different one in each run.
-
     Raises:
-        TypeError: a value has another type. ValueError: it is out of range. Both name the field.
+        TypeError: a value has another type.
+        ParameterError: a value is out of range.
     """
 
-    max_running_requests: int = limited(48, 1)
-    max_batch: int | None = limited(None, 1)
-    page_size: int = limited(16, 1)
-    max_total_tokens: int | None = limited(None, 1)
-    context_length: int | None = limited(None, 1)
-    chunked_prefill_size: int | None = limited(None, 1)
-    max_prefill_tokens: int | None = limited(None, 1)
-    schedule_policy: Policy = "fcfs"
-    prefix_cache: bool = True
-    retract_every: int | None = limited(None, 1)
-    mem_fraction: float = limited(0.85, above=0, maximum=1)
-    overlap: bool = True
-    adaptive: bool = False
-    trace: bool = False
-    time_phases: bool = False
-    isolate_ngrams: bool = False
-    plain_content: bool = False
-    tensor_parallel: int = limited(1, 1)
-    expert_parallel: int = limited(1, 1)
-    first_device: int = limited(0, 0)
-    random_seed: int | None = None
+    max_running_requests: int = setting(48, "most requests that run at once (R)", minimum=1)
+    max_batch: int | None = setting(
+        None,
+        "largest batch that is compiled; more requests are decoded in several batches; default and maximum: "
+        "`max_running_requests`",
+        minimum=1,
+    )
+    page_size: int = setting(16, "tokens in a page of the KV pool (S)", minimum=1)
+    max_total_tokens: int | None = setting(None, "tokens in the KV pool; default: fits the device", minimum=1)
+    context_length: int | None = setting(
+        None, "most tokens of prompt and output together; default and maximum: the model's", minimum=1
+    )
+    chunked_prefill_size: int | None = setting(
+        None,
+        "most tokens of one prompt in a forward; default and maximum: 256 on a CPU, 2048 on a GPU",
+        minimum=1,
+    )
+    max_prefill_tokens: int | None = setting(
+        None,
+        "most tokens of all prompts in a forward; default and maximum: 512 on a CPU (256 if the model can leave out "
+        "padding), 2048 on a GPU",
+        minimum=1,
+    )
+    schedule_policy: Policy = setting(
+        "fcfs",
+        "which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in the cache",
+    )
+    prefix_cache: bool = setting(True, "keep the pages of earlier texts, for requests that begin with the same tokens")
+    retract_every: int | None = setting(
+        None, "for tests: retract the youngest request after so many steps; default: only when pages run out", minimum=1
+    )
+    mem_fraction: float = setting(
+        0.85,
+        "share of a GPU's memory for weights and KV pool; JAX reserves a tenth more for the rest, unless the "
+        "environment sets its share",
+        above=0,
+        maximum=1,
+    )
+    overlap: bool = setting(True, "dispatch each step before the result of the last one is read")
+    adaptive: bool = setting(False, "draft only where it is measured to be faster; see `specjax.engine.draft_policy`")
+    trace: bool = setting(False, "keep each step's tree, in `Completion.trees`")
+    time_phases: bool = setting(
+        False, "measure drafting, verifying and committing; slower, since the host waits for each phase"
+    )
+    isolate_ngrams: bool = setting(
+        False,
+        "share n-grams only between requests with the same `cache_salt`, since the timing of drafts can reveal other "
+        "requests' text",
+    )
+    plain_content: bool = setting(
+        False,
+        "users' text never becomes special tokens; only the chat template's markup does. A prompt given as text is "
+        "users' text; a prompt given as ids may hold special tokens",
+    )
+    tensor_parallel: int = setting(
+        1,
+        "devices over which weights and KV pool are split; see `specjax.parallel.sharding`",
+        minimum=1,
+    )
+    expert_parallel: int = setting(
+        1,
+        "groups of these devices over which the experts of a mixture are spread; must divide `tensor_parallel`. Each "
+        "group has its own experts, and its devices share the width of each",
+        minimum=1,
+    )
+    first_device: int = setting(0, "index of the first of these devices in the process", minimum=0)
+    random_seed: int | None = setting(None, "seed of requests that have none; default: a different one in each run")
 
     def __post_init__(self) -> None:
         check(self)
         if self.tensor_parallel % self.expert_parallel:
             divisors = [n for n in range(1, self.tensor_parallel + 1) if self.tensor_parallel % n == 0]
-            raise ValueError(
-                f"EngineConfig.expert_parallel {self.expert_parallel} must divide EngineConfig.tensor_parallel "
-                f"{self.tensor_parallel}, over whose devices experts are spread: {', '.join(map(str, divisors))}"
+            problem = (
+                f"{self.expert_parallel} must divide tensor_parallel {self.tensor_parallel}, over whose devices "
+                f"experts are spread: {', '.join(map(str, divisors))}"
             )
+            raise ParameterError("expert_parallel", problem, "EngineConfig")
         if self.time_phases and (self.tensor_parallel > 1 or self.first_device):
-            raise ValueError(
-                "EngineConfig.time_phases works on JAX's first device alone, not with tensor_parallel "
-                f"{self.tensor_parallel} and first_device {self.first_device}"
+            problem = (
+                f"works on JAX's first device alone, not with tensor_parallel {self.tensor_parallel} and first_device "
+                f"{self.first_device}"
             )
+            raise ParameterError("time_phases", problem, "EngineConfig")
 
     @property
     def largest_batch(self) -> int:
@@ -110,7 +128,7 @@ def context_length(target: Target, config: EngineConfig) -> int:
     """Tokens that a request may have. Raises ValueError if the model has fewer positions."""
     length, most = config.context_length or target.config.max_positions, target.config.max_positions
     if length > most:
-        raise ValueError(f"EngineConfig.context_length {length} exceeds the model's {most} positions")
+        raise ParameterError("context_length", f"{length} exceeds the model's {most} positions", "EngineConfig")
     return length
 
 

@@ -22,6 +22,7 @@ from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout
+from specjax.limits import ParameterError
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of
 from specjax.models.target import Target
@@ -99,22 +100,23 @@ def fitting_tokens(
     reserved = temporary_bytes(target, drafter.features, buckets, "gpu", devices)
     total, limit, used = memory
     batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"
-    tree = f" or draft.nodes ({drafter.width})" if drafter.explicit_width else ""
-    fewer = f"EngineConfig.{batch}{tree}"
+    tree = f" or draft tokens ({drafter.width})" if drafter.explicit_width else ""
+    fewer = f"{batch}{tree}"
     room = limit - used - reserved
     if given is not None:
         if given * each > room:
-            raise ValueError(
-                f"EngineConfig.max_total_tokens {given} takes {given * each / 1e9:.2f} GB and the temporaries of the "
-                f"largest program {reserved / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer "
-                f"tokens, or fewer {fewer}"
+            problem = (
+                f"{given} takes {given * each / 1e9:.2f} GB and the temporaries of the largest program "
+                f"{reserved / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer tokens, or fewer "
+                f"{fewer}"
             )
+            raise ParameterError("max_total_tokens", problem, "EngineConfig")
         return given
     free = min(memory.budget(config.mem_fraction) - used, room)
     if free < each * config.page_size:
         raise ValueError(
             f"no memory is left for the KV pool: {used / 1e9:.2f} of {total / 1e9:.2f} GB are taken, "
-            f"{memory.budget(config.mem_fraction) / 1e9:.2f} GB are for weights and pool (EngineConfig.mem_fraction "
+            f"{memory.budget(config.mem_fraction) / 1e9:.2f} GB are for weights and pool (mem_fraction "
             f"{config.mem_fraction:g}; jax has {limit / 1e9:.2f} GB), and the temporaries of the largest program take "
             f"{reserved / 1e9:.2f} GB; give a higher fraction, or fewer {fewer}"
         )

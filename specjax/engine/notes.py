@@ -26,7 +26,7 @@ def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
     drafts, more = "in steps" if buckets.adaptive else "in every step", ""
     if (most := buckets.most_drafting) < buckets.batches[-1]:
         drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
-        more = "; larger batches are faster without drafts here, and draft only if TreeShape.nodes is given"
+        more = "; larger batches are faster without drafts here, and draft only if the number of draft tokens is set"
     drafts += " where that is measured to be faster" * buckets.adaptive + more
     head = {"head": drafter.source} if drafter.source else {}
     return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
@@ -38,13 +38,13 @@ def as_lines(table: Mapping[str, str]) -> str:
 
 
 NOT_ASKED = "requests with speculate: false or draft_limit: 0 (the page's limit of drafts) are decoded without drafts"
-SLOWER = "steps without drafts are faster by measurement, or are being measured (EngineConfig.adaptive)"
+SLOWER = "steps without drafts are faster by measurement, or are being measured (adaptive drafting)"
 
 
 def _too_many(buckets: Buckets) -> str:
     return (
-        f"batches of more than {buckets.most_drafting} requests are decoded without drafts, which is faster here; give "
-        "TreeShape.nodes to draft in all of them"
+        f"batches of more than {buckets.most_drafting} requests are decoded without drafts, which is faster here; set "
+        "the number of draft tokens to draft in all of them"
     )
 
 

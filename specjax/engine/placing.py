@@ -12,6 +12,7 @@ from specjax_kernels import Quantised
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Params
 from specjax.drafters.standalone import StandaloneParams
+from specjax.limits import ParameterError
 from specjax.models import table
 from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
@@ -34,10 +35,11 @@ def check_models(target: Target, draft: AnyModel, count: int, groups: int = 1) -
         config = model.config if isinstance(model, Target) else model
         if config is None or fitted(config, count, what, groups) == config:
             continue
-        raise ValueError(
-            f"EngineConfig.tensor_parallel {count}: {what} has fewer key/value heads; load it by "
-            f"Engine.from_pretrained, which makes {copies_of(config, count)} copies of each"
+        problem = (
+            f"{count}: {what} has fewer key/value heads; load it by Engine.from_pretrained, which makes "
+            f"{copies_of(config, count)} copies of each"
         )
+        raise ParameterError("tensor_parallel", problem, "EngineConfig")
 
 
 def place_params(mesh: Mesh, params: Params, target: Target, draft: AnyModel) -> Params:

@@ -360,7 +360,7 @@ class Programs:
         if self._room is not None and (temporaries := program.memory_analysis().temp_size_in_bytes) > self._room:
             raise MemoryError(
                 f"{key} needs {temporaries / 1e9:.3f} GB beside its arguments, and {self._room / 1e9:.3f} GB are left "
-                "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
+                "beside weights and KV pool; give a lower mem_fraction or fewer max_total_tokens"
             )
         return program
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
 from specjax.engine.grammar import Grammar, GrammarError
 from specjax.engine.stop_patterns import MAX_PATTERN, StopPatterns
-from specjax.limits import ParameterError
+from specjax.limits import ParameterError, documented, setting
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
@@ -34,85 +34,92 @@ GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
 """Names for a grammar in JSON-like parameters, as requests to the server have them."""
 
 
+@documented
 @dataclass(frozen=True)
 class SamplingParams:
     """How to draw, and when to stop. Greedy by default.
-
-    Attributes:
-        max_new_tokens: most tokens to draw, at least 0; 0 = prefill alone; None: the rest of the context.
-        temperature: the logits are divided by it; from 0 (greedy) to 10000.
-        top_p: draw from the likeliest tokens whose probabilities add up to this; above 0 and at most 1 (off).
-        top_k: draw from the k likeliest tokens, at least 1; -1 = off.
-        min_p: draw from tokens with at least this share of the likeliest one's probability; from 0 (off) to 1.
-        frequency_penalty: subtracted from a token's logit for each time that it was drawn; from -2 to 2, 0 = off.
-        presence_penalty: subtracted from the logit of a token that was drawn; from -2 to 2, 0 = off.
-        repetition_penalty: divides positive logits and multiplies negative logits of tokens in the prompt or output;
-            above 0 and at most 2, 1 = off.
-        min_new_tokens: tokens before which stop tokens cannot be drawn; from 0 to `max_new_tokens`.
-        stop: a string, or up to 16 strings of up to 1024 characters; the text ends at the first that occurs.
-        stop_regex: a pattern, or up to 16 patterns of up to 256 characters (RE2); the text ends before the first match;
-            see `specjax.engine.stop_patterns`.
-        stop_token_ids: further tokens that end the text; ids that the model does not have stop nothing.
-        ignore_eos: go on after the model's end tokens.
-        logit_bias: token ids, as numbers or text, to numbers from -100 to 100, which are added to the tokens' logits;
-            at most 1024 entries.
-        seed: seed of the sampling noise, an integer of 64 bits; None: random, returned in `Completion.seed`.
-        skip_special_tokens: leave special tokens out of the text.
-        kept_special_tokens: texts of special tokens that are not skipped.
-        no_stop_trim: keep the stop string in the text.
-        speculate: False: plain decoding for this request.
-        draft_limit: most drafts that a step may check, from 0 (as `speculate=False`) to 1048576; None: the whole tree.
-        always_draft: draft in each step, whatever was measured (`EngineConfig.adaptive`).
-        logprobs: return the log-probability of each drawn token and of this many likeliest tokens at its position,
-            from 0 to 20; None: none.
-        logprob_start_len: with `logprobs`, also return those of the prompt's tokens after this position, at least 0;
-            -1 = none.
-        logprob_ids: with `logprobs`, also return those of these tokens at each position; at most 128.
-        prompt_logprobs: return the log-probabilities of the prompt's tokens and of this many likeliest tokens at each
-            position, from 0 to 20; None: none.
-        priority: waiting requests with a higher priority run first; from -2147483647 to 2147483647.
-        cache_salt: 1 to 256 characters. Requests with different salts share neither pages of the prefix cache nor
-            n-grams; None: shared with all others that have none.
-        origins: return which tokens were accepted drafts, in `Completion.origins`.
-        grammar: grammar that the text must match; None: any text.
-        require_reasoning: the text begins inside of thoughts, and the grammar applies after their end.
-        stop_after_reasoning: stop strings and patterns match in the answer alone, after `</think>`.
 
     Raises:
         ParameterError: a value is of the wrong type or out of range.
     """
 
-    max_new_tokens: int | None = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_regex: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    ignore_eos: bool = False
-    logit_bias: Mapping[int | str, float] = field(default_factory=dict)
-    seed: int | None = None
-    skip_special_tokens: bool = True
-    kept_special_tokens: tuple[str, ...] = ()
-    no_stop_trim: bool = False
-    speculate: bool = True
-    draft_limit: int | None = None
-    always_draft: bool = False
-    logprobs: int | None = None
-    logprob_start_len: int = -1
-    logprob_ids: tuple[int, ...] | list[int] = ()
-    prompt_logprobs: int | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    origins: bool = False
-    grammar: Grammar | None = None
-    require_reasoning: bool = False
-    stop_after_reasoning: bool = False
+    max_new_tokens: int | None = setting(
+        128, "most tokens to draw, at least 0; 0 = prefill alone; None: the rest of the context"
+    )
+    temperature: float = setting(0.0, "the logits are divided by it; from 0 (greedy) to 10000")
+    top_p: float = setting(
+        1.0, "draw from the likeliest tokens whose probabilities add up to this; above 0 and at most 1 (off)"
+    )
+    top_k: int = setting(-1, "draw from the k likeliest tokens, at least 1; -1 = off")
+    min_p: float = setting(
+        0.0, "draw from tokens with at least this share of the likeliest one's probability; from 0 (off) to 1"
+    )
+    frequency_penalty: float = setting(
+        0.0, "subtracted from a token's logit for each time that it was drawn; from -2 to 2, 0 = off"
+    )
+    presence_penalty: float = setting(0.0, "subtracted from the logit of a token that was drawn; from -2 to 2, 0 = off")
+    repetition_penalty: float = setting(
+        1.0,
+        "divides positive logits and multiplies negative logits of tokens in the prompt or output; above 0 and at most "
+        "2, 1 = off",
+    )
+    min_new_tokens: int = setting(0, "tokens before which stop tokens cannot be drawn; from 0 to `max_new_tokens`")
+    stop: str | tuple[str, ...] | list[str] = setting(
+        (), "a string, or up to 16 strings of up to 1024 characters; the text ends at the first that occurs"
+    )
+    stop_regex: str | tuple[str, ...] | list[str] = setting(
+        (),
+        "a pattern, or up to 16 patterns of up to 256 characters (RE2); the text ends before the first match; see "
+        "`specjax.engine.stop_patterns`",
+    )
+    stop_token_ids: tuple[int, ...] | list[int] = setting(
+        (), "further tokens that end the text; ids that the model does not have stop nothing"
+    )
+    ignore_eos: bool = setting(False, "go on after the model's end tokens")
+    logit_bias: Mapping[int | str, float] = setting(
+        dict,
+        "token ids, as numbers or text, to numbers from -100 to 100, which are added to the tokens' logits; at most "
+        "1024 entries",
+    )
+    seed: int | None = setting(
+        None, "seed of the sampling noise, an integer of 64 bits; None: random, returned in `Completion.seed`"
+    )
+    skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
+    kept_special_tokens: tuple[str, ...] = setting((), "texts of special tokens that are not skipped")
+    no_stop_trim: bool = setting(False, "keep the stop string in the text")
+    speculate: bool = setting(True, "False: plain decoding for this request")
+    draft_limit: int | None = setting(
+        None, "most drafts that a step may check, from 0 (as `speculate=False`) to 1048576; None: the whole tree"
+    )
+    always_draft: bool = setting(False, "draft in each step, whatever was measured (`EngineConfig.adaptive`)")
+    logprobs: int | None = setting(
+        None,
+        "return the log-probability of each drawn token and of this many likeliest tokens at its position, from 0 to "
+        "20; None: none",
+    )
+    logprob_start_len: int = setting(
+        -1, "with `logprobs`, also return those of the prompt's tokens after this position, at least 0; -1 = none"
+    )
+    logprob_ids: tuple[int, ...] | list[int] = setting(
+        (), "with `logprobs`, also return those of these tokens at each position; at most 128"
+    )
+    prompt_logprobs: int | None = setting(
+        None,
+        "return the log-probabilities of the prompt's tokens and of this many likeliest tokens at each position, from "
+        "0 to 20; None: none",
+    )
+    priority: int = setting(0, "waiting requests with a higher priority run first; from -2147483647 to 2147483647")
+    cache_salt: str | None = setting(
+        None,
+        "1 to 256 characters. Requests with different salts share neither pages of the prefix cache nor n-grams; None: "
+        "shared with all others that have none",
+    )
+    origins: bool = setting(False, "return which tokens were accepted drafts, in `Completion.origins`")
+    grammar: Grammar | None = setting(None, "grammar that the text must match; None: any text")
+    require_reasoning: bool = setting(
+        False, "the text begins inside of thoughts, and the grammar applies after their end"
+    )
+    stop_after_reasoning: bool = setting(False, "stop strings and patterns match in the answer alone, after `</think>`")
 
     def __post_init__(self) -> None:
         def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:
@@ -140,7 +147,7 @@ class SamplingParams:
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2", "{}")
         check("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2", "{}")
         fits = self.min_new_tokens >= 0 and (most is None or self.min_new_tokens <= most)
-        check("min_new_tokens", fits, f"from 0 to max_new_tokens ({most})", "{}")
+        check("min_new_tokens", fits, f"from 0 to the limit of new tokens ({most})", "{}")
         in_range = top is None or (_is_integer(top) and 0 <= top <= TOP_LOGPROBS)
         check("logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
         most = self.prompt_logprobs

@@ -1,266 +1,451 @@
-"""`--dry-run`: what a model would need on a device and at best reach there, and what to change if it does not fit.
+"""`--dry-run`: the memory that a model needs on a device, the speed that bandwidth allows, and what to change.
 
-Reads configs and tensors' headers. Prints a report whose last line is the verdict, or with `--json` one line of JSON
-alone. `specjax.hardware.plan` computes memory and bounds.
+Reads configs and tensor headers; loads, compiles and runs nothing. Memory is computed by the functions with which the
+engine allocates it, plus an estimate of temporaries. A speed is an upper bound: the bytes that a step reads over the
+memory's bandwidth, or its products over the device's arithmetic, whichever takes longer. Kernel launches, the products
+of attention and communication between devices are left out.
+
+In reading order: `outline` describes a model, `make_plan` computes, `changes` tries settings that fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
-import textwrap
-from collections.abc import Iterator
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from itertools import islice
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 
-from specjax.checkpoint import CheckpointError, check_tokenizer_paths
+from specjax import checkpoint
+from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
-from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
-from specjax.drafters import NoDraft
-from specjax.engine.notes import speculation_table
-from specjax.hardware.outline import Outline, outline
-from specjax.hardware.plan import CONTEXT, Case, Plan, cannot_split, make_plan
-from specjax.hardware.remedies import Outlines, Remedy, remedies
-from specjax.limits import Range, check_value
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.devices import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_device
+from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
+from specjax.drafters.factories import make_speculation
+from specjax.drafters.options import ModelOptions
+from specjax.engine.buckets import BATCHES
+from specjax.engine.config import EngineConfig, Layout, context_length
+from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.load import choose, head_quantization, model_quantization, naming, requested
+from specjax.models import family, make_target, table
+from specjax.models.blocks import key_value_spec
+from specjax.models.draft_head import with_vocabulary
+from specjax.models.head_spec import head_reads, head_sizes, head_table
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
+from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
+from specjax.models.target import Target
+from specjax.parallel.sharding import check_experts, fitted
+from specjax.parallel.shares import held_bytes, leaf_share, page_bytes
 from specjax.settings import Parser, dashed
+from specjax.state import init_state
 
-FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
-"""Exit statuses."""
+CONTEXT = 1024  # cached tokens of each request, in the bounds of speed
+MIN_POOL = 1024  # tokens of the smallest pool that is proposed
+HIGH_FRACTION = 0.9  # share of a GPU's memory for weights and pool that is proposed
+MAX_DEVICES = 64  # that are proposed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Actions, which have no keys in a file."""
-    about = "What the model would need, from its configs and tensors' headers alone; status 1 if it does not fit."
-    group = parser.add_argument_group("dry run", about)
+    """Adds flags that are actions and have no keys in a configuration file."""
+    group = parser.add_argument_group(
+        "dry run", "Reads configs and tensor headers; status 1 if the model does not fit."
+    )
     group.add_argument("--dry-run", action="store_true", help="print memory, buckets and bounds of the speed, and end")
     group.add_argument("--json", action="store_true", help="print the plan as one line of JSON, and no report")
-    names = ", ".join(DEVICES)
-    group.add_argument(
-        "--assume-device", type=str.upper, metavar="NAME", help=f"compute for one of {names}; default: this machine's"
-    )
-    group.add_argument("--assume-devices", type=int, metavar="N", help="split over so many of them; default: --tp")
+    text = f"compute for one of {', '.join(DEVICES)}; default: this machine's device"
+    group.add_argument("--assume-device", type=str.upper, choices=tuple(DEVICES), metavar="NAME", help=text)
+    group.add_argument("--assume-devices", type=int, metavar="N", help="split over N devices; default: --tp")
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the command if the flags of a dry run are wrong, or given without one."""
-    if args.json and not args.dry_run:
-        parser.exit(WRONG, f"{parser.prog}: error: --json is for --dry-run; the server prints no JSON\n")
-    limits = {"assume_device": (str, Range(), tuple(DEVICES)), "assume_devices": (int, Range(minimum=1), ())}
-    for name, (kind, bounds, choices) in limits.items():
-        flag, value = f"--{dashed(name)}", getattr(args, name)
-        try:
-            check_value(value, kind | None, bounds, choices)
-        except ValueError as error:
-            parser.exit(WRONG, f"{parser.prog}: error: {flag} must be {error}, got {value!r}\n")
-        if value is not None and not args.dry_run:
-            advice = "is for --dry-run; the server runs on the device that is here"
-            parser.exit(WRONG, f"{parser.prog}: error: {flag} {value} {advice}\n")
+    """Ends the command if a flag of a dry run is wrong, or given without --dry-run."""
+    for name in ("json", "assume_device", "assume_devices"):
+        if getattr(args, name) and not args.dry_run:
+            parser.error(f"--{dashed(name)} needs --dry-run")
+    if args.assume_devices is not None and args.assume_devices < 1:
+        parser.error(f"--assume-devices must be an integer of at least 1, got {args.assume_devices}")
 
 
 def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
-    """Prints the plan; returns the exit status. `device`: a key of `DEVICES`; None: this process's."""
+    """Prints the plan; returns 0 if the model fits, 1 if not, 2 if a setting is wrong. `device`: a key of `DEVICES`;
+    None: this process's device."""
     if device is not None:
-        jax.config.update("jax_platforms", "cpu")  # a GPU that is here stays free
+        jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
     try:
         arguments = build.engine_arguments(settings, trace=settings.server.trace_trees)
+        share = given_share()
+        if device is None:
+            build.claim_gpu(settings)
+        platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
+        names = ("model", "revision", "quantization")
+
+        @cache
+        def described(dtype: str, drafts: bool) -> Outline:
+            draft = arguments["draft"] if drafts else NoDraft()
+            return outline(**{name: arguments[name] for name in names}, draft=draft, dtype=dtype, platform=platform)
+
         with flags.named_as_flags(settings):
-            case, outlines = _case(settings, arguments, device, devices)
-            plan = make_plan(case)
-            found = remedies(case, outlines) if plan.problems else []
-    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
+            model = described(arguments["dtype"], True)
+            checkpoint.check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
+            bounds = DEVICES[device] if device else this_device(model.target.config.dtype)
+            replicas = settings.server.data_parallel_size
+            case = Case(model, arguments["config"], bounds, platform, devices, share, replicas)
+            plan = {"model": settings.model.model, **make_plan(case)}
+            plan["changes"] = [*changes(case, described)] if plan["problems"] else []
+    except (ValueError, NotImplementedError, OSError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
-        return WRONG
-    if as_json:
-        print(json.dumps(document(settings, case, plan, found)))
+        return 2
+    print(json.dumps(plan) if as_json else report(plan))
+    return 0 if plan["fits"] else 1
+
+
+class Part(NamedTuple):
+    """Declared weights of the target, or of the head or model that drafts."""
+
+    config: ModelConfig | HeadConfig | MtpConfig
+    table: Table
+    sizes: Sizes
+    pages: Any  # pytree of `PageSpec`s
+    bits: Bits | None  # of quantised weights
+
+    @classmethod
+    def of(cls, config: ModelConfig | HeadConfig | MtpConfig, vocab_size: int, bits: Bits | None) -> Part:
+        """`vocab_size`: the target's."""
+        if isinstance(config, MtpConfig):
+            pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
+            return cls(config, mtp_table(config), mtp_sizes(config), pages, bits)
+        if isinstance(config, HeadConfig):
+            return cls(config, head_table(config), head_sizes(config, vocab_size), key_value_spec(config), bits)
+        return cls(config, table(config), dimensions(config), make_target(config).pages, bits)
+
+    def shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape(self.sizes), np.dtype(leaf.dtype or self.config.dtype))
+
+    def bytes(self, leaves: Iterable[Leaf], devices: int, groups: int) -> int:
+        """Bytes of leaves on each device."""
+        return held_bytes(leaves, self.sizes, self.config.dtype, devices, self.bits, groups)
+
+    def active(self, leaf: Leaf) -> float:
+        """The share of a leaf that one token reads: the experts to which it is routed."""
+        config = self.config.layer if isinstance(self.config, MtpConfig) else self.config
+        experts = config.experts if isinstance(config, ModelConfig) else None
+        if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
+            return 1.0
+        return experts.per_token / experts.count
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A model and its drafter. Hashed by identity."""
+
+    target: Target
+    params: Params  # `jax.ShapeDtypeStruct` leaves; a user's drafter has made its own parameters
+    drafter: Drafter
+    parts: tuple[Part, ...]  # the target; the draft head or model, if there is one
+    headers: bool  # False: read from config.json alone
+
+
+def outline(
+    model: str, *, draft: DraftOptions | str = Auto.algorithm, dtype: str = "auto", quantization: str = "auto",
+    revision: str | None = None, platform: str | None = None, progress: bool = True,
+) -> Outline:  # fmt: skip
+    """Describes the target and the drafter, for `platform` "cpu" or "gpu"; None: this process's. Other arguments and
+    errors are those of `specjax.load.load`."""
+    platform = platform or jax.default_backend()
+    more: Any = {"progress": progress, "outline": True}
+    options, plugin = requested(model, draft, platform=platform)
+    files = checkpoint.resolve(model, revision=revision, **more)
+    config = checkpoint.model_config(files.config, dtype=dtype, platform=platform)
+    quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
+    chosen = choose(options, files, config, platform)
+    target = make_target(config)
+
+    def part(config: Any, kind: str, hf_config: dict[str, Any], tied: bool) -> Part:
+        half = platform == "cpu" and config.dtype == "float32"
+        bits = checkpoint.bits_per_weight(hf_config, kind, keeps_half=half)
+        # An embedding of which only rows are read is not quantised at load.
+        return Part.of(config, target.config.vocab_size, bits and bits._replace(embed=kind == "auto" or tied))
+
+    parts = [part(config, quantization, {**files.config}, config.tied_embeddings)]
+    kind, head, small = "none", None, None
+    options = cast(ModelOptions, chosen.options)
+    if options.needs is not None and options.kind is None:
+        with naming(options, "path"):
+            others = checkpoint.resolve(str(options.path), revision=options.revision, **more)
+            drafts = checkpoint.model_config(others.config, dtype=dtype, platform=platform)
+            kind, small = model_quantization(options, others, drafts, platform), make_target(drafts)
+        parts.append(part(drafts, kind, {**others.config}, drafts.tied_embeddings))
+    elif options.needs is not None:
+        head = chosen.mtp or _head(options, config, progress)
+        kind, inside = head_quantization(chosen, files, config, quantization, platform), chosen.mtp is not None
+        stored = {**files.config} if inside else {}
+        if inside and checkpoint.mtp_method(files, config) is None:
+            stored.pop("quantization_config", None)
+        parts.append(part(head, kind, stored, inside and config.tied_embeddings))
+    weights, *draft_weights = (map_leaves(each.table, each.shape) for each in parts)
+    if plugin is None:
+        drafter = chosen.drafter(target, head, model=small, platform=platform, quantization=kind)
+        params: Any = draft_weights[0] if draft_weights else None
+        params = params if small is None else StandaloneParams(params)
     else:
-        print(*_report(settings, case, plan, found), sep="\n")
-    return DOES_NOT_FIT if plan.problems else FITS
+        drafter, params, _ = make_speculation(plugin, target)
+    return Outline(target, Params(weights, params), drafter, tuple(parts), bool(files.weights))
 
 
-def _case(
-    settings: flags.Settings, arguments: dict[str, Any], device: str | None, devices: int
-) -> tuple[Case, Outlines]:
-    share = given_share()
-    if device is None:
-        build.claim_gpu(settings)
-    platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
-    model, revision = arguments["model"], arguments["revision"]
-
-    @functools.cache
-    def outlines(dtype: str | None, drafts: bool) -> Outline:
-        draft = arguments["draft"] if drafts else NoDraft()
-        given = {"dtype": dtype or arguments["dtype"], "quantization": arguments["quantization"]}
-        return outline(model, draft=draft, **given, revision=revision, platform=platform)
-
-    asked = outlines(None, True)
-    check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
-    bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
-    replicas = settings.server.data_parallel_size
-    return Case(asked, arguments["config"], bounds, platform, devices, share, replicas), outlines
+def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadConfig:
+    given = {"kind": str(options.kind), "revision": options.revision, "progress": progress}
+    with naming(options, "path"):
+        head = checkpoint.describe_head(str(options.path), config, **given)
+    if (token_map := getattr(options, "token_map", None)) is None:
+        return head
+    if str(token_map).isdecimal():  # the first tokens of the map that comes with specjax
+        return with_vocabulary(head, int(token_map))
+    with naming(options, "token_map"):
+        return with_vocabulary(head, len(checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size)))
 
 
-# Text, of at most 80 columns.
+class Case(NamedTuple):
+    """A model and the device on which it is to run."""
+
+    outline: Outline
+    config: EngineConfig
+    device: Device
+    platform: str  # "cpu" or "gpu"
+    devices: int = 1  # over which weights and pages are split
+    share: float | None = None  # of a GPU's memory that JAX reserves; None: as the commands set it
+    replicas: int = 1  # engines of one process, each on its own devices
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device for everything. Replicas on CPU devices share one memory."""
+        if self.platform == "cpu":
+            return int(self.device.memory * self.config.mem_fraction) // self.replicas
+        return int(self.device.memory * (self.share or share_of(self.config.mem_fraction, self.device.memory)))
 
 
-def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
-    device, model = case.device, case.outline.target.config
-    source = "its tensors' headers" if case.outline.headers else "config.json alone"
-    count = f"{case.devices} devices, figures of each" if case.devices > 1 else "1 device"
-    yield from _fact(
-        "model",
-        f"{settings.model.model}: {model.family}, {model.num_layers} layers, {model.dtype}, "
-        f"context {plan.context_length}; from {source}",
-    )
-    for name, text in speculation_table(case.outline.drafter, plan.buckets).items():
-        yield from _fact(name, flags.in_flags(text))
-    yield from _fact(
-        "device",
-        f"{device.name}, {count}: {_gb(device.memory)} GB at {device.bandwidth / 1e9:,.0f} GB/s, "
-        f"{device.speed(model.dtype) / 1e12:.3g} TFLOP/s ({device.note})",
-    )
-    if (count := case.replicas) > 1:
-        text = f"--dp {count}: {count} replicas on {count * case.devices} devices; all figures are of one replica"
-        yield from _fact("replicas", text)
-    yield ""
-    yield from _memory(case, plan)
-    if plan.undivided:
-        whole = sum(size for name, size in plan.undivided.items() if not name.endswith("token"))
-        names = ", ".join(plan.undivided)
-        yield from _fact("whole", f"not divided, so {_gb(whole)} GB of weights lie on each device: {names}")
-    groups = case.config.expert_parallel
-    if case.devices > 1 and not any(cannot_split(case.outline, case.devices, groups)):
-        spread = f" --ep {groups}" if groups > 1 else ""
-        yield from _fact("note", f"--tp {case.devices}{spread} serves it so")
-    longest = plan.context_length
-    if 0 < plan.tokens < longest:
-        yield from _fact("note", f"the pool holds no request of the whole context, {longest} tokens")
-    yield ""
-    buckets = plan.buckets
-    sizes = {"requests a step": buckets.batches, "tokens of a prompt's chunk": buckets.chunks, "pages": buckets.tables}
-    yield from _fact("buckets", "; ".join(f"{name} {', '.join(map(str, each))}" for name, each in sizes.items()))
-    yield ""
-    yield from _speeds(case, plan)
-    yield ""
-    yield from _verdict(case, plan, found)
-
-
-def _memory(case: Case, plan: Plan) -> Iterator[str]:
-    pages = f"{plan.tokens} tokens in pages of {case.config.page_size}, {plan.token_bytes:,} B each"
-    rows = [
-        ("weights", plan.weights, ""),
-        ("draft's weights", plan.draft_weights, ""),
-        ("pool, target", plan.pool, pages if plan.tokens else "no room"),
-        ("pool, draft", plan.draft_pool, f"{plan.draft_token_bytes:,} B a token"),
-        ("rows of requests", plan.rows, f"{case.config.max_running_requests} rows; the drafter's memory"),
-        ("temporaries", plan.temporaries, "an estimate from shapes"),
-        ("together", plan.total, f"of {_gb(case.limit)} GB"),
-    ]
-    yield f"{'memory':18}{'GB':>9}"
-    yield from (f"{name:18}{_gb(size):>9}  {note}".rstrip() for name, size, note in rows)
-    fraction = case.config.mem_fraction
-    if case.platform == "cpu":
-        text = f"{fraction:.0%} of the machine's {_gb(case.device.memory)} GB (--mem-fraction-static)"
-        text += f", over {case.replicas} replicas" * (case.replicas > 1)
-    else:
-        memory = Memory(case.device.memory, case.limit, 0)
-        share = "" if case.share is None else f" ({' or '.join(SHARE_VARIABLES)} in the environment)"
-        text = (
-            f"{fraction:.0%} of the device (--mem-fraction-static) is for weights and pool: "
-            f"{_gb(memory.budget(fraction))} GB; jax takes {case.limit / case.device.memory:.0%}{share}, "
-            f"{_gb(case.limit)} GB"
-        )
-    yield from _fact("limit", text)
-
-
-def _speeds(case: Case, plan: Plan) -> Iterator[str]:
-    reads, context = plan.reads, min(CONTEXT, plan.context_length)
-    text = f"a forward reads {_gb(reads.forward)} GB of weights and the pages of {context} tokens a request"
-    if reads.level:
-        depth = case.outline.drafter.depth
-        text += f"; a draft {depth} levels of {_gb(reads.level)} GB" + (
-            f" and {_gb(reads.once)} GB" if reads.once else ""
-        )
-    yield from _fact("bounds", f"{text}. Launches, attention's products and exchange between devices cost more")
-    yield "requests  plain tok/s  plain ms  tree   + draft  + verify  accept to break even"
-    for speed in plan.speeds:
-        line = f"{speed.batch:8} {speed.batch / speed.plain:12,.1f} {1e3 * speed.plain:9.3f}"
-        if speed.nodes > 1:
-            more = 1e3 * (speed.verify - speed.plain)
-            line += f" {speed.nodes:5} {1e3 * speed.draft:9.3f} {more:9.3f}  {speed.break_even:.2f}"
-        yield line
-    if (first := plan.speeds[0]).nodes > 1:
-        lengths = _accept_lengths(case.outline.drafter.depth)
-        rates = ", ".join(f"{length:g}: {first.rate(length):,.1f}" for length in lengths)
-        yield from _fact("tree", f"at most tokens/s of {first.batch} request by accept length: {rates}")
-
-
-def _accept_lengths(depth: int) -> list[float]:
-    return [length for length in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0) if length <= depth + 1]
-
-
-def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
-    if not plan.problems:
-        yield f"fits: {_gb(case.limit - plan.total)} GB are left"
-        return
-    for problem in plan.problems:
-        yield from _fact("why", flags.in_flags(problem))
-    for remedy in found:
-        text = f"{flags.in_flags(remedy.change)}: {_gb(remedy.plan.total)} of {_gb(remedy.case.limit)} GB, "
-        text += f"{remedy.plan.tokens} tokens"
-        yield from _fact("change", text)
-    if not found:
-        yield from _fact("change", "no flag and no device of the table is enough; a smaller model is needed")
-    yield "does not fit"
-
-
-def _fact(name: str, text: str) -> Iterator[str]:
-    lines = textwrap.wrap(text, 69, break_long_words=False, break_on_hyphens=False)
-    yield from (f"{name if index == 0 else '':9}  {line}" for index, line in enumerate(lines))
-
-
-def _gb(size: float | int) -> str:
-    return f"{size / 1e9:.2f}" if size >= 1e7 or not size else f"{size / 1e9:.4f}"
-
-
-# JSON.
-
-
-def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy]) -> dict[str, Any]:
-    """The plan as JSON: bytes, seconds and tokens a second; memory is of each device."""
-    buckets, drafter, model = plan.buckets, case.outline.drafter, case.outline.target.config
+def make_plan(case: Case) -> dict[str, Any]:
+    """The document of `--json`: bytes on each device, seconds of a step. Raises ValueError for a context that the model
+    does not have."""
+    model, config, n, groups = case.outline, case.config, case.devices, case.config.expert_parallel
+    target, drafter, rows = model.target, model.drafter, config.max_running_requests
+    context = context_length(target, config)
+    token, fixed = _state_bytes(model, config.page_size, rows)
+    pages, draft_pages = page_bytes(target.pages, n), token - page_bytes(target.pages)
+    for part in model.parts[1:]:
+        draft_pages += page_bytes(part.pages, n) - page_bytes(part.pages)
+    reads = _reads(model, n, groups)
+    weights, draft_weights = reads["weights"], reads["draft_weights"]
+    problems = [*_split_problems(case)]
+    memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
+    try:
+        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
+    except ValueError as error:
+        problems.append(str(flags.with_flag(error)))
+        tokens = 0
+    size = tokens or rows * context
+    pool, buckets = Layout.of(config, context, size, case.platform, drafter, ragged=target.ragged)
+    tokens = prod(pool) if tokens else 0
+    sizes = {
+        "weights": weights,
+        "draft_weights": draft_weights,
+        "pool": tokens * pages,
+        "draft_pool": tokens * draft_pages,
+        "rows": fixed,
+        "temporaries": temporary_bytes(target, drafter.features, buckets, case.platform, n),
+    }
+    total = sum(sizes.values())
+    if not problems and total > case.limit:
+        problems.append(f"{total / 1e9:.2f} GB are needed and there are {case.limit / 1e9:.2f} GB")
+    if not problems and config.context_length and tokens < context:
+        problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
+    bounds = partial(_bounds, case, reads, min(CONTEXT, context), pages, draft_pages)
     return {
-        "model": settings.model.model,
-        "dtype": model.dtype,
-        "headers": case.outline.headers,
+        "dtype": target.config.dtype,
+        "headers": model.headers,
         "device": case.device._asdict(),
-        "devices": case.devices,
-        "expert_parallel": case.config.expert_parallel,
+        "devices": n,
+        "expert_parallel": groups,
         "replicas": case.replicas,
-        "fits": not plan.problems,
-        "problems": [flags.in_flags(problem) for problem in plan.problems],
-        "memory": {
-            "weights": plan.weights,
-            "draft_weights": plan.draft_weights,
-            "pool": plan.pool,
-            "draft_pool": plan.draft_pool,
-            "rows": plan.rows,
-            "temporaries": plan.temporaries,
-            "total": plan.total,
-            "limit": case.limit,
-            "undivided": plan.undivided,
-        },
-        "pool_tokens": plan.tokens,
-        "page_size": case.config.page_size,
-        "context_length": plan.context_length,
+        "fits": not problems,
+        "problems": problems,
+        "memory": sizes | {"total": total, "limit": case.limit},
+        "token_bytes": pages,
+        "draft_token_bytes": draft_pages,
+        "pool_tokens": tokens,
+        "page_size": config.page_size,
+        "context_length": context,
         "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
         "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
-        "reads": plan.reads._asdict(),
-        "speeds": [
-            speed._asdict() | {"plain_tokens_per_second": speed.batch / speed.plain, "break_even": speed.break_even}
-            for speed in plan.speeds
-        ],
-        "changes": [flags.in_flags(remedy.change) for remedy in found],
+        "reads": reads,
+        "speeds": [bounds(batch, buckets.tree_widths(batch)[-1]) for batch in buckets.batches],
     }
+
+
+def _split_problems(case: Case) -> Iterator[str]:
+    """Why the devices cannot share the heads or experts of the target or the draft."""
+    groups = case.config.expert_parallel
+    checks = [partial(check_experts, case.outline.target.config, groups)]
+    for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
+        checks.append(partial(fitted, part.config, case.devices, name, groups))
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            yield str(flags.with_flag(error))
+
+
+@lru_cache(16)
+def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
+    """Bytes of parameters on each device, and the bytes of them that a step reads: `forward` of the target, `level` of
+    each level of the draft, `once` of a step's first level. `products`: multiplications of a token in the target."""
+    target, *drafts = outline.parts
+
+    def read_bytes(part: Part, leaves: Iterable[Leaf]) -> int:
+        return sum(int(part.bytes([leaf], devices, groups) * part.active(leaf)) for leaf in leaves)
+
+    def products(leaf: Leaf) -> int:
+        share = leaf_share(leaf, target.sizes, devices, groups)
+        return int(prod(leaf.shape(target.sizes)) * share * target.active(leaf))
+
+    read = [*read_leaves(target.table)]
+    draft = level = _nbytes(outline.params.draft)  # of a user's drafter: each level reads all
+    once = 0
+    for part in drafts:
+        config, leaves, first = part.config, [*read_leaves(part.table)], None
+        if isinstance(config, HeadConfig):
+            leaves, first = head_reads(config)
+        elif isinstance(config, MtpConfig):
+            leaves, first = [*leaves_of(mtp_table(replace(config, count=1)))], []
+        draft, level = part.bytes(leaves_of(part.table), devices, groups), read_bytes(part, leaves)
+        once = level if first is None else read_bytes(part, first)
+        if first is not None and not config.own_head:
+            level += read_bytes(target, [leaf for leaf in read if "vocab" in leaf.axes])
+    return {
+        "weights": target.bytes(leaves_of(target.table), devices, groups),
+        "draft_weights": draft,
+        "forward": read_bytes(target, read),
+        "products": sum(map(products, read)),
+        "level": level,
+        "once": once,
+    }
+
+
+def _bounds(
+    case: Case, reads: dict[str, int], context: int, pages: int, draft_pages: int, batch: int, nodes: int
+) -> dict[str, float]:
+    """Least seconds of a batch's plain step, of its draft, and of the forward that verifies trees of `nodes` nodes;
+    and the accept length from which drafting is faster."""
+    device, drafter = case.device, case.outline.drafter
+    speed = device.speed(case.outline.target.config.dtype)
+
+    def forward(tokens: int) -> float:
+        read = reads["forward"] + batch * context * pages
+        return max(read / device.bandwidth, 2 * reads["products"] * tokens / speed)
+
+    read = 0
+    if nodes > 1 and reads["draft_weights"]:
+        read = drafter.within(nodes).depth * (reads["level"] + batch * context * draft_pages) + reads["once"]
+    plain, draft, verify = forward(batch), read / device.bandwidth, forward(batch * nodes)
+    return {
+        "batch": batch, "nodes": nodes, "plain": plain, "draft": draft, "verify": verify,
+        "plain_tokens_per_second": batch / plain, "break_even": (draft + verify) / plain,
+    }  # fmt: skip
+
+
+@lru_cache(16)
+def _state_bytes(outline: Outline, page_size: int, rows: int) -> tuple[int, int]:
+    """Bytes of a token in all pools, and of the rest of the state, on one device."""
+
+    def state(pool: PoolShape) -> Any:
+        return init_state(outline.params, outline.target, outline.drafter, rows=rows, pool=pool)
+
+    token = bytes_per_token(state, page_size)
+    return token, _nbytes(jax.eval_shape(lambda: state(PoolShape(1, page_size)))) - token * page_size
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[str]:
+    """Single flags or environment variables with which the model fits. `described`: an outline with this dtype, with
+    the drafter or without."""
+    config, page, outline = case.config, case.config.page_size, case.outline
+
+    def fits(changed: Case) -> bool:
+        return bool(make_plan(changed)["fits"])
+
+    longest = config.context_length or outline.target.config.max_positions
+    smallest = -(-(config.context_length or min(MIN_POOL, longest)) // page) * page
+    numbers: dict[str, Sequence[int]] = {
+        "max_total_tokens": range(smallest, config.max_running_requests * longest + 1, page),
+        "context_length": range(page, config.context_length or 0, page),
+        "max_running_requests": [size for size in BATCHES[case.platform] if size < config.max_running_requests],
+    }
+    for name, values in numbers.items():
+
+        def too_large(value: int, name: str = name) -> bool:
+            return not fits(case._replace(config=replace(config, **{name: value})))
+
+        if count := bisect_left(values, True, key=too_large):
+            yield f"--{dashed(name)} {values[count - 1]}"
+
+    def switches() -> Iterator[tuple[str, Case]]:
+        dtype, drafts = outline.target.config.dtype, outline.drafter.width > 1
+        if dtype == "float32":
+            yield "--dtype bfloat16", case._replace(outline=described("bfloat16", drafts))
+        if drafts:
+            yield "--speculative-algorithm NONE", case._replace(outline=described(dtype, False))
+        if config.mem_fraction < HIGH_FRACTION:
+            larger = replace(config, mem_fraction=HIGH_FRACTION)
+            yield f"--mem-fraction-static {HIGH_FRACTION}", case._replace(config=larger)
+        if case.share is not None:
+            yield f"unset {' and '.join(SHARE_VARIABLES)}", case._replace(share=None)
+
+    yield from (flag for flag, changed in switches() if fits(changed))
+    more = (count for count in range(case.devices + 1, MAX_DEVICES + 1) if fits(case._replace(devices=count)))
+    yield from (f"--assume-devices {count}" for count in islice(more, 1))
+    devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
+    larger = (device.name for device in devices if fits(case._replace(device=device)))
+    yield from (f"--assume-device {name}" for name in islice(larger, 1))
+
+
+def report(plan: dict[str, Any]) -> str:
+    """The plan as text; the last line is the verdict."""
+    device, drafter, memory = plan["device"], plan["drafter"], plan["memory"]
+    lines = [
+        f"model     {plan['model']}",
+        f"          {plan['dtype']}, {plan['context_length']} tokens of context; from "
+        f"{'tensor headers' if plan['headers'] else 'config.json alone'}",
+        f"drafter   {drafter['name']}, {drafter['levels']} levels, {drafter['nodes']} nodes",
+        f"devices   {plan['devices']} for each of {plan['replicas']} replicas; the figures are of one device",
+        f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s",
+        f"          {device['note']}",
+        "",
+        *(f"{name:15}{size / 1e9:9.3f} GB" for name, size in memory.items()),
+        f"pool of {plan['pool_tokens']} tokens in pages of {plan['page_size']}",
+        "",
+        *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
+        "",
+        f"bounds of the speed with {CONTEXT} tokens of context",
+        "requests  tok/s plain  ms plain  nodes  ms draft  ms verify  accept to break even",
+    ]
+    for speed in plan["speeds"]:
+        batch, nodes, plain, draft, verify, rate, break_even = speed.values()
+        drafts = f"{nodes:7} {1e3 * draft:9.3f} {1e3 * verify:10.3f}  {break_even:.2f}" if nodes > 1 else ""
+        lines.append(f"{batch:8} {rate:12,.1f} {1e3 * plain:9.3f}{drafts}")
+    lines += ["", *(f"why: {problem}" for problem in plan["problems"])]
+    lines += [f"change: {change}" for change in plan["changes"]]
+    if not (plan["fits"] or plan["changes"]):
+        lines.append("change: a smaller model; no single flag and no device of the table is enough")
+    left = (memory["limit"] - memory["total"]) / 1e9
+    return "\n".join([*lines, f"fits: {left:.2f} GB are left" if plan["fits"] else "does not fit"])

@@ -30,6 +30,7 @@ from specjax_kernels.mesh import AXIS, EXPERTS, GROUPS, on_axis, spec
 from specjax_kernels.quantised import expert_specs, shared, split_axes
 
 from specjax.config import Experts, HeadConfig, ModelConfig, MtpConfig
+from specjax.limits import ParameterError
 from specjax.models.params import AXES, Leaf, head_copies, input_letters, output_major
 
 logger = logging.getLogger(__name__)
@@ -45,29 +46,29 @@ def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = Fals
     shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
     if hosts:
         if (total := jax.device_count()) != count:
-            raise ValueError(
-                f"EngineConfig.tensor_parallel {count} must be the number of devices of all {jax.process_count()} "
-                f"processes together, which is {total}; this one has {jax.local_device_count()}"
+            problem = (
+                f"{count} must be the number of devices of all {jax.process_count()} processes together, which is "
+                f"{total}; this one has {jax.local_device_count()}"
             )
+            raise ParameterError("tensor_parallel", problem, "EngineConfig")
         return jax.make_mesh(shape, AXIS, axis_types=types, devices=jax.devices())
-    check_devices(
-        f"EngineConfig.tensor_parallel {count}" + (f" from device {first} on" if first else ""), first + count
-    )
+    if problem := missing_devices(first + count):
+        problem = f"{count}{f' from device {first} on' if first else ''} {problem}"
+        raise ParameterError("tensor_parallel", problem, "EngineConfig")
     if (first, count) == (0, 1):
         return None
     chosen = jax.local_devices()[first : first + count]
     return jax.make_mesh(shape, AXIS, axis_types=types, devices=chosen)
 
 
-def check_devices(what: str, needed: int, advice: str = "") -> None:
-    """Raises ValueError if this process has fewer than the `needed` devices. `what` needs them, for the message."""
-    there = jax.local_devices()
-    if needed > len(there):
-        if there[0].platform == "cpu":
-            advice += (
-                "; XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment makes N of a CPU, for tests"
-            )
-        raise ValueError(f"{what} needs {needed} devices, and JAX has {len(there)}: {there[0].device_kind}{advice}")
+def missing_devices(needed: int, advice: str = "") -> str | None:
+    """The problem if this process has fewer than the `needed` devices; None: it has enough."""
+    devices = jax.local_devices()
+    if needed <= len(devices):
+        return None
+    if devices[0].platform == "cpu":
+        advice += "; XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment makes N of a CPU, for tests"
+    return f"needs {needed} devices, and JAX has {len(devices)}: {devices[0].device_kind}{advice}"
 
 
 @contextlib.contextmanager
@@ -109,10 +110,11 @@ def group_count(mesh: Mesh | None) -> int:
 def check_experts(config: ModelConfig, groups: int) -> None:
     """Raises ValueError if experts are to be spread over groups of devices, and the model has none."""
     if groups > 1 and config.experts is None:
-        raise ValueError(
-            f"EngineConfig.expert_parallel {groups} spreads the experts of a mixture over devices, and the model "
-            f"({config.family}) has none: leave it at 1; EngineConfig.tensor_parallel splits all matrices"
+        problem = (
+            f"{groups} spreads the experts of a mixture over devices, and the model ({config.family}) has none: leave "
+            "it at 1; tensor_parallel splits all matrices"
         )
+        raise ParameterError("expert_parallel", problem, "EngineConfig")
 
 
 def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int = 1) -> AnyConfig:
@@ -122,10 +124,11 @@ def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int =
         return cast(AnyConfig, replace(config, layer=fitted(config.layer, count, what, groups)))
     if isinstance(config, ModelConfig) and config.experts is not None and not _spread(config.experts, count, groups):
         experts, others = config.experts, [n for n in range(1, count + 1) if _spread(config.experts, count, n)]
-        raise ValueError(
-            f"EngineConfig.expert_parallel {groups} cannot spread the {experts.count} experts of {what}, each "
-            f"{experts.width} wide, evenly over {count} devices; these can: {', '.join(map(str, others))}"
+        problem = (
+            f"{groups} cannot spread the {experts.count} experts of {what}, each {experts.width} wide, evenly over "
+            f"{count} devices; these can: {', '.join(map(str, others))}"
         )
+        raise ParameterError("expert_parallel", problem, "EngineConfig")
     if isinstance(config, ModelConfig) and config.latent is not None:
         if config.num_heads % count:
             raise _unfit(count, config.num_heads, "query heads", what)
@@ -144,7 +147,8 @@ def _spread(experts: Experts, count: int, groups: int) -> bool:
 
 
 def _unfit(count: int, heads: int, name: str, what: str) -> ValueError:
-    return ValueError(f"EngineConfig.tensor_parallel {count} cannot split the {heads} {name} of {what} evenly")
+    problem = f"{count} cannot split the {heads} {name} of {what} evenly"
+    return ParameterError("tensor_parallel", problem, "EngineConfig")
 
 
 def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:

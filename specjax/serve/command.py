@@ -18,7 +18,6 @@ from tqdm import tqdm
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
-from specjax.cli.replicas import check_devices
 from specjax.engine import Engine
 from specjax.engine.notes import as_lines, devices_note, speculation_table
 from specjax.fleet import following
@@ -72,7 +71,7 @@ def load(settings: flags.Settings, rank: int = 0, group: Leader | Follower | Non
     if timed := settings.server.log_level == "debug" and one:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
-    check_devices(settings)
+    build.check_devices(settings)
     if group is not None:
         group.join()
     given = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
@@ -88,7 +87,7 @@ def load(settings: flags.Settings, rank: int = 0, group: Leader | Follower | Non
     pool += f"{draft / 1e9:.2f} GB for the draft"
     most = engine.config.max_running_requests
     logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
-    logger.info("Speculation:%s", flags.in_flags(as_lines(speculation_table(engine.drafter, engine.buckets))))
+    logger.info("Speculation:%s", as_lines(speculation_table(engine.drafter, engine.buckets)))
     return engine
 
 

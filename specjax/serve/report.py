@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from specjax_kernels import Quantised
 
-from specjax.cli.flags import in_flags
 from specjax.engine import Engine
 from specjax.engine.notes import doubt, drafting_summary
 from specjax.engine.phases import PhaseTimes
@@ -67,7 +66,7 @@ class Report:
         if now.steps - before.steps >= self._interval:
             steps = now.verifications - before.verifications
             drafted = now.drafted_steps - before.drafted_steps
-            why = drafting_summary(engine.drafter, engine.buckets, steps, drafted, in_flags)["not_drafted"]
+            why = drafting_summary(engine.drafter, engine.buckets, steps, drafted)["not_drafted"]
             if why and not self._explained:
                 self._explained = True
                 logger.info("%d of %d steps drafted: %s", drafted, steps, why)
@@ -119,7 +118,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "speculative_lossy": lossy_thresholds(engine),
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
-        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
+        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
         "device": engine.device_name,
         "compiling": sum(len(each.programs.pending) for each in engines),  # in the background
     }

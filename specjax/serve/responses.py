@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from specjax.cli.flags import in_flags
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.output import PromptLogprob, TokenLogprob, TokenOrigin
 from specjax.engine.text import token_bytes
@@ -176,7 +175,7 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
         "spec_accept_rate": round(accepted / proposed, 4) if proposed else 0.0,
         "spec_accept_histogram": histogram,
         "drafted_steps": sum(c.drafted_steps for c in done),
-        "not_drafted": next((in_flags(c.not_drafted) for c in done if c.not_drafted is not None), None),
+        "not_drafted": next((c.not_drafted for c in done if c.not_drafted is not None), None),
     }
 
 

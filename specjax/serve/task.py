@@ -78,7 +78,7 @@ class Task:
                 if self.most is not None and sampling.max_new_tokens is None:
                     limit = min(limit, self.most)
                     if sampling.min_new_tokens > limit:
-                        problem = f"must be at most max_new_tokens (here {limit}), got {sampling.min_new_tokens}"
+                        problem = f"must be at most the limit of new tokens ({limit}), got {sampling.min_new_tokens}"
                         raise ParameterError("min_new_tokens", problem)
                 # The choices share the salt, since they share their prompt, also where requests are kept apart.
                 common = {"salt": first.request.salt, "limit": limit, "most_trees": self.trees}
