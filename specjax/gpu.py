@@ -1,7 +1,7 @@
-"""An NVIDIA GPU before JAX starts on it: whether JAX can use it, which one it is, and how much of its memory JAX takes.
+"""Prepares JAX for an NVIDIA GPU before its backend starts: checks versions, selects the GPU, sets the memory share.
 
-JAX reads all this from its settings when its backend starts, and says little where it cannot use a card: it runs on the
-CPU. So the commands call `claim` first. A library does not: the process is its caller's.
+JAX reads these settings when its backend starts, and falls back to the CPU almost silently if it cannot use a GPU. So
+the commands call `claim` first. The library never does, because other code may own the process.
 """
 
 from __future__ import annotations
@@ -19,24 +19,21 @@ from specjax.devices import GB, SHARE_VARIABLES, share_of
 
 logger = logging.getLogger(__name__)
 
-RECOMMENDED_DRIVER = "570"
-"""Older ones had faults in graphs with branches and loops (XLA's issue 25769)."""
+RECOMMENDED_DRIVER = "570"  # older drivers had faults in graphs with branches and loops (XLA's issue 25769)
 
-LEAST = {"jax_cuda12_plugin": ("12", "525.60.13", "5.2"), "jax_cuda13_plugin": ("13", "580.65.06", "7.5")}
-"""JAX's plugin -> CUDA's version, and the least driver and compute capability that it runs with. Sources: NVIDIA's
-release notes of CUDA (minor version compatibility) and JAX's installation guide."""
+MIN_VERSIONS = {"jax_cuda12_plugin": ("12", "525.60.13", "5.2"), "jax_cuda13_plugin": ("13", "580.65.06", "7.5")}
+"""JAX's plugin -> CUDA's version, and the minimum driver and compute capability. Sources: NVIDIA's release notes of
+CUDA (minor version compatibility) and JAX's installation guide."""
 
-TRITON = "8.0"
-"""The least compute capability that Triton compiles for, and so all kernels of `specjax_kernels`."""
+TRITON = "8.0"  # minimum compute capability for Triton, and so for the kernels of `specjax_kernels`
 
-OTHERS = 0.5 * GB
-"""Bytes that a card with no other program on it may have in use, for its context."""
+IDLE_BYTES = 0.5 * GB  # most memory in use on a GPU without other programs
 
 _FIELDS = ("index", "uuid", "name", "driver_version", "compute_cap", "memory.total", "memory.free")
 
 
 class GpuError(ValueError):
-    """There is a GPU, and it cannot be used as it was asked for."""
+    """A GPU cannot be used as the settings ask."""
 
 
 class Card(NamedTuple):
@@ -53,24 +50,24 @@ class Card(NamedTuple):
 
 
 def cards() -> list[Card]:
-    """The NVIDIA GPUs that CUDA shows this process, in its order. Empty without one, or without `nvidia-smi`."""
+    """The NVIDIA GPUs that are visible to this process, in CUDA's order. Empty without `nvidia-smi`."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("nvidia-smi says nothing of this machine's GPUs: %s", error)
+        logger.warning("nvidia-smi failed: %s", error)
         return []
-    found = [card for line in lines if (card := _card(line)) is not None]
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        return found
+    present = [card for line in lines if (card := _card(line)) is not None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
     chosen = []
-    for name in map(str.strip, shown.split(",")):
-        match = [card for card in found if name == str(card.number) or (name and card.uuid.startswith(name))]
+    for name in map(str.strip, visible.split(",")):
+        match = [card for card in present if name == str(card.number) or (name and card.uuid.startswith(name))]
         if not match:
-            break  # as CUDA does: what follows an unknown device is not shown either
+            break  # CUDA, too, hides all devices after an unknown one
         chosen.append(match[0])
     return chosen
 
@@ -81,61 +78,62 @@ def _card(line: str) -> Card | None:
         index, uuid, name, driver, capability, total, free = values
         return Card(int(index), uuid, name, driver, capability, int(total) << 20, int(free) << 20)
     except ValueError:
-        logger.warning("nvidia-smi describes a GPU in a way that is not understood: %s", line)
+        logger.warning("cannot read this line of nvidia-smi: %s", line)
         return None
 
 
 def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
-    """Prepares JAX, whose backend must not have started, for one GPU or several, of which it returns the first; None:
-    JAX runs on the CPU, as without one.
+    """Prepares JAX, whose backend must not have started, for one GPU or several; returns the first. None: JAX runs on
+    the CPU.
 
-    Only these GPUs are touched. JAX takes the share of its memory that weights and pool may have, and a tenth for the
-    rest. What the environment says of these wins.
+    JAX uses these GPUs only, and reserves a tenth more memory than weights and pool may have. Environment variables
+    take precedence.
 
     Args:
-        mem_fraction: the share of the card's memory for weights and KV pool.
-        gpu: which one, of those that CUDA shows, from 0; the first of several.
-        count: how many, that one included.
+        mem_fraction: the share of a GPU's memory for weights and KV pool.
+        gpu: index of the first GPU among the visible ones.
+        count: number of GPUs.
 
     Raises:
-        GpuError: there is no such GPU; it, or its driver, is too old for the JAX that is installed; or JAX_PLATFORMS
-            asks for CUDA, which this JAX does not have.
+        GpuError: no such GPU; the GPU or its driver is too old for the installed JAX; or JAX_PLATFORMS asks for CUDA
+            and JAX has no CUDA.
     """
     platforms = jax.config.values["jax_platforms"]
     names = set(platforms.split(",")) if platforms else set()
     if names and not {"cuda", "gpu"} & names:
         return None
-    plugin = next((name for name in LEAST if importlib.util.find_spec(name)), None)
+    plugin = next((name for name in MIN_VERSIONS if importlib.util.find_spec(name)), None)
     if "cuda" in names and plugin is None and "cpu" not in names:
         raise GpuError(
             f"JAX_PLATFORMS={platforms} asks for CUDA, and JAX has none: pip install 'specjax[cuda12]' or, with a "
-            f"driver from {LEAST['jax_cuda13_plugin'][1]} on, 'specjax[cuda13]'; or leave the variable out, for the CPU"
+            f"driver from {MIN_VERSIONS['jax_cuda13_plugin'][1]} on, 'specjax[cuda13]'; or unset the variable, for the "
+            "CPU"
         )
-    found = cards()
-    if gpu >= len(found) and (found or gpu):
-        raise GpuError(f"GPU {gpu} was asked for; CUDA shows " + (", ".join(card.name for card in found) or "none"))
-    if not found:
+    visible = cards()
+    if gpu >= len(visible) and (visible or gpu):
+        raise GpuError(f"GPU {gpu} was asked for; CUDA shows " + (", ".join(card.name for card in visible) or "none"))
+    if not visible:
         return None
-    if gpu + count > len(found):
+    if gpu + count > len(visible):
         raise GpuError(
-            f"{count} GPUs from number {gpu} on were asked for; CUDA shows " + ", ".join(card.name for card in found)
+            f"{count} GPUs from number {gpu} on were asked for; CUDA shows " + ", ".join(card.name for card in visible)
         )
-    chosen = found[gpu : gpu + count]
+    chosen = visible[gpu : gpu + count]
     card = min(chosen, key=lambda card: card.free)
     if plugin is None:
         logger.warning(
             "This machine has an %s and JAX no CUDA, so it runs on the CPU: pip install 'specjax[cuda12]' or, with a "
-            "driver from %s on, 'specjax[cuda13]'", card, LEAST["jax_cuda13_plugin"][1],
+            "driver from %s on, 'specjax[cuda13]'", card, MIN_VERSIONS["jax_cuda13_plugin"][1],
         )  # fmt: skip
         return None
     for each in chosen:
-        _check(each, *LEAST[plugin])
+        _check(each, *MIN_VERSIONS[plugin])
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
     if jax.config.values["jax_cuda_visible_devices"] == "all":
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(gpu, gpu + count))))
     if not any(name in os.environ for name in SHARE_VARIABLES):
         share = share_of(mem_fraction, card.memory)
-        if card.memory - card.free > OTHERS:
+        if card.memory - card.free > IDLE_BYTES:
             share = min(share, card.free / card.memory - (1 - share_of(1.0, card.memory)))
             logger.warning(
                 "Other programs have %.1f of the GPU's %.1f GB; JAX takes %.1f", (card.memory - card.free) / GB,
@@ -150,7 +148,11 @@ def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
 def _check(card: Card, cuda: str, driver: str, capability: str) -> None:
     otherwise = "; with JAX_PLATFORMS=cpu in the environment, the CPU decodes"
     if _version(card.driver) < _version(driver):
-        other = "" if cuda == "12" else f" (or pip install 'specjax[cuda12]', from {LEAST['jax_cuda12_plugin'][1]} on)"
+        other = (
+            ""
+            if cuda == "12"
+            else f" (or pip install 'specjax[cuda12]', from {MIN_VERSIONS['jax_cuda12_plugin'][1]} on)"
+        )
         raise GpuError(f"{card}: JAX with CUDA {cuda} needs a driver from {driver} on{other}{otherwise}")
     if _version(card.capability) < _version(capability):
         raise GpuError(f"{card}: JAX with CUDA {cuda} needs a compute capability from {capability} on{otherwise}")

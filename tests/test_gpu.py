@@ -50,7 +50,7 @@ def machine(monkeypatch, tmp_path):
         find = importlib.util.find_spec
 
         def found(name: str, *rest: Any) -> Any:
-            return (SimpleNamespace() if name == plugin else None) if name in gpu.LEAST else find(name, *rest)
+            return (SimpleNamespace() if name == plugin else None) if name in gpu.MIN_VERSIONS else find(name, *rest)
 
         monkeypatch.setattr(importlib.util, "find_spec", found)
 
@@ -97,7 +97,7 @@ def test_a_line_that_is_not_understood_is_told_of(machine, caplog):
     machine(H200, status=9)
     with caplog.at_level(logging.WARNING):
         assert cards() == []
-    assert "nvidia-smi says nothing" in caplog.text
+    assert "nvidia-smi failed" in caplog.text
 
 
 def test_one_gpu_is_taken_and_the_others_are_left_alone(machine):

@@ -121,7 +121,10 @@ def test_all_have_the_same_first_cell():
 def test_its_bounds_are_those_of_the_package():
     (bounds,) = re.findall(r'^JAX = "(.+?)"', FIRST, flags=re.M)
     assert f"jax{bounds}" in PROJECT["project"]["dependencies"]
-    (_, driver_12, _), (_, driver_13, capability) = gpu.LEAST["jax_cuda12_plugin"], gpu.LEAST["jax_cuda13_plugin"]
+    (_, driver_12, _), (_, driver_13, capability) = (
+        gpu.MIN_VERSIONS["jax_cuda12_plugin"],
+        gpu.MIN_VERSIONS["jax_cuda13_plugin"],
+    )
     assert re.findall(r'numbers\("(.+?)"\)', FIRST) == [driver_13, capability, driver_12]
     assert {"cuda12", "cuda13"} <= PROJECT["project"]["optional-dependencies"].keys()
 
