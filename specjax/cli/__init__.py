@@ -1,4 +1,4 @@
-"""What a command line needs. `flags` is the only module that knows the flags' names."""
+"""Command lines: `flags` declares them, `build` makes engines of them, `generate` is a command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 
 def run_command(name: str, work: Callable[[], Mapping[str, Any]], *, interrupted: str, failed: str = "") -> int:
-    """Do a command's work and print its summary, as JSON; returns the exit status. `interrupted` says what is left
-    after Ctrl-C. `failed` is the key of the summary that makes the status 1 if it is not 0."""
+    """Runs a command, prints its summary as JSON and returns the exit status.
+
+    Args:
+        interrupted: the message after Ctrl-C about remaining results.
+        failed: a key of the summary; the status is 1 if its value is not 0.
+    """
     try:
         summary = work()
     except (ValueError, NotImplementedError, OSError) as error:

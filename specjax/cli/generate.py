@@ -1,13 +1,11 @@
-"""`specjax generate`: prompts from a JSONL file, completions to another, decoded speculatively.
+"""`specjax generate`: reads prompts from a JSONL file and writes completions to another, decoding speculatively.
 
-The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
-`prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its own, among them one that says what
-the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An output line, in input order, holds `id,
-text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what speculation did: `spec_verify_ct,
-spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line asks for them, with
-`logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON object about the
-run. With `--dp`, devices of one process share it. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could
-be started.
+The input is JSONL, plain or gzipped, or a folder of such files, read in the order of their names. A line is a JSON
+object with `prompt`, `messages` or `input_ids`. It may also hold an `id`, sampling fields, and one grammar field:
+`response_format`, `json_schema`, `regex` or `ebnf`. Output lines are in input order and hold `id`, `RESULT_FIELDS`, and
+`logprobs`, `prompt_logprobs` or `origins` if the input line asks for them. The last line of stdout is one JSON object
+about the run. With `--dp`, several devices of one process share the run. Exit status: 0 all lines done, 1 some lines
+failed, 2 the run could not start.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "messages": (list, dict, "a list of objects"),
     "input_ids": (list, int, "a list of token ids, which are integers"),
 }
-"""The fields that may hold a prompt: the type of their value and of its items, and the words for both."""
+"""Maps fields that may hold a prompt to the type of their value and of its items, and a description."""
 RESULT_FIELDS = (
     "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
     "spec_accept_length", "spec_accept_histogram", "seed",
@@ -57,7 +55,7 @@ DRAFTED = "drafted_steps", "own_steps", "own_accepted"  # counters
 
 Row = Mapping[str, Any]  # of the output
 
-AHEAD = 256  # lines read ahead of the answers: a file of a million prompts need not be tokenised before the first
+AHEAD = 256  # lines that are tokenised ahead of the answers
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class Line(NamedTuple):
     id: Any
     prompt: Any
     sampling: SamplingParams
-    row: Mapping[str, Any] = MappingProxyType({})  # what else its result is made of
+    row: Mapping[str, Any] = MappingProxyType({})  # further fields for the result
 
 
 class BadLine(NamedTuple):
@@ -76,7 +74,7 @@ class BadLine(NamedTuple):
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """A line's JSON object. Raises ValueError if it is none, or holds what can be neither tokenised nor written."""
+    """A line's JSON object. Raises ValueError for other values, and for strings that UTF-8 cannot encode."""
     row = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
@@ -86,8 +84,8 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT_FIELDS)) -> str:
-    """The one of the fields that holds the row's prompt, which has the field's form; null is absent. Raises ValueError
-    if none or several are there, or if it has another form."""
+    """The name of the field that holds the row's prompt; null counts as absent. Raises ValueError if there is none or
+    more than one, or if the prompt has the wrong type."""
     given = [name for name in allowed if row.get(name) is not None]
     if len(given) != 1:
         raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {' and '.join(given) or 'none'}")
@@ -99,7 +97,7 @@ def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT
 
 
 def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
-    """One line of input. `count` is its index among the lines: line i of a run uses seed + i."""
+    """One line of input. `count`: its index; line i of a run uses seed + i."""
     try:
         row = parse_object(text)
         prompt = row[prompt_field(row)]
@@ -113,10 +111,10 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
 
 
 def read_input(given: str) -> list[corpus.Line]:
-    """The lines of a file, of a folder's files or, for "-", of stdin, without blank ones. `place` counts through all
-    files, so that each line has a seed of its own. Raises OSError; ValueError: the folder holds no such file."""
-    found = (line for file in corpus.shards([given]) for line in corpus.read(corpus.Source(file, "jsonl")))
-    return [line._replace(place=place) for place, line in enumerate(found)]
+    """The lines of a file, of a folder's files or, for "-", of stdin, without blank lines. `place` counts through all
+    files, so that each line has its own seed. Raises OSError; ValueError: the folder holds no such file."""
+    lines = (line for file in corpus.shards([given]) for line in corpus.read(corpus.Source(file, "jsonl")))
+    return [line._replace(place=place) for place, line in enumerate(lines)]
 
 
 def bad_line(raw: corpus.Line, given: str, error: Exception) -> BadLine:
@@ -125,7 +123,7 @@ def bad_line(raw: corpus.Line, given: str, error: Exception) -> BadLine:
 
 
 def parse_lines(lines: Iterable[corpus.Line], given: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-    """The requests of input lines. `given`: the input, as it was named."""
+    """The requests of input lines. `given`: the value of --input."""
     for raw in lines:
         if raw.problem:
             yield bad_line(raw, given, ValueError(raw.problem))
@@ -135,7 +133,7 @@ def parse_lines(lines: Iterable[corpus.Line], given: str, defaults: Mapping[str,
 
 
 def line_writer(file: TextIO) -> Callable[[Row | None], None]:
-    """Writes each row, as a line of JSON, at once; None is no line."""
+    """A function that writes a row as a line of JSON and flushes; None writes nothing."""
 
     def write(row: Row | None) -> None:
         if row is not None:
@@ -148,8 +146,8 @@ def line_writer(file: TextIO) -> Callable[[Row | None], None]:
 def result(line: Line, done: Completion) -> dict[str, Any]:
     row = {"id": line.id, **{name: getattr(done, name) for name in RESULT_FIELDS}}
     row["spec_accept_length"] = round(done.spec_accept_length, 4)
-    found = {"logprobs": done.logprobs, "prompt_logprobs": done.prompt_logprobs, "origins": done.origins}
-    return row | {name: [one._asdict() for one in each] for name, each in found.items() if each is not None}
+    lists = {"logprobs": done.logprobs, "prompt_logprobs": done.prompt_logprobs, "origins": done.origins}
+    return row | {name: [item._asdict() for item in items] for name, items in lists.items() if items is not None}
 
 
 def run(
@@ -162,21 +160,21 @@ def run(
     total: int | None = None,
     describe: Callable[[Line, Completion], dict[str, Any] | None] = result,
 ) -> dict[str, Any]:
-    """Completes the lines, which are read as the engine gets to them. Returns the summary.
+    """Completes lines and returns the summary. Lines are read shortly before the engine needs them.
 
-    A result is written in input order as soon as all earlier ones are there, so a killed run keeps what it finished.
+    Results are written in input order, each as soon as all earlier results exist, so a killed run keeps them.
 
     Args:
-        lines: bad ones are reported on stderr and the rest runs; None is a line that is left out on purpose.
-        others: replicas of the engine, on devices of their own. One thread steps them all in turn: an engine launches a
-            step before it waits for the one before, so all devices have work.
+        lines: bad lines are reported on stderr, and the rest runs; None: a line to leave out.
+        others: replicas of the engine, on their own devices. One thread steps all engines in turn: an engine launches a
+            step before it reads the result of the previous one, so all devices have work.
         write: called once for each line, in input order; None: the line has no result.
-        total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
-        describe: what is written of a line that is done; None counts as failed.
+        total: number of lines, for the progress bar; None: the length of `lines`, if it has one.
+        describe: the result of a completed line; None counts as failed.
     """
     source = enumerate(lines)
-    results: dict[int, dict[str, Any] | None] = {}  # by line, those that wait for earlier ones; None: not to be written
-    waiting: dict[Sequence, tuple[int, Line, int]] = {}  # the last is the engine's number
+    results: dict[int, dict[str, Any] | None] = {}  # line -> result that follows an unfinished line; None: no result
+    waiting: dict[Sequence, tuple[int, Line, int]] = {}  # the index of the line, the line, the index of the engine
     count: Counter[str] = Counter()
     engines = [engine, *others]
     loads = [0] * len(engines)  # requests that wait or run
@@ -231,7 +229,7 @@ def run(
         while any(each.unfinished for each in engines):
             for sequence in itertools.chain.from_iterable(each.step() for each in engines if each.unfinished):
                 for tree in sequence.output.trees[shown[sequence] :]:
-                    name = repr(str(waiting[sequence][1].id))[1:-1]  # it may hold what a terminal would obey
+                    name = repr(str(waiting[sequence][1].id))[1:-1]  # it may hold control characters
                     tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
                 shown[sequence] = len(sequence.output.trees)
                 if sequence.status is not Status.FINISHED:
@@ -281,7 +279,7 @@ DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
 TABLES = ("model", "engine", "speculative")
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling fields whose defaults are in the model's generation_config.json."""
+"""Sampling fields whose defaults come from the model's generation_config.json."""
 SAMPLING = (*MODEL_DEFAULTS, "frequency_penalty", "presence_penalty", "max_new_tokens", "min_new_tokens", "seed")
 """Fields of `SamplingParams` that are flags."""
 
@@ -297,23 +295,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         required=True,
         metavar="FILE",
-        help="JSONL with prompt, messages or input_ids, also gzipped, or a folder of such; - = stdin",
+        help="JSONL with prompt, messages or input_ids, plain or gzipped, or a folder of such files; - = stdin",
     )
     add("--output", required=True, metavar="FILE", help="JSONL with the completions")
     add(
         "--dp", "--data-parallel-size", "--dp-size", type=int, default=1, metavar="N",
-        help="replicas of the engine in this process, each on --tp devices of its own, that share the lines",
+        help="replicas of the engine in this process, each on its own --tp devices, that share the lines",
     )  # fmt: skip
     add("--no-progress", action="store_true", help="no progress bars")
     add("--show-trees", action="store_true", help="print each step's draft tree: proposed, drawn and accepted tokens")
     add(
         "--time-phases",
         action="store_true",
-        help="add the times of drafting, verifying and committing to the last line; slower, as each is waited for",
+        help="add the times of drafting, verifying and committing to the last line; slower, since phases cannot overlap",
     )
     settings.add_flags(parser, DEFAULTS, TABLES)
     add = parser.add_argument_group(
-        "sampling", "a line of the input may hold its own values, by the same names"
+        "sampling", "a line of the input may override these values, with the same names"
     ).add_argument
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
     for name in SAMPLING:
@@ -331,7 +329,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say; those that are not given and whose default is the model's are left out."""
+    """The sampling flags, without flags that are not given and default to the model's value."""
     names = (*SAMPLING, "stop", "stop_token_ids", "ignore_eos")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
@@ -347,7 +345,7 @@ def check_output(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
-    chosen = replace(chosen, server=replace(chosen.server, data_parallel_size=args.dp))  # a server's is not ours
+    chosen = replace(chosen, server=replace(chosen.server, data_parallel_size=args.dp))  # not the file's [server]
     progress = not args.no_progress
 
     def work() -> dict[str, Any]:
@@ -359,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--time-phases is for one engine, without --data-parallel-size {args.dp}")
         lines = read_input(args.input)
         check_output(args)
-        if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
+        if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
         build.claim_gpu(chosen)
         config = {"trace": args.show_trees, "time_phases": args.time_phases}
@@ -367,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
         if progress:
             print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
         requests = parse_lines(lines, args.input, {**engine.sampling_defaults, **given})
-        # Opened only now: a run that cannot start keeps the old file.
+        # Opened last, so that a run that cannot start keeps the old file.
         with Path(args.output).open("w", encoding="utf-8") as file:
             return run(engine, list(requests), line_writer(file), others=others, progress=progress)
 
@@ -376,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_as_program(argv: list[str] | None = None) -> NoReturn:
-    """`main`, and the end of the process. A closed pipe (`| head`) is the reader's choice, not an error to trace."""
+    """Runs `main` and ends the process. A closed pipe (`| head`) prints no traceback."""
     try:
         status = main(argv)
         sys.stdout.flush()
