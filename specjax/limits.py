@@ -137,6 +137,12 @@ def range_of(owner: Any, name: str) -> Range:
     return setting_of(owner, name).range
 
 
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The strings of a Literal, or of a union with one; empty for other annotations."""
+    kinds = (annotation, *get_args(annotation))
+    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+
 def documented(kind: type[T]) -> type[T]:
     """Adds help and range of the dataclass's fields to its docstring, before the section of errors."""
     text, raises, errors = cleandoc(kind.__doc__ or "").partition("\n\nRaises:\n")
@@ -161,10 +167,9 @@ def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) ->
     """Checks a value, or each item of a tuple of strings. `annotation` is int, float (an int will do), str, bool,
     tuple, a Literal of strings, or a union of these and None. Raises TypeError if the value has another type, and
     ValueError if it is out of range. Both messages complete "must be": `an integer from 1 to 9`."""
-    limits, choices = declared.range, declared.choices
+    limits, choices = declared.range, declared.choices or choices_of(annotation)
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
-    if literals := [kind for kind in kinds if get_origin(kind) is Literal]:
-        kinds, choices = tuple(str if kind in literals else kind for kind in kinds), get_args(literals[0])
+    kinds = tuple(str if get_origin(kind) is Literal else kind for kind in kinds)
     if value is None and NoneType in kinds:
         return
     words = f"one of {', '.join(choices)}" if choices else " or ".join(KINDS[k] for k in kinds if k is not NoneType)

@@ -38,14 +38,14 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 class SettingsError(ValueError):
-    """A value that cannot be used, or a file that cannot be read. Says where it was set and what would work."""
+    """A wrong value or an unreadable file. The message says where the value was set and which values are allowed."""
 
 
 S = TypeVar("S")
 
 
 def place_of(settings: Any, name: str) -> str:
-    """Where the value of a field was set, as an error names it: a flag, or a file and its key."""
+    """The flag, or the file and key, that set a field; by default the flag that would set it."""
     return vars(settings).get("_places", {}).get(name, f"--{dashed(name)}")
 
 
@@ -103,9 +103,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts only flags written in full; an error is one sentence on stderr, with the nearest flag to an unknown one.
+    """Accepts only flags written in full. Errors are one sentence on stderr, with the nearest flag to an unknown flag.
 
-    argparse accepts any prefix of a flag, so that a typing error would work until another flag is added.
+    argparse accepts any prefix of a flag, so a typing error would work until another flag is added.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -193,38 +193,38 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults:
 
 
 def read(args: argparse.Namespace, defaults: Any) -> Any:
-    """The settings of a command line that `add_flags`' parser has parsed. Raises SettingsError if a value is wrong, in
-    a flag or in the file."""
+    """The settings of a parsed command line. Raises SettingsError if a value of a flag or of the file is wrong."""
     entries = _entries(defaults)
     path = getattr(args, "config", None)
-    found = {} if path is None else _placed(_document(path, f"--config {path}"), f"--config {path}", defaults)
+    values = {} if path is None else _placed(_document(path, f"--config {path}"), f"--config {path}", defaults)
     for entry in entries.values():
         if entry.name in vars(args):
             flag = f"--{dashed(entry.name)}"
-            found[entry.name] = (flag, _checked(entry, flag, getattr(args, entry.name)))
-    return _filled(defaults, found)
+            values[entry.name] = (flag, _checked(entry, flag, getattr(args, entry.name)))
+    return _filled(defaults, values)
 
 
 def from_mapping(values: Mapping[str, Any], defaults: S, where: str) -> S:
-    """The settings of a mapping with the keys and values of a file. Raises SettingsError, which names `where`."""
+    """The settings of a mapping with the keys and values of a file. Errors name `where`. Raises SettingsError."""
     return _filled(defaults, _placed(values, where, defaults))
 
 
-def _filled(defaults: Any, found: Mapping[str, tuple[str, Any]]) -> Any:
-    """The defaults, but for the values that were found; see `_placed`."""
+def _filled(defaults: Any, values: Mapping[str, tuple[str, Any]]) -> Any:
+    """The defaults with the values that `_placed` returns."""
     groups = {}
     for table in [table.name for table in fields(defaults)]:
         group = getattr(defaults, table)
-        groups[table] = replace(group, **{f.name: found[f.name][1] for f in fields(group) if f.name in found})
+        groups[table] = replace(group, **{f.name: values[f.name][1] for f in fields(group) if f.name in values})
     settings = replace(defaults, **groups)
-    vars(settings)["_places"] = {name: place for name, (place, _) in found.items()}  # no field: the values are equal
+    # Not a field: settings with equal values are equal.
+    vars(settings)["_places"] = {name: place for name, (place, _) in values.items()}
     return settings
 
 
 def _checked(entry: _Entry, where: str, given: Any) -> Any:
-    """The value to keep of a given one; `where` is the flag, or the file and the key.
+    """The value as the field stores it; `where` is the flag, or the file and the key.
 
-    TOML's types are strict: `true` is no integer, `"5"` is none either, and 5.0 neither. 5 is a float.
+    TOML's types are strict: `true`, `"5"` and 5.0 are not integers; 5 is a float.
     """
     note, kind = entry.setting, entry.kind
     value: Any = given
@@ -252,9 +252,9 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
 
 
 def _placed(document: Mapping[str, Any], file: str, defaults: Any) -> dict[str, tuple[str, Any]]:
-    """Field to the place that sets it and the value. `file`: the document's name in errors."""
+    """Maps fields to the place that sets them and the value. `file`: the document's name in errors."""
     entries, tables = _entries(defaults), [table.name for table in fields(defaults)]
-    found: dict[str, tuple[str, Any]] = {}
+    values: dict[str, tuple[str, Any]] = {}
     for table, key, value in _items(document, file, entries, tables):
         place = f"[{table}] {_escaped(key)}" if table else _escaped(key)
         entry = entries.get(dashed(key))
@@ -262,10 +262,10 @@ def _placed(document: Mapping[str, Any], file: str, defaults: Any) -> dict[str, 
             raise SettingsError(f"{file}: unknown key {place}; {_advice(table, key, entries)}")
         if table not in (None, entry.table):
             raise SettingsError(f"{file}: {place} belongs in [{entry.table}]")
-        if entry.name in found:
-            raise SettingsError(f"{found[entry.name][0]} and {place} are the same setting, --{dashed(entry.name)}")
-        found[entry.name] = (f"{file}: {place}", _checked(entry, f"{file}: {place}", value))
-    return found
+        if entry.name in values:
+            raise SettingsError(f"{values[entry.name][0]} and {place} are the same setting, --{dashed(entry.name)}")
+        values[entry.name] = (f"{file}: {place}", _checked(entry, f"{file}: {place}", value))
+    return values
 
 
 def _document(path: str, file: str) -> dict[str, Any]:
@@ -276,14 +276,14 @@ def _document(path: str, file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise SettingsError(f"{file} is not UTF-8: byte {error.object[error.start]:#04x} in line {line}") from None
-    except (ValueError, RecursionError) as error:  # also what int() refuses, and brackets in thousands
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise SettingsError(f"{file} is not TOML: {error}") from None
 
 
 def _items(
     document: Mapping[str, Any], file: str, entries: Mapping[str, _Entry], tables: Sequence[str]
 ) -> Iterable[tuple[str | None, str, Any]]:
-    """(table, key, value) of all keys; None: at the top. `model` is a table or a key, as its value says."""
+    """(table, key, value) of all keys; table None: at the top level. `model` may be a table or a key."""
     for key, value in document.items():
         if isinstance(value, dict) and key in tables:
             yield from ((key, inner, each) for inner, each in value.items())

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from functools import partial
+from typing import Any, get_args, get_type_hints
 
 from specjax_kernels import IMPLEMENTATIONS
 
@@ -18,8 +19,7 @@ from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto
 from specjax.drafters.table import algorithm, algorithms
 from specjax.engine import EngineConfig
-from specjax.engine.scheduler import Policy
-from specjax.limits import ANY, ParameterError, setting_of
+from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.settings import place_of, setting
 from specjax.thresholds import AcceptAbove
@@ -35,24 +35,26 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 """SGLang's names of parsers for models that think between `<think>` and `</think>`."""
 
 
-def _engine(name: str, help: str = "", **more: Any) -> Any:
-    """A setting with the default, the range and by default the help of a field of `EngineConfig`."""
-    option = setting_of(EngineConfig, name)
-    return setting(getattr(EngineConfig, name), help or option.help, range=option.range, sets=name, **more)
+def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:
+    """A setting with the default, help, range and choices of a library option. `more`: fields of `Setting`."""
+    option = setting_of(owner, name)
+    declared = {"sets": name, "range": option.range, "choices": choices_of(get_type_hints(owner)[name])}
+    return setting(getattr(owner, name), help or option.help, **{**declared, **more})
+
+
+_engine = partial(_option, EngineConfig)
 
 
 def _draft(name: str, help: str = "", **more: Any) -> Any:
-    """A setting of an option of drafters. Its range depends on the algorithm, which checks it."""
+    """An option of drafters. Its range depends on the algorithm, which checks it."""
     owners = {key: options for key, options in DRAFTERS.items() if name in options.names()}
-    first = next(iter(owners.values()))
-    help = help or f"{', '.join(owners)}: {setting_of(first, name).help}"
-    return setting(getattr(first, name), help, range=ANY, sets=name, **more)
+    owner = next(iter(owners.values()))
+    return _option(owner, name, help or f"{', '.join(owners)}: {setting_of(owner, name).help}", range=ANY, **more)
 
 
 def _threshold(name: str) -> Any:
-    option = setting_of(AcceptAbove, name)
-    text = f"{option.help}; below 1 changes the text of requests that sample, and needs --allow-lossy-speculation"
-    return setting(getattr(AcceptAbove, name), text, range=option.range)
+    more = "below 1 changes the text of requests that sample, and needs --allow-lossy-speculation"
+    return _option(AcceptAbove, name, f"{setting_of(AcceptAbove, name).help}; {more}", sets="")
 
 
 def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
@@ -101,7 +103,7 @@ class EngineSettings:
     page_size: int = _engine("page_size")
     chunked_prefill_size: int | None = _engine("chunked_prefill_size")
     max_prefill_tokens: int | None = _engine("max_prefill_tokens")
-    schedule_policy: str = _engine("schedule_policy", choices=get_args(Policy), parse=str.lower)
+    schedule_policy: str = _engine("schedule_policy", parse=str.lower)
     disable_radix_cache: bool = setting(False, "no prefix cache: compute every prompt in full")
     mem_fraction_static: float = _engine("mem_fraction", names=("--mem-fraction",))
     base_gpu_id: int = setting(
@@ -165,12 +167,10 @@ class SpeculativeSettings:
         "nor the steps nor the top-k is given, large batches have smaller trees on a GPU, and batches so large that "
         "drafting would slow them do not draft",
     )
-    speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
+    speculative_draft_vocabulary: str = _draft("vocabulary", parse=str.lower)
     speculative_draft_context_length: int | None = _draft("positions")
-    speculative_draft_quantization: str | None = _draft(
-        "quantization", choices=("int8", "fp8", "none"), parse=str.lower
-    )
-    speculative_coupling: str = _draft("coupling", choices=("noise", "none"), parse=str.lower)
+    speculative_draft_quantization: str | None = _draft("quantization", parse=str.lower)
+    speculative_coupling: str = _draft("coupling", parse=str.lower)
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")
     speculative_ngram_max_match_window_size: int = _draft("max_match")
@@ -184,7 +184,7 @@ class SpeculativeSettings:
         "isolate_ngrams",
         "NGRAM: a request drafts from the text of others, which its timing could reveal, only with the same cache_salt",
     )
-    speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
+    speculative_ngram_match_type: str = _draft("match_type", parse=str.upper)
     speculative_adaptive: bool | None = setting(
         None,
         "draft only where that is measured to be faster, with the fastest tree; off = in every step, except in batches "

@@ -307,7 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--time-phases",
         action="store_true",
-        help="add the times of drafting, verifying and committing to the last line; slower, since phases cannot overlap",
+        help="add the times of drafting, verifying and committing to the last line; slower: phases cannot overlap",
     )
     settings.add_flags(parser, DEFAULTS, TABLES)
     add = parser.add_argument_group(
