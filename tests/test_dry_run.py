@@ -117,6 +117,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said, kind, size, besi
     norms = 2 * 4 * 4096  # of the embedding, the feature, the MLP and the end
     assert document["reads"]["level"] == size * (layer + 32000 * 4096) + beside * outputs + norms
     assert document["reads"]["once"] == size * 3 * 4096 * 4096 + beside * 4096
+    assert ("weights in int8" in document["speculation"]["head"]) == (size == 1)
     assert memory["limit"] == int(0.95 * 141e9), "a tenth beyond what weights and pool may have"
     room = int(141e9 * 0.85) - memory["weights"] - memory["draft_weights"]
     token, draft_token = 32 * 2 * 8 * 128 * 2, 2 * 8 * 128 * 2
@@ -325,7 +326,7 @@ def test_a_gguf_is_described_without_conversion(tmp_path, monkeypatch):
         ("70b --assume-device H200", {"--assume-devices"}),
         (
             "8b --assume-device L40S --context-length 131072 --mem-fraction 0.68",
-            {"--max-total-tokens", "--context-length", "--mem-fraction-static"},
+            {"--context-length", "--mem-fraction-static"},
         ),
         (
             f"{SHARE_VARIABLES[0]}=0.75 8b --assume-device H200 --max-total-tokens 850000",
@@ -358,11 +359,10 @@ def test_each_proposed_change_fits(configs, said, monkeypatch, argv, expected):
             assert said("--model", configs / name, *argv).status == 0, change
 
 
-def test_the_largest_pool_that_fits_is_the_one_that_is_named(configs, said):
-    argv = ("--model", configs / "8b", "--assume-device", "RTX4090", "--max-total-tokens", 100_000)
-    tokens = int(said(*argv).document["changes"][0].removeprefix("--max-total-tokens "))
-    assert said(*argv, "--max-total-tokens", tokens).status == 0
-    assert said(*argv, "--max-total-tokens", tokens + 16).status == 1
+def test_the_proposed_pool_is_the_default(configs, said):
+    argv = ("--model", configs / "8b", "--assume-device", "RTX4090")
+    tokens = said(*argv).document["pool_tokens"]
+    assert f"--max-total-tokens {tokens}" in said(*argv, "--max-total-tokens", 100_000).document["changes"]
 
 
 # Flags.

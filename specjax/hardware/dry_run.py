@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import islice
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -35,6 +33,7 @@ from specjax.drafters.options import ModelOptions
 from specjax.engine.buckets import BATCHES
 from specjax.engine.config import EngineConfig, Layout, context_length
 from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.engine.notes import speculation_table
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
@@ -49,7 +48,6 @@ from specjax.settings import Parser, dashed
 from specjax.state import init_state
 
 CONTEXT = 1024  # cached tokens of each request, in the bounds of speed
-MIN_POOL = 1024  # tokens of the smallest pool that is proposed
 HIGH_FRACTION = 0.9  # share of a GPU's memory for weights and pool that is proposed
 MAX_DEVICES = 64  # that are proposed
 
@@ -267,8 +265,7 @@ def make_plan(case: Case) -> dict[str, Any]:
         problems.append(f"{total / 1e9:.2f} GB are needed and there are {case.limit / 1e9:.2f} GB")
     if not problems and config.context_length and tokens < context:
         problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
-    bounds = partial(_bounds, case, reads, min(CONTEXT, context), pages, draft_pages)
-    return {
+    plan: dict[str, Any] = {
         "dtype": target.config.dtype,
         "headers": model.headers,
         "device": case.device._asdict(),
@@ -285,9 +282,11 @@ def make_plan(case: Case) -> dict[str, Any]:
         "context_length": context,
         "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
         "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
+        "speculation": speculation_table(drafter, buckets),
         "reads": reads,
-        "speeds": [bounds(batch, buckets.tree_widths(batch)[-1]) for batch in buckets.batches],
     }
+    plan["speeds"] = [_bounds(case, plan, batch, buckets.tree_widths(batch)[-1]) for batch in buckets.batches]
+    return plan
 
 
 def _split_problems(case: Case) -> Iterator[str]:
@@ -339,21 +338,19 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
     }
 
 
-def _bounds(
-    case: Case, reads: dict[str, int], context: int, pages: int, draft_pages: int, batch: int, nodes: int
-) -> dict[str, float]:
+def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, float]:
     """Least seconds of a batch's plain step, of its draft, and of the forward that verifies trees of `nodes` nodes;
     and the accept length from which drafting is faster."""
-    device, drafter = case.device, case.outline.drafter
-    speed = device.speed(case.outline.target.config.dtype)
+    device, reads, context = case.device, plan["reads"], batch * min(CONTEXT, plan["context_length"])
 
     def forward(tokens: int) -> float:
-        read = reads["forward"] + batch * context * pages
-        return max(read / device.bandwidth, 2 * reads["products"] * tokens / speed)
+        read = reads["forward"] + context * plan["token_bytes"]
+        return max(read / device.bandwidth, 2 * reads["products"] * tokens / device.speed(plan["dtype"]))
 
     read = 0
     if nodes > 1 and reads["draft_weights"]:
-        read = drafter.within(nodes).depth * (reads["level"] + batch * context * draft_pages) + reads["once"]
+        depth = case.outline.drafter.within(nodes).depth
+        read = depth * (reads["level"] + context * plan["draft_token_bytes"]) + reads["once"]
     plain, draft, verify = forward(batch), read / device.bandwidth, forward(batch * nodes)
     return {
         "batch": batch, "nodes": nodes, "plain": plain, "draft": draft, "verify": verify,
@@ -379,54 +376,42 @@ def _nbytes(tree: Any) -> int:
 def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[str]:
     """Single flags or environment variables with which the model fits. `described`: an outline with this dtype, with
     the drafter or without."""
-    config, page, outline = case.config, case.config.page_size, case.outline
+    config, dtype, drafts = case.config, case.outline.target.config.dtype, case.outline.drafter.width > 1
+    room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
 
-    def fits(changed: Case) -> bool:
-        return bool(make_plan(changed)["fits"])
+    def settings(field: str, values: Iterable[float]) -> Iterator[tuple[float, Case]]:
+        return ((value, case._replace(config=replace(config, **{field: value}))) for value in values)
 
-    longest = config.context_length or outline.target.config.max_positions
-    smallest = -(-(config.context_length or min(MIN_POOL, longest)) // page) * page
-    numbers: dict[str, Sequence[int]] = {
-        "max_total_tokens": range(smallest, config.max_running_requests * longest + 1, page),
-        "context_length": range(page, config.context_length or 0, page),
-        "max_running_requests": [size for size in BATCHES[case.platform] if size < config.max_running_requests],
-    }
-    for name, values in numbers.items():
-
-        def too_large(value: int, name: str = name) -> bool:
-            return not fits(case._replace(config=replace(config, **{name: value})))
-
-        if count := bisect_left(values, True, key=too_large):
-            yield f"--{dashed(name)} {values[count - 1]}"
-
-    def switches() -> Iterator[tuple[str, Case]]:
-        dtype, drafts = outline.target.config.dtype, outline.drafter.width > 1
-        if dtype == "float32":
-            yield "--dtype bfloat16", case._replace(outline=described("bfloat16", drafts))
-        if drafts:
-            yield "--speculative-algorithm NONE", case._replace(outline=described(dtype, False))
-        if config.mem_fraction < HIGH_FRACTION:
-            larger = replace(config, mem_fraction=HIGH_FRACTION)
-            yield f"--mem-fraction-static {HIGH_FRACTION}", case._replace(config=larger)
-        if case.share is not None:
-            yield f"unset {' and '.join(SHARE_VARIABLES)}", case._replace(share=None)
-
-    yield from (flag for flag, changed in switches() if fits(changed))
-    more = (count for count in range(case.devices + 1, MAX_DEVICES + 1) if fits(case._replace(devices=count)))
-    yield from (f"--assume-devices {count}" for count in islice(more, 1))
+    batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    larger = (device.name for device in devices if fits(case._replace(device=device)))
-    yield from (f"--assume-device {name}" for name in islice(larger, 1))
+    more = (case._replace(devices=count) for count in range(case.devices + 1, MAX_DEVICES + 1))
+    candidates: dict[str, Iterable[tuple[object, Case]]] = {
+        "--max-total-tokens": settings("max_total_tokens", [room] if config.max_total_tokens and room else []),
+        "--context-length": settings("context_length", [room] if config.context_length and room else []),
+        "--max-running-requests": settings("max_running_requests", batches),
+        "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
+        "--assume-devices": ((changed.devices, changed) for changed in more if not any(_split_problems(changed))),
+        "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
+    }
+    if dtype == "float32":
+        candidates["--dtype"] = [("bfloat16", case._replace(outline=described("bfloat16", drafts)))]
+    if drafts:
+        candidates["--speculative-algorithm"] = [("NONE", case._replace(outline=described(dtype, False)))]
+    if case.share is not None:
+        candidates["unset"] = [(" and ".join(SHARE_VARIABLES), case._replace(share=None))]
+    for flag, cases in candidates.items():
+        if fitting := next((value for value, changed in cases if make_plan(changed)["fits"]), None):
+            yield f"{flag} {fitting}"
 
 
 def report(plan: dict[str, Any]) -> str:
     """The plan as text; the last line is the verdict."""
-    device, drafter, memory = plan["device"], plan["drafter"], plan["memory"]
+    device, memory = plan["device"], plan["memory"]
     lines = [
         f"model     {plan['model']}",
         f"          {plan['dtype']}, {plan['context_length']} tokens of context; from "
         f"{'tensor headers' if plan['headers'] else 'config.json alone'}",
-        f"drafter   {drafter['name']}, {drafter['levels']} levels, {drafter['nodes']} nodes",
+        *(f"{name:9} {text}" for name, text in plan["speculation"].items()),
         f"devices   {plan['devices']} for each of {plan['replicas']} replicas; the figures are of one device",
         f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s",
         f"          {device['note']}",
