@@ -48,7 +48,7 @@ LLAMA_70B = LLAMA_8B | {
 EAGLE3 = LLAMA_8B | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
 
 
-class Said(NamedTuple):
+class Output(NamedTuple):
     status: int
     text: str
     document: dict[str, Any]
@@ -56,7 +56,7 @@ class Said(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """The command's own handler would take the place of pytest's; and nothing may listen, or be loaded."""
+    """Keeps pytest's log handler, and fails if the command listens or loads a model."""
 
     def refuse(*_: Any, **options: Any) -> Any:
         raise AssertionError("a dry run must not")
@@ -70,7 +70,7 @@ def quiet(monkeypatch):
 
 @pytest.fixture
 def configs(tmp_path):
-    """Folders with a config.json and nothing else."""
+    """Folders that hold only a config.json."""
     for name, config in (("8b", LLAMA_8B), ("70b", LLAMA_70B), ("eagle3", EAGLE3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -78,17 +78,17 @@ def configs(tmp_path):
 
 
 @pytest.fixture
-def said(capsys):
-    def call(*argv: Any) -> Said:
+def dry_run(capsys):
+    def call(*argv: Any) -> Output:
         given = ["--dry-run", *map(str, argv)]
         status = command.main(given)
         text = capsys.readouterr().out
         assert command.main([*given, "--json"]) == status
-        document = json.loads(capsys.readouterr().out)  # stdout is the document and nothing else
+        document = json.loads(capsys.readouterr().out)  # stdout holds only the document
         verdict = text.splitlines()[-1]
         assert verdict.startswith("fits: ") if document["fits"] else verdict == "does not fit"
         assert "{" not in text and document["fits"] == (status == 0)
-        return Said(status, text, document)
+        return Output(status, text, document)
 
     return call
 
@@ -97,19 +97,19 @@ def head_flags(configs) -> tuple[Any, ...]:
     return "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", configs / "eagle3"
 
 
-# Figures worked out by hand.
+# Figures computed by hand.
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "beside", "break_even"), [("none", 2, 0, 1.355), ("int8", 1, 4, 1.178), (None, 1, 4, 1.178)]
 )
-def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said, kind, size, beside, break_even):
+def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, beside, break_even):
     """A draft weight takes `size` bytes, an output of a matrix `beside`; int8 is the default on a GPU."""
     tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1, "--speculative-adaptive"
     tree += ("--speculative-draft-quantization", kind) if kind else ()
-    found = said("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
-    document, memory = found.document, found.document["memory"]
-    assert found.status == 0 and document["fits"] and document["dtype"] == "bfloat16" and not document["headers"]
+    output = dry_run("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
+    document, memory = output.document, output.document["memory"]
+    assert output.status == 0 and document["fits"] and document["dtype"] == "bfloat16" and not document["headers"]
     assert memory["weights"] == 2 * 8_030_261_248
     assert document["reads"]["forward"] == memory["weights"] - 2 * 128256 * 4096, "an embedding is read by rows"
     layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
@@ -133,13 +133,13 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said, kind, size, besi
     many = document["speeds"][-1]
     assert (many["batch"], many["nodes"]) == (48, 8)
     assert many["verify"] == pytest.approx(2 * document["reads"]["products"] * 48 * 8 / 989e12)
-    assert "accept to break even" in found.text
-    assert re.search(r"^fits: \d+\.\d\d GB are left$", found.text, re.MULTILINE)
+    assert "accept to break even" in output.text
+    assert re.search(r"^fits: \d+\.\d\d GB are left$", output.text, re.MULTILINE)
 
 
-def test_a_path_to_a_config_is_a_folder_with_it(configs, said):
+def test_path_of_a_config(configs, dry_run):
     folder, file = (
-        said("--model", path, "--assume-device", "A100").document
+        dry_run("--model", path, "--assume-device", "A100").document
         for path in (configs / "8b", configs / "8b" / "config.json")
     )
     assert folder | {"model": ""} == file | {"model": ""}
@@ -150,7 +150,7 @@ def test_a_path_to_a_config_is_a_folder_with_it(configs, said):
         checkpoint.resolve(str(configs / "8b" / "config.json"))
 
 
-def test_a_tied_embedding_is_read_whole(configs):
+def test_tied_embedding_is_read_whole(configs):
     config = LLAMA_8B | {"tie_word_embeddings": True, "num_hidden_layers": 2}
     (configs / "8b" / "config.json").write_text(json.dumps(config))
     reads = planned(outline(str(configs / "8b"), draft=NoDraft(), platform="gpu"))["reads"]
@@ -161,7 +161,7 @@ def planned(described: Any, devices: int = 1) -> dict[str, Any]:
     return make_plan(Case(described, EngineConfig(), DEVICES["H200"], "gpu", devices))
 
 
-def test_several_devices_split_what_the_logical_axes_allow(configs):
+def test_several_devices(configs):
     described = outline(str(configs / "8b"), draft=Eagle3(str(configs / "eagle3")), platform="gpu")
     one, two, many = (planned(described, devices=devices) for devices in (1, 2, 16))
     norms, weights = 2 * 4096 * (2 * 32 + 1), one["memory"]["weights"]
@@ -176,17 +176,17 @@ def test_several_devices_split_what_the_logical_axes_allow(configs):
     assert many["token_bytes"] == one["token_bytes"] // 8
 
 
-def test_devices_that_cannot_share_the_heads(configs, said):
+def test_devices_that_cannot_split_the_heads(configs, dry_run):
     """The server refuses three devices; the dry run proposes the fewest that are enough."""
     given = "--model", configs / "70b", "--assume-device", "H100", "--assume-devices"
-    found = said(*given, 3)
+    output = dry_run(*given, 3)
     reason = "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly"
-    assert found.status == 1 and reason in found.document["problems"]
-    assert [change for change in found.document["changes"] if "devices" in change] == ["--assume-devices 4"]
-    assert said(*given, 4).status == 0
+    assert output.status == 1 and reason in output.document["problems"]
+    assert [change for change in output.document["changes"] if "devices" in change] == ["--assume-devices 4"]
+    assert dry_run(*given, 4).status == 0
 
 
-def test_experts_over_groups_of_devices(configs, said):
+def test_expert_parallel(configs, dry_run):
     """The experts' width, 712, is not divisible by 32: each of 32 devices has all experts, or one group's experts."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 1024,
@@ -198,21 +198,23 @@ def test_experts_over_groups_of_devices(configs, said):
     (configs / "mixture").mkdir()
     (configs / "mixture" / "config.json").write_text(json.dumps(config))
     given = "--model", configs / "mixture", "--assume-device", "H200", "--tp", 32
-    whole, spread = said(*given), said(*given, "--ep", 32)
+    whole, spread = dry_run(*given), dry_run(*given, "--ep", 32)
     experts = 2 * 4 * 64 * 3 * 1024 * 712
     assert whole.document["memory"]["weights"] - spread.document["memory"]["weights"] == experts - experts // 32
     assert spread.document["expert_parallel"] == 32
-    (reason,) = said(*given, "--ep", 2).document["problems"]
+    (reason,) = dry_run(*given, "--ep", 2).document["problems"]
     assert reason.startswith("--expert-parallel-size 2 cannot spread the 64 experts of the model, each 712 wide")
     assert reason.endswith("over 32 devices; these can: 1, 4, 8, 16, 32"), reason
-    (reason,) = said("--model", configs / "70b", "--tp", 8, "--ep", 8, "--assume-device", "H100").document["problems"]
+    (reason,) = dry_run("--model", configs / "70b", "--tp", 8, "--ep", 8, "--assume-device", "H100").document[
+        "problems"
+    ]
     assert reason.startswith("--expert-parallel-size 8 spreads the experts of a mixture over devices, and the model")
 
 
-def test_replicas_have_the_figures_of_one(configs, said, monkeypatch):
-    """On GPUs each has a device of its own; on a CPU all share the machine's memory."""
+def test_replicas(configs, dry_run, monkeypatch):
+    """GPU replicas have their own devices; CPU replicas share the machine's memory."""
     given = "--model", configs / "8b", "--assume-device", "H200"
-    one, two = said(*given), said(*given, "--dp", 2, "--assume-devices", 2)
+    one, two = dry_run(*given), dry_run(*given, "--dp", 2, "--assume-devices", 2)
     assert two.document["replicas"] == 2 and one.document["replicas"] == 1
     assert two.document["memory"]["limit"] == one.document["memory"]["limit"]
     assert "2 for each of 2 replicas" in two.text
@@ -236,7 +238,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["NONE", "NGRAM", "EAGLE3"])
-def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
+def test_memory_equals_the_engines(tiny, monkeypatch, name):
     draft = {"NONE": NoDraft(), "NGRAM": Ngram(capacity=4096), "EAGLE3": Eagle3(str(tiny / "head"))}[name]
     config = EngineConfig(max_running_requests=3, page_size=4)
     engine = Engine.from_pretrained(str(tiny / "model"), draft=draft, config=config, compilation_cache=False)
@@ -263,15 +265,15 @@ def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
 
 
 @pytest.mark.parametrize("kind", ["step", "prefill"])
-def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
-    """Of a step of 32 nodes, whose logits take most; and of 256 tokens of a prompt, whose activations do."""
+def test_temporaries_against_xla(tmp_path, kind):
+    """A step of 32 nodes needs most memory for logits, a prompt's chunk of 256 tokens for activations."""
     sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
     described = outline(str(tmp_path), draft=Ngram(nodes=8, capacity=4096))
     parts, config = (described.target, described.drafter), EngineConfig(max_running_requests=4)
     pool, buckets = Layout.of(config, 1024, 1024, "cpu", described.drafter)
-    # The other kind of program is made too small to count.
+    # The other kind of program is too small to matter.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
     buckets = replace(buckets, several=None, **few)
     tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
@@ -288,7 +290,7 @@ def nbytes(tree: Any) -> int:
 
 
 @pytest.mark.parametrize("options", [Eagle, Eagle3, Mtp])
-def test_a_head_is_described_by_its_config_as_by_its_tensors(tiny, tmp_path, options):
+def test_head_described_by_config_or_tensors(tiny, tmp_path, options):
     kind, target = options.kind, outline(str(tiny / "model"), draft=NoDraft()).target.config
     sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8}
     published = {"hidden_size": 32, "head_dim": 8}  # without biases that config.json does not mention
@@ -301,7 +303,7 @@ def test_a_head_is_described_by_its_config_as_by_its_tensors(tiny, tmp_path, opt
     assert by_tensors == loaded == checkpoint.describe_head(str(tmp_path), target, kind=kind)
 
 
-def test_a_gguf_is_described_without_conversion(tmp_path, monkeypatch):
+def test_gguf_described_without_conversion(tmp_path, monkeypatch):
     tensors = save_llama(tmp_path / "model")
     write_gguf(tmp_path / "it.gguf", tensors)
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
@@ -317,7 +319,7 @@ def test_a_gguf_is_described_without_conversion(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        # A pool of 131,072 B a token, of which none fits into the share.
+        # The pool needs 131,072 bytes a token, and the share has no room for one.
         (
             f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090",
             {"unset", "--assume-devices", "--assume-device"},
@@ -339,14 +341,14 @@ def test_a_gguf_is_described_without_conversion(tmp_path, monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_each_proposed_change_fits(configs, said, monkeypatch, argv, expected):
+def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected):
     *variables, rest = re.split(r"(?<=\d) (?=\d+b )", argv)
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     name, *given = rest.split()
-    found = said("--model", configs / name, *given)
-    assert found.status == 1 and found.document["problems"] and "does not fit" in found.text
-    changes = found.document["changes"]
+    output = dry_run("--model", configs / name, *given)
+    assert output.status == 1 and output.document["problems"] and "does not fit" in output.text
+    changes = output.document["changes"]
     assert expected <= {change.split()[0] for change in changes}, changes
     for change in changes:
         with monkeypatch.context() as patch:
@@ -356,13 +358,13 @@ def test_each_proposed_change_fits(configs, said, monkeypatch, argv, expected):
                     patch.delenv(variable, raising=False)
             else:
                 argv += change.split()
-            assert said("--model", configs / name, *argv).status == 0, change
+            assert dry_run("--model", configs / name, *argv).status == 0, change
 
 
-def test_the_proposed_pool_is_the_default(configs, said):
+def test_the_proposed_pool_is_the_default(configs, dry_run):
     argv = ("--model", configs / "8b", "--assume-device", "RTX4090")
-    tokens = said(*argv).document["pool_tokens"]
-    assert f"--max-total-tokens {tokens}" in said(*argv, "--max-total-tokens", 100_000).document["changes"]
+    tokens = dry_run(*argv).document["pool_tokens"]
+    assert f"--max-total-tokens {tokens}" in dry_run(*argv, "--max-total-tokens", 100_000).document["changes"]
 
 
 # Flags.
@@ -378,7 +380,7 @@ def test_the_proposed_pool_is_the_default(configs, said):
         ("--dry-run --assume-devices 0", "--assume-devices must be an integer of at least 1, got 0"),
     ],
 )
-def test_flags_of_a_dry_run_are_checked_first(capsys, argv, message):
+def test_wrong_flags(capsys, argv, message):
     with pytest.raises(SystemExit) as end:
         command.main(argv.split())
     assert end.value.code == 2 and capsys.readouterr().err.startswith(f"specjax serve: error: {message}")
@@ -395,7 +397,7 @@ def test_flags_of_a_dry_run_are_checked_first(capsys, argv, message):
         ),
     ],
 )
-def test_what_cannot_be_described_ends_with_status_2(configs, capsys, argv, message):
+def test_wrong_settings_give_status_2(configs, capsys, argv, message):
     model = () if "--model" in argv else ("--model", configs / "8b")
     assert command.main([*map(str, ("--dry-run", "--assume-device", "H100", *model, *argv))]) == 2
     printed = capsys.readouterr()
@@ -410,25 +412,25 @@ def test_what_cannot_be_described_ends_with_status_2(configs, capsys, argv, mess
         ("--tokenizer-path", None, "(tokenizer_path, --tokenizer-path) is not a folder"),
     ],
 )
-def test_files_are_refused_as_at_a_start(tiny, tmp_path, capsys, monkeypatch, flag, text, message):
+def test_wrong_files_give_the_engines_error(tiny, tmp_path, capsys, monkeypatch, flag, text, message):
     file = tmp_path / "given"
     if text is not None:
         file.write_text(text)
     argv = ("--model", tiny / "model", flag, file, "--speculative-algorithm", "NONE", "--context-length", 64)
     assert command.main(["--dry-run", *map(str, argv)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("specjax serve: ") and message in said
+    dry_run = capsys.readouterr().err
+    assert dry_run.startswith("specjax serve: ") and message in dry_run
     monkeypatch.setattr("specjax.checkpoint.load_params", lambda *_, **__: pytest.fail("weights were read first"))
     with pytest.raises(CheckpointError) as error:
         Engine.from_pretrained(str(tiny / "model"), **{flag[2:].replace("-", "_"): str(file)})
-    assert said == f"specjax serve: {error.value}\n"
+    assert dry_run == f"specjax serve: {error.value}\n"
 
 
-def test_this_machine_is_measured(tiny, said):
-    found = said("--model", tiny / "model", "--speculative-algorithm", "NONE", "--max-running-requests", 2)
-    device = found.document["device"]
-    assert found.status == 0 and found.document["dtype"] == "float32"
-    assert device["bandwidth"] > 1e8 and device["flops"] > 1e8 and "measured: a copy" in found.text
-    assert found.document["memory"]["limit"] == int(device["memory"] * 0.85)
-    # More than any machine has: 10^9 tokens of 3 layers.
-    assert said("--model", tiny / "model", "--max-total-tokens", 10**10).status == 1
+def test_measured_speed_of_this_machine(tiny, dry_run):
+    output = dry_run("--model", tiny / "model", "--speculative-algorithm", "NONE", "--max-running-requests", 2)
+    device = output.document["device"]
+    assert output.status == 0 and output.document["dtype"] == "float32"
+    assert device["bandwidth"] > 1e8 and device["flops"] > 1e8 and "measured: a copy" in output.text
+    assert output.document["memory"]["limit"] == int(device["memory"] * 0.85)
+    # 10^10 tokens of 3 layers exceed any machine's memory.
+    assert dry_run("--model", tiny / "model", "--max-total-tokens", 10**10).status == 1

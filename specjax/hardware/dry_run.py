@@ -292,7 +292,7 @@ def make_plan(case: Case) -> dict[str, Any]:
 def _split_problems(case: Case) -> Iterator[str]:
     """Why the devices cannot share the heads or experts of the target or the draft."""
     groups = case.config.expert_parallel
-    checks = [partial(check_experts, case.outline.target.config, groups)]
+    checks: list[Callable[[], Any]] = [partial(check_experts, case.outline.target.config, groups)]
     for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
         checks.append(partial(fitted, part.config, case.devices, name, groups))
     for check in checks:
