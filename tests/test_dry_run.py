@@ -418,12 +418,12 @@ def test_wrong_files_give_the_engines_error(tiny, tmp_path, capsys, monkeypatch,
         file.write_text(text)
     argv = ("--model", tiny / "model", flag, file, "--speculative-algorithm", "NONE", "--context-length", 64)
     assert command.main(["--dry-run", *map(str, argv)]) == 2
-    dry_run = capsys.readouterr().err
-    assert dry_run.startswith("specjax serve: ") and message in dry_run
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("specjax serve: ") and message in refusal
     monkeypatch.setattr("specjax.checkpoint.load_params", lambda *_, **__: pytest.fail("weights were read first"))
     with pytest.raises(CheckpointError) as error:
         Engine.from_pretrained(str(tiny / "model"), **{flag[2:].replace("-", "_"): str(file)})
-    assert dry_run == f"specjax serve: {error.value}\n"
+    assert refusal == f"specjax serve: {error.value}\n"
 
 
 def test_measured_speed_of_this_machine(tiny, dry_run):
