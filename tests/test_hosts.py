@@ -263,8 +263,8 @@ ADDRESS = ("--dist-init-addr", "127.0.0.1:5000")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (ADDRESS, "--dist-init-addr 127.0.0.1:5000 is for several processes: give --nnodes"),
-        (("--node-rank", 1), "--node-rank 1 is for several processes: give --nnodes"),
+        (ADDRESS, "--dist-init-addr 127.0.0.1:5000 needs --nnodes of at least 2"),
+        (("--node-rank", 1), "--node-rank 1 needs --nnodes of at least 2"),
         (("--nnodes", 2, "--tp", 2), "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         (("--nnodes", 2, "--tp", 2, "--node-rank", 2, *ADDRESS), "--node-rank 2 must be from 0 to 1, with --nnodes 2"),
         (

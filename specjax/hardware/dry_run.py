@@ -326,7 +326,7 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
             leaves, first = [*leaves_of(mtp_table(replace(config, count=1)))], []
         draft, level = part.bytes(leaves_of(part.table), devices, groups), read_bytes(part, leaves)
         once = level if first is None else read_bytes(part, first)
-        if first is not None and not config.own_head:
+        if not getattr(config, "own_head", True):
             level += read_bytes(target, [leaf for leaf in read if "vocab" in leaf.axes])
     return {
         "weights": target.bytes(leaves_of(target.table), devices, groups),
