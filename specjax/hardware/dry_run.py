@@ -338,7 +338,7 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
     }
 
 
-def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, float]:
+def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, Any]:
     """Least seconds of a batch's plain step, of its draft, and of the forward that verifies trees of `nodes` nodes;
     and the accept length from which drafting is faster."""
     device, reads, context = case.device, plan["reads"], batch * min(CONTEXT, plan["context_length"])
@@ -379,7 +379,7 @@ def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[s
     config, dtype, drafts = case.config, case.outline.target.config.dtype, case.outline.drafter.width > 1
     room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
 
-    def settings(field: str, values: Iterable[float]) -> Iterator[tuple[float, Case]]:
+    def settings(field: str, values: Iterable[Any]) -> Iterator[tuple[object, Case]]:
         return ((value, case._replace(config=replace(config, **{field: value}))) for value in values)
 
     batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
