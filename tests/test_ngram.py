@@ -36,7 +36,7 @@ NONE = Params(None)
         ({"min_match": 13}, "Ngram.min_match must be from 1 to max_match, got 13 and 12"),
         ({"max_match": 65}, "Ngram.max_match"),
         ({"min_breadth": 0}, "Ngram.min_breadth"),
-        ({"min_breadth": 11}, "Ngram.max_breadth"),
+        ({"min_breadth": 11}, "Ngram.min_breadth must be from 1 to max_breadth"),
         ({"max_breadth": 65}, "Ngram.max_breadth"),
         ({"branch_length": 0}, "Ngram.branch_length"),
         ({"branch_length": 65}, "Ngram.branch_length"),
