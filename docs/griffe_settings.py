@@ -8,6 +8,6 @@ import griffe
 
 class SettingHelp(griffe.Extension):
     def on_attribute_instance(self, *, node: Any, attr: griffe.Attribute, **_: Any) -> None:
-        call = getattr(node, "value", None)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "setting":
-            attr.docstring = griffe.Docstring(ast.literal_eval(call.args[1]), parent=attr)
+        match getattr(node, "value", None):
+            case ast.Call(func=ast.Name("setting"), args=[_, ast.Constant(str(text)), *_]):
+                attr.docstring = griffe.Docstring(text, parent=attr)
