@@ -121,8 +121,8 @@ import numpy as np
 
 from specjax import Completion, Eagle3, Engine, EngineConfig, Ngram, SamplingParams
 from specjax.progress import progress_bar
+from specjax.trace import StepTree, render
 from specjax.viz.drawing import draw_steps, draw_tree
-from specjax.viz.trees import StepTree, render
 
 SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
 MODEL = os.environ.get("SPECJAX_NOTEBOOK_MODEL", "smollm2-135m-instruct")  # built in; a folder or a hub id will do, too
@@ -320,7 +320,7 @@ print(f"{len(believed)} nodes in {sum(len(done.trees) for done in eagle.values()
 #
 # ```python
 # from specjax import StepConfig, make_steps
-# from specjax.viz.trees import step_trees
+# from specjax.trace import step_trees
 #
 # steps = make_steps(target, drafter, config=StepConfig(trace=True))
 # state, output = steps.speculate(params, state, inputs)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
     from specjax.thresholds import AcceptAbove
     from specjax.verify import Verdict, Verifier, find_verdict, verify_tree
-    from specjax.viz.trees import StepTree, render, step_trees
+    from specjax.trace import StepTree, render, step_trees
 
 _NAMES = {
     "specjax.cache": "PageSpec PoolShape commit init_cache",
@@ -39,7 +39,7 @@ _NAMES = {
     ),
     "specjax.drafters.check": "DrafterError check_drafter",
     "specjax.engine": "Completion Engine EngineConfig Grammar SamplingParams StreamChunk",
-    "specjax.viz.trees": "StepTree render step_trees",
+    "specjax.trace": "StepTree render step_trees",
     "specjax.models": "make_target",
     "specjax.models.target": "ForwardOutput Target hidden_states",
     "specjax.sampling": "DrawInputs draw",

@@ -110,7 +110,7 @@ SLOWEST_FIRST = (
     "test_pallas_kernel.py",
     "test_train_generate.py",
     "test_engine.py",
-    "test_viz_trees.py",
+    "test_trace.py",
     "test_train_update.py",
     "test_cpu_kernels.py",
     "test_generate.py",

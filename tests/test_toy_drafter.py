@@ -198,12 +198,12 @@ def imports(path: Path, package: str) -> set[str]:
 
 
 LAYERS = [  # a module may import those of its own row and of the rows below
-    {"__main__", "serve", "cli", "generate", "bench", "ray_data", "fleet", "hardware"},
+    {"__main__", "serve", "cli", "generate", "bench", "ray_data", "fleet", "hardware", "viz"},
     {"engine"},
     {"costs"},
     {"load"},
     {"step"},
-    {"viz"},
+    {"trace"},
     {"state"},
     {"drafters", "verify", "tree", "sampling", "thresholds"},
     {"models", "parallel"},

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
+from specjax.trace import StepTree
 from specjax.viz.__main__ import most_telling
 from specjax.viz.drawing import HEIGHT, LONGEST, draw_steps, draw_tree, label, layout
-from specjax.viz.trees import StepTree
 
 WORDS = (" cat", " sat", " is", " on", " by", " a", "\n", "$x$ $", "né", "", "internationalisation", "�")
 

@@ -37,8 +37,8 @@ from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
 from specjax.progress import progress_bar
+from specjax.trace import render
 from specjax.train import corpus
-from specjax.viz.trees import render
 
 PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "prompt": (str, str, "a string"),

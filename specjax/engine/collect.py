@@ -16,8 +16,8 @@ from specjax.engine.runtime import Runtime
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, Sequence, Status
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED
+from specjax.trace import step_tree
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
-from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)
 

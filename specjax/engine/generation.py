@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specjax.engine.output import Completion, PromptLogprob, PromptLogprobs, TokenLogprob, TokenOrigin
 from specjax.engine.sequence import TEXT_FAILED, Sequence, Status, completion
-from specjax.viz.trees import StepTree
+from specjax.trace import StepTree
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine

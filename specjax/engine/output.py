@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.engine.text import TextStream
-from specjax.viz.trees import StepTree
+from specjax.trace import StepTree
 
 
 @dataclass(frozen=True)

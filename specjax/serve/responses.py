@@ -24,8 +24,8 @@ from specjax.serve.errors import ApiError
 from specjax.serve.protocol import ChatRequest, CompletionRequest
 from specjax.serve.reply import Reply
 from specjax.serve.task import Task
+from specjax.trace import StepTree
 from specjax.tree import NO_TOKEN
-from specjax.viz.trees import StepTree
 
 
 class Answer(ABC):

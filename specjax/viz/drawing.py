@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specjax.trace import StepTree
 from specjax.tree import NO_TOKEN
-from specjax.viz.trees import StepTree
 
 Shade = Literal["probability", "order"]
 Text = Callable[[list[int]], str]

@@ -24,8 +24,8 @@ from specjax.drafters import none_drafter
 from specjax.engine import SamplingParams
 from specjax.serve.report import Report
 from specjax.state import StepOutput, Trace
+from specjax.trace import StepTree, render, step_tree, step_trees
 from specjax.tree import NO_TOKEN
-from specjax.viz.trees import StepTree, render, step_tree, step_trees
 
 WORDS = (" cat", " sat", " is", " on", " by", " a", "\n", "'", "né", "猫", "🦊", "�")
 
