@@ -71,6 +71,13 @@ def test_the_faster_mode_is_found_whatever_was_estimated(tree, chance, expected,
     assert rate > (1 - 1.5 * TRIAL_SHARE) * plain
 
 
+@pytest.mark.parametrize(("requests", "forced", "expected"), [(1, 1, True), (4, 1, False), (4, 3, False), (4, 9, True)])
+def test_forced_tokens_pay_for_the_whole_batch(requests, forced, expected):
+    """One forced token of a request makes all rows of its batch wide."""
+    policy = DraftPolicy({1: 1.4, 4: 3.0}.__getitem__, 1.3)
+    assert policy.pays(requests, requests, forced) == expected
+
+
 def test_drafts_of_no_use_cost_no_more_than_trials_may():
     policy = DraftPolicy(lambda batch: 2.0, 2.0)
     simulate(policy, 500, 0.01, 0.02, 0.0)

@@ -6,7 +6,8 @@ where pages run out, and end those that cannot go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 
 from specjax.engine.batch import Batch, InFlight
 from specjax.engine.collect import collect, collect_all_but
@@ -78,27 +79,28 @@ def next_steps(run: Runtime) -> Iterator[Batch]:
     left = _able(run, _reserved(run))
     while left:
         pages, forced = max(len(sequence.active_slot.pages) for sequence in left), dict[Sequence, list[int]]()
-        bound = any(sequence.constraint for sequence in left)
-        nodes = _nodes(run, left, "constrained" if bound else "step")
-        if bound:
+        if any(sequence.constraint for sequence in left):
             forced = forced_tokens(run, left)
-            keys = step_keys(run, len(left), pages, TREE if forced else nodes)
+            nodes = _nodes(run, left, "constrained", forced)
+            keys = step_keys(run, len(left), pages, nodes)
             if not is_ready(run, keys):
                 left = [sequence for sequence in left if not sequence.constraint]
                 continue
         else:
+            nodes = _nodes(run, left, "step", forced)
             ready = run.programs.compiled(), run.programs.pending
             keys = run.buckets.step_keys(len(left), pages, *ready, nodes)
         key, program = run.programs.first_usable(keys)
         part, left = left[: key.width], left[key.width :]
-        forced = {one: forced[one] for one in part if one in forced}
+        forced = {one: forced[one] for one in part if one in forced and key.drafts}
         drafts = key.drafts and nodes == TREE
         drafted = tuple(one for one in part if one in forced or (one.drafts and drafts))
         yield Batch(key, program, part, drafted=drafted, forced=forced)
 
 
-def _nodes(run: Runtime, sequences: list[Sequence], kind: str) -> int:
-    """TREE or PLAIN for the next step of these, of a kind of `Key`."""
+def _nodes(run: Runtime, sequences: list[Sequence], kind: str, forced: Mapping[Sequence, List[int]]) -> int:
+    """TREE or PLAIN for the next step of these sequences. `kind`: of the program's `Key`. `forced`: tokens that a
+    grammar forces, which a step with drafts emits together."""
     batch = run.buckets.batch(len(sequences))
     if run.policy is None:
         return TREE
@@ -106,7 +108,8 @@ def _nodes(run: Runtime, sequences: list[Sequence], kind: str) -> int:
         return PLAIN
     if run.drafter.costly_observe:  # chosen when they were admitted
         return TREE if any(sequence.drafts for sequence in sequences) else PLAIN
-    nodes = run.policy.choose(batch, sequences)
+    pays = forced and run.policy.pays(batch, len(sequences), sum(map(len, forced.values())))
+    nodes = TREE if pays else run.policy.choose(batch, sequences)
     if nodes == TREE and (waiting := run.programs.pending):
         ready, pending = (
             {key.nodes for key in keys if key.kind == kind and key.width == batch}
