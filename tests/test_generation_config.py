@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specjax.checkpoint import CheckpointError, ModelFiles, sampling_defaults, stop_token_ids
-from specjax.checkpoint.generation_config import NEUTRAL
+from specjax.checkpoint.hf_config import NEUTRAL
 
 
 @pytest.fixture

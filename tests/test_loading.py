@@ -11,9 +11,16 @@ import pytest
 from quantised_formats import packed
 from specjax_kernels import quantise
 
-from specjax.checkpoint import four_bits, load_params, model_config, resolve
-from specjax.checkpoint.load import ahead
-from specjax.checkpoint.stored import AT_ONCE, empty, quantised_leaf
+from specjax.checkpoint import load_params, model_config, resolve
+from specjax.checkpoint.parameters import ahead
+from specjax.checkpoint.quantised_matrix import (
+    BLOCK_BYTES,
+    aligned_empty,
+    pack_awq,
+    pack_rows,
+    quantise_leaf,
+    unpack_nibbles,
+)
 from specjax.checkpoint.weights import save_shards
 from specjax.models.params import Leaf, Scope, Tensor, placements
 
@@ -29,15 +36,17 @@ def stored_bytes(codes: np.ndarray) -> np.ndarray:
     return found
 
 
+@pytest.mark.parametrize("compiled", ["0", "1"])
 @pytest.mark.parametrize("out", [8, 136])
-def test_words_of_four_bits(out):
+def test_words_of_four_bits(out, compiled, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CPU_KERNELS", compiled)
     codes = np.random.default_rng(out).integers(0, 16, (out, 96), np.uint8)
     wanted, words = stored_bytes(codes), packed(codes, 4)
-    np.testing.assert_array_equal(four_bits.from_rows(words), wanted)
-    np.testing.assert_array_equal(four_bits.from_rows(np.ascontiguousarray(words.T).T), wanted)
+    for layout in (words, np.ascontiguousarray(words.T).T):
+        np.testing.assert_array_equal(pack_rows(layout), wanted)
     shuffled = codes.T.reshape(96, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(96, -1)
-    np.testing.assert_array_equal(four_bits.from_awq(packed(shuffled, 4)), wanted)
-    np.testing.assert_array_equal(four_bits.unpack(wanted), codes)
+    np.testing.assert_array_equal(pack_awq(packed(shuffled, 4)), wanted)
+    np.testing.assert_array_equal(unpack_nibbles(wanted), codes)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(70, 9), (128, 4200)])
@@ -60,9 +69,9 @@ def test_transposed_by_blocks(rows, columns, dtype):
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_quantised_by_rows(kind):
-    matrix = np.random.default_rng(0).standard_normal((3 * AT_ONCE // 256 + 5, 64), np.float32)
+    matrix = np.random.default_rng(0).standard_normal((3 * BLOCK_BYTES // 256 + 5, 64), np.float32)
     leaf = Leaf("down", "I -> M", (Tensor("down", "M I"),))
-    found = quantised_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
+    found = quantise_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
     wanted = quantise(matrix, kind)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -70,7 +79,7 @@ def test_quantised_by_rows(kind):
 
 
 def test_arrays_are_not_copied_to_a_cpu():
-    host = empty((3, 5000), np.dtype("bfloat16"))
+    host = aligned_empty((3, 5000), np.dtype("bfloat16"))
     assert jax.device_put(host, jax.devices("cpu")[0]).unsafe_buffer_pointer() == host.ctypes.data
 
 

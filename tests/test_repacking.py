@@ -11,9 +11,8 @@ from specjax_kernels.cpu import repacking
 from specjax_kernels.cpu.runtime import host_function
 from specjax_kernels.quantised import pack
 
-from specjax.checkpoint import four_bits
-from specjax.checkpoint.stored import quantised_leaf
-from specjax.models.params import Leaf, Scope, Tensor, attention_leaves, mlp_leaves, output_major, placements
+from specjax.checkpoint.quantised_matrix import pack_awq, pack_rows, quantise_leaf
+from specjax.models.params import Scope, mlp_leaves
 
 SHAPES = [(8, 32), (24, 96), (136, 64), (40, 1056)]
 
@@ -35,7 +34,7 @@ def test_words_of_rows(out, inside):
         found[...] = 0xAA
         assert repacking.from_rows(layout, found), name
         np.testing.assert_array_equal(found, pack(codes), name)
-    np.testing.assert_array_equal(four_bits.from_rows(layouts["transposed"][3:7]), pack(codes[3:7]))
+    np.testing.assert_array_equal(pack_rows(layouts["transposed"][3:7]), pack(codes[3:7]))
 
 
 @pytest.mark.parametrize(("out", "inside"), SHAPES)
@@ -45,10 +44,7 @@ def test_words_of_awq(out, inside):
     found = np.empty((out, inside // 2), np.uint8)
     assert repacking.from_awq(words, found)
     np.testing.assert_array_equal(found, pack(codes))
-    for rows in (slice(0, out), slice(out - 8, out), slice(0, 3), slice(5, out - 2)):
-        some = np.empty((len(codes[rows]), inside // 2), np.uint8)
-        four_bits.rows_from_awq(words, rows, some)
-        np.testing.assert_array_equal(some, pack(codes[rows]))
+    np.testing.assert_array_equal(pack_awq(words), pack(codes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -75,10 +71,10 @@ def test_leaves_do_not_depend_on_the_compiler(kind, monkeypatch):
     sizes = {"M": 96, "I": 40, "2": 2}
     (leaf, *_) = mlp_leaves(bias=False)
     parts = [np.random.default_rng(i).standard_normal((40, 96), np.float32).astype("bfloat16") for i in range(2)]
-    found = quantised_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
+    found = quantise_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
     monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
     assert not repacking.magnitudes(parts[0], np.empty(40, np.float32))
-    wanted = quantised_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
+    wanted = quantise_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
@@ -91,30 +87,3 @@ def test_magnitudes_show_what_is_not_finite(number):
     found = np.empty(3, np.float32)
     assert repacking.magnitudes(matrix, found)
     np.testing.assert_array_equal(np.isfinite(found), [True, False, True])
-
-
-CUT = Tensor("both", "Hw M", cut=("w", "n", "v"))
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        *attention_leaves(bias=False, output_bias=False),
-        *attention_leaves(bias=False, output_bias=False, fused=True),
-        *mlp_leaves(bias=False),
-        *mlp_leaves(bias=False, fused=True),
-        Leaf("cut", "M -> H n", (CUT,)),
-    ],
-    ids=lambda leaf: f"{leaf.name}-{len({tensor.name for tensor in leaf.tensors})}",
-)
-def test_runs_of_rows(leaf):
-    """Rows written run by run lie where `place` puts them."""
-    sizes = {"M": 6, "K": 2, "Q": 5, "G": 3, "E": 4, "I": 8, "2": 2, "H": 3, "n": 2, "v": 4, "w": 6, "@": 6}
-    declared = output_major(leaf)
-    for rule in placements((Scope((declared,)),), sizes):
-        tensor = np.arange(rule.shape[0] * 6).reshape(-1, 6)
-        found, wanted = (np.full(declared.shape(sizes), -1) for _ in range(2))
-        rule.place(wanted, tensor)
-        for rows, place in rule.runs(found):
-            place[...] = tensor[rows]
-        np.testing.assert_array_equal(found, wanted)

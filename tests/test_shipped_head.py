@@ -356,7 +356,7 @@ def test_the_built_in_model_is_the_one_in_the_table():
 @pytest.mark.parametrize("head", shipped.HEADS, ids=lambda head: head.name)
 def test_what_ships_is_whole(head):
     """Small enough for a wheel, with a tree for each kind of device."""
-    assert head.is_there and (head.folder / "README.md").is_file()
+    assert head.exists and (head.folder / "README.md").is_file()
     assert sum(file.stat().st_size for file in head.folder.iterdir()) <= 40e6
     assert set(tomllib.loads((head.folder / "serving.toml").read_text())) == set(shipped.DEVICES)
     for device in shipped.DEVICES:

@@ -363,7 +363,7 @@ def test_the_intersection_of_two_vocabularies():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("SentencePiece", "its tokenizer is SentencePiece, the target's byte-level; only tokens of one known kind"),
+        ("SentencePiece", "its tokenizer is SentencePiece, the target's byte-level; both must be"),
         ("none", "its tokenizer is of an unknown kind, the target's byte-level"),
     ],
 )

@@ -25,7 +25,7 @@ from specjax_kernels import CAUSAL
 from toy_models import tiny_llama
 
 from specjax.checkpoint import CheckpointError, load_head
-from specjax.checkpoint.draft_format import common_names
+from specjax.checkpoint.draft_head import common_names
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past
 from specjax.models.draft_head import draft_head, init_head_params

@@ -1,168 +1,135 @@
-"""EAGLE, EAGLE-2, EAGLE-3 and MTP draft heads: a name to a ``HeadConfig`` and the head's parameters.
+"""Draft heads: EAGLE, EAGLE-2, EAGLE-3 and MTP heads in folders of their own, and MTP layers in a target's shards.
 
-What the tensors show decides, and everything is checked against the target before anything large is read: a head
-that does not belong to the target would only be slow, never wrong, and so nobody would notice. Knows nothing of how a
-head is computed.
+The tensors decide the description, and all is checked against the target before weights are read: a head of another
+target would be slow and never wrong, so nobody would notice. In order: loading, a head's description, its checks, the
+published layouts of tensors and of config.json, MTP layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint import draft_format as names
-from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_names, layer_config, unfused
-from specjax.checkpoint.files import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json
+from specjax.checkpoint.hf_config import NO_WINDOW, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported, scaled_positions
 from specjax.checkpoint.hub import resolve_head
-from specjax.checkpoint.load import fill, misfits, spread_over
-from specjax.checkpoint.rope_config import longest, rope
-from specjax.checkpoint.stored import quantised_leaf
+from specjax.checkpoint.parameters import ArrayEntry, fill_parameters, misfits
+from specjax.checkpoint.quantised import QuantisedEntry, matrices
 from specjax.checkpoint.token_map import checked_ids
-from specjax.checkpoint.unpickle import read_torch_zip
-from specjax.checkpoint.values import flag, given, number, require
-from specjax.checkpoint.weights import DTYPES, LAYOUTS, find_weights, read_headers, read_json, read_shards, same_content
-from specjax.config import HeadConfig, ModelConfig
-from specjax.models import head_spec as specs
-from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
-from specjax.models.params import Leaf, Placement, Scope, is_product, placements
+from specjax.checkpoint.torch_files import read_torch_file
+from specjax.checkpoint.weights import (
+    DTYPES,
+    LAYOUTS,
+    ModelFiles,
+    find_weights,
+    read_headers,
+    read_shards,
+    same_content,
+)
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.models import head_spec as heads_of
+from specjax.models import mtp_spec
+from specjax.models.head_spec import EMBED, FC, HEAD, LAYER, MASK, OFFSETS, HeadSpec, head_sizes, head_spec, head_table
+from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
+from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
+QKV = f"{LAYER}self_attn.qkv_proj"
+GATE, UP, GATE_UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down"))
+
+# Prefixes of published tensors, and their common form. speculators' converter renamed EAGLE-1's fc and layers.0; its
+# EAGLE-3 heads and NeMo's have layers.0. MiMo has the projection and the decoder layer under one prefix.
+_RENAMED = (
+    (r"model\.", ""), (r"layers\.0\.", LAYER), (r"transformer\.", LAYER), (r"fusion_fc\.", "fc."),
+    (r"mtp_layers\.0\.input_proj\.", "fc."), (r"mtp_layers\.0\.", LAYER),
+)  # fmt: skip
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+# EAGLE-3.1 and NVIDIA's variants. norm_output has no tensor: it feeds the head with normed outputs.
+_UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")
+
 
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
-    put: Callable[[np.ndarray], Any] | None = None, quantization: str = "none",
-    target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
+    quantization: str = "none", target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
-    """Read a draft head: safetensors or torch's ``.bin``, single or sharded, in any of the published dialects.
+    """Read a draft head of any published layout: safetensors or torch's ``.bin``, single or sharded.
 
     Args:
       name: a folder or a hub id; ``revision`` is for the latter.
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
-      kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer as MiMo has it, in its own folder.
-      put: as in ``load_params``.
-      quantization: of its matrices: none, or fp8, int8 or int4. The text is the target's either way.
+      kind: required kind; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer such as MiMo's in a folder of its own.
+      quantization: of its matrices: none, fp8, int8 or int4. The text is the target's in any case.
       mesh: as in ``load_params``.
-      target_embedding: gives the target's embedding ``[V, M]``, so that an equal one is not kept twice; it is called
-        only for a head that has an embedding of its own.
+      target_embedding: returns the target's embedding ``[V, M]``, so that an equal one is not kept twice. Called only
+        for a head with an embedding.
 
     Returns:
       The head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
 
     Raises:
-      CheckpointError: no such head, not of that kind or for that target, or not supported; begins with the name.
+      CheckpointError: no such head, another kind or target, or not supported; begins with the name.
     """
     import jax
 
-    try:
+    with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
-        tensors, config, ids = _described(name, folder, target, head_spec(kind))
-        sizes = specs.head_sizes(config, target.vocab_size)
-        _check(tensors, list(placements(specs.head_table(config), sizes)), config)
-        # Two roundings to half precision of one number differ by less than the tolerances.
+        tensors, config, ids = _describe(name, folder, target, head_spec(kind))
+        # Two roundings of one number to half precision differ by less than the tolerances.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
         ):
             config = replace(config, own_embedding=False)
-        declared = specs.head_table(config)
-
-        def few_bits(scope: Scope, leaf: Leaf, parts: list[Placement]) -> Any:
-            if quantization == "none" or not is_product(leaf) or leaf.name == "embed":
-                return None
-            arrays = [tensors.arrays[part.tensor] for part in parts]
-            return quantised_leaf(arrays, scope, leaf, sizes, quantization)
-
-        params = fill(
-            name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress, few_bits,
-            stored=lambda name: tensors.arrays[name].nbytes, spread=spread_over(mesh, config),
+        entries = {tensor: ArrayEntry(array) for tensor, array in tensors.arrays.items()}
+        sizes = head_sizes(config, target.vocab_size)
+        params = fill_parameters(
+            name, head_table(config), sizes, entries, config, target.dtype, quantization, mesh=mesh, progress=progress
         )  # fmt: skip
         if ids is not None:
-            params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
+            params["ids"] = jax.device_put(ids)
     return config, params
 
 
 def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True
 ) -> HeadConfig:
-    """The description that `load_head` gives, from config.json and the headers of the weights, or from config.json
-    alone. An embedding in the files counts as the head's own: whether it equals the target's takes reading both."""
-    try:
+    """The description that `load_head` returns, from config.json and the headers of the weights if there are any. An
+    embedding in the files counts as the head's own, since it is not compared with the target's."""
+    with prefixed(name):
         folder, spec = resolve_head(name, revision=revision, progress=progress, outline=True), head_spec(kind)
         if not any((folder / file).is_file() for layout in LAYOUTS for file in layout):
             return _published(layer_config(read_json(folder / "config.json", name)), target, spec)
-        tensors, config, _ = _described(name, folder, target, spec)
-        _check(tensors, [*placements(specs.head_table(config), specs.head_sizes(config, target.vocab_size))], config)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
-    return config
+        return _describe(name, folder, target, spec)[1]
 
 
-def _published(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec) -> HeadConfig:
-    """A head of which only config.json is there: its tensors are taken to be those of published heads."""
-    heads, width = require(merged, "num_attention_heads"), require(merged, "hidden_size", target.hidden_size)
-    vocab_size = require(merged, "draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
-    head_dim = require(merged, "head_dim", width // heads)
-    return HeadConfig(
-        hidden_size=width,
-        intermediate_size=require(merged, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=require(merged, "num_key_value_heads", heads),
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        own_head=spec.own_ends,
-        mapped=vocab_size != target.vocab_size,
-        fc_bias=bool(given(merged, "bias", spec.absent_bias)),
-        attention_bias=flag(merged, "attention_bias") or "attention_bias" in spec.biases,
-        mlp_bias=flag(merged, "mlp_bias"),
-        **_settings(merged, target, spec, head_dim),
-    )
+# The description.
 
 
-def _settings(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec, head_dim: int) -> dict[str, Any]:
-    """The fields of `HeadConfig` that config.json and the target decide."""
-    aux_layers = aux_layer_ids(merged, target.num_layers) if spec.reads_layers else ()
-    positions = require(merged, "max_position_embeddings", 2048)
-    # The head's own: an absent theta is 10000 whatever the target's.
-    own_rope = rope(merged, positions, head_dim=head_dim, partial=True)
-    reach = longest(own_rope, positions) if given(merged, "max_position_embeddings", None) else target.max_positions
-    return {
-        "kind": spec.kind,
-        "feature_size": (len(aux_layers) or 1) * target.hidden_size,
-        "norm_epsilon": number(merged, "rms_norm_eps", 1e-6),
-        "rope": own_rope,
-        "max_positions": reach if reach < target.max_positions else None,
-        "aux_layers": aux_layers,
-        # Absent means false, as in speculators' own schema and in the published heads of the authors.
-        "norm_before_residual": spec.reads_layers and flag(merged, "norm_before_residual"),
-        "dtype": target.dtype,
-    }
-
-
-def _described(
+def _describe(
     name: str, folder: Path, target: ModelConfig, spec: HeadSpec
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
-    """The head's tensors, its description, and the ids of its vocabulary unless they are the target's."""
-    merged = layer_config(read_json(folder / "config.json", name))
+    """The head's tensors, its description, and the target's ids of its vocabulary unless that is the target's."""
+    settings = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
     _check_kind(tensors, spec)
-    heads = require(merged, "num_attention_heads")
-    head_dim, kv_heads = _attention_sizes(tensors, heads, merged)
-    tensors = unfused(tensors, heads * head_dim, kv_heads * head_dim)
+    heads = settings.integer("num_attention_heads")
+    head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
+    tensors = _split_fused(tensors, heads * head_dim, kv_heads * head_dim)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    settings = _settings(merged, target, spec, head_dim)
-    _check_target(tensors, merged, target, settings["aux_layers"])
+    fields = _config_fields(settings, target, spec, head_dim)
+    _check_target(tensors, settings, target, fields["aux_layers"])
     ids = _ids(tensors, vocab_size, target.vocab_size) if spec.own_ends else None
     config = HeadConfig(
         hidden_size=tensors.arrays[FC].shape[0],
-        intermediate_size=tensors.matrix(f"{names.DOWN}.weight").shape[1],
+        intermediate_size=tensors.matrix(f"{DOWN}.weight").shape[1],
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -171,21 +138,63 @@ def _described(
         own_head=own_head,
         mapped=ids is not None,
         fc_bias=tensors.has("fc.bias"),
-        attention_bias=tensors.has(*(f"{part}.bias" for part in (names.Q, names.K, names.V))),
-        output_bias=tensors.has(f"{names.O}.bias"),
-        mlp_bias=tensors.has(*(f"{part}.bias" for part in (names.GATE, names.UP, names.DOWN))),
-        **settings,
+        attention_bias=tensors.has(*(f"{part}.bias" for part in (Q, K, V))),
+        output_bias=tensors.has(f"{O}.bias"),
+        mlp_bias=tensors.has(*(f"{part}.bias" for part in (GATE, UP, DOWN))),
+        **fields,
     )
+    _check_tensors(tensors, config, target)
     return tensors, config, ids
 
 
+def _published(settings: Settings, target: ModelConfig, spec: HeadSpec) -> HeadConfig:
+    """The description of a head without weights, whose tensors are assumed to be those of published heads."""
+    heads, width = settings.integer("num_attention_heads"), settings.integer("hidden_size", target.hidden_size)
+    vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
+    head_dim = settings.integer("head_dim", width // heads)
+    return HeadConfig(
+        hidden_size=width,
+        intermediate_size=settings.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=settings.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        own_head=spec.own_ends,
+        mapped=vocab_size != target.vocab_size,
+        fc_bias=bool(settings.optional("bias", spec.absent_bias)),
+        attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
+        mlp_bias=settings.boolean("mlp_bias"),
+        **_config_fields(settings, target, spec, head_dim),
+    )
+
+
+def _config_fields(settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int) -> dict[str, Any]:
+    """The fields of `HeadConfig` that config.json and the target decide."""
+    aux_layers = aux_layer_ids(settings, target.num_layers) if spec.reads_layers else ()
+    positions = settings.integer("max_position_embeddings", 2048)
+    # An absent theta is 10000, whatever the target's.
+    rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
+    longest = scaled_positions(rope, positions) if "max_position_embeddings" in settings else target.max_positions
+    return {
+        "kind": spec.kind,
+        "feature_size": (len(aux_layers) or 1) * target.hidden_size,
+        "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
+        "rope": rope,
+        "max_positions": longest if longest < target.max_positions else None,
+        "aux_layers": aux_layers,
+        # Absent means false, as in speculators' schema and in the authors' heads.
+        "norm_before_residual": spec.reads_layers and settings.boolean("norm_before_residual"),
+        "dtype": target.dtype,
+    }
+
+
 def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
-    """All tensors of ``files`` as views of them."""
+    """All tensors as views of the files."""
     if files[0].suffix == ".safetensors":
         return {name: entry.read(integers=True) for name, entry in read_headers(files).items()}
 
     def state_dict(file: Path) -> dict[str, np.ndarray]:
-        match read_torch_zip(file):
+        match read_torch_file(file):
             case dict() as state if all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in state.items()):
                 return state
         raise CheckpointError(f"{file} does not hold a state dict, names with a tensor each; save one there")
@@ -193,119 +202,260 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     return read_shards(files, state_dict)
 
 
-def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
-    """The width that attention reads tells the kinds apart, and for those of one width a tensor that only one has."""
-    query = f"{names.QKV if tensors.has(f'{names.QKV}.weight') else names.Q}.weight"
-    tensors.need(FC, query)
-    width, read = tensors.matrix(FC).shape[0], tensors.matrix(query).shape[1]
-    marked = sorted(specs.HEAD_SPECS.values(), key=lambda row: row.mark is None)
-    fitting = (row for row in marked if read == row.query_parts * width and (not row.mark or tensors.has(row.mark)))
-    if (found := next(fitting, None)) is not spec:
-        kind = f"a head for {found.algorithm}" if found else "of no kind that is supported"
-        known = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in specs.HEAD_SPECS.values())
-        raise CheckpointError(
-            f"this is {kind}, not {spec.algorithm} ({tensors.said(query)} reads {read} numbers, and {tensors.said(FC)} "
-            f"gives {width}; draft heads read there: {known})"
-        )
-
-
-def _attention_sizes(tensors: HeadTensors, heads: int, merged: Mapping[str, Any]) -> tuple[int, int]:
-    """E and K. K is what the weights have: EAGLE-Qwen2-7B's config says 4, and they have 28."""
-    output, fused = f"{names.O}.weight", f"{names.QKV}.weight"
+def _attention_sizes(tensors: HeadTensors, heads: int, settings: Settings) -> tuple[int, int]:
+    """E and K. The weights decide K: EAGLE-Qwen2-7B's config says 4, and its weights have 28."""
+    output, fused = f"{O}.weight", f"{QKV}.weight"
     columns = tensors.matrix(output).shape[1]
-    size = require(merged, "head_dim", columns // heads or 1)
+    size = settings.integer("head_dim", columns // heads or 1)
     if size * heads != columns:
-        raise CheckpointError(
-            f"{tensors.said(output)} reads {columns} numbers, and config.json has num_attention_heads {heads}"
-            + (f" and head_dim {size}" if "head_dim" in merged else "")
-        )
-    source, queries, parts = (fused, columns, 2) if tensors.has(fused) else (f"{names.K}.weight", 0, 1)
+        width = f"{heads} heads (num_attention_heads) of {size} (head_dim)"
+        raise CheckpointError(f"{tensors.label(output)} reads {columns} numbers, and config.json has {width}")
+    source, queries, parts = (fused, columns, 2) if tensors.has(fused) else (f"{K}.weight", 0, 1)
     kv_heads, rest = divmod(tensors.matrix(source).shape[0] - queries, parts * size)
     if kv_heads < 1 or rest or heads % kv_heads:
-        raise CheckpointError(
-            f"{tensors.said(source)} does not hold a divisor of {heads} (num_attention_heads) key/value heads of {size}"
-        )
+        raise CheckpointError(f"{tensors.label(source)} does not hold a divisor of {heads} heads of {size}")
     return size, kv_heads
-
-
-def _check_target(
-    tensors: HeadTensors, merged: Mapping[str, Any], target: ModelConfig, aux_layers: tuple[int, ...]
-) -> None:
-    width, vocab_size, hidden_size = tensors.arrays[FC].shape[0], target.vocab_size, target.hidden_size
-    fc = (width, len(aux_layers) * hidden_size) if aux_layers else (hidden_size, 2 * hidden_size)
-    if tensors.arrays[FC].shape != fc:
-        layers = f"{len(aux_layers)} auxiliary layers ({listed(aux_layers)}) of " if aux_layers else ""
-        raise CheckpointError(
-            f"{tensors.said(FC)} is for another target; {list(fc)} is needed, for {layers}hidden_size {hidden_size}"
-        )
-    for key, needed, source in (
-        ("hidden_size", width, f"{tensors.said(FC)} has {width} rows"),
-        ("vocab_size", vocab_size, f"the target's is {vocab_size}; a head drafts only for the model of its training"),
-    ):
-        if (size := given(merged, key, needed)) != needed:
-            raise CheckpointError(f"config.json: {key} is {size}, and {source}")
-    for name in (EMBED, HEAD):
-        if not aux_layers and tensors.has(name) and tensors.arrays[name].shape != (vocab_size, hidden_size):
-            raise CheckpointError(
-                f"{tensors.said(name)} is not of the target's size: {[vocab_size, hidden_size]}, its vocabulary and "
-                "hidden_size, is needed"
-            )
-        if aux_layers and width != hidden_size and not tensors.has(name):
-            raise CheckpointError(f"it has no {name}, and the target's is {hidden_size} wide, the draft head {width}")
 
 
 def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray | None:
     """The target's id of each of the head's, int32 ``[W]``; None if they are the same.
 
-    ``d2t`` holds offsets: target id = draft id + d2t[draft id].
+    ``d2t`` holds offsets: target id = draft id + d2t[draft id]. ``t2d``, the mask of these target ids, is not read.
     """
-    mask, offsets = tensors.arrays.get(specs.MASK), tensors.arrays.get(specs.OFFSETS)
-    if mask is not None and mask.shape != (target_size,):
-        raise CheckpointError(f"{tensors.said(specs.MASK)} must have an element for each of the target's {target_size}")
-    if not tensors.has(HEAD) and offsets is not None:
-        raise CheckpointError(f"{tensors.said(specs.OFFSETS)} is there and lm_head.weight, which it maps, is not")
-    # An integer t2d, as some trainers have in memory, is a map and not a mask.
-    marked = np.flatnonzero(mask) if mask is not None and mask.dtype in (np.bool_, np.uint8) else np.empty(0, np.int64)
+    offsets, draft_ids = tensors.arrays.get(OFFSETS), np.arange(vocab_size)
     if offsets is None:
-        if vocab_size == target_size:
-            return None
-        if len(marked) != vocab_size:
-            raise CheckpointError(
-                f"{tensors.said(HEAD)} is for {vocab_size} tokens and the target has {target_size}; there is no d2t to "
-                f"say which they are, and no t2d of bools that marks as many (it marks {len(marked)})"
-            )
-        return marked.astype(np.int32)
-    if offsets.shape != (vocab_size,) or offsets.dtype.kind not in "iu":
-        raise CheckpointError(
-            f"{tensors.said(specs.OFFSETS)} ({offsets.dtype}) must have an integer for each row of {tensors.said(HEAD)}"
-        )
-    own = np.arange(vocab_size)
+        if vocab_size != target_size:
+            raise CheckpointError(f"{tensors.label(HEAD)} is for {vocab_size} of {target_size} tokens, without d2t")
+        return None
+    if not tensors.has(HEAD) or offsets.shape != (vocab_size,) or offsets.dtype.kind not in "iu":
+        label = f"{tensors.label(OFFSETS)} ({offsets.dtype})"
+        raise CheckpointError(f"{label} must have an integer for each row of {HEAD}: {vocab_size}")
     try:
-        ids = checked_ids(own + offsets.astype(np.int64), target_size)
-        # Zeros of the right size, which some trainers leave in t2d, say nothing.
-        if len(marked) and len(unmarked := np.flatnonzero(~np.isin(ids, marked))):
-            raise CheckpointError(f"entry {unmarked[0]} is {ids[unmarked[0]]}, which t2d does not mark")
+        ids = checked_ids(draft_ids + offsets.astype(np.int64), target_size)
     except CheckpointError as error:
         raise CheckpointError(f"d2t must hold target id - draft id; of the target ids, {error}") from error
-    return None if vocab_size == target_size and np.array_equal(ids, own) else ids
+    return None if vocab_size == target_size and np.array_equal(ids, draft_ids) else ids
 
 
-def _check(tensors: HeadTensors, rules: list[Placement], config: HeadConfig) -> None:
-    """Refuse missing and misshapen tensors, those with no place, and those that are no floats; names as in the file."""
-    spec = head_spec(config.kind)
-    optional = {tensors.names.get(name, name) for name in ((specs.MASK, specs.OFFSETS) if spec.own_ends else (EMBED,))}
-    said = {rule.tensor: tensors.names.get(rule.tensor, names.file_name(spec, rule.tensor)) for rule in rules}
-    found = {tensors.names[name]: array.shape for name, array in tensors.arrays.items()}
-    wanted = [replace(rule, tensor=said[rule.tensor]) for rule in rules]
-    problems = misfits(found, wanted, f"{spec.algorithm} heads", optional)
-    integers = {
-        f"{tensors.said(name)} is of {array.dtype}"
-        for name, array in tensors.arrays.items()
-        if name in said and array.dtype not in DTYPES.values()
-    }
-    if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in tensors.arrays):
+# Checks.
+
+
+def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
+    """The input width of attention identifies the kind; among kinds of one width, a tensor that only one kind has."""
+    query = f"{QKV if tensors.has(f'{QKV}.weight') else Q}.weight"
+    width, read = tensors.matrix(FC).shape[0], tensors.matrix(query).shape[1]
+    marked_first = sorted(heads_of.HEAD_SPECS.values(), key=lambda row: row.mark is None)
+    fitting = (
+        row for row in marked_first if read == row.query_parts * width and (not row.mark or tensors.has(row.mark))
+    )
+    if (actual := next(fitting, None)) is not spec:
+        kind = f"a head for {actual.algorithm}" if actual else "of no kind that is supported"
+        widths = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in heads_of.HEAD_SPECS.values())
+        sizes = f"{tensors.label(query)} reads {read} numbers, {tensors.label(FC)} gives {width}; supported: {widths}"
+        raise CheckpointError(f"this is {kind}, not {spec.algorithm} ({sizes})")
+
+
+def _check_target(tensors: HeadTensors, settings: Settings, target: ModelConfig, aux_layers: tuple[int, ...]) -> None:
+    width, vocab_size, hidden_size = tensors.arrays[FC].shape[0], target.vocab_size, target.hidden_size
+    fc = (width, len(aux_layers) * hidden_size) if aux_layers else (hidden_size, 2 * hidden_size)
+    if tensors.arrays[FC].shape != fc:
+        layers = f", for the auxiliary layers {listed(aux_layers)}" if aux_layers else ""
+        raise CheckpointError(f"{tensors.label(FC)} is for another target; {list(fc)} is needed{layers}")
+    for key, needed, source in (
+        ("hidden_size", width, f"{tensors.label(FC)} has {width} rows"),
+        ("vocab_size", vocab_size, f"the target's is {vocab_size}; a head drafts only for the model of its training"),
+    ):
+        if (size := settings.optional(key, needed)) != needed:
+            raise CheckpointError(f"config.json: {key} is {size}, and {source}")
+    for name in (EMBED, HEAD):
+        if not aux_layers and tensors.has(name) and tensors.arrays[name].shape != (vocab_size, hidden_size):
+            raise CheckpointError(f"{tensors.label(name)} is not of the target's size: {[vocab_size, hidden_size]}")
+        if aux_layers and width != hidden_size and not tensors.has(name):
+            raise CheckpointError(f"it has no {name}, and the target's is {hidden_size} wide, the draft head {width}")
+
+
+def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig) -> None:
+    """Refuse missing, misshapen and unknown tensors, and parameters that are not floats; names are the file's."""
+    spec, arrays = head_spec(config.kind), tensors.arrays
+    rules = list(placements(head_table(config), head_sizes(config, target.vocab_size)))
+    optional = {tensors.names.get(name, name) for name in ((MASK, OFFSETS) if spec.own_ends else (EMBED,))}
+    names = {rule.tensor: tensors.names.get(rule.tensor, published_name(spec, rule.tensor)) for rule in rules}
+    shapes = {tensors.names[name]: array.shape for name, array in arrays.items()}
+    wanted = [replace(rule, tensor=names[rule.tensor]) for rule in rules]
+    problems = misfits(shapes, wanted, f"{spec.algorithm} heads", optional)
+    if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in arrays):
         problems += " (EAGLE-3.1, whose extra norms are not supported)"
+    integers = {name for name in names.keys() & arrays.keys() if arrays[name].dtype not in DTYPES.values()}
     if integers:
-        problems += f"; parameters that are no floats (quantised heads are not supported): {listed(integers)}"
+        labels = listed(f"{tensors.label(name)} is of {arrays[name].dtype}" for name in integers)
+        problems += f"; parameters that are no floats (quantised heads are not supported): {labels}"
     if problems:
         raise CheckpointError(f"unsupported draft head; {problems.removeprefix('; ')}")
+
+
+# Published layouts. Tensors differ in prefixes, and some projections are fused.
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """The tensors of a head under the names of ``specjax.models.head_spec``."""
+
+    arrays: Mapping[str, np.ndarray]  # read-only views of the files
+    names: Mapping[str, str]  # common name -> name in the file, for messages
+
+    def label(self, name: str) -> str:
+        """The name in the file and the shape, for messages."""
+        return f"{self.names.get(name, name)} {list(self.arrays[name].shape)}"
+
+    def has(self, *names: str) -> bool:
+        """Whether any of ``names`` is present."""
+        return any(name in self.arrays for name in names)
+
+    def matrix(self, name: str) -> np.ndarray:
+        """The tensor ``name``, which must be present and have two dimensions."""
+        if name not in self.arrays:
+            raise CheckpointError(f"missing tensors: {name}; the files hold {listed(self.names.values()) or 'none'}")
+        if self.arrays[name].ndim != 2 or 0 in self.arrays[name].shape:
+            raise CheckpointError(f"{self.label(name)} must have two dimensions")
+        return self.arrays[name]
+
+
+def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
+    """``tensors`` of one layer under their common names."""
+    layers = {int(match[1]) for name in tensors if (match := re.match(r"(?:model\.)?(?:mtp_)?layers\.(\d+)\.", name))}
+    if len(layers) > 1:
+        raise CheckpointError(f"it has {len(layers)} decoder layers; heads of 1 layer are supported")
+    arrays: dict[str, np.ndarray] = {}
+    names: dict[str, str] = {}
+    for file_name, array in tensors.items():
+        name = file_name
+        for pattern, replacement in _RENAMED:
+            name = re.sub(f"^{pattern}", replacement, name)
+        if name in names:
+            raise CheckpointError(f"tensors {names[name]} and {file_name} mean the same; keep one of them")
+        arrays[name], names[name] = array, file_name
+    return HeadTensors(arrays, names)
+
+
+def published_name(spec: HeadSpec, name: str) -> str:
+    """The common name ``name`` as heads of that kind are published; the inverse of ``common_names``."""
+    for common, published in spec.published:
+        if name.startswith(common):
+            return published + name.removeprefix(common)
+    return name
+
+
+def _split_fused(tensors: HeadTensors, query_rows: int, kv_rows: int) -> HeadTensors:
+    """``tensors`` with ``qkv_proj`` (rows of q, then k, then v) and ``gate_up_proj`` (gate, then up) split."""
+    arrays, names = dict(tensors.arrays), dict(tensors.names)
+    for kind in ("weight", "bias"):
+        for fused, parts in ((QKV, (Q, K, V)), (GATE_UP, (GATE, UP))):
+            if (array := arrays.pop(f"{fused}.{kind}", None)) is None:
+                continue
+            file_name = names.pop(f"{fused}.{kind}")
+            if clash := [f"{part}.{kind}" for part in parts if f"{part}.{kind}" in names]:
+                raise CheckpointError(f"tensors {file_name} and {names[clash[0]]} mean the same; keep one of them")
+            cuts = [query_rows, query_rows + kv_rows] if fused == QKV else [array.shape[0] // 2]
+            for part, rows in zip(parts, np.split(array, cuts), strict=True):
+                arrays[f"{part}.{kind}"], names[f"{part}.{kind}"] = rows, f"{file_name} ({part.split('.')[-1]})"
+    return HeadTensors(arrays, names)
+
+
+def layer_config(config: Settings) -> Settings:
+    """The settings of the head and of its layer in one mapping without nulls; speculators and NeMo nest the layer's in
+    ``transformer_layer_config``."""
+    nested = config.section("transformer_layer_config")
+    # The layer's rotary embedding replaces the head's as a whole: parts of both would contradict each other.
+    ropes = {"rope_theta", *ROPE_SECTIONS}
+    hidden = ropes if any(nested.get(key) is not None for key in ropes) else set()
+    outer = {key: value for key, value in config.items() if key not in hidden}
+    settings = Settings((key, value) for part in (outer, nested) for key, value in part.items() if value is not None)
+    # Qwen2 configs have a window that is switched off.
+    if not settings.get("use_sliding_window", True):
+        settings.pop("sliding_window", None)
+    refuse_unsupported(settings, SILU | NO_WINDOW | {"quantization_config": ({}, "none")})
+    for key in _UNSUPPORTED:
+        if value := settings.get(key) or settings.section("eagle_config").get(key):
+            raise CheckpointError(f"config.json: {key} is {value!r}; such heads (EAGLE-3.1) are not supported")
+    return settings
+
+
+def aux_layer_ids(settings: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The target's layers, 0-based, whose outputs the head reads, in its order; ``settings`` is from ``layer_config``.
+
+    In ``eagle_config``, id j is the output of layer j. At the top level, where speculators writes them for vLLM, id j
+    is the input of layer j, the output of j - 1. But speculators' converter copies the ids of older heads unchanged
+    ([1, 46, 90] for 94 layers: speculators#142). As in sglang#25454, ids that begin with 1 are outputs: no head reads
+    the output of layer 0.
+    """
+    nested = Settings(settings).section("eagle_config").get(AUX_LAYERS_KEY)
+    key = f"eagle_config.{AUX_LAYERS_KEY}" if nested else AUX_LAYERS_KEY
+    if ids := nested or settings.get(AUX_LAYERS_KEY):
+        if not isinstance(ids, Sequence) or not all(type(value) is int for value in ids):
+            raise CheckpointError(f"config.json: {key} is {ids!r}; a list of integers is needed")
+        shift = 0 if nested or ids[0] == 1 else 1
+        aux_layers = tuple(value - shift for value in ids)
+        problem = f"{list(ids)}, read as the outputs of layers {list(aux_layers)}"
+    else:
+        aux_layers = heads_of.default_aux_layers(num_layers)
+        problem = f"absent, and its default for a target of {num_layers} layers is {list(aux_layers)}"
+    if len(set(aux_layers)) != len(aux_layers) or not all(0 <= layer < num_layers for layer in aux_layers):
+        raise CheckpointError(f"config.json: {key} is {problem}; different layers in 0..{num_layers - 1} are needed")
+    return aux_layers
+
+
+# MTP layers in the target's shards.
+
+
+def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
+    """The MTP layers of a model; None if it has none. Reads headers, or config.json alone if there are no weights."""
+    if files.weights:
+        return mtp_spec.mtp_config(matrices(files).keys(), config)
+    settings, key = Settings(files.config), "num_nextn_predict_layers"
+    if not settings.get(key):
+        return None
+    return mtp_spec.published_mtp_config(settings["architectures"][0], config, settings.integer(key))
+
+
+def mtp_method(files: ModelFiles, config: ModelConfig) -> str | None:
+    """The `quant_method` of a model's MTP layers; None if their weights are float. Reads headers only; without weights
+    the model's own method."""
+    method = Settings(files.config).section("quantization_config").get("quant_method")
+    if not files.weights or method is None:
+        return method
+    tensors = matrices(files)
+    names = mtp_tensors(tensors.keys(), config)
+    return method if any(isinstance(tensors[name], QuantisedEntry) for name in names) else None
+
+
+def load_mtp(
+    files: ModelFiles, target: ModelConfig, config: MtpConfig, *, quantization: str = "auto", progress: bool = True,
+    mesh: Mesh | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Read the layers of ``mtp_config``, which use the target's embedding and output matrix; arguments as for
+    ``load_params``.
+
+    Returns:
+      The parameters that ``specjax.models.mtp_spec.mtp_table`` declares.
+
+    Raises:
+      CheckpointError: a tensor is missing, left over or misshapen, or a copy of a target's matrix differs from it.
+    """
+    tensors, style = matrices(files), STYLES[config.style]
+    names = mtp_tensors(tensors.keys(), target)
+    declared, sizes = mtp_table(config), mtp_sizes(config)
+    prefixes = [style.layer_prefix(i, target.num_layers) for i in range(config.count)]
+    copies = {prefix + name: original for prefix in prefixes for name, original in style.copies.items()}
+    shapes = {name: tensors[name].shape for name in names}
+    if problems := misfits(shapes, placements(declared, sizes), f"{config.style} MTP layers", copies.keys()):
+        raise CheckpointError(f"the MTP layers in {files.folder} do not fit their model; {problems}")
+    for copy in names & copies.keys():
+        original = copies[copy]
+        if original == HEAD_TENSOR and HEAD_TENSOR not in tensors:
+            original = EMBED_TENSOR
+        if not same_content(tensors[copy].read(), tensors[original].read()):
+            raise CheckpointError(f"{copy} in {files.folder} differs from {original}; supported: equal ones")
+    return fill_parameters(
+        f"MTP layers of {files.name}", declared, sizes, tensors, config, target.dtype, quantization, mesh=mesh,
+        progress=progress,
+    )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Writing files: each is replaced as a whole or left as it was, and locks keep processes apart.
+"""JSON files with checked values, files that are written whole or not at all, locks, and the cache folder.
 
-A process may be killed at any time, so a file or folder is filled under another name and then renamed. A file can also
-be cut short later (a full disk, a copy that stopped), so a folder in the cache counts only while its files have the
-sizes that were noted when it was built.
+A process may be killed at any time, so a file or folder is filled under another name and then renamed. A folder in the
+cache is used only while its files have the sizes that were recorded when it was built.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
@@ -26,8 +26,16 @@ MARKER = ".specjax-complete.json"
 
 
 class CheckpointError(ValueError):
-    """A model that cannot be found, read or understood. The message names the value that was met, what would work, and
-    where the value was set."""
+    """A model cannot be found, read or run. The message names the value, where it was set, and which values work."""
+
+
+@contextmanager
+def prefixed(label: str) -> Iterator[None]:
+    """Within the context, messages of ``CheckpointError`` begin with ``label``."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error
 
 
 class CheckpointOptionError(ParameterError, CheckpointError):
@@ -39,6 +47,81 @@ def listed(names: Iterable[object], limit: int = 12) -> str:
     ordered = sorted(map(str, names))
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
+
+
+# Values of a config.json.
+
+
+def invalid(key: str, value: object, needed: str) -> CheckpointError:
+    """The error for a value of config.json of the wrong type or out of range."""
+    return CheckpointError(f"config.json: {key} is {value!r:.80}; {needed} is needed")
+
+
+def unsupported(key: str, value: object, supported: str) -> CheckpointError:
+    """The error for a value of config.json that is not implemented."""
+    return CheckpointError(f"config.json: {key} is {value!r:.80}; supported: {supported}")
+
+
+class Settings(dict[str, Any]):
+    """A JSON object of config.json, whose values are checked when they are read. Null means absent, as in
+    transformers."""
+
+    def optional(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        return default if value is None else value
+
+    def section(self, key: str) -> Settings:
+        """An object; empty if it is absent."""
+        if not isinstance(value := self.get(key) or {}, Mapping):
+            raise invalid(key, value, "an object")
+        return Settings(value)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.optional(key, default)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < 1:
+            raise invalid(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number. Raises KeyError if it is absent and has no default."""
+        value = self.optional(key, default)
+        if value is None:
+            raise KeyError(key)
+        # Python's JSON has Infinity and integers beyond the range of a float.
+        if type(value) not in (int, float) or not 0 < value < 1e300:
+            raise invalid(key, value, "a positive number")
+        return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers. Raises KeyError if it is absent."""
+        if not isinstance(value := self[key], list) or not value:
+            raise invalid(key, value, "a list of positive numbers")
+        return tuple(Settings({key: element}).number(key) for element in value)
+
+    def boolean(self, key: str) -> bool:
+        """Absent means false."""
+        if type(value := self.optional(key, False)) is not bool:
+            raise invalid(key, value, "true or false")
+        return value
+
+
+def read_json(file: Path, name: str) -> Settings:
+    """The JSON object in ``file``; ``name`` is the model's name, for messages."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} (given as {name!r}) has no {file.name}, which is needed") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}); copy or download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; copy or download it again")
+    return Settings(value)
+
+
+# Writing.
 
 
 @contextmanager
@@ -55,7 +138,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def _sync(file: Path) -> None:
-    """Some file systems report only here that they are full."""
+    """Write ``file`` to the disk; some file systems report only here that they are full."""
     if file.is_file():
         with file.open("r+b") as stream:
             os.fsync(stream.fileno())
@@ -118,16 +201,14 @@ def locked(file: Path) -> Iterator[None]:
         with lock:
             yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {file.parent} ({error}); free some space or name another folder with the environment "
-            "variable SPECJAX_CACHE or the argument cache_dir"
-        ) from error
+        advice = "free some space, or set SPECJAX_CACHE to another folder"
+        raise CheckpointError(f"cannot write {file.parent} ({error}); {advice}") from error
 
 
 def default_cache_dir() -> Path:
     """``$SPECJAX_CACHE``, else ``$XDG_CACHE_HOME/specjax``, else ``~/.cache/specjax``."""
-    if own := os.environ.get("SPECJAX_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("SPECJAX_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specjax"
 
 
@@ -141,7 +222,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``folder``; if it is absent or damaged, ``build`` first fills an empty folder that it is given."""
+    """Return ``folder``. If it is absent or damaged, it is first built: ``build`` fills an empty folder."""
     if is_complete(folder):
         return folder
     with locked(folder.with_name(folder.name + ".lock")):
@@ -160,17 +241,3 @@ def sha256(file: Path) -> str:
     """Hex digest of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def cached_sha256(file: Path, cache_dir: Path) -> str:
-    """``sha256(file)``, remembered by path, size and modification time: hashing 5 GB takes many seconds."""
-    stat = file.stat()
-    stamp = f"{file} {stat.st_size} {stat.st_mtime_ns}"
-    note = cache_dir / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
-    with suppress(OSError, ValueError):
-        return note.read_text(encoding="ascii")
-    digest = sha256(file)
-    with suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, digest)
-    return digest

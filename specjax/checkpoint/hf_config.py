@@ -1,166 +1,144 @@
-"""A Hugging Face config.json to a ``ModelConfig``. Whatever is not implemented is refused by name."""
+"""config.json to a ``ModelConfig``, and generation_config.json to stop tokens and sampling parameters.
+
+Settings that are not implemented are refused by name. In order: the model, its architecture (``READERS``), its rotary
+embedding, generation_config.json.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from specjax.checkpoint.architectures import READERS
-from specjax.checkpoint.files import CheckpointError, CheckpointOptionError, listed
-from specjax.checkpoint.quantised import refuse_unknown
-from specjax.checkpoint.rope_config import longest, rope
-from specjax.checkpoint.stored import PACKED
-from specjax.checkpoint.values import flag, given, number, require
-from specjax.config import ModelConfig
+from specjax.checkpoint.files import (
+    CheckpointError,
+    CheckpointOptionError,
+    Settings,
+    invalid,
+    listed,
+    read_json,
+    unsupported,
+)
+from specjax.checkpoint.quantised import check_quantization_config
+from specjax.checkpoint.quantised_matrix import PACKED
+from specjax.checkpoint.weights import ModelFiles
+from specjax.config import Experts, Latent, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, table
 from specjax.models.params import dimensions, input_letters, is_product, leaves_of
 
+Values = Mapping[str, tuple[Any, str]]
+"""By key of config.json: the value that is implemented (so is null), and its description for messages."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")  # see `load_params`
+
+SILU = {"hidden_act": ("silu", "silu")}
+NO_WINDOW = {"sliding_window": (0, "null (attention over the whole context)")}
 
 
 def model_config(
     hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None, context_length: int | None = None
 ) -> ModelConfig:
-    """Describe the model that ``hf_config`` describes.
+    """Read the description of a model.
 
     Args:
-      hf_config: a parsed config.json, as transformers 4 or 5 writes it.
-      dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the type the checkpoint names.
-      platform: ``jax.default_backend()`` if None; only auto looks at it.
-      context_length: the longest text that will be served; only longrope looks at it. None: the model's.
+      hf_config: a parsed config.json of transformers 4 or 5.
+      dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the checkpoint's.
+      platform: for dtype auto; ``jax.default_backend()`` if None.
+      context_length: the longest text that is served, which selects longrope's factors; None: the model's.
 
     Raises:
-      CheckpointError: an architecture, activation, rope type, quantisation or dtype that is not implemented, float16
-        where activations overflow in it, or a key that is missing.
+      CheckpointError: an architecture, activation, rope type, quantisation or dtype is not supported, activations
+        overflow in float16, or a key is missing.
     """
     architectures = hf_config.get("architectures") or []
     architecture = next((name for name in architectures if name in ARCHITECTURES), None)
     if architecture is None:
-        raise CheckpointError(
-            f"config.json: architectures is {architectures or 'absent'}; supported: {listed(ARCHITECTURES, 99)}"
-        )
+        raise unsupported("architectures", architectures or "absent", listed(ARCHITECTURES, 99))
     reader = READERS[architecture]
     if (code := hf_config.get("auto_map")) and not reader.remote_code:
-        named = listed(code) if isinstance(code, Mapping) else f"{code!r:.80}"
-        raise CheckpointError(
-            f"config.json: auto_map ({named}) says that the model is computed by Python code of its own, which is not "
-            f"run here and may differ from {architecture}; remove the key if the code is that of transformers"
-        )
-    hf_config = dict(reader.absent) | dict(hf_config) | _text_config(hf_config, reader.text)
-    refuse_unknown(hf_config)
-    refuse_unsupported(
-        {key: value for key, value in hf_config.items() if key != "quantization_config"},
-        activation=reader.activation, only=reader.only,
-    )  # fmt: skip
-    heads = require(hf_config, "num_attention_heads")
-    hidden = require(hf_config, "hidden_size")
-    kv_heads = require(hf_config, "num_key_value_heads", heads)
+        raise unsupported("auto_map", code, f"none (code of a model is never run; remove it if it is {architecture}'s)")
+    config = Settings({**reader.defaults, **hf_config})
+    if reader.text_config:
+        outer = ("architectures", "quantization_config", "tie_word_embeddings")
+        config.update({key: value for key, value in config.section("text_config").items() if key not in outer})
+    check_quantization_config(config)
+    refuse_unsupported(config, reader.only)
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
-        )
-    max_positions = require(hf_config, "max_position_embeddings", 2048)
-    layers, head_dim = require(hf_config, "num_hidden_layers"), require(hf_config, "head_dim", hidden // heads)
-    fields = reader.read(hf_config, layers)
+        raise invalid("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    max_positions = config.integer("max_position_embeddings", 2048)
+    layers, head_dim = config.integer("num_hidden_layers"), config.integer("head_dim", hidden // heads)
+    fields = reader.read(config, layers)
     if "rope" not in fields:
-        fields["rope"] = rope(
-            hf_config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
+        fields["rope"] = read_rope(
+            config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
             partial=reader.partial_rope,
         )  # fmt: skip
     common: dict[str, Any] = {
         "family": ARCHITECTURES[architecture],
-        "vocab_size": require(hf_config, "vocab_size"),
+        "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": require(hf_config, "intermediate_size"),
+        "intermediate_size": config.integer("intermediate_size"),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "norm_epsilon": number(hf_config, "rms_norm_eps", 1e-6),
-        "max_positions": longest(fields["rope"], max_positions),
-        "tied_embeddings": flag(hf_config, "tie_word_embeddings"),
-        "dtype": _dtype(hf_config, dtype, platform),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "max_positions": scaled_positions(fields["rope"], max_positions),
+        "tied_embeddings": config.boolean("tie_word_embeddings"),
+        "dtype": _dtype(config, dtype, platform),
     }
     if common["dtype"] == "float16" and not reader.float16:
         if dtype == "float16":
             problem = f"float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
             raise CheckpointOptionError("dtype", problem)
         common["dtype"] = "bfloat16"
-    # One as long as any text is none, but for the rotary embedding that layers with a window may have.
-    longest_window = None if "window_rope" in fields else common["max_positions"]
-    windows = tuple(
-        None if w is None or (longest_window and w >= longest_window) else w for w in fields.get("windows", ())
-    )
-    fields |= {"windows": windows if any(windows) else ()}
+    # A window as long as the longest text has an effect only where such layers have a rotary embedding of their own.
+    longest = math.inf if "window_rope" in fields else common["max_positions"]
+    windows = tuple(None if window is None or window >= longest else window for window in fields.get("windows", ()))
+    fields["windows"] = windows if any(windows) else ()
     return ModelConfig(**cast(Any, common | fields))
 
 
 def effective_quantization(name: str, hf_config: Mapping[str, Any], config: ModelConfig, quantization: str) -> str:
-    """How ``load_params`` should quantise the model ``name``: as asked for, or auto where it is stored so already.
+    """The ``quantization`` that ``load_params`` takes for the model ``name``; auto if its files already have that one.
 
     Raises:
-      CheckpointError: before any weight is read: no such kind; the weights are stored in another; or their inputs do
-        not divide into its groups.
+      CheckpointError: unknown quantization; the weights are stored in another one; or the inputs of a matrix do not
+        divide into int4's groups. Reads no weights.
     """
     if quantization not in QUANTIZATIONS:
         problem = f"{quantization:.60} is not one of: {', '.join(QUANTIZATIONS)}"
         raise CheckpointOptionError("quantization", problem)
     if quantization in ("auto", "none"):
         return quantization
-    if method := given(hf_config, "quantization_config", {}).get("quant_method"):
+    if method := Settings(hf_config).section("quantization_config").get("quant_method"):
         if method == quantization:
             return "auto"
         problem = (
-            f"{quantization} is for float weights, and those of {name} are quantised already ({method}); auto keeps "
-            "them as they are, none dequantises them"
+            f"those of {name} are quantised already ({method}); auto keeps them as they are, none dequantises them"
         )
-        raise CheckpointOptionError("quantization", problem)
-    if quantization == "int4":
-        sizes = dimensions(config)
-        for leaf in filter(is_product, leaves_of(table(config))):
-            depth = prod(sizes[letter] for letter in input_letters(leaf))
-            if depth % PACKED and (leaf.name != "embed" or config.tied_embeddings):
-                problem = (
-                    f"int4 needs inputs in groups of {PACKED}, and {leaf.name} of {name} has {depth}; int8 and fp8 "
-                    "take any number"
-                )
-                raise CheckpointOptionError("quantization", problem)
+        raise CheckpointOptionError("quantization", f"{quantization} is for float weights, and {problem}")
+    sizes = dimensions(config)
+    for leaf in filter(is_product, leaves_of(table(config)) if quantization == "int4" else ()):
+        inputs = math.prod(sizes[letter] for letter in input_letters(leaf))
+        if inputs % PACKED and (leaf.name != "embed" or config.tied_embeddings):
+            problem = f"and {leaf.name} of {name} has {inputs}; int8 and fp8 take any number"
+            raise CheckpointOptionError("quantization", f"int4 needs inputs in groups of {PACKED}, {problem}")
     return quantization
 
 
-def _text_config(hf_config: Mapping[str, Any], is_there: bool) -> dict[str, Any]:
-    """The language model's own keys, where a config.json of several modalities has them in a section."""
-    section = given(hf_config, "text_config", {}) if is_there else {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError(f"config.json: text_config is {section!r:.80}; an object is needed")
-    return {
-        key: value
-        for key, value in section.items()
-        if key not in ("architectures", "quantization_config", "tie_word_embeddings")
-    }
+def refuse_unsupported(config: Settings, only: Values) -> None:
+    """Refuse values of the keys in ``only`` that are not implemented."""
+    for key, (implemented, supported) in only.items():
+        if (value := config.optional(key, implemented)) != implemented:
+            raise unsupported(key, value, supported)
 
 
-def refuse_unsupported(
-    hf_config: Mapping[str, Any], *, activation: tuple[str, str] = ("hidden_act", "silu"),
-    only: Mapping[str, tuple[Any, str]] = {"sliding_window": (0, "null (attention over the whole context)")},
-) -> None:  # fmt: skip
-    """Refuse an activation, quantisation or another value that is not implemented.
-
-    ``only``: by key, the value that is implemented, as null is, and what the message says is.
-    """
-    key, name = activation
-    known: dict[str, tuple[Any, str]] = {
-        key: (name, name),
-        "quantization_config": ({}, "none; use the float32, bfloat16 or float16 checkpoint that it was made from"),
-    }
-    for key, (value, supported) in (known | dict(only)).items():
-        if (found := given(hf_config, key, value)) != value:
-            raise CheckpointError(f"config.json: {key} is {found!r:.80}; supported: {supported}")
-
-
-def _dtype(hf_config: Mapping[str, Any], dtype: str, platform: str | None) -> str:
+def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
     if dtype in DTYPES:
         return dtype
     if dtype != "auto":
@@ -169,9 +147,419 @@ def _dtype(hf_config: Mapping[str, Any], dtype: str, platform: str | None) -> st
         import jax
 
         platform = jax.default_backend()
-    if platform == "cpu":  # bfloat16 products are slower than float32 ones there
+    if platform == "cpu":  # where bfloat16 products are slower than float32 ones
         return "float32"
-    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if stored not in DTYPES:
         raise CheckpointError(f"config.json: torch_dtype is {stored!r}; set dtype to one of: {', '.join(DTYPES)}")
     return stored
+
+
+# Architectures.
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the settings of one architecture that not all architectures have."""
+
+    read: Callable[[Settings, int], dict[str, Any]]  # (config.json, layers) -> fields of `ModelConfig`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, as in transformers
+    only: Values = field(default_factory=lambda: SILU)
+    partial_rope: bool = False
+    text_config: bool = False  # multimodal: the language model's keys are in that section
+    remote_code: bool = False  # published with Python code; tests compare the family with it
+    float16: bool = True  # whether activations fit; vLLM refuses it for Gemma, and scales DeepSeek's
+
+
+def _attention_bias(config: Settings) -> dict[str, Any]:
+    bias = config.boolean("attention_bias")
+    return {"attention_bias": bias, "output_bias": bias}
+
+
+def _llama(config: Settings, layers: int) -> dict[str, Any]:
+    return _attention_bias(config) | {"mlp_bias": config.boolean("mlp_bias")}
+
+
+def _mistral(config: Settings, layers: int) -> dict[str, Any]:
+    return _llama(config, layers) | _phi3(config, layers)
+
+
+def _qwen2(config: Settings, layers: int) -> dict[str, Any]:
+    return {"attention_bias": True} | _qwen_windows(config, layers)
+
+
+def _qwen3(config: Settings, layers: int) -> dict[str, Any]:
+    return _attention_bias(config) | _qwen_windows(config, layers)
+
+
+def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
+    dense, step = config.optional("mlp_only_layers", []), config.integer("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
+        raise invalid("mlp_only_layers", dense, "a list of layers")
+    # transformers 5 writes the other name.
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    count, chosen = config.integer(key), config.integer("num_experts_per_tok")
+    _at_most(chosen, count, "num_experts_per_tok", key)
+    sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+    experts = Experts(
+        count, chosen, config.integer("moe_intermediate_size"), sparse, normalised=config.boolean("norm_topk_prob")
+    )
+    windows = _phi3(config, layers) if config.boolean("use_sliding_window") else {}
+    return _attention_bias(config) | windows | {"experts": experts if sparse else None}
+
+
+def _phi3(config: Settings, layers: int) -> dict[str, Any]:
+    return _windows(config, layers, lambda layer: True)
+
+
+def _gemma2(config: Settings, layers: int) -> dict[str, Any]:
+    caps = {
+        name: None if config.get(key) is None else config.number(key)
+        for name, key in (("attention_softcap", "attn_logit_softcapping"), ("logit_softcap", "final_logit_softcapping"))
+    }
+    fields = {"query_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5}
+    return fields | caps | _attention_bias(config) | _windows(config, layers, lambda layer: layer % 2 == 0)
+
+
+def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
+    pattern = config.integer("sliding_window_pattern", 6)
+    windows = _windows(config, layers, lambda layer: (layer + 1) % pattern != 0)
+    head_dim, positions = config.integer("head_dim", 256), config.integer("max_position_embeddings", 131072)
+    section = config.section("rope_parameters")
+    if any(key in section for key in LAYER_TYPES):
+        local, full = (Settings({"rope_parameters": section.get(key)}) for key in LAYER_TYPES)
+    else:  # transformers 4
+        full = Settings({key: config.get(key) for key in (*ROPE_SECTIONS, "rope_theta")})
+        local = Settings({"rope_theta": config.get("rope_local_base_freq")})
+    ropes = {
+        "rope": read_rope(full, positions, head_dim=head_dim, theta=1e6),
+        "window_rope": read_rope(local, positions, head_dim=head_dim, theta=1e4),
+    }
+    return _gemma2(config, layers) | windows | ropes
+
+
+def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
+    latent = Latent(
+        rank=config.integer("kv_lora_rank", 512),
+        query_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim", 128),
+        rope_dim=config.integer("qk_rope_head_dim", 64),
+        value_dim=config.integer("v_head_dim", 128),
+    )
+    key = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
+    count, chosen = config.integer(key, 256), config.integer("num_experts_per_tok", 8)
+    groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if count % groups:
+        raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
+    _at_most(top_groups, groups, "topk_group", "n_group")
+    _at_most(chosen, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
+    dense, width = _layer_number(config, "first_k_dense_replace", 0), config.integer("moe_intermediate_size")
+    experts = Experts(
+        count, chosen, width, tuple(range(dense, layers)), scoring="sigmoid",
+        normalised=config.boolean("norm_topk_prob"), scale=config.number("routed_scaling_factor", 1.0), groups=groups,
+        top_groups=top_groups, shared_width=width * config.integer("n_shared_experts", 1),
+    )  # fmt: skip
+    rope = read_rope(config, config.integer("max_position_embeddings", 4096), head_dim=latent.rope_dim)
+    scale_all = rope_section(config).optional("mscale_all_dim", 0)
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    if rope.scaling != "none" and scale_all:
+        scale *= yarn_magnitude(rope.factor, scale_all) ** 2
+    return {
+        "latent": latent, "experts": experts if experts.layers else None, "rope": rope, "query_scale": scale,
+        "head_dim": latent.nope_dim + latent.rope_dim, "attention_bias": config.boolean("attention_bias"),
+    }  # fmt: skip
+
+
+def _qwen_windows(config: Settings, layers: int) -> dict[str, Any]:
+    if not config.boolean("use_sliding_window"):
+        return {}
+    first = _layer_number(config, "max_window_layers", 28)
+    return _windows(config, layers, lambda layer: layer >= first)
+
+
+def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -> dict[str, Any]:
+    """The window of each layer; ``layer_types`` overrides ``has_window``."""
+    types = config.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+            raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
+        has_window = lambda layer: types[layer] == LAYER_TYPES[0]  # noqa: E731
+    if config.get("sliding_window") is None:
+        if types is not None and LAYER_TYPES[0] in types:
+            raise CheckpointError(f"config.json: layer_types has {LAYER_TYPES[0]}, and sliding_window is null")
+        return {}
+    window = config.integer("sliding_window")
+    windows = tuple(window if has_window(layer) else None for layer in range(layers))
+    return {"windows": windows} if any(windows) else {}
+
+
+def _layer_number(config: Settings, key: str, default: int) -> int:
+    if type(value := config.optional(key, default)) is not int or value < 0:
+        raise invalid(key, value, "a number of layers")
+    return value
+
+
+def _at_most(value: int, most: int, name: str, bound: str) -> None:
+    if value > most:
+        raise CheckpointError(f"config.json: {name} is {value}; at most {most} ({bound}) is possible")
+
+
+_QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_GEMMA = {
+    "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192,
+    "tie_word_embeddings": True, "num_key_value_heads": 4,
+}  # fmt: skip
+_GEMMA_ONLY = {
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+    "use_bidirectional_attention": (False, "false (causal attention)"),
+}
+
+READERS: Mapping[str, Reader] = {
+    "LlamaForCausalLM": Reader(_llama, only=SILU | NO_WINDOW),
+    "MistralForCausalLM": Reader(
+        _mistral, {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    ),
+    "Qwen2ForCausalLM": Reader(_qwen2, _QWEN),
+    "MiMoForCausalLM": Reader(_qwen2, _QWEN, remote_code=True),
+    "Qwen3ForCausalLM": Reader(_qwen3, _QWEN | {"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Reader(_qwen3_moe, _QWEN | {"num_key_value_heads": 4}),
+    "Gemma2ForCausalLM": Reader(
+        _gemma2, _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, _GEMMA_ONLY, float16=False
+    ),
+    "Gemma3ForCausalLM": Reader(_gemma3, _GEMMA | {"max_position_embeddings": 131072}, _GEMMA_ONLY, float16=False),
+    "Gemma3ForConditionalGeneration": Reader(
+        _gemma3, _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
+        _GEMMA_ONLY, text_config=True, float16=False,
+    ),
+    "Phi3ForCausalLM": Reader(
+        _phi3, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
+    ),
+    "DeepseekV3ForCausalLM": Reader(
+        _deepseek_v3,
+        {
+            "max_position_embeddings": 4096, "norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8,
+            "topk_group": 4, "routed_scaling_factor": 2.5,
+        },
+        SILU | {
+            "rope_interleave": (True, "true"), "scoring_func": ("sigmoid", "sigmoid"),
+            "topk_method": ("noaux_tc", "noaux_tc"), "moe_layer_freq": (1, "1"),
+        },
+        remote_code=True, float16=False,
+    ),
+}  # fmt: skip
+
+
+# Rotary embedding.
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # of transformers 5 and 4
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+def rope_section(config: Settings) -> Settings:
+    """``rope_scaling`` of transformers 4, else ``rope_parameters`` of transformers 5, else empty; as transformers."""
+    return config.section("rope_scaling") or config.section("rope_parameters")
+
+
+def read_rope(
+    config: Settings, max_positions: int, *, head_dim: int, context_length: int | None = None,
+    partial: bool = False, theta: float = 10000.0,
+) -> RopeConfig:  # fmt: skip
+    """Read the rotary embedding. Keys of ``rope_section`` replace the same keys outside, as in transformers.
+
+    Args:
+      max_positions: the original length of a scaling that has none.
+      head_dim: channels of a head; longrope has one factor for each two.
+      context_length: the longest text; longrope has other factors beyond its original length. None: ``max_positions``.
+      partial: whether a part of each head may be rotated.
+      theta: default of ``rope_theta``.
+    """
+    section = rope_section(config)
+    if by_layer := [key for key, value in section.items() if isinstance(value, Mapping)]:
+        raise unsupported("the rotary embedding given by layer type", by_layer, "one for all layers")
+    share = section.optional("partial_rotary_factor", config.optional("partial_rotary_factor", 1))
+    if share != 1 and not (partial and type(share) is float and 0 < share < 1):
+        raise unsupported("partial_rotary_factor", share, "a number above 0, at most 1" if partial else "1.0")
+    rope_type = section.optional("rope_type", section.optional("type", "default"))
+    if rope_type in ("su", "yarn") and "long_factor" in section:  # the first Phi-3 models
+        rope_type = "longrope"
+    if rope_type not in ROPE_TYPES:
+        raise unsupported("rope_type", rope_type, ", ".join(ROPE_TYPES))
+    try:
+        rope = _scaling(rope_type, section, config, max_positions, context_length or max_positions)
+    except KeyError as error:
+        raise CheckpointError(f"config.json: the rope type {rope_type} needs {error.args[0]!r}") from error
+    holder = section if section.get("rope_theta") is not None else config
+    rope = replace(rope, theta=holder.number("rope_theta", theta), partial=float(share))
+    pairs = rope.width(head_dim) // 2
+    if rope.scaling == "longrope" and len(rope.divisors) != pairs:
+        raise CheckpointError(f"config.json: longrope has {len(rope.divisors)} factors; {pairs} are needed")
+    return rope
+
+
+def _scaling(
+    rope_type: str, section: Settings, config: Settings, max_positions: int, context_length: int
+) -> RopeConfig:
+    """The scaling, without theta. Raises KeyError for an absent key."""
+    if rope_type == "default":
+        return RopeConfig()
+    key = "original_max_position_embeddings"  # Phi-3 has it outside the section
+    original = (config if config.get(key) is not None else section).integer(key, max_positions)
+    is_dynamic, is_yarn, is_longrope = (rope_type == name for name in ("dynamic", "yarn", "longrope"))
+    factor = section.number("factor", max_positions / original if is_yarn or is_longrope else None)
+    if rope_type == "linear":
+        return RopeConfig(scaling="linear", factor=factor) if factor != 1 else RopeConfig()
+    scaled = RopeConfig(scaling=cast(Any, rope_type), factor=factor, original_max_position=original)
+    if is_dynamic:
+        return replace(scaled, original_max_position=max_positions)
+    if rope_type == "llama3":
+        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        return replace(scaled, low_freq_factor=low, high_freq_factor=high) if factor != 1 else RopeConfig()
+    if is_longrope:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        long, short = section.numbers("long_factor"), section.numbers("short_factor")
+        scaled = replace(scaled, divisors=long if context_length > original else short)
+    else:
+        magnitude = yarn_magnitude(factor)
+        if section.get("mscale") and section.get("mscale_all_dim"):
+            scale, scale_all = section.number("mscale"), section.number("mscale_all_dim")
+            magnitude = yarn_magnitude(factor, scale) / yarn_magnitude(factor, scale_all)
+        beta_fast, beta_slow = section.number("beta_fast", 32.0), section.number("beta_slow", 1.0)
+        truncate = "truncate" not in section or section.boolean("truncate")
+        scaled = replace(scaled, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate)
+    return replace(scaled, magnitude=section.number("attention_factor", magnitude))
+
+
+def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
+    """The longest text of a model with this ``max_position_embeddings``: dynamic and yarn scaling extend it."""
+    if rope.scaling in ("dynamic", "yarn"):
+        return max(max_positions, int(rope.original_max_position * rope.factor))
+    return max_positions
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor on cos and sin; with ``mscale_all_dim`` the root of DeepSeek's factor on attention scores."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def hf_rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """``rope_scaling`` of a config.json for ``rope``; ``read_rope`` reads it back."""
+    if rope.scaling == "none":
+        return None
+    section: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling in ("linear", "dynamic"):
+        section["type"] = rope.scaling  # SafeAILab/EAGLE `cnets.py` reads this key, and supports these two
+    else:
+        section["original_max_position_embeddings"] = rope.original_max_position
+    if rope.scaling == "llama3":
+        section |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.scaling in ("yarn", "longrope"):
+        section["attention_factor"] = rope.magnitude
+    if rope.scaling == "yarn":
+        section |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+    if rope.scaling == "longrope":
+        section |= {key: list(rope.divisors) for key in ("long_factor", "short_factor")}
+    return section
+
+
+# generation_config.json.
+
+GENERATION_NAME = "generation_config.json"
+# Keys that change the text and are not supported, with the values that have no effect; null never has one. Left out:
+# keys that bound the length (max_length), choose caches, outputs or assistant models, or need `num_beams`.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    key: neutral
+    for keys, neutral in (
+        ("dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id max_time", ()),
+        ("bad_words_ids begin_suppress_tokens constraints force_words_ids forced_decoder_ids suppress_tokens", ([],)),
+        ("encoder_no_repeat_ngram_size min_length min_new_tokens no_repeat_ngram_size", (0,)),
+        ("epsilon_cutoff eta_cutoff penalty_alpha", (0.0,)),
+        ("encoder_repetition_penalty guidance_scale num_beams top_h typical_p", (1,)),
+        ("force_bos_token_to_be_generated token_healing", (False,)),
+        ("sequence_bias", ({}, [])),
+        ("stop_strings", ([], "")),
+        ("watermarking_config", ({},)),
+    )
+    for key in keys.split()
+}
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: 0 <= value <= 1e4, "a number from 0 (greedy) to 10000"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "top_k": (lambda value: -1 <= value < 2**31 and value == int(value), "an integer, 0 or -1 for all tokens,"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: 0 < value <= 2, "a number above 0 and at most 2"),
+}
+
+
+def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
+    """The ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the tokenizer's
+    end-of-sequence token; without repetitions; may be empty.
+
+    Args:
+      files: from ``resolve``.
+      tokenizer: from ``load_tokenizer``; None: read only the files.
+      vocab_size: ids of the files must be below it; a tokenizer's id that is not can never be drawn, and is left out.
+        None: not checked.
+
+    Raises:
+      CheckpointError: an ``eos_token_id`` is neither null, a token id, nor a list of token ids.
+    """
+    limit = math.inf if vocab_size is None else vocab_size
+    stops: list[int] = []
+    for name, section in ((GENERATION_NAME, _generation(files) or {}), ("config.json", files.config)):
+        value = section.get("eos_token_id")
+        value = [] if value is None else value
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token) is int and 0 <= token < limit for token in ids):
+            needed = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
+            raise CheckpointError(f"{files.folder / name}: eos_token_id is {value!r:.80}; null or {needed} are needed")
+        stops += ids
+    token = getattr(tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys([*stops, token] if isinstance(token, int) and 0 <= token < limit else stops))
+
+
+def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
+    """The publisher's sampling parameters in generation_config.json, under the names of ``SamplingParams``:
+    temperature, top_p, top_k, min_p and repetition_penalty, where present.
+
+    ``do_sample: false`` means temperature 0, as in transformers (SGLang ignores the key).
+
+    Raises:
+      CheckpointError: a value is out of range, or a key that changes the text is not supported.
+    """
+    generation = _generation(files)
+    section, file = (files.config, "config.json") if generation is None else (generation, GENERATION_NAME)
+
+    def refused(key: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{files.folder / file}: {key} is {section[key]!r:.80}{problem}. Change the file, or leave it unread with "
+            "sampling_defaults='openai'"
+        )
+
+    for key, neutral in NEUTRAL.items():
+        value = section.get(key)
+        # False is not 0.
+        if value is not None and (isinstance(value, bool), value) not in [(isinstance(n, bool), n) for n in neutral]:
+            supported = f"{neutral[0]!r} or null" if neutral else "null"
+            raise refused(key, f", which changes the text and is not supported; supported: {supported}")
+    if generation is None:
+        return {}
+    defaults: dict[str, float | int] = {}
+    for key, (is_valid, needed) in _RANGES.items():
+        if (value := generation.get(key)) is None:
+            continue
+        # abs() < inf, not isfinite(): an integer may be too large for a float
+        if type(value) not in (int, float) or not abs(value) < math.inf or not is_valid(value):
+            raise refused(key, f"; {needed} is needed")
+        defaults[key] = (int(value) or -1) if key == "top_k" else float(value)
+    samples = generation.optional("do_sample", True)
+    if type(samples) is not bool:
+        raise refused("do_sample", "; true, false or null is needed")
+    if samples:
+        return defaults
+    return {"temperature": 0.0} | {key: defaults[key] for key in ("repetition_penalty",) if key in defaults}
+
+
+def _generation(files: ModelFiles) -> Settings | None:
+    file = files.folder / GENERATION_NAME
+    return read_json(file, files.name) if file.is_file() else None

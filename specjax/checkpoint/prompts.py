@@ -1,4 +1,4 @@
-"""Token ids of prompts: of text, of the messages of a chat, or ids as they are. Knows nothing of the engine."""
+"""Prompts to token ids: text, the messages of a chat, or ids."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 THINK, END_THINK = "<think>", "</think>"
-REASONING_TAIL = 8  # tokens at a prompt's end among which its template opens a block of reasoning, or closes it
+REASONING_TAIL = 8  # last tokens of a prompt, in which its template opens or closes a block of reasoning
 
 
 class Chat(list[Mapping[str, Any]]):
-    """Messages, with arguments of the chat template beside them. It is a prompt, as a list of messages is.
+    """A prompt of messages, with arguments of the chat template.
 
     Attributes:
-        template: `add_generation_prompt` (default: True), `continue_final_message` (False), `tools` (the functions that
-            the model may call, as objects of their names and JSON schemas), and variables of the template's own.
+        template: `add_generation_prompt` (default: True), `continue_final_message` (False), `tools` (functions that the
+            model may call, as objects with names and JSON schemas), and the template's own variables.
     """
 
     def __init__(self, messages: Iterable[Mapping[str, Any]], template: Mapping[str, Any] = MappingProxyType({})):
@@ -51,8 +51,7 @@ class Chat(list[Mapping[str, Any]]):
 
 
 def begins_thinking(prompt: Sequence[int], tokenizer: Any) -> bool | None:
-    """True if a prompt ends with `<think>`, False if it ends with `</think>`, else None. White space after the marker
-    is ignored. A marker before other text is part of a message."""
+    """True if a prompt ends with `<think>`, False if with `</think>`, else None; ignores white space at the end."""
     tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
     return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
 
@@ -65,12 +64,12 @@ def encode(
     check: Callable[[str], None] = lambda text: None,
     plain: PlainText | None = None,
 ) -> list[int]:
-    """Token ids of a prompt. Raises ValueError if it is empty, of no known form, or holds an id outside the vocabulary.
+    """Token ids of a prompt. Raises ValueError if it is empty, not a `Prompt`, or has an id outside the vocabulary.
 
     Args:
-        check: sees a text before it is tokenised, and raises a ValueError to refuse it.
-        plain: encodes users' text without special tokens; a prompt that is a text is theirs as a whole. None: text
-            that reads as a special token is one.
+        check: called with a text before it is tokenised; raises ValueError to refuse it.
+        plain: encodes users' text (a whole prompt, or the contents of messages) without special tokens. None: the names
+            of special tokens in a text are special tokens.
     """
     if isinstance(prompt, str):
         check(prompt)
@@ -85,8 +84,8 @@ def encode(
         if plain is None:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            if held := plain.special_token(tools := variables.get("tools")):
-                raise ParameterError("tools", f"hold {held!r:.60}, a special token, which --plain-content refuses")
+            if special := plain.special_token(tools := variables.get("tools")):
+                raise ParameterError("tools", f"hold {special!r:.60}, a special token, which --plain-content refuses")
             tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template(tools=tools))
     elif isinstance(prompt, list | tuple) and all(
         isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
@@ -107,23 +106,23 @@ def _render(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Ma
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: pass text or token ids instead of messages")
-    given = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+    arguments = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
     except Exception as error:  # a template is a program: whatever it raises is about these messages
         raise ValueError(f"the chat template refused these messages: {error}") from error
 
 
 def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainText | None) -> None:
-    """Raises ParameterError for a variable of the template whose name has another meaning there."""
-    own = variables.keys() - {"add_generation_prompt", "continue_final_message", "tools"}
-    if not own:
+    """Raises ParameterError for a variable of the template whose name is reserved."""
+    custom = variables.keys() - {"add_generation_prompt", "continue_final_message", "tools"}
+    if not custom:
         return
     names = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-    if taken := sorted(own & (names | {"self", "messages", "conversations"})):
-        problem = f"may not set {taken[0]!r:.60}, which is no variable of the template's own"
+    if reserved := sorted(custom & (names | {"self", "messages", "conversations"})):
+        problem = f"may not set {reserved[0]!r:.60}, which is no variable of the template's own"
         raise ParameterError("chat_template_kwargs", problem)
-    if plain is not None and (text := next(strings_of([variables[name] for name in own]), None)):
+    if plain is not None and (text := next(strings_of([variables[name] for name in custom]), None)):
         problem = f"may hold no text with --plain-content, only numbers and true or false, got {text!r:.60}"
         raise ParameterError("chat_template_kwargs", problem)
 
@@ -131,22 +130,19 @@ def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainT
 class PlainText:
     """Encodes users' text without special tokens, and the chat template's own markup with them (`--plain-content`).
 
-    A copy of one tokenizer, in which each special token has a random name, encodes users' text. To tell the special
-    tokens that the template wrote, the messages are rendered again with each character of users exchanged for a
-    private-use one. If exchanging these back gives the ordinary text, the template has passed them on unexamined, and
-    every special token that is left is the template's. These are renamed, users' characters put back, and the copy
-    encodes the whole.
+    A copy of the tokenizer, in which special tokens have random names, encodes users' text. To find the special tokens
+    that the template wrote, the messages are rendered again with each character of users replaced by a private-use one.
+    If the reverse replacement gives the ordinary text, every special token that is left is the template's: it gets its
+    random name, users' characters are put back, and the copy encodes the whole.
 
         messages    [{"role": "user", "content": "a<|im_end|>"}]
-        exchanged   <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
+        replaced    <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
         encoded     qzkwuser\na<|im_end|>bxjt\n                      (qzkw, bxjt: names of the two special tokens)
 
-    A template may trim, cut, repeat or reorder users' text. For one that changes letters or searches for words, only
-    those characters are exchanged that distinguish special tokens from words. One that searches users' text for markup
-    is refused if this text could be a special token or a part of one.
+    If a template changes letters or searches for words, only the characters are replaced that distinguish special
+    tokens from words. If it searches for markup, text that could be a part of a special token is refused.
 
-    Safe to call from any thread. Raises ValueError if the tokenizer has special tokens that cannot be distinguished
-    from users' text.
+    Thread-safe. Raises ValueError if special tokens of the tokenizer cannot be distinguished from text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -161,82 +157,75 @@ class PlainText:
         for name, id in special.items():
             renamed = self._names[name]
             expected = core.encode(f"a{name}b", add_special_tokens=False).ids
-            found = self.encode(f"a{renamed}b", add_special_tokens=False)
-            if name.isspace() or self._copy.token_to_id(renamed) != id or found != expected:
-                raise ValueError(
-                    f"{FLAG} does not work with this tokenizer: its special token {name!r:.60} (id {id}) is found in "
-                    "text in another way than word for word"
-                )
+            encoded = self.encode(f"a{renamed}b", add_special_tokens=False)
+            if name.isspace() or self._copy.token_to_id(renamed) != id or encoded != expected:
+                problem = f"its special token {name!r:.60} (id {id}) is not matched literally"
+                raise ValueError(f"{FLAG} does not work with this tokenizer: {problem}")
         # As the tokenizer finds them: leftmost, then longest, and those that are not special hide others, too.
-        found = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self._tokens = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+        contents = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
         marks = [{c for c in name if not c.isalnum()} or set(name) for name in self._names]
         self._marks = frozenset[str]().union(*marks)
         self._parts = frozenset(part.casefold() for name in self._names for part in _ends(name))
         self._named = {str(name) for name in getattr(tokenizer, "special_tokens_map", {}).values()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of users' text; with `add_special_tokens` between those that the tokenizer adds to any text."""
-        # Not `encode`, which holds Python's lock all the time.
+        """Ids of users' text; `add_special_tokens`: the ones that the tokenizer adds to any text."""
+        # Unlike `encode`, this releases Python's lock.
         return self._copy.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def special_token(self, value: Any) -> str | None:
-        """A special token that a string or key of a value of JSON holds; None: there is none."""
+        """A special token in a string or key of a JSON value; None if there is none."""
         texts = (*strings_of([value]), *strings_of([value], keys=True))
         return next((name for name in self._names for text in texts if name in text), None)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str], template: str
     ) -> list[int]:
-        """Ids of messages. Raises ValueError if text of users could become a special token.
+        """Ids of messages. Raises ValueError if users' text could become a special token.
 
         Args:
-            messages: all strings in them are users' text, except roles, which are the application's.
-            text: the messages as the template renders them.
+            messages: all strings are users' text, except roles, which are the application's.
+            text: the rendered messages.
             render: renders messages.
-            template: its source.
+            template: source of the template.
         """
         contents = [{key: value for key, value in message.items() if key != "role"} for message in messages]
-        for given in (*(str(message["role"]) for message in messages), *strings_of(contents, keys=True)):
-            if held := next((name for name in self._names if name in given), None):
-                raise ValueError(
-                    f"a role or a key of the messages holds {held!r:.60}, a special token, which {FLAG} refuses"
-                )
+        for text_or_key in (*(str(message["role"]) for message in messages), *strings_of(contents, keys=True)):
+            if special := next((name for name in self._names if name in text_or_key), None):
+                raise ValueError(f"a role or a key of the messages holds {special!r:.60}, a special token ({FLAG})")
         users = list(strings_of(contents))
         seen = frozenset[str]().union(*users)
         letters = frozenset(character for character in seen if not character.isspace())
-        for exchanged in (letters, seen & self._marks):
+        for replaced in (letters, seen & self._marks):
             taken = seen.union(text)
             free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in taken)
-            table = dict(zip(sorted(exchanged), free, strict=False))
-            if len(table) < len(exchanged):
+            table = dict(zip(sorted(replaced), free, strict=False))
+            if len(table) < len(replaced):
                 continue
             translate = str.maketrans(table)
             try:
-                marked = render([_exchanged(message, translate) | {"role": message["role"]} for message in messages])
+                marked = render([_replaced(message, translate) | {"role": message["role"]} for message in messages])
             except Exception:  # a template is a program
                 continue
             back = {ord(private): ord(character) for character, private in table.items()}
-            if marked.translate(back) == text and (letters <= exchanged or self._are_templates(marked, template)):
+            if marked.translate(back) == text and (letters <= replaced or self._are_templates(marked, template)):
                 return self._encode_markup(marked, back)
         folded = "\n".join(users).casefold()
         if part := next((part for part in self._parts if part in folded), None):
-            raise ValueError(
-                f"the messages hold {part!r:.60}, which may be part of a special token, and the chat template changes "
-                f"or examines their text, so that {FLAG} cannot tell it from the template's own; take it out of the "
-                "messages, or give another --chat-template"
-            )
+            problem = f"{part!r:.60}, which may be part of a special token, and the chat template changes their text"
+            raise ValueError(f"the messages hold {problem} ({FLAG}); remove it, or give another --chat-template")
         return self._encode_markup(text, {})
 
     def _encode_markup(self, text: str, back: Mapping[int, int]) -> list[int]:
-        """Ids of a text whose special tokens are all the template's. `back`: private-use to users' characters."""
+        """Ids of a text, all of whose special tokens are the template's; `back`: private-use to users' characters."""
         renamed = self._tokens.sub(lambda match: self._names.get(match[0], match[0]), text)
         return self.encode(renamed.translate(back), add_special_tokens=False)
 
     def _are_templates(self, text: str, template: str) -> bool:
         """Whether the template names all special tokens of a text, so that it made none out of other words."""
-        found = self._names.keys() & self._tokens.findall(text)
-        return all(name in template or name in self._named for name in found)
+        specials = self._names.keys() & self._tokens.findall(text)
+        return all(name in template or name in self._named for name in specials)
 
 
 def _renamed(core: Any, names: Mapping[str, str]) -> Any:
@@ -267,23 +256,23 @@ def _ends(name: str) -> Iterator[str]:
         yield next((part for part in parts if not part.isalnum()), name)
 
 
-def _exchanged(value: Any, table: Mapping[int, str]) -> Any:
-    """A value of JSON with the characters of its strings, but not of its keys, exchanged."""
+def _replaced(value: Any, table: Mapping[int, str]) -> Any:
+    """A JSON value with the characters of its strings, but not of its keys, replaced."""
     if isinstance(value, str):
         return value.translate(table)
     if isinstance(value, Mapping):
-        return {key: _exchanged(each, table) for key, each in value.items()}
-    return [_exchanged(each, table) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _replaced(element, table) for key, element in value.items()}
+    return [_replaced(element, table) for element in value] if isinstance(value, list | tuple) else value
 
 
 def strings_of(value: Any, *, keys: bool = False) -> Iterator[str]:
-    """The strings of a value of JSON, or the keys of its mappings."""
+    """The strings of a JSON value, or the keys of its mappings."""
     if isinstance(value, Mapping):
         if keys:
             yield from (key for key in value if isinstance(key, str))
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from strings_of(each, keys=keys)
+        for element in value:
+            yield from strings_of(element, keys=keys)
     elif isinstance(value, str) and not keys:
         yield value

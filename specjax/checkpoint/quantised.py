@@ -1,13 +1,14 @@
-"""Quantised weights in safetensors, as published: fp8, GPTQ, AWQ and compressed-tensors.
+"""Published formats of quantised weights: fp8, GPTQ, AWQ and compressed-tensors in safetensors, and GGUF's blocks.
 
-All are brought to one form, `Stored`. Activations are never quantised here, whatever the config says of them, so the
-text is that of the dequantised weights. Layouts: the config's `quant_method`, and the projects' documents and code.
+Each is read as ``QuantisedMatrix``. Activations are not quantised, whatever the config says, so a model gives the text
+of the dequantised weights.
 
     fp8                 weight float8_e4m3 [out, in], weight_scale_inv [out / 128, in / 128] (DeepSeek, Qwen3)
     gptq                qweight int32 [in / 8, out], qzeros [groups, out / 8], scales [groups, out], g_idx [in]
     awq                 qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     compressed-tensors  weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point; or weight in
                         int8 or float8_e4m3 with weight_scale
+    gguf                uint8 [out, blocks * bytes of a block], under the name of the block type (see `gguf.py`)
 """
 
 from __future__ import annotations
@@ -18,24 +19,28 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint import four_bits, gguf_blocks
-from specjax.checkpoint.files import CheckpointError, listed
-from specjax.checkpoint.four_bits import AWQ_ORDER
-from specjax.checkpoint.gguf_blocks import KINDS
-from specjax.checkpoint.stored import PACKED, Rows, Stored
-from specjax.checkpoint.values import flag, given, require
+from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
+from specjax.checkpoint.quantised_matrix import (
+    AWQ_ORDER,
+    PACKED,
+    QuantisedMatrix,
+    by_rows,
+    pack_awq,
+    pack_rows,
+    unpack_nibbles,
+    unpack_words,
+)
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
 
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "gguf")
-# Of activations and caches, which are not quantised here.
+# Tensors for quantised activations and caches.
 _UNUSED = re.compile(
     r".*\.((input|output)_(scale|zero_point|global_scale)|(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
 )
@@ -43,11 +48,11 @@ _UNUSED = re.compile(
 
 @dataclass(frozen=True)
 class QuantisedEntry:
-    """A quantised matrix among a checkpoint's tensors; reads like a `TensorEntry`."""
+    """A quantised matrix of a checkpoint; has the members of a `TensorEntry` that loading needs."""
 
     name: str
     shape: tuple[int, int]
-    load: Callable[[], Stored]
+    load: Callable[[], QuantisedMatrix]
     size: int  # bytes in the files
 
     def read(self) -> np.ndarray:
@@ -55,62 +60,97 @@ class QuantisedEntry:
         return self.load().dequantised()
 
 
-Entries = dict[str, "TensorEntry | QuantisedEntry"]
+Entries = dict[str, TensorEntry | QuantisedEntry]
+Codes = tuple[np.ndarray, int]
+"""Codes and their bits, as in `QuantisedMatrix`."""
 
 
-def refuse_unknown(config: Mapping[str, Any]) -> None:
-    """Refuse the `quantization_config` of a config.json that `matrices` cannot read, before any weight is."""
-    section = config.get("quantization_config")
-    if section in (None, {}):
-        return
-    if not isinstance(section, Mapping):
-        raise CheckpointError(f"config.json: quantization_config is {section!r:.80}; an object is needed")
-    _reader(section)
+class Parts(NamedTuple):
+    """The tensors of one quantised matrix, by their names after the stem."""
+
+    stem: str
+    entries: Mapping[str, TensorEntry]
+
+    def read(self, name: str) -> np.ndarray:
+        if name not in self.entries:
+            raise CheckpointError(f"the quantised checkpoint has no tensor {self.stem}.{name}")
+        return self.entries[name].read(integers=True)
+
+
+class Format(NamedTuple):
+    """How a quantised matrix is stored."""
+
+    parts: tuple[str, ...]  # names of its tensors after the stem
+    shape: Callable[[Parts], tuple[int, int]]
+    read: Callable[[Parts], QuantisedMatrix]
+    dtypes: tuple[str, ...] = ()  # of the codes; none: any
+
+
+def check_quantization_config(config: Settings) -> None:
+    """Refuse a `quantization_config` that `matrices` cannot read. Reads no weights."""
+    if section := config.section("quantization_config"):
+        _formats(section)
 
 
 def matrices(files: ModelFiles) -> Entries:
-    """The tensors of a model, with one entry `x.weight` in the place of those that hold a quantised matrix.
+    """The tensors of a model; a quantised matrix is one entry ``x.weight`` in place of its tensors.
 
     Raises:
-      CheckpointError: a method, a number of bits or a layout that is not supported.
+      CheckpointError: a method, a number of bits or a layout is not supported.
     """
-    section = files.config.get("quantization_config")
-    if section in (None, {}):
+    section = Settings(files.config).section("quantization_config")
+    if not section:
         return dict(files.headers)
-    found = _reader(section)({name: entry for name, entry in files.headers.items() if not _UNUSED.fullmatch(name)})
-    if not any(isinstance(entry, QuantisedEntry) for entry in found.values()):
-        raise CheckpointError(
-            f"config.json: quantization_config says {section.get('quant_method')}, and no tensor is quantised that way"
+    formats = _formats(section)
+    tensors = {name: entry for name, entry in files.headers.items() if not _UNUSED.fullmatch(name)}
+    entries, used = Entries(), set[str]()
+    for name, codes in tensors.items():
+        stem, _, part = name.rpartition(".")
+        stored = formats.get(part)
+        if stored is None or (stored.dtypes and codes.dtype not in stored.dtypes):
+            continue
+        names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
+        parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
+        size = sum(entry.size for entry in parts.entries.values())
+        entries[f"{stem}.weight"] = QuantisedEntry(
+            f"{stem}.weight", stored.shape(parts), partial(stored.read, parts), size
         )
-    return found
+        used |= set(names.values())
+    if not entries:
+        method = section.get("quant_method")
+        raise CheckpointError(f"config.json: quant_method is {method}, and no tensor is quantised that way")
+    return {name: entry for name, entry in tensors.items() if name not in used} | entries
 
 
 def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
-    """An estimate of what a model's matrices take, from its config.json; None: they have the model's dtype.
+    """Estimated size of a model's matrices, from its config.json; None: they have the model's dtype.
 
-    ``quantization``: as in ``load_params``; ``keeps_half``: whether matrices in 16 bits stay so beside float32.
+    Args:
+      quantization: as in ``load_params``.
+      keeps_half: whether 16-bit matrices keep their type beside float32.
     """
-    section = given(config, "quantization_config", {})
+    section = Settings(config).section("quantization_config")
     if quantization != "auto":
-        known = {"fp8": Bits(8.0, True, channel=4), "int8": Bits(8.0, True, channel=4), "int4": Bits(5.0, True)}
-        return known.get(quantization)
+        sizes = {"fp8": Bits(8.0, True, channel=4), "int8": Bits(8.0, True, channel=4), "int4": Bits(5.0, True)}
+        return sizes.get(quantization)
     method = section.get("quant_method")
     if method == "gguf":
-        return Bits(float(given(section, "bits_per_weight", 5.0)), True)
+        return Bits(float(section.optional("bits_per_weight", 5.0)), True)
     if method == "fp8":
         return Bits(8.0, False)
     if method in ("gptq", "awq"):
-        # Of each group a scale in 16 bits and an offset in 32.
-        return Bits(require(section, "bits") + 48 / max(int(given(section, "group_size", 128)), 32), False)
+        # A group has a scale in 16 bits and an offset in 32.
+        return Bits(section.integer("bits") + 48 / max(int(section.optional("group_size", 128)), 32), False)
     if method == "compressed-tensors":
-        groups = [given(group, "weights", {}) for group in given(section, "config_groups", {}).values()]
-        return Bits(max((require(each, "num_bits") for each in groups), default=8) + 0.25, False)
+        return Bits(
+            max((settings.integer("num_bits") for settings in _weight_groups(section)), default=8) + 0.25, False
+        )
     stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return Bits(16.0, True) if keeps_half and stored in ("bfloat16", "float16") else None
 
 
 def save_dequantised(files: ModelFiles, folder: Path) -> None:
-    """Write a model to an empty folder with float32 weights, for programs that do not read its format."""
+    """Write a model with float32 weights to an empty folder, for programs that cannot read its format."""
     tensors = matrices(files)
     for file in files.folder.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX_NAME:
@@ -121,269 +161,303 @@ def save_dequantised(files: ModelFiles, folder: Path) -> None:
     save_shards(folder, sizes, lambda name: np.asarray(tensors[name].read(), np.float32))
 
 
-def _reader(section: Mapping[str, Any]) -> Callable[[dict[str, TensorEntry]], Entries]:
+# quantization_config to the formats of matrices, by the name of the codes after the stem.
+
+
+def _formats(section: Settings) -> dict[str, Format]:
     method = section.get("quant_method")
     if method == "fp8":
-        block = _block(section, "weight_block_size")
-        return lambda tensors: _scaled(tensors, block)
+        return {"weight": _scaled_format(_block_shape(section, "weight_block_size"))}
     if method == "gptq":
-        bits, back = _bits(section, "bits"), given(section, "checkpoint_format", "gptq") == "gptq"
-        if (kind := given(section, "checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
-            raise CheckpointError(f"config.json: checkpoint_format is {kind!r:.80}; supported: gptq, gptq_v2")
-        ordered = "desc_act" in section and flag(section, "desc_act")
-        return lambda tensors: _packed_by_input(tensors, bits, int(back), ordered)
+        bits, version = _bits(section, "bits"), section.optional("checkpoint_format", "gptq")
+        if version not in ("gptq", "gptq_v2"):
+            raise unsupported("checkpoint_format", version, "gptq, gptq_v2")
+        names = ("qweight", "qzeros", "scales", "g_idx")
+        # Version 1 stores each zero point less one.
+        read = partial(_gptq, bits=bits, zero_shift=int(version == "gptq"), act_order=section.boolean("desc_act"))
+        return {"qweight": Format(names, partial(_words_shape, bits=bits, by_input=True), read)}
     if method == "awq":
         bits = _bits(section, "bits", (4,))
-        if (version := str(given(section, "version", "gemm")).lower()) != "gemm":
-            raise CheckpointError(f"config.json: version of awq is {version!r:.80}; supported: gemm")
-        return lambda tensors: _awq(tensors, bits)
+        if (version := str(section.optional("version", "gemm")).lower()) != "gemm":
+            raise unsupported("version of awq", version, "gemm")
+        names = ("qweight", "qzeros", "scales")
+        return {"qweight": Format(names, partial(_words_shape, bits=bits), partial(_awq, bits=bits))}
     if method == "compressed-tensors":
-        return _compressed(section)
+        return _compressed_tensors(section)
     if method == "gguf":
-        return _blocks
-    raise CheckpointError(
-        f"config.json: quantization_config has quant_method {method!r:.80}; supported: {', '.join(METHODS)}, none"
-    )
+        return {name.lower(): _block_format(name) for name in BLOCK_TYPES}
+    raise unsupported("quant_method of quantization_config", method, f"{', '.join(METHODS)}, none")
 
 
-def _bits(section: Mapping[str, Any], key: str, known: tuple[int, ...] = (4, 8)) -> int:
-    if (bits := require(section, key)) not in known:
-        raise CheckpointError(f"config.json: {key} is {bits}; supported: {listed(known)}")
+def _compressed_tensors(section: Settings) -> dict[str, Format]:
+    weights = _weight_groups(section)
+    if not weights or not all(weights):
+        raise CheckpointError("config.json: quantization_config has no config_groups with weights")
+    layouts = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    if (layout := section.optional("format", "")) not in layouts:
+        raise unsupported("format of compressed-tensors", layout, listed(layouts))
+    if len({settings.integer("num_bits") for settings in weights}) > 1:
+        raise CheckpointError("config.json: config_groups have several num_bits; supported: one")
+    settings = weights[0]
+    if layout == "pack-quantized":
+        names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+        symmetric = settings.optional("symmetric", True) is not False
+        read = partial(_packed, bits=_bits(settings, "num_bits"), symmetric=symmetric)
+        return {"weight_packed": Format(names, _stored_shape, read)}
+    _bits(settings, "num_bits", (8,))
+    if (kind := settings.get("type")) not in ("int", "float"):
+        raise unsupported("type", kind, "int, float")
+    columns = settings.optional("group_size", 1)
+    if type(columns) is not int:
+        raise invalid("group_size", columns, "an integer")
+    block = _block_shape(settings, "block_structure")
+    return {"weight": _scaled_format(block if block != (1, 1) else (1, max(columns, 1)))}
+
+
+def _weight_groups(section: Settings) -> list[Settings]:
+    """The settings of weights in compressed-tensors' `config_groups`."""
+    groups = section.section("config_groups")
+    return [groups.section(name).section("weights") for name in groups]
+
+
+def _bits(section: Settings, key: str, known: tuple[int, ...] = (4, 8)) -> int:
+    if (bits := section.integer(key)) not in known:
+        raise unsupported(key, bits, listed(known))
     return bits
 
 
-def _block(section: Mapping[str, Any], key: str) -> tuple[int, int]:
+def _block_shape(section: Settings, key: str) -> tuple[int, int]:
     """Rows and columns of a block."""
-    block = given(section, key, [1, 1])
-    if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
-        raise CheckpointError(f"config.json: {key} is {block!r:.80}; two positive integers are needed")
+    block = section.optional(key, [1, 1])
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise invalid(key, block, "a list of two positive integers")
     return block[0], block[1]
 
 
-def _scaled(tensors: dict[str, TensorEntry], block: tuple[int, int]) -> Entries:
-    """Matrices whose codes are numbers of their own, with a scale beside them for all, for each row, or by blocks."""
-    entries: Entries = {}
-    taken: set[str] = set()
-    for name, entry in tensors.items():
-        if not name.endswith(".weight") or entry.dtype not in ("F8_E4M3", "I8"):
-            continue
-        scales = [f"{name}{suffix}" for suffix in ("_scale_inv", "_scale") if f"{name}{suffix}" in tensors]
-        if not scales:
-            raise CheckpointError(f"tensor {name} in {entry.file} is {entry.dtype} and has no {name}_scale")
-        scale, zero = tensors[scales[0]], tensors.get(f"{name}_zero_point")
-        used = {name, scales[0], f"{name}_zero_point"}
-        taken |= used
-
-        def load(entry: TensorEntry = entry, scale: TensorEntry = scale, zero: TensorEntry | None = zero) -> Stored:
-            codes = entry.read(integers=True)
-            zeros = None if zero is None else _rows(zero.read(integers=True), codes.shape, block)
-            return Stored(codes, _rows(scale.read(integers=True), codes.shape, block), zero=zeros)
-
-        entries[name] = QuantisedEntry(name, _two(entry), load, _bytes(tensors, used))
-    return {name: entry for name, entry in tensors.items() if name not in taken} | entries
+# Formats in safetensors.
 
 
-def _packed_by_input(tensors: dict[str, TensorEntry], bits: int, back: int, ordered: bool) -> Entries:
-    """GPTQ. Version 1 stores each zero point less one (`back`); `ordered`: columns may lie in any order of groups."""
+def _scaled_format(block: tuple[int, int]) -> Format:
+    """fp8 and int8: one code a number, with one scale for the matrix, or one for each row or block."""
+    names = ("weight", "weight_scale_inv", "weight_scale", "weight_zero_point")
 
-    def make(stem: str, words: TensorEntry) -> tuple[tuple[int, int], set[str], Callable[[], Stored]]:
-        zeros, scales = (_need(tensors, f"{stem}.{part}") for part in ("qzeros", "scales"))
-        index = _need(tensors, f"{stem}.g_idx") if ordered else tensors.get(f"{stem}.g_idx")
+    def shape(parts: Parts) -> tuple[int, int]:
+        if len(sizes := parts.entries["weight"].shape) != 2:
+            raise CheckpointError(f"{parts.stem}.weight has the shape {list(sizes)}; a matrix is needed")
+        return sizes[0], sizes[1]
 
-        shape = words.shape[1], words.shape[0] * (32 // bits)
+    def read(parts: Parts) -> QuantisedMatrix:
+        codes = parts.read("weight")
+        scale = parts.read("weight_scale_inv" if "weight_scale_inv" in parts.entries else "weight_scale")
+        has_zero = "weight_zero_point" in parts.entries
+        zero = _by_row(parts.read("weight_zero_point"), codes.shape, block) if has_zero else None
+        return QuantisedMatrix(codes, _by_row(scale, codes.shape, block), zero=zero)
 
-        def load() -> Stored:
-            codes = _codes(words.read(integers=True).T, bits, shape[1])
-            # Zeros wrap: that of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
-            zero = (unpacked(zeros.read(integers=True), bits).astype(np.int16) + back) & (2**bits - 1 if back else -1)
-            groups = None if index is None else index.read(integers=True)
-            return _ordered(stem, codes, np.asarray(scales.read()).T, zero.T, groups)
-
-        return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}, load
-
-    return _by_stem(tensors, ".qweight", make)
+    return Format(names, shape, read, ("F8_E4M3", "I8"))
 
 
-def _awq(tensors: dict[str, TensorEntry], bits: int) -> Entries:
-    def make(stem: str, words: TensorEntry) -> tuple[tuple[int, int], set[str], Callable[[], Stored]]:
-        zeros, scales = (_need(tensors, f"{stem}.{part}") for part in ("qzeros", "scales"))
-
-        def load() -> Stored:
-            codes, zero = words.read(integers=True), unpacked(zeros.read(integers=True), bits, order=AWQ_ORDER)
-            if len(codes) % PACKED == 0 and codes.dtype.itemsize == 4:
-
-                def write(rows: slice, found: np.ndarray) -> None:
-                    four_bits.rows_from_awq(codes, rows, found)
-
-                stored = Rows((8 * codes.shape[1], len(codes) // 2), np.dtype(np.uint8), write), bits
-            else:
-                stored = unpacked(codes, bits, order=AWQ_ORDER).T, 8
-            return _ordered(stem, stored, np.asarray(scales.read()).T, zero.T, None)
-
-        shape = words.shape[1] * (32 // bits), words.shape[0]
-        return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")}, load
-
-    return _by_stem(tensors, ".qweight", make)
+def _words_shape(parts: Parts, bits: int, by_input: bool = False) -> tuple[int, int]:
+    rows, words = parts.entries["qweight"].shape
+    return (words, rows * (32 // bits)) if by_input else (words * (32 // bits), rows)
 
 
-def _compressed(section: Mapping[str, Any]) -> Callable[[dict[str, TensorEntry]], Entries]:
-    groups = given(section, "config_groups", {})
-    weights = [given(group, "weights", {}) for group in groups.values()] if isinstance(groups, Mapping) else []
-    if not weights or not all(isinstance(each, Mapping) for each in weights):
-        raise CheckpointError("config.json: quantization_config has no config_groups with weights")
-    layout = given(section, "format", "")
-    known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-    if layout not in known:
-        raise CheckpointError(
-            f"config.json: format of compressed-tensors is {layout!r:.80}; supported: {listed(known)}"
-        )
-    if len({require(each, "num_bits") for each in weights}) > 1:
-        raise CheckpointError("config.json: config_groups have several num_bits; supported: one")
-    if layout != "pack-quantized":
-        _bits(weights[0], "num_bits", (8,))
-        if (kind := weights[0].get("type")) not in ("int", "float"):
-            raise CheckpointError(f"config.json: type is {kind!r:.80}; supported: int, float")
-        columns = given(weights[0], "group_size", 1)
-        if type(columns) is not int:
-            raise CheckpointError(f"config.json: group_size is {columns!r:.80}; an integer is needed")
-        block = _block(weights[0], "block_structure")
-        block = block if block != (1, 1) else (1, max(columns, 1))
-        return lambda tensors: _scaled(tensors, block)
-    bits = _bits(weights[0], "num_bits")
-    symmetric = "symmetric" not in weights[0] or flag(weights[0], "symmetric")
-    return lambda tensors: _packed_by_output(tensors, bits, symmetric)
+def _stored_shape(parts: Parts) -> tuple[int, int]:
+    rows, columns = (int(size) for size in parts.read("weight_shape"))
+    return rows, columns
 
 
-def _packed_by_output(tensors: dict[str, TensorEntry], bits: int, symmetric: bool) -> Entries:
-    def make(stem: str, words: TensorEntry) -> tuple[tuple[int, int], set[str], Callable[[], Stored]]:
-        scales, shape = _need(tensors, f"{stem}.weight_scale"), _need(tensors, f"{stem}.weight_shape")
-        zeros = None if symmetric else _need(tensors, f"{stem}.weight_zero_point")
-        index = tensors.get(f"{stem}.weight_g_idx")
-        out, inside = (int(each) for each in np.asarray(shape.read(integers=True)))
-
-        def load() -> Stored:
-            codes = _codes(words.read(integers=True), bits, inside)
-            scale = np.asarray(scales.read())
-            zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
-            if zeros is not None:  # packed along the rows; before 2025 signed numbers, one a byte
-                stored = zeros.read(integers=True)
-                is_packed = stored.dtype.itemsize == 4
-                zero = unpacked(stored.T, bits)[:, :out].T if is_packed else stored.astype(np.int16) + 2 ** (bits - 1)
-            return _ordered(stem, codes, scale, zero, None if index is None else index.read(integers=True))
-
-        names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-        return (out, inside), {f"{stem}.{name}" for name in names}, load
-
-    return _by_stem(tensors, ".weight_packed", make)
+def _gptq(parts: Parts, bits: int, zero_shift: int, act_order: bool) -> QuantisedMatrix:
+    """With `act_order` the columns of a group may lie apart."""
+    words = parts.read("qweight")
+    # Zeros wrap: the zero of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
+    zero = unpack_words(parts.read("qzeros"), bits).astype(np.int16) + zero_shift
+    zero &= 2**bits - 1 if zero_shift else -1
+    group = parts.read("g_idx") if act_order or "g_idx" in parts.entries else None
+    codes = _codes(words.T, bits, len(words) * (32 // bits))
+    return _sorted_by_group(parts.stem, codes, parts.read("scales").T, zero.T, group)
 
 
-def _blocks(tensors: dict[str, TensorEntry]) -> Entries:
-    """Matrices of a GGUF file, as `gguf_model` keeps them: rows of blocks under the name of their type."""
-    found: Entries = {}
-    for name, rows in tensors.items():
-        stem, _, suffix = name.rpartition(".")
-        if (kind := suffix.upper()) not in KINDS:
-            found[name] = rows
-            continue
-        shape = rows.shape[0], rows.shape[1] // KINDS[kind].size * KINDS[kind].weights
-
-        def load(rows: TensorEntry = rows, kind: str = kind) -> Stored:
-            return gguf_blocks.read(kind, rows.read(integers=True))
-
-        found[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load, rows.size)
-    return found
+def _awq(parts: Parts, bits: int) -> QuantisedMatrix:
+    words, zero = parts.read("qweight"), unpack_words(parts.read("qzeros"), bits, AWQ_ORDER)
+    is_packed = len(words) % PACKED == 0 and words.dtype.itemsize == 4
+    codes = (pack_awq(words), 4) if is_packed else (unpack_words(words, bits, AWQ_ORDER).T, 8)
+    return _sorted_by_group(parts.stem, codes, parts.read("scales").T, zero.T, None)
 
 
-def _by_stem(tensors: dict[str, TensorEntry], suffix: str, make: Callable[[str, TensorEntry], Any]) -> Entries:
-    """The tensors, with `stem.weight` in the place of those that `make` takes for each `stem` + `suffix`."""
-    entries: Entries = {}
-    taken: set[str] = set()
-    for name, words in tensors.items():
-        if name.endswith(suffix):
-            stem = name.removesuffix(suffix)
-            shape, used, load = make(stem, words)
-            taken |= used
-            entries[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load, _bytes(tensors, used))
-    return {name: entry for name, entry in tensors.items() if name not in taken} | entries
+def _packed(parts: Parts, bits: int, symmetric: bool) -> QuantisedMatrix:
+    """compressed-tensors with several codes in a word."""
+    (rows, columns), scale = _stored_shape(parts), parts.read("weight_scale")
+    zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
+    if not symmetric:  # packed along the rows; before 2025 signed numbers, one a byte
+        stored = parts.read("weight_zero_point")
+        is_packed = stored.dtype.itemsize == 4
+        zero = unpack_words(stored.T, bits)[:, :rows].T if is_packed else stored + np.int16(2 ** (bits - 1))
+    group = parts.read("weight_g_idx") if "weight_g_idx" in parts.entries else None
+    return _sorted_by_group(parts.stem, _codes(parts.read("weight_packed"), bits, columns), scale, zero, group)
 
 
-def _bytes(tensors: Mapping[str, TensorEntry], used: set[str]) -> int:
-    return sum(tensors[name].size for name in used if name in tensors)
+def _block_format(name: str) -> Format:
+    """Matrices of a converted GGUF file."""
+    part, block_type = name.lower(), BLOCK_TYPES[name]
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        rows, size = parts.entries[part].shape
+        return rows, size // block_type.size * block_type.weights
+
+    return Format((part,), shape, lambda parts: read_blocks(name, parts.read(part)))
 
 
-def _codes(words: np.ndarray, bits: int, inside: int) -> tuple[np.ndarray | Rows, int]:
-    """The codes in int32 words [out, words], the first `inside` of each row, as `Stored` has them; and their bits: 8
-    instead of 4 where they do not fit the packing."""
-    if bits == 4 and inside % PACKED == 0 and words.dtype.itemsize == 4:
-        words = words[:, : inside // 8]
-
-        def write(rows: slice, found: np.ndarray) -> None:
-            four_bits.from_rows(words[rows], found)
-
-        return Rows((len(words), inside // 2), np.dtype(np.uint8), write), 4
-    return unpacked(words, bits)[:, :inside], 8
+def _codes(words: np.ndarray, bits: int, columns: int) -> Codes:
+    """The codes in the first `columns` of int32 words [out, words]; 8 bits instead of 4 where the packing does not
+    fit."""
+    if bits == 4 and columns % PACKED == 0 and words.dtype.itemsize == 4:
+        return pack_rows(words[:, : columns // 8]), 4
+    return unpack_words(words, bits)[:, :columns], 8
 
 
-def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """The numbers in int32 words [rows, words], from the low end: uint8 [rows, words * 32 / bits]."""
-    if words.dtype.itemsize != 4:
-        raise CheckpointError(f"packed weights of {words.dtype}; words of 32 bits are needed")
-    count = 32 // bits
-    shifts = (np.arange(count, dtype=np.uint32) * bits)[None, None]
-    wide = np.ascontiguousarray(words).view(np.uint32)[:, :, None]
-    numbers = (wide >> shifts & np.uint32(2**bits - 1)).astype(np.uint8)
-    if order:
-        numbers = numbers[:, :, np.argsort(order)]
-    return numbers.reshape(len(words), -1)
-
-
-def _ordered(
-    stem: str, codes: tuple[np.ndarray | Rows, int], scale: np.ndarray, zero: np.ndarray, index: np.ndarray | None
-) -> Stored:
-    """Of codes and their bits. Columns are sorted by their groups (act-order), which `index` [in] gives; negative or
-    None: as they are."""
-    stored = Stored(codes[0], scale, codes[1], zero)
-    inside, groups = stored.inside, scale.shape[1]
-    if inside % groups:
-        raise CheckpointError(f"{stem} has {groups} groups of scales for {inside} columns; equal groups are needed")
-    if index is None or (np.asarray(index) < 0).any():
-        return stored
-    order = np.argsort(index, kind="stable")
-    if np.array_equal(order, np.arange(len(order))):
-        return stored
-    counts = np.bincount(index, minlength=scale.shape[1])
+def _sorted_by_group(
+    stem: str, codes: Codes, scale: np.ndarray, zero: np.ndarray, group: np.ndarray | None
+) -> QuantisedMatrix:
+    """The matrix with its columns sorted by `group`, the group of each column (act-order). None or a negative group:
+    they are sorted."""
+    matrix = QuantisedMatrix(codes[0], scale, codes[1], zero)
+    groups = scale.shape[1]
+    if matrix.inputs % groups:
+        raise CheckpointError(f"{stem} has {groups} groups for {matrix.inputs} columns; equal groups are needed")
+    if group is None or (group < 0).any() or (np.diff(group.astype(np.int64)) >= 0).all():
+        return matrix
+    order = np.argsort(group, kind="stable")
+    counts = np.bincount(group, minlength=groups)
     if (counts != counts[0]).any():
-        raise CheckpointError(
-            f"{stem}.g_idx has groups of {listed(set(counts.tolist()))} columns; equal groups are needed"
-        )
+        raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
     from specjax_kernels.quantised import pack
 
-    found = stored.bytewise()[:, order]
-    return replace(stored, codes=pack(found) if stored.bits == 4 else found, order=order)
+    ordered = matrix.code_bytes()[:, order]
+    return replace(matrix, codes=pack(ordered) if matrix.bits == 4 else ordered, order=order)
 
 
-def _rows(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-    """A number of all, of each row or of each block as numbers of each row and of equal groups, [out, groups]."""
+def _by_row(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
+    """One number for the matrix, or one for each row or block, as numbers for each row and equal groups [out,
+    groups]."""
     wide = np.asarray(numbers)
     wide = wide.reshape(-1, 1) if wide.ndim < 2 else wide
-    out, inside = shape
+    rows, columns = shape
     if len(wide) == 1:
-        wide = wide.repeat(out, axis=0)
-    elif len(wide) != out:
-        wide = wide.repeat(block[0], axis=0)[:out]
-    if wide.shape[1] > 1 and block[1] > 1 and wide.shape[1] * block[1] != inside:
-        group = math.gcd(block[1], inside)  # the last block is shorter
-        wide = wide.repeat(block[1] // group, axis=1)[:, : inside // group]
+        wide = wide.repeat(rows, axis=0)
+    elif len(wide) != rows:
+        wide = wide.repeat(block[0], axis=0)[:rows]
+    if wide.shape[1] > 1 and block[1] > 1 and wide.shape[1] * block[1] != columns:
+        group = math.gcd(block[1], columns)  # the last block is shorter
+        wide = wide.repeat(block[1] // group, axis=1)[:, : columns // group]
     return wide
 
 
-def _two(entry: TensorEntry) -> tuple[int, int]:
-    if len(entry.shape) != 2:
-        raise CheckpointError(f"tensor {entry.name} in {entry.file} is {list(entry.shape)}; a matrix is needed")
-    return entry.shape[0], entry.shape[1]
+# GGUF's block types. A block holds 32 or 256 weights of a row; byte j of 16 or 32 holds one 4-bit code in each half.
+# Scales and minimums keep the file's numbers, in two levels for the K types, so nothing is rounded. Source: ggml's
+# `ggml-common.h` and `ggml-quants.c`.
 
 
-def _need(tensors: Mapping[str, TensorEntry], name: str) -> TensorEntry:
-    if name not in tensors:
-        raise CheckpointError(f"the quantised checkpoint has no tensor {name}")
-    return tensors[name]
+class BlockType(NamedTuple):
+    weights: int  # of a block
+    size: int  # bytes of a block
+    read: Callable[[np.ndarray], QuantisedMatrix]  # [rows, blocks, size] -> the matrix
+    by_parts: bool = True  # whether `read` needs temporary arrays, which should be small
+
+
+def read_blocks(block_type: str, rows: Any) -> QuantisedMatrix:
+    """The matrix with the rows of blocks `rows`, uint8 [rows, bytes]."""
+    _, size, read, by_parts = BLOCK_TYPES[block_type]
+    blocks = np.asarray(rows).reshape(len(rows), -1, size)
+    return by_rows(len(rows), blocks[0].nbytes, lambda part: read(blocks[part])) if by_parts else read(blocks)
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte `at` of each block, a view [rows, blocks]."""
+    return blocks[..., at : at + 2].view(np.dtype("<f2"))[..., 0]
+
+
+def _from(blocks: np.ndarray, at: int, dtype: type = np.uint8) -> np.ndarray:
+    """The bytes of each block from byte `at` on, [rows, bytes]."""
+    elements = blocks[..., at:].view(np.dtype((np.void, blocks.shape[-1] - at)))  # copied as one element a block
+    return elements[..., 0].copy().view(dtype)
+
+
+def _nibbles(blocks: np.ndarray) -> np.ndarray:
+    """The codes of 256 weights in the last 128 bytes: each 32 bytes hold 32 weights in their low halves and the next 32
+    in their high ones."""
+    runs = _from(blocks, blocks.shape[-1] - 128).view("V16")
+    first, second = (runs[:, i::2].copy().view(np.uint8) for i in (0, 1))
+    runs[:, ::2], runs[:, 1::2] = (first & 15 | second << 4).view("V16"), (first >> 4 | second & 0xF0).view("V16")
+    return runs.view(np.uint8)
+
+
+def _fifth_bit(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The fifth bit of 32 weights, from 4 bytes; uint8 [rows, weights], 0 or 16."""
+    bits = np.unpackbits(np.ascontiguousarray(blocks[..., at : at + 4]), axis=-1, bitorder="little")
+    return (bits << 4).reshape(len(blocks), -1)
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight minimums of 6 bits in 12 bytes; uint8 [rows, 8 * blocks] each."""
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
+    minimum = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
+    return scale.reshape(len(packed), -1), minimum.reshape(len(packed), -1)
+
+
+def _q4_0(blocks: np.ndarray) -> QuantisedMatrix:
+    return QuantisedMatrix(_from(blocks, 2), scale := _half(blocks, 0), 4, zero=np.full(scale.shape, 8, np.int8))
+
+
+def _q4_1(blocks: np.ndarray) -> QuantisedMatrix:
+    return QuantisedMatrix(_from(blocks, 4), _half(blocks, 0), 4, offset=_half(blocks, 2))
+
+
+def _q5_0(blocks: np.ndarray) -> QuantisedMatrix:
+    codes = unpack_nibbles(_from(blocks, 6)) | _fifth_bit(blocks, 2)
+    return QuantisedMatrix((codes.astype(np.int8) - 16).astype(np.int8), _half(blocks, 0))
+
+
+def _q5_1(blocks: np.ndarray) -> QuantisedMatrix:
+    codes = unpack_nibbles(_from(blocks, 8)) | _fifth_bit(blocks, 4)
+    return QuantisedMatrix(codes.astype(np.int8), _half(blocks, 0), offset=_half(blocks, 2))
+
+
+def _q8_0(blocks: np.ndarray) -> QuantisedMatrix:
+    return QuantisedMatrix(_from(blocks, 2, np.int8), _half(blocks, 0))
+
+
+def _q4_k(blocks: np.ndarray) -> QuantisedMatrix:
+    scale, minimum = _six_bits(blocks[..., 4:16])
+    return QuantisedMatrix(_nibbles(blocks), scale, 4, None, minimum, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q5_k(blocks: np.ndarray) -> QuantisedMatrix:
+    scale, minimum = _six_bits(blocks[..., 4:16])
+    codes = unpack_nibbles(_from(blocks, 48), 32)
+    # Bit i of byte j belongs to weight j of the i-th run of 32.
+    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = codes | (fifth << 4).reshape(len(blocks), -1)
+    return QuantisedMatrix(codes.astype(np.int8), scale, 8, None, minimum, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q6_k(blocks: np.ndarray) -> QuantisedMatrix:
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)  # halves of 128 weights, each two runs of 32 bytes
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    four = np.concatenate([low & 15, low >> 4], axis=3)
+    two = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    codes = (four | two << 4).reshape(len(blocks), -1)
+    scale = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(len(blocks), -1)
+    return QuantisedMatrix((codes.astype(np.int8) - 32).astype(np.int8), scale, super_scale=_half(blocks, 208))
+
+
+BLOCK_TYPES: dict[str, BlockType] = {
+    "Q4_0": BlockType(32, 18, _q4_0, by_parts=False),
+    "Q4_1": BlockType(32, 20, _q4_1, by_parts=False),
+    "Q5_0": BlockType(32, 22, _q5_0),
+    "Q5_1": BlockType(32, 24, _q5_1),
+    "Q8_0": BlockType(32, 34, _q8_0, by_parts=False),
+    "Q4_K": BlockType(256, 144, _q4_k),
+    "Q5_K": BlockType(256, 176, _q5_k),
+    "Q6_K": BlockType(256, 210, _q6_k),
+}

@@ -1,8 +1,8 @@
-"""The draft heads that come with specjax: which model each is for, and how it drafts best.
+"""The draft heads that come with specjax, and the models that they draft for.
 
-A head lies in ``specjax/data/heads/NAME``: ``config.json`` and ``model.safetensors`` as any EAGLE head has them, and
-``serving.toml``, the trees that were measured to serve it best. Rows of ``HEADS`` without their folder are ignored, so
-that a source tree without the weights still runs.
+A head is a folder ``specjax/data/heads/NAME``: ``config.json`` and ``model.safetensors`` of any EAGLE head, and
+``serving.toml``, the trees measured as the best. Rows of ``HEADS`` without a folder are ignored, so a source tree
+without the weights still runs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class ShippedHead:
-    """A head and the model that it was trained with."""
+    """A head and the model that it was trained for."""
 
     name: str  # of its folder
     kind: str
-    model: str  # its name: the alias, or the last part of its hub id, in lower case
-    norm: str  # sha256 of the model's final norm as bfloat16, little-endian, which tells the model by content
+    model: str  # alias, or last part of the hub id, in lower case
+    norm: str  # sha256 of the model's final norm as little-endian bfloat16, which identifies the model by content
     sizes: Mapping[str, int]  # fields of the model's `ModelConfig`
 
     @property
@@ -43,15 +43,15 @@ class ShippedHead:
         return FOLDER / self.name
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         return all((self.folder / file).is_file() for file in ("config.json", SINGLE_NAME))
 
     def is_named(self, name: str) -> bool:
-        """Whether a model's name ends as this model's does: the alias, a hub id, or a folder that is called so."""
+        """Whether ``name``, an alias, a hub id or a folder, ends in the model's name."""
         return Path(name).name.lower() == self.model
 
     def serving(self, device: str) -> dict[str, Any]:
-        """What ``serving.toml`` has for one of ``DEVICES``: options such as ``Eagle3``'s, by name. May be empty."""
+        """The options in ``serving.toml`` for one of ``DEVICES``, such as ``Eagle3``'s, by name; may be empty."""
         file = self.folder / "serving.toml"
         if not file.is_file():
             return {}
@@ -64,36 +64,31 @@ class ShippedHead:
         return tables.get(device, {})
 
 
-def _for_the_built_in_model(name: str, kind: str) -> ShippedHead:
-    return ShippedHead(
+# A model's first head has the longest accept length: AUTO takes it.
+HEADS = tuple(
+    ShippedHead(
         name=name,
-        kind=kind,
+        kind=ALGORITHMS[flag].kind,
         model=BUILT_IN_MODEL,
-        # The norms of the GGUF are float32 and hold bfloat16's values, as every conversion of this model has them.
+        # The norms of the GGUF are float32 and hold bfloat16's values, as in every conversion of this model.
         norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
         sizes={"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30}
         | {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     )
-
-
-# The first of a model's heads is the one that accepts the most: AUTO takes it.
-HEADS: tuple[ShippedHead, ...] = (
-    _for_the_built_in_model(name=f"{BUILT_IN_MODEL}-eagle3", kind=ALGORITHMS["EAGLE3"].kind),
-    _for_the_built_in_model(name=f"{BUILT_IN_MODEL}-eagle2", kind=ALGORITHMS["EAGLE"].kind),
+    for name, flag in ((f"{BUILT_IN_MODEL}-eagle3", "EAGLE3"), (f"{BUILT_IN_MODEL}-eagle2", "EAGLE"))
 )
 
 
 def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None) -> ShippedHead | None:
-    """The first head of a kind that ships for a model; None if there is none. `kind`: as `Algorithm.kind`; None: any.
+    """The first head that ships for a model, of a kind (as `Algorithm.kind`) if given; None if there is none.
 
-    The model must have the sizes, and either the name or the final norm of the one that the head was trained with.
-    4-bit and 16-bit files of one model have the same norm to the bit, other trainings of the same architecture do not,
-    and reading it takes no time. The name is for fine-tunes of the same name, and for files whose norm was rounded
-    otherwise. Where either leads to a model that is not quite the head's (an adapter merged into it leaves the norm as
-    it was), fewer drafts are accepted; the text cannot be wrong.
+    The model must have the sizes, and the name or the final norm of the head's model. 4-bit and 16-bit files of one
+    model have the same norm to the bit; other trainings of the architecture do not. The name is for fine-tunes, and for
+    files whose norm was rounded differently. With a model that differs slightly (a merged adapter keeps the norm) fewer
+    drafts are accepted, and the text is still correct.
     """
     for head in HEADS:
-        fits = all(getattr(config, name) == size for name, size in head.sizes.items()) and head.is_there
+        fits = all(getattr(config, name) == size for name, size in head.sizes.items()) and head.exists
         fits = fits and (kind is None or kind == head.kind)
         if fits and (head.is_named(files.name) or final_norm(files) == head.norm):
             return head
@@ -101,14 +96,14 @@ def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None
 
 
 def may_have_head(model: str, kind: str) -> bool:
-    """Whether ``shipped_head`` can find one of that kind, judged without a download: by a hub id's name; files on this
-    disk may be those of any model."""
+    """Whether ``shipped_head`` may find one of that kind. Downloads nothing: a hub id must have the model's name; any
+    local files may be the model."""
     is_local = Path(model).expanduser().exists()
-    return kind in {head.kind for head in HEADS if head.is_there and (is_local or head.is_named(model))}
+    return kind in {head.kind for head in HEADS if head.exists and (is_local or head.is_named(model))}
 
 
 def final_norm(files: ModelFiles) -> str | None:
-    """What ``ShippedHead.norm`` is compared with; None for a model without that tensor."""
+    """``ShippedHead.norm`` of a model; None if it has no such tensor."""
     entry = files.headers.get(FINAL_NORM)
     if entry is None:
         return None

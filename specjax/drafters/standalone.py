@@ -33,7 +33,7 @@ from specjax.types import Hidden, Tokens, Weights
 
 
 class StandaloneParams(NamedTuple):
-    """`Params.draft`: the model's parameters, and how the two vocabularies belong together (`checkpoint.vocabulary`).
+    """`Params.draft`: the model's parameters, and how the two vocabularies belong together (`checkpoint.tokenizer`).
 
     Attributes:
         model: as the draft's family has them.

@@ -39,7 +39,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "DeepseekV3ForCausalLM": "deepseek_v3",
     }
 )
-"""The family of each Hugging Face architecture. `specjax.checkpoint.architectures` reads their config.json."""
+"""The family of each Hugging Face architecture. `specjax.checkpoint.hf_config` reads their config.json."""
 
 
 def table(config: ModelConfig) -> Table:

@@ -69,7 +69,7 @@ class Tensor:
     axes: str  # there; letters of one axis are written together
     parts: tuple[Part, ...] = ()  # of the leaf that it fills, none: all; stacked experts: (Part("X", offset=3), GATE)
     gguf: str = ""  # its name in a GGUF file, after that prefix; empty: it has none
-    interleaved: bool = False  # whether GGUF files hold its rows in llama.cpp's rotary order, see `gguf_model`
+    interleaved: bool = False  # whether GGUF files hold its rows in llama.cpp's rotary order, see `checkpoint.gguf`
     # First axes of all tensors stacked in this one, and its index: (("KGE", "KE", "KE"), 1) are the keys in `qkv_proj`.
     fused: tuple[tuple[str, ...], int] | None = None
     # An axis of which only a part is meant, that part's letter, and the letter it comes after: ("w", "v", "n").
@@ -354,18 +354,6 @@ class Placement:
         if not some.start <= index < some.stop:
             return None
         return replace(self, part=(*self.part[:axis], index - some.start, *self.part[axis + 1 :]))
-
-    def runs(self, leaf: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """The tensor's rows that lie together in both, with the part of ``leaf`` [..., n] that they fill, as [rows, n].
-        ``leaf`` is C-contiguous, of an `output_major` declaration."""
-        target = leaf[self.part].transpose(np.argsort(self.axes))
-        numbers = np.arange(self.rows.start, self.rows.stop).reshape(self.split[:-1])[self.cut[:-1]]
-        outer = 0
-        while not (target[(0,) * outer].flags.c_contiguous and numbers[(0,) * outer].flags.c_contiguous):
-            outer += 1
-        for place in np.ndindex(*numbers.shape[:outer]):
-            first, found = int(np.min(numbers[place])), target[place].reshape(-1, leaf.shape[-1])
-            yield slice(first, first + len(found)), found
 
     def take(self, leaf: np.ndarray) -> np.ndarray:
         """The inverse of `place`: the tensor's rows, from ``leaf [leaf_shape]``."""

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint import CheckpointError
-from specjax.checkpoint.draft_format import AUX_LAYERS_KEY, file_name
+from specjax.checkpoint.draft_head import AUX_LAYERS_KEY, published_name
 from specjax.checkpoint.files import listed, replacing_folder
-from specjax.checkpoint.load import HOST_DTYPES
-from specjax.checkpoint.rope_config import hf_rope_scaling
+from specjax.checkpoint.hf_config import hf_rope_scaling
+from specjax.checkpoint.parameters import HOST_DTYPES
 from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models.head_spec import MASK, OFFSETS, head_sizes, head_spec, head_table
@@ -145,7 +145,7 @@ def head_tensors(
         leaves[name] = leaf
     leaves |= rounded({name: leaf for name, leaf in leaves.items() if name != "ids"}, dtype)
     tensors = tensors_of(placements(table, sizes), lambda path: leaves[path[-1]])
-    tensors = {file_name(spec, name): np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    tensors = {published_name(spec, name): np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     if config.mapped:
         ids = leaves["ids"].astype(np.int64)
         tensors[OFFSETS] = ids - np.arange(len(ids))

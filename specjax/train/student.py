@@ -25,7 +25,7 @@ from jax import Array
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, VocabularyMap
-from specjax.checkpoint.vocabulary import NO_ID
+from specjax.checkpoint.tokenizer import NO_ID
 from specjax.config import ModelConfig
 from specjax.drafters import Drafter, StandaloneParams, TreeShape
 from specjax.drafters.standalone import standalone_drafter

@@ -35,10 +35,10 @@ from jaxtyping import Int64
 
 from specjax import settings
 from specjax.checkpoint import BUILT_IN_MODEL, ModelFiles, load_tokenizer, resolve, stop_token_ids
-from specjax.checkpoint.files import replacing
+from specjax.checkpoint.files import read_json, replacing
 from specjax.checkpoint.hub import download
-from specjax.checkpoint.unpickle import write_torch_zip_list
-from specjax.checkpoint.weights import read_json, save_tensors
+from specjax.checkpoint.torch_files import write_torch_list
+from specjax.checkpoint.weights import save_tensors
 from specjax.cli import run_command
 from specjax.train import corpus
 from specjax.train.data import ANSWER_IDS, check_written, row_fields
@@ -165,7 +165,7 @@ def coverage(counts: Counts, sizes: Iterable[int], ends: Iterable[int]) -> dict[
 
 
 WRITERS: dict[str, Callable[[Path, list[int]], object]] = {
-    ".pt": write_torch_zip_list,
+    ".pt": write_torch_list,
     ".safetensors": lambda file, ids: save_tensors(file, {"token_map": np.asarray(ids, np.int32)}),
     ".npy": lambda file, ids: np.save(file, np.asarray(ids, np.uint16 if max(ids) < 1 << 16 else np.int32)),
     ".json": lambda file, ids: file.write_text(json.dumps(ids) + "\n", encoding="utf-8"),
@@ -210,9 +210,11 @@ def tokenizer_files(name: str, *, progress: bool) -> ModelFiles:
     """The files that a tokenizer needs; the folder may lack weights and config.json."""
     folder = Path(name).expanduser()
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not folder.exists():  # `resolve` would fetch the weights too
-        problem = f"no tokenizer {name!r}: there is no such folder, and the Hugging Face hub gave none"
-        advice = f"; give {BUILT_IN_MODEL!r}, a .gguf file, a folder or a hub id"
-        folder = download(name, problem, patterns=TOKENIZER_FILES, progress=progress, advice=advice)
+        problem = (
+            f"no tokenizer {name!r}; give {BUILT_IN_MODEL!r}, a .gguf file, a folder or a hub id: the Hugging Face hub "
+            "gave none"
+        )
+        folder = download(name, problem, patterns=TOKENIZER_FILES, progress=progress)
     elif name.lower() == BUILT_IN_MODEL or not folder.is_dir():
         return resolve(name, progress=progress)
     config = folder / "config.json"

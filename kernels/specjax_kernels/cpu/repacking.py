@@ -1,8 +1,8 @@
 """Host functions for loading: codes of 4 bits from published words to `Quantised`'s layout, and 8-bit quantisation.
 
-They work on numpy arrays, whatever the device. `specjax.checkpoint.four_bits` and `specjax_kernels.quantise` are their
-definitions, whose results they have bit for bit. Every function here returns False, with nothing written, where it is
-not compiled: loading does not wait for a compiler. `prepare` compiles them for later processes.
+They work on numpy arrays, whatever the device, and equal `specjax.checkpoint.quantised_matrix` and
+`specjax_kernels.quantise` bit for bit. Every function returns False, with nothing written, where it is not compiled:
+loading does not wait for a compiler. `prepare` compiles them for later processes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def prepare(*, every: bool = False) -> None:
 
 
 def from_rows(words: np.ndarray, found: np.ndarray) -> bool:
-    """`four_bits.from_rows` of int32 [out, in / 8], of any strides, to C-contiguous uint8 [out, in / 2]."""
+    """`pack_rows` of int32 [out, in / 8], of any strides, to C-contiguous uint8 [out, in / 2]."""
     return _call("from_rows", words, *words.strides, len(found), found.shape[1] // 16, found)
 
 
 def from_awq(words: np.ndarray, found: np.ndarray) -> bool:
-    """`four_bits.from_awq` of int32 [in, out / 8], whose rows may lie apart, to C-contiguous uint8 [out, in / 2]."""
+    """`pack_awq` of int32 [in, out / 8], whose rows may lie apart, to C-contiguous uint8 [out, in / 2]."""
     return _call("from_awq", words, words.strides[0], words.shape[1], len(words) // 32, found)
 
 

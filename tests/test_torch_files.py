@@ -1,4 +1,4 @@
-"""specjax.checkpoint.unpickle against torch, and against files that are made to do harm."""
+"""specjax.checkpoint.torch_files against torch, and against files that are made to do harm."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from specjax.checkpoint import CheckpointError, unpickle
-from specjax.checkpoint.unpickle import read_torch_zip, write_torch_zip_list
+from specjax.checkpoint import CheckpointError, torch_files
+from specjax.checkpoint.torch_files import read_torch_file, write_torch_list
 
 DTYPES = {
     torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16,
@@ -36,7 +36,7 @@ def saved(folder: Path, value: Any, **options: Any) -> Path:
 
 def refused(file: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        read_torch_zip(file)
+        read_torch_file(file)
     assert str(file) in str(caught.value)
     return str(caught.value)
 
@@ -89,7 +89,7 @@ SIX = {"data/0": FLOATS.tobytes()}
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_come_as_read_only_views_of_the_file(tmp_path, dtype):
     value = (torch.arange(12) % 2 if dtype == torch.bool else torch.arange(12)).reshape(3, 4).to(dtype)
-    read = read_torch_zip(saved(tmp_path, {"a": value}))["a"]
+    read = read_torch_file(saved(tmp_path, {"a": value}))["a"]
     assert read.dtype == DTYPES[dtype] and read.shape == (3, 4)
     np.testing.assert_array_equal(np.float64(read), value.double().numpy())
     assert not read.flags.writeable
@@ -107,7 +107,7 @@ def test_strides_offsets_and_shared_storages(tmp_path):
     }  # fmt: skip
     file = saved(tmp_path, state)
     assert sum(name.startswith("x/data/") for name in zipfile.ZipFile(file).namelist()) == 4
-    read = read_torch_zip(file)
+    read = read_torch_file(file)
     assert list(read) == list(state)
     for name, value in state.items():
         assert read[name].shape == tuple(value.shape)
@@ -120,7 +120,7 @@ def test_state_dict_of_a_module(tmp_path, protocol):
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     state = module.state_dict(keep_vars=True)  # an OrderedDict of Parameters, with `_metadata`
     assert hasattr(state, "_metadata")
-    read = read_torch_zip(saved(tmp_path, state, pickle_protocol=protocol))
+    read = read_torch_file(saved(tmp_path, state, pickle_protocol=protocol))
     assert type(read) is dict and list(read) == list(state)
     for name, value in state.items():
         np.testing.assert_array_equal(read[name], value.detach().numpy())
@@ -129,34 +129,27 @@ def test_state_dict_of_a_module(tmp_path, protocol):
 def test_plain_values_and_nesting(tmp_path):
     value = {"epoch": 3, "loss": 0.5, "name": "é", "none": None, "on": True, "big": 2**40, "size": torch.Size([2, 3]),
              "state": OrderedDict(a=[torch.ones(2), {"b": 1}])}  # fmt: skip
-    read = read_torch_zip(saved(tmp_path, value))
+    read = read_torch_file(saved(tmp_path, value))
     np.testing.assert_array_equal(read["state"]["a"].pop(0), [1, 1])
     assert read == value | {"size": [2, 3], "state": {"a": [{"b": 1}]}}
 
 
 def test_top_level_list_and_tensor(tmp_path):
-    assert read_torch_zip(saved(tmp_path, [5, 0, 70000])) == [5, 0, 70000]
-    np.testing.assert_array_equal(read_torch_zip(saved(tmp_path, torch.arange(4))), np.arange(4))
+    assert read_torch_file(saved(tmp_path, [5, 0, 70000])) == [5, 0, 70000]
+    np.testing.assert_array_equal(read_torch_file(saved(tmp_path, torch.arange(4))), np.arange(4))
 
 
 def test_written_lists_are_torchs(tmp_path):
     for values in ([], [7], list(range(70000, 0, -1)), [2**31, 2**40, 255, 256, 65535, 65536]):
         file = tmp_path / "freq.pt"
-        write_torch_zip_list(file, values)
+        write_torch_list(file, values)
         read = torch.load(file, weights_only=True)
         assert type(read) is list and read == values
         assert all(type(value) is int for value in read)
-        assert read_torch_zip(file) == values
+        assert read_torch_file(file) == values
     first = file.read_bytes()
-    write_torch_zip_list(file, values)
+    write_torch_list(file, values)
     assert file.read_bytes() == first
-
-
-def test_compressed_members_are_read(tmp_path):
-    held = tensor(storage("FloatStorage", "0", 6), 1, (2, 2), (2, 1))
-    read = read_torch_zip(made(tmp_path, held, SIX, compress=True))
-    np.testing.assert_array_equal(read, [[1, 2], [3, 4]])
-    assert not read.flags.writeable
 
 
 # What is refused by name.
@@ -194,7 +187,7 @@ def test_calls_are_refused_by_name(tmp_path, monkeypatch, call, name, protocol):
             archive.writestr("x/data.pkl", pickle.dumps({"a": Calls(*call)}, protocol=protocol))
     message = refused(file)
     name = name.replace("builtins", "__builtin__") if protocol == 2 and "getattr" not in name else name
-    assert re.search(rf"asks for {name}, and what it may ask for is collections\.OrderedDict, ", message), message
+    assert re.search(rf"asks for {name}, and it may ask for collections\.OrderedDict, ", message), message
     assert "torch.load" not in message, "no advice to run it"
     assert not (tmp_path / "harmed").exists()
 
@@ -220,7 +213,7 @@ def test_other_objects_are_refused_by_name(tmp_path, value, name):
 
 def test_tuples_and_odd_keys(tmp_path):
     value = {"a": (1, 2), (1, 2): 3}
-    assert read_torch_zip(saved(tmp_path, value)) == value
+    assert read_torch_file(saved(tmp_path, value)) == value
 
 
 def test_python_2_instructions_are_refused(tmp_path):
@@ -249,7 +242,7 @@ def test_nothing_of_ours_can_be_changed_or_called_otherwise(tmp_path):
     assert "calls torch.Size" in refused(made(tmp_path, global_("torch", "Size") + endless + b"R", SIX))
     assert "calls torch.Size" in refused(made(tmp_path, global_("torch", "Size") + endless + b"\x85R", SIX))
     # The stand-in for OrderedDict is the same after all that.
-    np.testing.assert_array_equal(read_torch_zip(made(tmp_path, tensor(held, 0, (2,), (1,)), SIX)), [0, 1])
+    np.testing.assert_array_equal(read_torch_file(made(tmp_path, tensor(held, 0, (2,), (1,)), SIX)), [0, 1])
 
 
 # Bounds.
@@ -321,19 +314,10 @@ def test_members_that_lie_about_their_place(tmp_path):
 # Files that are something else.
 
 
-@pytest.mark.parametrize("name", ["$(touch harmed).bin", "x'); harm('.bin", "`harm`.pt", 'a".bin'])
-def test_advice_for_a_shell_holds_no_name_that_is_more_than_a_name(tmp_path, name):
-    file = tmp_path / name
-    torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
-    advice = refused(file).partition("convert it once: ")[2]
-    assert "torch.load('FILE'" in advice and "weights_only=True" in advice
-    assert "harm" not in advice and advice.count('"') == 2
-
-
 def test_legacy_format(tmp_path):
     file = saved(tmp_path, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
     message = refused(file)
-    assert "before version 1.6" in message and "torch.save(torch.load('x.bin'" in message
+    assert "before version 1.6" in message and "torch.save(torch.load(FILE" in message
 
 
 def test_truncated_and_foreign_files(tmp_path):
@@ -377,27 +361,26 @@ def test_broken_pickles(tmp_path, program):
 
 def test_pickles_that_ask_for_memory(tmp_path, monkeypatch):
     tracemalloc.start()
-    assert read_torch_zip(made(tmp_path, b"]r\xff\xff\xff\xff")) == []
-    read_torch_zip(made(tmp_path, b"\x95" + struct.pack("<Q", 1 << 40) + b"]"))
+    assert read_torch_file(made(tmp_path, b"]r\xff\xff\xff\xff")) == []
+    read_torch_file(made(tmp_path, b"\x95" + struct.pack("<Q", 1 << 40) + b"]"))
     refused(made(tmp_path, b"X\xff\xff\xff\x7fa"))
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
-    itself = read_torch_zip(made(tmp_path, b"]q\x00h\x00a"))
+    itself = read_torch_file(made(tmp_path, b"]q\x00h\x00a"))
     assert itself[0] is itself
     # Ten lists, each ten times in the next, ten deep: ten objects here, ten to the tenth if copied.
     lists = b"]q\x00" + b"".join(b"]q" + bytes([i]) + (b"h" + bytes([i - 1]) + b"a") * 10 for i in range(1, 11))
-    read = read_torch_zip(made(tmp_path, b"](" + lists + b"e"))[10]
+    read = read_torch_file(made(tmp_path, b"](" + lists + b"e"))[10]
     assert len(read) == 10 and read[0] is read[9]
-    monkeypatch.setattr(unpickle, "_MAX_PICKLE", 10)
+    monkeypatch.setattr(torch_files, "_MAX_PICKLE", 10)
     assert "at most 10 are read" in refused(made(tmp_path, b"]" * 30 + b"a" * 29))
 
 
-def test_compressed_bombs(tmp_path, monkeypatch):
-    monkeypatch.setattr(unpickle, "_MAX_COMPRESSED", 1000)
-    held = tensor(storage("FloatStorage", "0", 300), 0, (1,), (1,))
-    assert "compressed members take more" in refused(made(tmp_path, held, {"data/0": bytes(1200)}, compress=True))
+def test_compressed_members_are_refused(tmp_path):
+    held = tensor(storage("FloatStorage", "0", 6), 0, (1,), (1,))
+    assert "has compressed members" in refused(made(tmp_path, held, SIX, compress=True))
 
 
 def test_the_module_never_calls_the_pickle_that_runs_anything():
-    source = Path(unpickle.__file__).read_text()
+    source = Path(torch_files.__file__).read_text()
     assert "pickle.load(" not in source and "pickle.loads(" not in source and "import torch\n" not in source

@@ -1,11 +1,11 @@
-"""A GGUF file to a folder in the Hugging Face layout, with float32 weights.
+"""A GGUF file to a folder in the Hugging Face layout; quantised matrices keep their blocks (see `quantised.py`).
 
-Knows the metadata keys and tensor names that llama.cpp writes; after the conversion nothing else in the project
-has to. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The other modules do not depend on llama.cpp's metadata keys and tensor names. In order: the conversion, config.json,
+weights, the tokenizer. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-A GGUF holds a vocabulary and merges, but only the *name* of the rule that cuts a text into words before merging.
-The rules here are those of the models' own tokenizer.json files; an unknown name is refused, since a wrong
-rule gives other tokens and no error.
+A GGUF file holds a vocabulary and merges, but only the *name* of the rule that splits a text into words before merging.
+The rules here are from the models' own tokenizer.json files. An unknown name is refused: a wrong rule gives wrong
+tokens without an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import pi
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint.files import CheckpointError, listed
-from specjax.checkpoint.gguf_blocks import KINDS
+from specjax.checkpoint.files import CheckpointError, listed, prefixed
 from specjax.checkpoint.hf_config import model_config
-from specjax.checkpoint.load import misfits
+from specjax.checkpoint.parameters import misfits
+from specjax.checkpoint.quantised import BLOCK_TYPES
 from specjax.checkpoint.weights import save_shards
 from specjax.models import table
 from specjax.models.params import Placement, dimensions, placements
@@ -35,13 +34,12 @@ if TYPE_CHECKING:
     from gguf import ReaderTensor
     from tokenizers import Tokenizer
 
-# Part of a converted folder's name: a change of what this module writes must change it.
+# A part of a converted folder's name: a change of what this module writes must change it.
 CONVERSION = "v2"
 
-FLOATS = ("F32", "F16", "BF16")
-
+KEPT_TYPES = (*BLOCK_TYPES, "F32", "F16", "BF16")  # other types are dequantised
 ROPE_FACTORS = "rope_freqs.weight"
-# Metadata that changes what a Llama computes, with the values that change nothing.
+# Metadata that changes what a Llama computes, with the values that have no effect.
 NEUTRAL = {
     **dict.fromkeys(("expert_count", "attention.sliding_window", "attention.scale"), (0,)),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
@@ -55,23 +53,23 @@ INTEGERS = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
 }
-# general.file_type -> the type to compute in on a GPU; quantised files were made from bfloat16 models.
+# general.file_type -> the dtype on a GPU; quantised files are made from bfloat16 models.
 FILE_DTYPES = {0: "float32", 1: "float16"}
 
 
 def convert(
     file: Path, folder: Path, *, progress: bool, label: str = "", generation: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Write config.json, generation_config.json, the tokenizer and model.safetensors into ``folder``.
+    """Write config.json, generation_config.json, the tokenizer and model.safetensors.
 
     Args:
-      file: a single-file GGUF of a supported architecture; ``folder`` exists and is empty.
-      label: what error messages call the file, instead of its path.
-      generation: further keys of generation_config.json: a GGUF does not say how its publisher samples.
+      file: a single-file GGUF of a supported architecture.
+      folder: exists and is empty.
+      label: name of the file in error messages; default: its path.
+      generation: further keys of generation_config.json: a GGUF file has no sampling parameters.
     """
-    label = label or str(file)
-    metadata, tensors = _read(file, label)
-    try:
+    with prefixed(label := label or str(file)):
+        metadata, tensors = _read(file)
         config = hf_config(metadata, tensors)
         special = write_tokenizer(metadata, folder)
         ids = {name: special.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -79,20 +77,15 @@ def convert(
         for name, value in (("config.json", config | ids), ("generation_config.json", described)):
             (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         _write_weights(config, tensors, folder, f"Converting {label}" if progress else None)
-    except CheckpointError as error:
-        raise CheckpointError(f"{label}: {error}") from error
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The config.json that `convert` would write, token ids left out. Reads no weights."""
-    metadata, tensors = _read(file, str(file))
-    try:
-        return hf_config(metadata, tensors)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+    """The config.json that `convert` writes, without token ids. Reads no weights."""
+    with prefixed(str(file)):
+        return hf_config(*_read(file))
 
 
-def _read(file: Path, label: str) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     """The metadata, and the tensors as views of the file."""
     from gguf import GGUFReader
 
@@ -100,14 +93,15 @@ def _read(file: Path, label: str) -> tuple[dict[str, Any], dict[str, ReaderTenso
         reader = GGUFReader(str(file))
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(
-            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
-        ) from error
+        raise CheckpointError(f"not a readable GGUF file, or a truncated one ({error})") from error
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
+# config.json.
+
+
 def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """The config.json that the metadata and the tensors' names imply, token ids left out."""
+    """The config.json of these metadata and tensors, without token ids."""
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(f"general.architecture is {architecture!r}; supported: llama")
@@ -131,8 +125,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
             raise CheckpointError(f"llama.{key} ({value}) must equal the width of a head ({head_dim})")
     if (epsilon := llama.get("attention.layer_norm_rms_epsilon")) is None:
         raise CheckpointError("it has no metadata key llama.attention.layer_norm_rms_epsilon, so it is incomplete")
-    theta = _as_written(llama.get("rope.freq_base", 10000.0))
-    is_quantised = any(tensor.tensor_type.name in KINDS for tensor in tensors.values())
+    is_quantised = any(tensor.tensor_type.name in BLOCK_TYPES for tensor in tensors.values())
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) == 2]
     bits = round(8 * sum(int(m.n_bytes) for m in matrices) / sum(int(m.n_elements) for m in matrices), 3)
     return {
@@ -142,116 +135,101 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
         **{name: llama[key] for name, key in INTEGERS.items()},
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _as_written(epsilon),
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(llama, tensors, head_dim, theta),
+        "rms_norm_eps": _decimal(epsilon),
+        "rope_theta": _decimal(llama.get("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(llama, tensors),
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
         "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
-        # llama.cpp writes the output matrix only where it is not the embedding.
+        # llama.cpp writes the output matrix only if it is not the embedding.
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": FILE_DTYPES.get(metadata.get("general.file_type", -1), "bfloat16"),
         **({"quantization_config": {"quant_method": "gguf", "bits_per_weight": bits}} if is_quantised else {}),
     }
 
 
+def _decimal(value: float) -> float:
+    """The short decimal that a float32 was made from: 9.99999974e-06 was 1e-05."""
+    return float(f"{value:.7g}")
+
+
+def _rope_scaling(llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any] | None:
+    """Linear scaling; or llama3 scaling, which llama.cpp writes as divisors of frequencies, as longrope's factors."""
+    rope_type = llama.get("rope.scaling.type", "none")
+    if rope_type not in ("none", "linear"):
+        raise CheckpointError(f"llama.rope.scaling.type is {rope_type!r}; supported: none, linear, {ROPE_FACTORS}")
+    if ROPE_FACTORS in tensors:
+        divisors = [_decimal(float(divisor)) for divisor in tensors[ROPE_FACTORS].data]
+        factors = {"long_factor": divisors, "short_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
+        return {"rope_type": "longrope", "original_max_position_embeddings": llama["context_length"], **factors}
+    factor = llama.get("rope.scaling.factor", llama.get("rope.scale_linear", 1.0))
+    is_linear = factor not in (0.0, 1.0) and (rope_type == "linear" or "rope.scale_linear" in llama)
+    return {"rope_type": "linear", "factor": float(factor)} if is_linear else None
+
+
+# Weights.
+
+
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undo llama.cpp's order of the rows of q and k.
 
-    transformers rotates the pairs ``(i, i + E/2)`` of a head, llama.cpp ``(2i, 2i + 1)``, so its converter
-    interleaves the halves of each head. For E = 4 the rows 0 1 2 3 are stored as 0 2 1 3. ``rows`` is a weight
-    ``[heads * E, M]`` or a bias ``[heads * E]``; k has as many ``heads`` as there are key/value heads.
+    transformers rotates the pairs ``(i, i + E/2)`` of a head, llama.cpp ``(2i, 2i + 1)``, so its converter interleaves
+    the halves of each head. For E = 4 the rows 0 1 2 3 are stored as 0 2 1 3. ``rows``: a weight ``[heads * E, M]`` or
+    a bias ``[heads * E]``; for k, ``heads`` is the number of key/value heads.
     """
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _as_written(value: float) -> float:
-    """The short decimal that a float32 was made from: 9.99999974e-06 was 1e-05."""
-    return float(f"{value:.7g}")
-
-
-def _rope_scaling(
-    llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float
-) -> dict[str, Any] | None:
-    """The parameters of linear scaling, or of llama3 scaling from its effect: the divisor of each of E/2 frequencies.
-
-    The largest divisor is llama3's ``factor``. The other parameters are those of every Llama 3.x release; they are
-    accepted only if they give back exactly these divisors.
-    """
-    rope_type = llama.get("rope.scaling.type", "none")
-    if rope_type not in ("none", "linear"):
-        raise CheckpointError(
-            f"llama.rope.scaling.type is {rope_type!r}; supported: none, linear, and llama3's {ROPE_FACTORS}"
-        )
-    if ROPE_FACTORS not in tensors:
-        factor = llama.get("rope.scaling.factor", llama.get("rope.scale_linear", 1.0))
-        is_linear = factor not in (0.0, 1.0) and (rope_type == "linear" or "rope.scale_linear" in llama)
-        return {"rope_type": "linear", "type": "linear", "factor": float(factor)} if is_linear else None
-    factors = np.asarray(tensors[ROPE_FACTORS].data, np.float64)
-    if np.allclose(factors, 1.0):
-        return None
-    factor, low, high = _as_written(float(factors.max())), 1.0, 4.0
-    wavelengths = 2 * pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    for original in (8192, 4096, 2048, 16384, 32768):
-        smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
-        if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
-            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
-            return scaling | {"original_max_position_embeddings": original}
-    raise CheckpointError(
-        f"{ROPE_FACTORS} is not the llama3 rope scaling with low_freq_factor 1 and high_freq_factor 4; use the Hugging "
-        "Face folder of this model"
-    )
-
-
 def _write_weights(
     config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], folder: Path, title: str | None
 ) -> None:
-    from gguf import dequantize
-
     model = model_config(config, dtype="float32")
-    rules = {rule.tensor: rule for rule in placements(table(model), dimensions(model))}
-    found = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
-    wanted = [replace(rule, tensor=rule.gguf) for rule in rules.values()]
-    if problems := misfits(found, wanted, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
+    rules = list(placements(table(model), dimensions(model)))
+    shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
+    wanted = [replace(rule, tensor=rule.gguf) for rule in rules]
+    if problems := misfits(shapes, wanted, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
+    stored: dict[str, Placement] = {}
+    for rule in rules:
+        block_type = tensors[rule.gguf].tensor_type.name
+        stem = rule.tensor.removesuffix(".weight")
+        stored[f"{stem}.{block_type.lower()}" if block_type in BLOCK_TYPES else rule.tensor] = rule
 
-    def read(stored: str) -> np.ndarray:
-        """As the file has it: rows of blocks, or floats; float32 of types that `gguf_blocks` does not know."""
-        rule = rules[named[stored]]
+    def size(rule: Placement) -> int:
         source = tensors[rule.gguf]
-        if source.tensor_type.name in (*KINDS, *FLOATS):
-            values = np.asarray(source.data)
-            if source.tensor_type.name == "BF16":
-                values = values.view(ml_dtypes.bfloat16)
-        else:
-            try:
-                values = dequantize(source.data, source.tensor_type)
-            except NotImplementedError as error:
-                raise CheckpointError(
-                    f"{source.name} has type {source.tensor_type.name}, which gguf cannot decode"
-                ) from error
+        return int(source.n_bytes if source.tensor_type.name in KEPT_TYPES else 4 * source.n_elements)
+
+    def read(name: str) -> np.ndarray:
+        rule = stored[name]
+        values = _values(tensors[rule.gguf])
         if rule.interleaved:
             values = unpermute(values, rule.shape[0] // model.head_dim)
         written.update(values.nbytes)
         return values
 
-    def stored_name(rule: Placement) -> str:
-        kind = tensors[rule.gguf].tensor_type.name
-        return f"{rule.tensor.removesuffix('.weight')}.{kind.lower()}" if kind in KINDS else rule.tensor
-
-    named = {stored_name(rule): name for name, rule in rules.items()}
-    sources = {stored: tensors[rules[name].gguf] for stored, name in named.items()}
-    sizes = {
-        stored: int(source.n_bytes if source.tensor_type.name in (*KINDS, *FLOATS) else 4 * source.n_elements)
-        for stored, source in sources.items()
-    }
+    sizes = {name: size(rule) for name, rule in stored.items()}
     with progress_bar(title or "", sum(sizes.values()), "B", shown=title is not None) as written:
         save_shards(folder, sizes, read)
         written.set_postfix_str("bytes written")
 
+
+def _values(source: ReaderTensor) -> np.ndarray:
+    """Rows of blocks or floats, as in the file; float32 of other types."""
+    from gguf import dequantize
+
+    if source.tensor_type.name in KEPT_TYPES:
+        values = np.asarray(source.data)
+        return values.view(ml_dtypes.bfloat16) if source.tensor_type.name == "BF16" else values
+    try:
+        return dequantize(source.data, source.tensor_type)
+    except NotImplementedError as error:
+        raise CheckpointError(f"{source.name} has type {source.tensor_type.name}, which gguf cannot decode") from error
+
+
+# The tokenizer.
 
 # tokenizer.ggml.token_type
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -264,13 +242,13 @@ _LLAMA3 = (
 
 @dataclass(frozen=True)
 class WordRule:
-    """How a byte-level BPE tokenizer cuts a text into words."""
+    """How a byte-level BPE tokenizer splits a text into words."""
 
-    pattern: str | None = None  # a regular expression for a word; None: GPT-2's, built into the byte-level step
-    single_digits: bool = False  # digits are cut off one by one first
-    whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
-    add_bos: bool = False  # texts start with the bos token where the file does not say
-    nfc: bool = False  # texts are normalised to NFC
+    pattern: str | None = None  # regular expression of a word; None: GPT-2's, built into the byte-level step
+    single_digits: bool = False  # split off each digit first
+    whole_words: bool = False  # a word of the vocabulary is one token, whatever the merges
+    add_bos: bool = False  # default of tokenizer.ggml.add_bos_token
+    nfc: bool = False  # normalise texts to NFC
 
 
 # tokenizer.ggml.pre
@@ -291,16 +269,16 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
     """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json into ``folder``.
 
     Returns:
-      ``bos_token_id``, ``eos_token_id`` (a list where the file names a second stop token), ``pad_token_id``,
-      ``unk_token_id``, those that the file has.
+      ``bos_token_id``, ``eos_token_id`` (a list if there is a second stop token), ``pad_token_id`` and
+      ``unk_token_id``, where present.
     """
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    special = {name: int(i) for name, i in found.items() if i is not None and i < len(tokens)}
+    known = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    special = {name: int(i) for name, i in known.items() if i is not None and i < len(tokens)}
     names = {name: tokens[i] for name, i in special.items()}
     config: dict[str, Any] = {
-        # The class that takes tokenizer.json as it is; a model's own class would rebuild parts of it.
+        # This class takes tokenizer.json unchanged; a model's own class would rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 10**9)),
@@ -319,7 +297,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the metadata of a GGUF file describes."""
+    """The tokenizer in the metadata of a GGUF file."""
     from tokenizers import AddedToken, processors
 
     if not (tokens := metadata.get("tokenizer.ggml.tokens")):
@@ -335,7 +313,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2, llama. {_ADVICE}")
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
-        """The special token if texts have it at that end, and its id."""
+        """The special token that is added to texts, and its id; empty if none is."""
         i = metadata.get(f"tokenizer.ggml.{key}_token_id")
         return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
 
@@ -345,15 +323,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         steps.append(processors.TemplateProcessing(single=first, pair=first + second, special_tokens=bos + eos))
     if steps:
         tokenizer.post_processor = processors.Sequence(steps)
-    kinds = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
-    # The unknown token of a SentencePiece vocabulary is special there too.
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, kind in kinds if kind in (UNKNOWN, CONTROL)])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in kinds if kind == USER_DEFINED])
+    types = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
+    # The unknown token of a SentencePiece vocabulary is special there, too.
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, i in types if i in (UNKNOWN, CONTROL)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, i in types if i == USER_DEFINED])
     return tokenizer
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether texts start with bos where the file does not say."""
+    """The tokenizer, and the default of add_bos_token."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre")
@@ -383,8 +361,8 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer
     if len(scores) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} scores for {len(tokens)} tokens. {_ADVICE}")
     ids = {token: i for i, token in enumerate(tokens)}
-    # SentencePiece joins, of all neighbours that are a token together, those with the best score. That is BPE with
-    # every way to split a token into two tokens as a merge, best score first.
+    # SentencePiece joins the neighbours that form the token with the best score. BPE does the same if each split of a
+    # token into two tokens is a merge, best score first.
     splits = (
         (-score, ids[token], ids[left], left, right)
         for token, score in zip(tokens, scores, strict=True)

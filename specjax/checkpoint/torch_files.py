@@ -1,9 +1,9 @@
-"""Reading what ``torch.save`` writes (``.bin``, ``.pt``) without torch, and without running what the file says.
+"""Files of ``torch.save`` (``.bin``, ``.pt``), read without torch and without running code of the file.
 
-A pickle is a program. Here it can use the instructions of ``_OPCODES``, four functions and the storage types; all
-else is refused by name. The standard library's unpickler in Python is used: its table of instructions can be replaced,
-and its memory is bounded by the pickle's length. The format is a zip of ``<prefix>/data.pkl``, the pickle, and
-``<prefix>/data/<key>``, one uncompressed member for each storage, whose CRC is not checked: files have gigabytes.
+A pickle is a program. This reader allows the instructions in ``_OPCODES``, four functions and the storage types, and
+refuses others by name. It replaces the table of instructions of the standard library's unpickler in Python, whose
+memory is bounded by the pickle's length. The file is a zip of ``<prefix>/data.pkl``, the pickle, and
+``<prefix>/data/<key>``, one member for each storage. CRCs of storages are not checked: files have gigabytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STORAGES: dict[str, np.dtype] = {
         "Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1", "Bool": "?",
     }.items()
 }  # fmt: skip
-# What torch.save and pickle write for dicts, lists, numbers, strings and tensors, protocols 2 to 5.
+# Written for dicts, lists, numbers, strings and tensors, by protocols 2 to 5.
 _OPCODES = re.compile(
     "PROTO|FRAME|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|SETITEMS?|APPENDS?|(LONG_)?BIN(PUT|GET)|MEMOIZE|"
     "BININT[12]?|LONG1|BINFLOAT|NEWTRUE|NEWFALSE|NONE|(SHORT_)?BINUNICODE|(STACK_)?GLOBAL|REDUCE|BINPERSID|BUILD"
@@ -39,65 +39,46 @@ _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _FUNCTIONS = (
     "collections.OrderedDict", "torch.Size", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 )  # fmt: skip
-# A state dict's pickle takes some 200 bytes a tensor, a token map's 5 a token.
-_MAX_PICKLE = 64 << 20
-# torch never compresses; more than this in memory is more likely a bomb than a checkpoint.
-_MAX_COMPRESSED = 1 << 30
+_MAX_PICKLE = 64 << 20  # bytes; a state dict takes some 200 a tensor, a token map 5 a token
 
 
 class _Refused(Exception):
-    """Carries a message to where the file's name is known."""
+    """A message without the file's name."""
 
 
-def read_torch_zip(file: Path) -> object:
-    """The object that ``torch.save`` wrote to ``file``.
-
-    Dicts, lists, tuples, numbers and strings come as they are, tensors (and parameters) as numpy arrays, read-only
-    views of the mapped file, bfloat16 as ``ml_dtypes.bfloat16``. Containers may be nested deeply and hold themselves.
-    """
+def read_torch_file(file: Path) -> object:
+    """The object in ``file``: dicts, lists, tuples, numbers, strings, and tensors as read-only views of the mapped file
+    (bfloat16 as ``ml_dtypes.bfloat16``). Containers may be nested deeply, and contain themselves."""
     with file.open("rb") as stream:
         start = stream.read(16)
     if start.startswith(b"version https://"):
         raise CheckpointError(f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
     if start.startswith(b"\x80"):
-        # In a command for a shell, no name that a shell or Python would read as more than a name.
-        name = file.name if re.fullmatch(r"[\w .+-]+", file.name) else "FILE"
-        program = f"import torch; torch.save(torch.load('{name}', map_location='cpu', weights_only=True), '{name}')"
-        raise CheckpointError(
-            f"{file} is refused: it has the format that torch.save wrote before version 1.6, one pickle without a zip. "
-            f'Where torch is installed, convert it once: python -c "{program}"'
-        )
+        convert = "torch.save(torch.load(FILE, map_location='cpu', weights_only=True), FILE)"
+        raise CheckpointError(f"{file} has the format of torch before version 1.6; convert it with torch: {convert}")
     if not start.startswith(b"PK\x03\x04"):
-        raise CheckpointError(
-            f"{file} is not a file of torch.save: it starts with {start[:8]!r} and not with b'PK\\x03\\x04'; download "
-            "or copy it again"
-        )
+        raise CheckpointError(f"{file} is not a file of torch.save: it starts with {start[:8]!r}")
     try:
         with zipfile.ZipFile(file) as archive:
             return _Unpickler(file, archive).load()
     except _Refused as error:
-        raise CheckpointError(
-            f"{file} is refused: {error}. A file of tensors alone asks for nothing else; get one from its author, or "
-            "the same as safetensors"
-        ) from None
+        raise CheckpointError(f"{file} is refused: {error}. Get a file of tensors alone, or safetensors") from None
     except Exception as error:  # a damaged pickle or zip can end in nearly any of them
-        raise CheckpointError(
-            f"{file} is damaged or not a file of torch.save ({error!r:.300}); download or copy it again"
-        ) from error
+        raise CheckpointError(f"{file} is damaged or not a file of torch.save ({error!r:.300})") from error
 
 
-def write_torch_zip_list(file: Path, values: list[int]) -> None:
-    """Write ``values`` as ``torch.save`` would: ``torch.load(file, weights_only=True)`` gives the list back."""
+def write_torch_list(file: Path, values: list[int]) -> None:
+    """Write ``values`` in the format of ``torch.save``; ``torch.load(file, weights_only=True)`` reads it."""
     members = {"data.pkl": pickle.dumps(values, protocol=2), "byteorder": b"little", "version": b"3\n"}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in members.items():
-            # A fixed date, so that the same list gives the same bytes.
+            # With a fixed date equal lists give equal bytes.
             archive.writestr(zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0)), content)
 
 
 @dataclass(frozen=True)
 class _Name:
-    """A name of the allow-list: a storage type, or a function that the pickle may call."""
+    """An allowed name: a storage type or a function."""
 
     name: str
 
@@ -109,7 +90,7 @@ class _Storage:
 
 
 def _tensor(storage: _Storage, offset: object, size: Sequence[object], stride: Sequence[object]) -> np.ndarray:
-    """``torch._utils._rebuild_tensor_v2``: a view of a storage, never reaching outside it."""
+    """``torch._utils._rebuild_tensor_v2``: a view of a storage, within its bounds."""
     sizes, steps = ([n for n in part if type(n) is int and n >= 0] for part in (size, stride))
     if type(offset) is not int or offset < 0 or len(sizes) != len(size) or len(steps) != len(stride):
         raise _Refused("it has a tensor whose offset, size or stride is of the wrong kind")
@@ -134,10 +115,10 @@ class _Instructions(dict[int, Callable[..., None]]):
 
 
 def _reduce(unpickler: _Unpickler) -> None:
-    """REDUCE: calls what is a name here, with arguments of the right kinds."""
-    given, function = unpickler.stack.pop(), unpickler.stack.pop()
+    """REDUCE: call an allowed function with arguments of the right types."""
+    arguments, function = unpickler.stack.pop(), unpickler.stack.pop()
     name = function.name if isinstance(function, _Name) else type(function).__name__
-    match name, given:
+    match name, arguments:
         case "collections.OrderedDict", ():
             result: object = {}
         case "torch.Size", (tuple() | list() as sizes,):
@@ -145,16 +126,16 @@ def _reduce(unpickler: _Unpickler) -> None:
         case "torch._utils._rebuild_parameter", (np.ndarray() as result, *_):
             pass
         case "torch._utils._rebuild_tensor_v2", (
-            _Storage() as held, offset, tuple() | list() as size, tuple() | list() as stride, _, _, *metadata
+            _Storage() as storage, offset, tuple() | list() as size, tuple() | list() as stride, _, _, *metadata
         ) if not any(metadata):  # fmt: skip
-            result = _tensor(held, offset, size, stride)
+            result = _tensor(storage, offset, size, stride)
         case _:
             raise _Refused(f"it calls {name} with arguments of the wrong kinds")
     unpickler.stack.append(result)
 
 
 def _build(unpickler: _Unpickler) -> None:
-    """BUILD, which torch writes for the ``_metadata`` of a module's state dict: drops the attributes."""
+    """BUILD, which torch writes for the ``_metadata`` of a state dict: drop the attributes."""
     unpickler.stack.pop()
     if type(target := unpickler.stack[-1]) is not dict:
         raise _Refused(f"it sets attributes of a {type(target).__name__.strip('_').lower()}")
@@ -171,8 +152,8 @@ class _Unpickler(pickle._Unpickler):
         members = {info.filename: info for info in archive.infolist()}
         if len(members) != len(archive.infolist()):
             raise _Refused("two of its members have one name")
-        if sum(info.file_size for info in members.values() if info.compress_type) > _MAX_COMPRESSED:
-            raise _Refused(f"its compressed members take more than {_MAX_COMPRESSED} bytes")
+        if any(info.compress_type for info in members.values()):
+            raise _Refused("it has compressed members, which torch never writes")
         pickles = [name for name in members if re.fullmatch(r"[^/\\]+/data\.pkl", name)]
         if len(pickles) != 1:
             raise _Refused(f"it has {len(pickles)} members <name>/data.pkl, and one is needed")
@@ -190,17 +171,17 @@ class _Unpickler(pickle._Unpickler):
         full = f"{module}.{name}"
         if full not in (*_FUNCTIONS, *STORAGES):
             raise _Refused(
-                f"its pickle asks for {full}, and what it may ask for is {listed(_FUNCTIONS)} and torch.<type>Storage "
+                f"its pickle asks for {full}, and it may ask for {listed(_FUNCTIONS)} and torch.<type>Storage "
                 f"with type {', '.join(kind[6:-7] for kind in STORAGES)}"
             )
         return _Name(full)
 
     def persistent_load(self, pid: object) -> _Storage:
         match pid:
-            case ("storage", _Name(kind), str(key), _, int(size)) if kind in STORAGES:
+            case ("storage", _Name(name), str(key), _, int(size)) if name in STORAGES:
                 if not re.fullmatch(r"[0-9A-Za-z_]+", key) or size < 0:
                     raise _Refused(f"it has a storage with key {key[:40]!r} and {size} elements")
-                return _Storage(key, self._storage(f"{self._prefix}data/{key}", STORAGES[kind], size))
+                return _Storage(key, self._storage(f"{self._prefix}data/{key}", STORAGES[name], size))
         raise _Refused(f"it refers to something that is not a storage: {reprlib.repr(pid)}")
 
     def _storage(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
@@ -218,12 +199,9 @@ class _Unpickler(pickle._Unpickler):
         return self._arrays[name]
 
     def _mapped(self, info: zipfile.ZipInfo, dtype: np.dtype) -> np.ndarray:
-        with self._archive.open(info) as stream:  # checks that the member is there
-            if info.compress_type != zipfile.ZIP_STORED:
-                return np.frombuffer(stream.read(), dtype)
-        with self._file.open("rb") as file:
+        with self._archive.open(info), self._file.open("rb") as file:  # the archive checks that the member is there
             file.seek(info.header_offset + 26)
             lengths = np.frombuffer(file.read(4), "<u2")  # of the name, and of the padding before the data
-        # One mapping per storage: its pages can be reclaimed as soon as the caller has copied them.
+        # One mapping a storage: its pages can be reclaimed once the caller has copied them.
         start = info.header_offset + 30 + int(lengths.sum())
         return np.memmap(self._file, dtype, "r", start, (info.file_size // dtype.itemsize,))

@@ -1,0 +1,192 @@
+"""A model's tokenizer, and the comparison of two models' vocabularies.
+
+Vocabularies are compared by the tokenizers' content, token to id. Rows of an embedding beyond it are padding, whose
+number differs within a family (Qwen2.5: 151936 rows, 152064 from 7B on), and are never proposed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specjax.checkpoint.files import CheckpointError, read_json
+from specjax.checkpoint.weights import ModelFiles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_ID = -1
+MAX_SHOWN = 3  # differing ids in a message
+
+_PADDING = re.compile(r"\[PAD(\d+)\]")  # the name of a padding row in GGUF files, with its id
+
+
+def load_tokenizer(
+    files: ModelFiles, *, folder: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The model's fast tokenizer, with its chat template if it has one. Needs no torch.
+
+    Args:
+      files: from ``resolve``.
+      folder: of a tokenizer that replaces the model's own.
+      chat_template: file of a Jinja template that replaces the tokenizer's own.
+
+    Raises:
+      CheckpointError: the folder has no tokenizer, or only a Python one; or as `check_tokenizer_paths`.
+    """
+    import transformers
+
+    template = check_tokenizer_paths(folder, chat_template)
+    if folder is not None:
+        files = replace(files, folder=Path(folder))
+    file = files.folder / "tokenizer_config.json"
+    try:
+        name = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
+        # AutoTokenizer would choose the same class; its import takes seconds, and imports torch where installed.
+        is_plain = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        tokenizer_class: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+        tokenizer = tokenizer_class.from_pretrained(str(files.folder), local_files_only=True)
+    except Exception as error:  # transformers raises the errors of its backends
+        problem = f"no usable tokenizer in {files.folder} ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{problem}; tokenizer.json and tokenizer_config.json are needed") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"the tokenizer in {files.folder} has no tokenizer.json ({type(tokenizer).__name__})")
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str | None:
+    """Check the paths that `load_tokenizer` takes. Returns the template's text; None without a ``chat_template``.
+
+    Raises:
+      CheckpointError: ``folder`` is not a folder, or the template cannot be read or has a syntax error.
+    """
+    if folder is not None and not Path(folder).is_dir():
+        problem = f"the tokenizer {folder!r} (tokenizer_path, --tokenizer-path) is not a folder"
+        raise CheckpointError(f"{problem}; one with tokenizer.json is needed")
+    if chat_template is None:
+        return None
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = f"the template {chat_template!r} (chat_template, --chat-template)"
+    try:
+        text = Path(chat_template).read_text(encoding="utf-8")
+        render_jinja_template(conversations=[], chat_template=text)  # compiles it, and renders nothing
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{source} has a syntax error in line {error.lineno}: {error.message}") from error
+    return text
+
+
+class VocabularyMismatch(CheckpointError):
+    """Two tokenizers differ that must be the same."""
+
+
+class VocabularyMap(NamedTuple):
+    """The tokens that a target and a draft model share.
+
+    Attributes:
+      ids: int32 [W], the target's id of each row of the draft's output layer, NO_ID if the target has no such token;
+        None: every row has the target's id.
+      reads: int32 [V], the draft's token that stands for each of the target's; None: the same ids.
+      common: number of tokens that both have.
+    """
+
+    ids: np.ndarray | None
+    reads: np.ndarray | None
+    common: int
+
+
+def match_vocabularies(
+    target: Any, draft: Any, target_size: int, draft_size: int, *, intersection: bool = False
+) -> VocabularyMap:
+    """Match the ids of two fast tokenizers of transformers.
+
+    Args:
+      target_size, draft_size: rows of the models' output layers, with padding.
+      intersection: whether the tokenizers may differ. A token that only the target has is read as the last of the
+        draft's tokens for it, on which the next token depends most.
+
+    Raises:
+      VocabularyMismatch: the tokenizers differ, without `intersection`; names the first ids and both tokens.
+      CheckpointError: with `intersection`, no token is known to be in both.
+    """
+    ours, theirs = _tokens(target), _tokens(draft)
+    if ours == theirs:
+        real = np.array(sorted(i for i in ours.values() if i < min(target_size, draft_size)), np.int32)
+        if len(real) == draft_size:
+            return VocabularyMap(None, None, draft_size)
+        ids = np.full(draft_size, NO_ID, np.int32)
+        ids[real] = real
+        return VocabularyMap(ids, None, len(real))
+    if not intersection:
+        raise VocabularyMismatch(_differences(ours, theirs))
+    spellings = _spelling(draft), _spelling(target)
+    if spellings[0] is None or spellings[0] != spellings[1]:
+        names = [spelling or "of an unknown kind" for spelling in spellings]
+        problem = f"its tokenizer is {names[0]}, the target's {names[1]}"
+        raise CheckpointError(f"{problem}; both must be byte-level, SentencePiece or WordPiece")
+    ids, reads = np.full(draft_size, NO_ID, np.int32), np.full(target_size, draft.unk_token_id or 0, np.int32)
+    for token, i in theirs.items():
+        if i < draft_size and ours.get(token, target_size) < target_size:
+            ids[i] = ours[token]
+    for token, i in ours.items():
+        if i < target_size:
+            pieces = [theirs[token]] if token in theirs else _pieces(draft, token)
+            reads[i] = next((piece for piece in reversed(pieces) if piece < draft_size), reads[i])
+    added = {*draft.get_added_vocab(), *target.get_added_vocab()}
+    if not (ours.keys() & theirs.keys()) - added:
+        raise CheckpointError("its tokenizer has no token of the target's, special ones aside")
+    return VocabularyMap(ids, reads, int(np.sum(ids >= 0)))
+
+
+def _tokens(tokenizer: Any) -> dict[str, int]:
+    """Token to id, with added tokens, without padding."""
+    vocabulary = tokenizer.get_vocab().items()
+    return {t: i for t, i in vocabulary if not ((match := _PADDING.fullmatch(t)) and int(match[1]) == i)}
+
+
+def _differences(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    target, draft = ({i: token for token, i in vocabulary.items()} for vocabulary in (ours, theirs))
+    ids = sorted({i for _, i in ours.items() ^ theirs.items()})
+
+    def shown(i: int) -> str:
+        mine, other = (repr(tokens[i]) if i in tokens else "no token" for tokens in (target, draft))
+        return f"id {i} is {mine} in the target's and {other} in the draft's"
+
+    more = f" ({len(ids)} ids differ)" if len(ids) > MAX_SHOWN else ""
+    return f"its tokenizer is not the target's: {', '.join(map(shown, ids[:MAX_SHOWN]))}{more}"
+
+
+def _spelling(tokenizer: Any) -> str | None:
+    """How the tokens of a tokenizer are spelled, by its decoder."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    steps = [] if decoder is None else list(_steps(json.loads(decoder.__getstate__())))
+    types = {step.get("type") for step in steps}
+    if "ByteLevel" in types:
+        return "byte-level"
+    if "Metaspace" in types or any("▁" in str(step.get("pattern")) for step in steps):
+        return "SentencePiece"
+    return "WordPiece" if "WordPiece" in types else None
+
+
+def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for step in decoder.get("decoders", [decoder]):
+        yield from _steps(step) if "decoders" in step else (step,)
+
+
+def _pieces(tokenizer: Any, token: str) -> list[int]:
+    """The tokens that a tokenizer makes of another tokenizer's token."""
+    try:
+        return [piece.id for piece in tokenizer.backend_tokenizer.model.tokenize(token)]
+    except Exception:  # the library raises bare ones, such as for a missing unknown token
+        return []
