@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from specjax_kernels.api import tree_attention
+from specjax_kernels import tree_attention
 from specjax_kernels.specs import Spec
 
 CACHES = 2**28

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from attention_chains import chain, enough_layers, enough_sets, inputs_of, rotating
 from gpu_check_report import Report, say
-from specjax_kernels import tree_attention
-from specjax_kernels.masks import Causal, unpack_bits
+from specjax_kernels import Causal, tree_attention, unpack_bits
+from specjax_kernels.sampling import in_prefix
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from specjax_kernels.truncation import in_prefix
 from timing import copy_bandwidth, interleaved
 
 from specjax.verify import top_in_parts

@@ -29,8 +29,8 @@
 # | float16 | runs on tensor cores: **choose it** | runs on tensor cores | runs, slower |
 # | bfloat16 | the card cannot multiply it: XLA does in float32 | runs on tensor cores | runs, slower |
 #
-# The GPUs' columns are read off the code's own checks (`specjax.gpu`, `specjax_kernels.launch`), off NVIDIA's data and,
-# for bfloat16 on a T4, off what JAX's maintainers say ([jax#21212](https://github.com/jax-ml/jax/issues/21212)).
+# The GPUs' columns are read off the code's own checks (`specjax.gpu`, `specjax_kernels.platforms`), off NVIDIA's data
+# and, for bfloat16 on a T4, off what JAX's maintainers say ([jax#21212](https://github.com/jax-ml/jax/issues/21212)).
 # **Nothing has been measured on a T4 or an L4 yet**; the cells below do.
 #
 # It runs on a CPU, too. On Colab upload it (File > Upload notebook), choose Runtime > Change runtime type > T4 GPU, and
@@ -128,7 +128,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from specjax_kernels import default_implementation
-from specjax_kernels.launch import generation, has_kernels
+from specjax_kernels.platforms import generation, has_kernels
 
 from specjax import Engine, EngineConfig, SamplingParams, gpu
 from specjax.progress import progress_bar

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Int32
 from specjax_kernels import mesh
@@ -93,10 +92,13 @@ def bytes_per_token(init: Callable[[PoolShape], Any], page_size: int = 1) -> int
 def take_path(block: Block, path: Int32[Array, "B J"]) -> Block:
     """Gathers the block's entries at node indices `path`: leaves [B, J, ...]."""
 
-    leaves, tree = jax.tree.flatten(block)
-    if all(leaf.shape[1] == path.shape[1] == 1 for leaf in leaves):
+    if all(leaf.shape[1] == path.shape[1] == 1 for leaf in jax.tree.leaves(block)):
         return block  # avoids one gather kernel per layer
-    return jax.tree.unflatten(tree, kernels.take_rows(leaves, path))
+
+    def take(leaf: Array) -> Array:
+        return jnp.take_along_axis(leaf, path.reshape(*path.shape, *[1] * (leaf.ndim - 2)), axis=1)
+
+    return jax.tree.map(take, block)
 
 
 def commit(
@@ -133,5 +135,8 @@ def commit(
     page, slot = jnp.where(write, page, nowhere), position % size
 
     pools, tree = jax.tree.flatten(cache)
-    rows = jax.tree.leaves(block)
-    return jax.tree.unflatten(tree, kernels.commit_all(pools, rows, page, slot))
+    written = [
+        pool.at[page, slot].set(rows, mode="drop", unique_indices=True)
+        for pool, rows in zip(pools, jax.tree.leaves(block), strict=True)
+    ]
+    return jax.tree.unflatten(tree, written)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 import jax
 from specjax_kernels.cpu import object_code
-from specjax_kernels.launch import on_nvidia
+from specjax_kernels.platforms import on_nvidia
 
 from specjax.checkpoint.files import default_cache_dir
 

@@ -12,7 +12,6 @@ same tokens with any drafter and in any batch. Functions are written for one req
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
-from specjax_kernels import argmax
+from specjax_kernels.sampling import argmax, in_prefix
 
 STOP_IDS = 8  # stop ids per row on the device; the host checks further ones
 BIAS_ENTRIES = 1024  # logit biases per row
@@ -435,9 +434,7 @@ def draw_straight(
         x = jax.vmap(mask_forbidden)(x, allowed.reshape(batch * nodes, -1))
     hot = flat.temperature > 0
     scaled = x / jnp.where(hot, jnp.maximum(flat.temperature, MIN_TEMPERATURE), 1.0)[:, None]
-    # Imported here to speed up the start of processes without a GPU.
-    truncation = importlib.import_module("specjax_kernels.truncation")
-    inside = truncation.in_prefix(scaled, flat.top_k, flat.top_p)
+    inside = in_prefix(scaled, flat.top_k, flat.top_p)
     # The likeliest token is inside, so min-p can be computed from all tokens.
     likely = jnp.where(inside, jax.vmap(cut_min_p)(scaled, flat), -jnp.inf)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(flat.seed, position, vocab)

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
 from specjax_kernels import largest, mesh
-from specjax_kernels.launch import has_kernels
-from specjax_kernels.platforms import by_platform
+from specjax_kernels.platforms import by_platform, has_kernels
 
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain, mask_forbidden
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask

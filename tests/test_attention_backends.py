@@ -28,9 +28,9 @@ def calls(monkeypatch):
     """How often the Pallas kernel was traced."""
     traced, real = [], pallas_triton._launched
 
-    def counted(call, shape, packed, blocks):
+    def counted(call, shape, *, packed):
         traced.append(shape)
-        return real(call, shape, packed, blocks)
+        return real(call, shape, packed=packed)
 
     monkeypatch.setattr(pallas_triton, "_launched", counted)
     return traced

@@ -107,7 +107,7 @@ def test_a_wheel_is_built_of_what_is_copied(tmp_path):
     assert "is absent from" not in done.stdout + done.stderr, "a package that pyproject.toml does not list"
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     held = zipfile.ZipFile(wheel).namelist()
-    assert {"specjax/serve/__main__.py", "specjax/serve/playground.html", "specjax_kernels/api.py"} <= set(held)
+    assert {"specjax/serve/__main__.py", "specjax/serve/playground.html", "specjax_kernels/attention.py"} <= set(held)
 
 
 def test_the_router_is_the_one_that_is_tested():

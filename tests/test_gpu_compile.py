@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from specjax_kernels import api
 from specjax_kernels.specs import SPECS, named, tagged
 
 from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING
@@ -228,7 +227,7 @@ def test_bytes_of_a_chain_beside_those_of_a_plain_step(shape: str, least: float,
 
 def test_the_default_is_the_same_program(monkeypatch) -> None:
     """What suits the device is chosen where it is compiled for; nothing of the choice is left in the program."""
-    monkeypatch.setattr(api, "default_implementation", lambda: "pallas")
+    monkeypatch.setattr(sys.modules["specjax_kernels.attention"], "default_implementation", lambda: "pallas")
     named, default = (step("h200", "plain", 1, FEW, backend) for backend in ("pallas", None))
     check(default)
     for key in ("kernels", "kernels_every_call", "kinds", "temp_bytes"):

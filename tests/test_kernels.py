@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,8 +29,7 @@ from specjax_kernels import (
 )
 from specjax_kernels import xla as xla_path
 from specjax_kernels.cpu import attention as cpu_attention
-from specjax_kernels.cpu import object_code
-from specjax_kernels.cpu.runtime import registered
+from specjax_kernels.cpu import object_code, runtime
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 # Largest absolute difference to the reference. The values are averages of standard normals, so below about 4; half a
@@ -414,13 +414,13 @@ def lacking(*_: object, **__: object) -> jax.Array:
 
 def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default one does, to XLA, which has every combination."""
-    from specjax_kernels import api, pallas_triton
+    from specjax_kernels import pallas_triton
 
     args, options = named("decode").arguments()
     monkeypatch.setattr(pallas_triton, "tree_attention", lacking)
     with pytest.raises(NotImplementedError, match="not this combination"):
         tree_attention(*args, **options, implementation="pallas")
-    monkeypatch.setattr(api, "default_implementation", lambda: "pallas")
+    monkeypatch.setattr(sys.modules["specjax_kernels.attention"], "default_implementation", lambda: "pallas")
     assert (np.asarray(tree_attention(*args, **options), np.float32) == run(args, options, "xla")).all()
     monkeypatch.setattr(xla_path, "tree_attention", lacking)
     with pytest.raises(NotImplementedError, match="not this combination"):
@@ -649,7 +649,7 @@ def test_the_cpu_kernel_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
         args, options = Spec("short", (300, 0, 9), N=7, C=7, H=6, K=2, E=E, Ev=Ev, T=80, mask="tree").arguments()
         found, expected = (run(args, options, name) for name in ("xla", "reference"))
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"])
-    assert "specjax_tree_attention_elsewhere" in registered()
+    assert runtime._REGISTERED["specjax_tree_attention_elsewhere"] is None
 
 
 def test_the_cpu_kernel_keeps_large_scores_and_clears_unseen_rows() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kernel_helpers import launched
 from specjax_kernels import INACTIVE, attention, pack_bits, pallas_triton, tree_attention
-from specjax_kernels.call import Call
+from specjax_kernels.attention import Call
 from specjax_kernels.specs import Spec, named
 
 P = 40

@@ -1,4 +1,4 @@
-"""Top-k and top-p by the kernels for GPUs, draws at all nodes at once, and the likeliest tokens in parts."""
+"""`argmax`, top-k and top-p by the kernels for GPUs, draws at all nodes at once, and the likeliest tokens in parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import NO_PARENT, Tree
-from specjax_kernels.truncation import in_prefix
+from specjax_kernels.sampling import argmax, in_prefix
 from toy_models import as_arrays, history, random_tree, sampling_rows, some_sampling
 
 from specjax.sampling import DrawInputs
@@ -124,3 +124,32 @@ def test_the_likeliest_in_parts(kind: str, count: int) -> None:
     order = np.argsort(-values, axis=-1, kind="stable")[..., :count]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_array_equal(best, np.take_along_axis(values, order, axis=-1))
+
+
+def rows(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(3, 5, 301)).astype(np.float32)
+    match kind:
+        case "equal":
+            return rng.integers(0, 4, x.shape).astype(np.float32)
+        case "nan":
+            x[rng.random(x.shape) < 0.01] = np.nan
+        case "infinite":
+            x[0, 0], x[0, 1], x[1, 2, 17], x[2, 3, 5:9] = -np.inf, np.inf, np.inf, -np.inf
+        case "zeros":
+            x = np.where(rng.random(x.shape) < 0.5, np.float32(0), np.float32(-0.0))
+    return x
+
+
+@pytest.mark.parametrize("kind", ["any", "equal", "nan", "infinite", "zeros"])
+def test_argmax(kind):
+    x = rows(kind)
+    found = np.asarray(jax.jit(argmax)(jnp.asarray(x)))
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, np.argmax(x, axis=-1))
+    np.testing.assert_array_equal(np.asarray(argmax(jnp.asarray(x[0, 0]))), np.argmax(x[0, 0]))
+
+
+def test_a_gpu_reduces_both_at_once():
+    text = jax.jit(argmax).trace(jnp.asarray(rows("any"))).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.reduce") == 1

@@ -18,8 +18,7 @@ import numpy as np
 import oracle
 from jax import Array
 from oracle import NO_PARENT, Sampling, Tree
-from specjax_kernels import CAUSAL
-from specjax_kernels.masks import unpack_bits
+from specjax_kernels import CAUSAL, unpack_bits
 
 from specjax.cache import PageSpec, PoolShape, pool_shape
 from specjax.config import ModelConfig, RopeConfig

@@ -1,24 +1,34 @@
-"""The operations of a step, and which implementation of each runs: `linear`, `unembed`, `attention`, `commit_all`."""
+"""The operations of a step, and their implementations for CPUs and GPUs.
 
-from specjax_kernels.api import (
+Read in this order: `attention` (the operation, its arguments, the choice of an implementation) and `reference` (its
+definition); then its implementations `xla`, `pallas_triton` and `triton`, with the block sizes of `launch`; `linear`
+and `quantised` (products with weights of 4 to 32 bits; `pallas_quantised` for GPUs); `sampling` (the largest numbers of
+a vocabulary, top-k, top-p). `cpu/` has the kernels that Numba compiles. `platforms` and `mesh` say for which device and
+for how many a function is traced. `specs` has the shapes that tests and benchmarks share.
+"""
+
+import warnings
+
+from specjax_kernels.attention import (
+    CAUSAL,
     IMPLEMENTATIONS,
     INACTIVE,
+    Causal,
     attention,
     default_implementation,
     implementation_named,
+    pack_bits,
     tree_attention,
+    unpack_bits,
 )
-from specjax_kernels.largest import argmax
-from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
-from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
-from specjax_kernels.mesh import largest, top_k
-from specjax_kernels.norm import Norm, rms_norm
-from specjax_kernels.pages import commit_all, take_rows
+from specjax_kernels.linear import Norm, linear, rms_norm, unembed
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
+from specjax_kernels.sampling import argmax, largest, top_k
+
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [
     "CAUSAL",
-    "CHEAP_ROWS",
     "IMPLEMENTATIONS",
     "INACTIVE",
     "Causal",
@@ -26,7 +36,6 @@ __all__ = [
     "Quantised",
     "argmax",
     "attention",
-    "commit_all",
     "default_implementation",
     "dequantise",
     "embed",
@@ -36,7 +45,6 @@ __all__ = [
     "pack_bits",
     "quantise",
     "rms_norm",
-    "take_rows",
     "top_k",
     "tree_attention",
     "unembed",

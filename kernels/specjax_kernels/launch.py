@@ -1,7 +1,7 @@
 """Launch parameters of the GPU kernels: block sizes, splits, warps and pipeline stages.
 
-A rule of thumb covers every shape; measured entries of `launch_table.json`, one per GPU generation, dtype, head width
-and number of query rows, go first. The number of splits is not in the table: it follows from the programs per
+A rule of thumb covers every shape. Measured entries of `launch_table.json`, one per GPU generation, dtype, head width
+and number of query rows, take precedence. The number of splits is not in the table: it follows from the programs per
 multiprocessor, the batch and the size of the page table.
 """
 
@@ -12,9 +12,9 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
+from specjax_kernels.platforms import generation
 
 TABLE = Path(__file__).parent / "launch_table.json"
 
@@ -47,7 +47,7 @@ IN_FLIGHT = 96 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What the table holds."""
+    """An entry of the table."""
 
     rows: int  # query rows of one program: a power of two, 16 or more
     tokens: int  # keys of one trip: a power of two, 16 or more
@@ -65,7 +65,7 @@ class Launch(Blocks):
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no smaller."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -75,7 +75,7 @@ def padded(width: int) -> int:
 
 
 def too_wide(dtype: str, E: int, Ev: int) -> str | None:
-    """Why heads do not fit the kernels; None: they do."""
+    """The reason why heads of these widths do not fit the kernels, or None."""
     keys, values = WIDEST[dtype]
     if keys >= E and Ev <= values:
         return None
@@ -93,7 +93,7 @@ def key(dtype: str, width: int, rows: int) -> str:
 
 
 def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = None) -> Blocks:
-    """For shapes that are not measured. `width`: of keys or values, the larger one.
+    """Blocks for shapes that are not measured. `width`: of keys or values, the larger one.
 
     Tiles of exact float32 products, which do not run on tensor cores, live in registers, and 16 rows fill those. A tile
     of 64 rows needs the registers of 8 warps.
@@ -112,62 +112,17 @@ def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = No
 
 @functools.cache
 def table() -> dict[str, dict[str, Blocks]]:
-    """The measured entries: generation -> `key` -> blocks; empty without a file. ValueError: names a wrong entry."""
-    if not TABLE.exists():
-        return {}
+    """The measured entries: generation -> `key` -> blocks."""
     return {
-        generation: {name: entry(f"{TABLE}: {generation}: {name}", value) for name, value in entries.items()}
+        generation: {name: Blocks(**blocks) for name, blocks in entries.items()}
         for generation, entries in json.loads(TABLE.read_text()).items()
     }
 
 
-def entry(where: str, value: Any) -> Blocks:
-    """An entry as JSON holds it. ValueError: names what is wrong, and `where` it is."""
-    names = [field.name for field in dataclasses.fields(Blocks)]
-    powers = {"rows": 16, "tokens": 16, "warps": 1}  # fields that are powers of two, and their least values
-    if not isinstance(value, dict) or set(value) != set(names) or not all(isinstance(x, int) for x in value.values()):
-        raise ValueError(f"{where} must give the whole numbers {', '.join(names)}, got {value}")
-    for name, number in value.items():
-        if number < powers.get(name, 1):
-            raise ValueError(f"{where}: {name} must be at least {powers.get(name, 1)}, got {number}")
-        if name in powers and number != power_of_two(number):
-            raise ValueError(f"{where}: {name} must be a power of two, got {number}")
-    return Blocks(**value)
-
-
-def on_nvidia() -> bool:
-    """Whether JAX's default device is an NVIDIA GPU. AMD's have the same backend, "gpu"."""
-    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
-
-
-def generation() -> str | None:
-    """The compute capability of JAX's default device ("9.0": Hopper), None: it is no NVIDIA GPU."""
-    return str(jax.devices()[0].compute_capability) if on_nvidia() else None
-
-
-def has_kernels() -> bool:
-    """Whether Triton compiles for JAX's default device: an NVIDIA GPU, Ampere (8.0) or newer."""
-    capability = generation()
-    return capability is not None and int(capability.partition(".")[0]) >= 8
-
-
-def refuse_unless_ampere(implementation: str) -> None:
-    """Raises NotImplementedError on a device that Triton does not compile for."""
-    if not has_kernels():
-        device = f"{jax.devices()[0]}" + (f" of compute capability {found}" if (found := generation()) else "")
-        raise NotImplementedError(
-            f"implementation {implementation!r} of tree_attention runs on NVIDIA GPUs of compute capability 8.0 "
-            f"(Ampere) and up, and JAX's default device is {device}. Implementation 'xla' runs everywhere"
-        )
-
-
-def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, blocks: Blocks | None = None) -> Launch:
-    """The grid of one call, for max(E, Ev), N * G rows, B * K heads and T * S tokens of context. `blocks`: in
-    place of the table and the rule of thumb."""
+def launch_for(dtype: str, width: int, rows: int, heads: int, context: int) -> Launch:
+    """The grid of one call, for max(E, Ev), N * G rows, B * K heads and T * S tokens of context."""
     device = generation()
-    if blocks is None:
-        name = key(dtype, width, rows)
-        blocks = table().get(device or "", {}).get(name) or rule_of_thumb(dtype, width, rows, device)
+    blocks = table().get(device or "", {}).get(key(dtype, width, rows)) or rule_of_thumb(dtype, width, rows, device)
     tiles = math.ceil(rows / blocks.rows)
     wanted = blocks.programs * GENERATIONS.get(device or "", UNKNOWN).multiprocessors
     most = min(MOST_SPLITS, math.ceil(context / LEAST_SPLIT), max(1, wanted // (heads * tiles)))

@@ -1,14 +1,14 @@
-"""Tensor parallelism: what a function that is being traced knows of the devices that XLA partitions it over.
+"""Tensor parallelism: how traced functions split their arrays over the devices of a mesh.
 
-A program for several devices is traced under a mesh with the axes `AXIS` (`jax.set_mesh`). Arrays are whole while they
-are traced, and XLA splits operations as the arguments and the constraints here say. Without such a mesh all of this
-changes nothing. A kernel that XLA cannot split must not be called there (`devices`), unless by way of `apart`, inside
-of which arrays are one device's part and `devices` is 1.
+A program for several devices is traced under a mesh with the axes `AXIS` (`jax.set_mesh`). Traced arrays are whole, and
+XLA splits operations according to the arguments' shardings and the constraints here. Without such a mesh these
+functions change nothing. XLA cannot split a kernel: under a mesh, call it through `apart`, inside of which arrays are
+one device's part and `devices` is 1.
 
-The devices form groups, mostly one. All arrays but the experts of a mixture are split over all devices alike, whatever
-the groups. Each group has its own experts, and its devices share the width of each (`groups`, `of_experts`). Worked
-example, 8 experts, 4 devices in 2 groups: devices 0 and 1 have half of the width of experts 0 to 3 each, devices 2 and
-3 of experts 4 to 7.
+The devices form groups, usually one. Experts of a mixture are divided among the groups, and the devices of a group
+split the width of each expert (`groups`, `of_experts`); other arrays are split over all devices. Worked example, 8
+experts, 4 devices in 2 groups: devices 0 and 1 each have half the width of experts 0 to 3, devices 2 and 3 of experts 4
+to 7.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Float, Float32, Int32
-
-from specjax_kernels.largest import argmax
+from jaxtyping import Int32
 
 GROUPS, WITHIN = "expert", "tensor"
 AXIS = (GROUPS, WITHIN)
@@ -32,7 +30,7 @@ EXPERTS = "experts"
 
 
 def devices() -> int:
-    """Over how many devices XLA splits what is being traced; 1: over none, or it is one device's part already."""
+    """The number of devices over which XLA splits what is being traced; 1 also inside `apart`."""
     mesh = jax.sharding.get_abstract_mesh()
     if WITHIN not in mesh.axis_names or mesh.axis_types[mesh.axis_names.index(WITHIN)] is not AxisType.Auto:
         return 1
@@ -40,62 +38,63 @@ def devices() -> int:
 
 
 def groups() -> int:
-    """How many groups these devices form, each with experts of its own."""
+    """The number of groups that these devices form, each with its own experts."""
     return 1 if devices() == 1 else jax.sharding.get_abstract_mesh().shape[GROUPS]
 
 
 def parts(size: int) -> int:
-    """In how many parts an axis of this size is split: as many as there are devices, or 1 if they do not divide it."""
+    """The number of parts into which an axis of this size is split: the number of devices, or 1 if that does not divide
+    the size."""
     count = devices()
     return 1 if size % count else count
 
 
 def spec(axes: Sequence[Any], shape: Sequence[int], count: int, groups: int = 1) -> PartitionSpec:
-    """The first of an array's axes that has a name (not None, nor `EXPERTS`) and is a multiple of `count` devices goes
-    to `AXIS`. With several groups of devices, each has some of the experts, and its devices share that axis of them."""
+    """Splits the first axis that has a name (neither None nor `EXPERTS`) and a multiple of `count` devices. Several
+    groups also divide the experts, and the devices of a group split that axis of each."""
     spread = groups > 1 and EXPERTS in axes
     parts = count // groups if spread else count
     named = (i for i, axis in enumerate(axes) if axis and axis != EXPERTS and shape[i] and shape[i] % parts == 0)
-    found = next(named, -1)
-    return of_experts(found) if spread else on_axis(found)
+    axis = next(named, -1)
+    return of_experts(axis) if spread else on_axis(axis)
 
 
 def on_axis(axis: int) -> PartitionSpec:
-    """That of an array of which each device has a part of this axis; -1: all of it."""
+    """Splits this axis over all devices; -1: every device has the whole array."""
     return PartitionSpec() if axis < 0 else PartitionSpec(*[None] * axis, AXIS)
 
 
 def of_experts(axis: int) -> PartitionSpec:
-    """That of an array of stacked experts, its first axis: each group has some, and each of its devices a part of the
-    given axis of these; -1: all of them."""
+    """Divides stacked experts, the first axis, among the groups and splits the given axis over the devices of a group;
+    -1: each device of a group has all of its group's experts."""
     return PartitionSpec(GROUPS) if axis < 0 else PartitionSpec(GROUPS, *[None] * (axis - 1), WITHIN)
 
 
 def sharding(axes: Sequence[Any], shape: Sequence[int]) -> NamedSharding | None:
-    """`spec` on the devices of the mesh that `jax.set_mesh` has set; None: there is none. Not while tracing."""
+    """`spec` on the mesh that `jax.set_mesh` has set, or None without one. Not while tracing."""
     if devices() == 1:
         return None
     return NamedSharding(jax.sharding.get_mesh(), spec(axes, shape, devices()))
 
 
 def whole(x: Array) -> Array:
-    """x, of which each device has all."""
+    """x, whole on each device."""
     return x if devices() == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def split(x: Array, axis: int) -> Array:
-    """x, of which each device has a part of the given axis, if they divide it."""
+    """x, split over the devices along the given axis, if they divide it."""
     if parts(x.shape[axis]) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * axis, AXIS))
 
 
 def apart(function: Callable[..., Any], axes: Any, result: int, *arguments: Any) -> Any:
-    """`function` of the arguments, by each device for its part.
+    """Calls `function` on each device's part of the arguments.
 
     Args:
-        axes: for each argument, a pytree prefix of it: which axis of its arrays is split, -1: none; or their spec.
-        result: which axis of the results is split, in the same words.
+        axes: for each argument, a pytree prefix with the axis of its arrays that is split (-1: none), or their spec.
+        result: the axis of the results that is split (-1: none).
     """
     if devices() == 1:
         return function(*arguments)
@@ -105,48 +104,14 @@ def apart(function: Callable[..., Any], axes: Any, result: int, *arguments: Any)
 
 
 def rows(take: Callable[[Any, Array], Array], table: Any, axes: Any, ids: Int32[Array, "..."]) -> Array:
-    """`take(table, ids)` [..., M] of a table whose rows devices share, `axes` as for `apart`: each takes those that it
-    has, and one sum makes them whole. (XLA would send the whole table for the row of one id, on a GPU.)"""
+    """`take(table, ids)` [..., M] of a table whose rows are split over the devices, with `axes` as for `apart`. Each
+    device takes the rows that it has, and a sum combines them. (XLA:GPU would send the whole table for one row.)"""
 
     def own(table: Any, ids: Array) -> Array:
         count = jax.tree.leaves(table)[0].shape[0]
-        places = ids - jax.lax.axis_index(AXIS).astype(jnp.int32) * jnp.int32(count)
-        found = take(table, jnp.clip(places, 0, count - 1))
-        here = (places >= 0) & (places < count)
-        return jax.lax.psum(jnp.where(here[..., None], found, jnp.zeros_like(found)), AXIS)
+        index = ids - jax.lax.axis_index(AXIS).astype(jnp.int32) * jnp.int32(count)
+        taken = take(table, jnp.clip(index, 0, count - 1))
+        here = (index >= 0) & (index < count)
+        return jax.lax.psum(jnp.where(here[..., None], taken, jnp.zeros_like(taken)), AXIS)
 
     return apart(own, (axes, -1), -1, table, ids)
-
-
-def largest(x: Float[Array, "... V"]) -> tuple[Int32[Array, "..."], Float[Array, "..."]]:
-    """The place of a row's largest number, as `argmax` has it, and that number. Of numbers that are split by their last
-    axis each device sends one pair: of equal numbers the first is still found, and NaN before any number."""
-    count, size = parts(x.shape[-1]), x.shape[-1]
-    if count == 1:
-        place = argmax(x)
-        return place, jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
-    own = split(x.reshape(*x.shape[:-1], count, size // count), x.ndim - 1)
-    bits = jax.lax.bitcast_convert_type(jnp.max(own, axis=-1).astype(jnp.float32), jnp.int32)
-    both = whole(jnp.stack([bits, argmax(own)], axis=-1))
-    values, places = jax.lax.bitcast_convert_type(both[..., 0], jnp.float32), both[..., 1]
-    device = argmax(values)[..., None]
-    place = device * jnp.int32(size // count) + jnp.take_along_axis(places, device, axis=-1)
-    return place[..., 0], jnp.take_along_axis(values, device, axis=-1)[..., 0].astype(x.dtype)
-
-
-def top_k(x: Float32[Array, "... V"], k: int) -> tuple[Float32[Array, "... k"], Int32[Array, "... k"]]:
-    """`jax.lax.top_k` of the last axis, ties to the lower place. Where that axis is split, each device sends its own k
-    largest numbers, in whose order (by device, then by size, then by place) equal ones keep theirs."""
-    if parts(x.shape[-1]) == 1:
-        best, places = jax.lax.top_k(x, k)
-        return best, places.astype(jnp.int32)
-
-    def own(x: Array) -> tuple[Array, Array]:
-        best, places = jax.lax.top_k(x, min(k, x.shape[-1]))
-        places = places.astype(jnp.int32) + jax.lax.axis_index(AXIS).astype(jnp.int32) * jnp.int32(x.shape[-1])
-        both = jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), places])
-        best, places = jax.lax.all_gather(both, AXIS, axis=both.ndim - 1, tiled=True)
-        best, index = jax.lax.top_k(jax.lax.bitcast_convert_type(best, jnp.float32), k)
-        return best, jnp.take_along_axis(places, index, axis=-1)
-
-    return apart(own, (x.ndim - 1,), -1, x)

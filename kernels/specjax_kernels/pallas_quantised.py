@@ -8,7 +8,7 @@ cores. Scales are applied to the groups' sums, which are float32: the weights th
     step k:  part = x[rows, codes of step k] @ codes[outputs, step k].T        a step is a group or a part of one
              sums += part * scale[outputs, group] + sum(x) * offset[outputs, group]
 
-Several steps are one trip of the loop, so that enough bytes are on their way.
+Several steps are one trip of the loop, so that enough bytes are in flight.
 
 Pallas's Triton backend is deprecated (jax 0.11), see `pallas_triton.py`. On a CPU Pallas interprets the kernel, for
 tests.
@@ -17,7 +17,6 @@ tests.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -29,8 +28,6 @@ from jax.experimental.pallas import triton as plgpu
 from specjax_kernels.launch import padded
 from specjax_kernels.quantised import PACKED, Quantised
 
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-
 MOST_ROWS = 64  # more rows pay for dequantising the weight once
 OUTPUTS = 32  # of one program
 STEP = {2: 128, 4: 32}  # codes of one step, at most, by bytes of a number of x: exact float32 products fill registers
@@ -40,7 +37,7 @@ WARPS, STAGES = 4, 4
 
 
 def step_of(leaf: Quantised, bytes_of_x: int = 2) -> int:
-    """Codes of one step: the largest power of two that divides a group, `STEP` at most."""
+    """The codes of one step: the largest power of two that divides a group, `STEP` at most."""
     return min(STEP[bytes_of_x], leaf.group & -leaf.group)
 
 
@@ -65,7 +62,7 @@ def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32, *, interpret: 
 
 
 def _facts(leaf: Quantised) -> Quantised:
-    """The leaf's shapes without its arrays, which a kernel must not capture."""
+    """The leaf with shapes in place of its arrays, which a kernel must not capture."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), leaf)
 
 
@@ -76,7 +73,7 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
     step, packed, dtype = step_of(leaf, x_ref.dtype.itemsize), leaf.bits == 4, x_ref.dtype
     row, output = pl.program_id(1) * tile + _range(tile), pl.program_id(0) * OUTPUTS + _range(OUTPUTS)
     is_row, is_output = row < rows, output < leaf.out[0]
-    last = jnp.minimum(output, leaf.out[0] - 1)  # past the end: read again, and not written
+    last = jnp.minimum(output, leaf.out[0] - 1)  # the last output is read again past the end, and not written
     codes_of_step = _range(step // 2 if packed else step)
     in_step = codes_of_step % (PACKED // 2) + codes_of_step // (PACKED // 2) * PACKED  # of the low halves
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -87,11 +84,11 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
     def of_group(ref: Any, coarse: Any, group: Array) -> Array:
         """A scale or an offset for each output, float32."""
         shared = last // leaf.rows
-        found = plgpu.load(ref.at[shared, group]).astype(jnp.float32)
+        scale = plgpu.load(ref.at[shared, group]).astype(jnp.float32)
         if coarse is None:
-            return found
+            return scale
         many = ref.shape[1] // coarse.shape[1]
-        return found * plgpu.load(coarse.at[shared, group // many]).astype(jnp.float32)
+        return scale * plgpu.load(coarse.at[shared, group // many]).astype(jnp.float32)
 
     def dot(x: Array, codes: Array) -> Array:
         dims = (((1,), (1,)), ((), ()))

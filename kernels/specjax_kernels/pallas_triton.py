@@ -11,15 +11,14 @@ combines them.
              2:                    [committed 256 .. 300)    page table could hold; a split without a share reads none
              3:                                              and writes an empty sum
 
-Pallas's Triton backend is deprecated (jax 0.11), so this file alone uses it. On a CPU Pallas interprets the kernel, for
-tests.
+Pallas's Triton backend is deprecated (jax 0.11); `triton` computes the same without it. On a CPU Pallas interprets the
+kernel, for tests.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +27,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax_kernels.call import Call, Shape
-from specjax_kernels.launch import Blocks, Launch, launch_for, padded, refuse_unless_ampere, too_wide
-from specjax_kernels.masks import FLOOR, MASKED, Causal
-from specjax_kernels.platforms import by_platform
-
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+from specjax_kernels.attention import FLOOR, MASKED, Call, Causal, Shape
+from specjax_kernels.launch import Launch, launch_for, padded, too_wide
+from specjax_kernels.platforms import by_platform, refuse_unless_ampere
 
 LOG2_E = math.log2(math.e)  # the GPU's exponent has base 2: scores are kept in units of log 2
 
@@ -46,38 +42,37 @@ class Softmax(NamedTuple):
     mixed: Array  # f32 [R, Ev padded], sum of exp2(score - peak) * value
 
 
-def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
-    """See `specjax_kernels.tree_attention`. `blocks`: launch parameters in place of the table's."""
-    return _launched(call, call.shape, False, blocks)
+def tree_attention(call: Call) -> Array:
+    """See `specjax_kernels.tree_attention`."""
+    return _launched(call, call.shape, packed=False)
 
 
 def tree_attention_packed(qkv: Array, call: Call) -> Array:
-    """The same where q, k_block and v_block, whose shapes `call` gives, are one array [B, C, K, G + 2, E]: the queries
-    are those of the last N tokens."""
-    return _launched(call._replace(q=qkv, k_block=qkv, v_block=qkv), call.shape, True, None)
+    """`tree_attention` of q, k_block and v_block in one array [B, C, K, G + 2, E]. `call` gives their shapes; the
+    queries are those of the last N tokens."""
+    return _launched(call._replace(q=qkv, k_block=qkv, v_block=qkv), call.shape, packed=True)
 
 
-def _launched(call: Call, shape: Shape, packed: bool, blocks: Blocks | None) -> Array:
+def _launched(call: Call, shape: Shape, *, packed: bool) -> Array:
     dtype = str(call.q.dtype)
     if problem := too_wide(dtype, shape.E, shape.Ev):
         raise NotImplementedError(f"implementation 'pallas' has {problem}")
     rows, heads = shape.N * shape.G, shape.B * shape.K
-    launch = launch_for(dtype, max(shape.E, shape.Ev), rows, heads, shape.T * shape.S, blocks=blocks)
+    launch = launch_for(dtype, max(shape.E, shape.Ev), rows, heads, shape.T * shape.S)
     bits = jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(call.mask, Causal) else call.mask
-    # What is never read is not made either.
+    # Positions are read only with a window.
     nowhere = jnp.zeros((1, 1), jnp.int32)
     where = (nowhere, nowhere) if shape.window is None else (call.q_positions, call.block_positions)
     arguments = [call.prefix_length, call.page_table, *where, bits, call.q]
     arguments += [call.k_block, call.k_pages, *(() if shape.latent else (call.v_block, call.v_pages))]
     run = functools.partial(_call, shape=shape, packed=packed, launch=launch)
-    # Lowered for one platform, only that platform's branch is there.
     return by_platform(
         *arguments, cpu=functools.partial(run, interpret=True), default=functools.partial(run, interpret=False)
     )
 
 
 def refuse() -> None:
-    """Raises NotImplementedError on a device that Triton does not compile for, a CPU excepted, which interprets."""
+    """Raises NotImplementedError on an accelerator that Triton does not compile for. A CPU interprets the kernel."""
     if jax.default_backend() != "cpu":
         refuse_unless_ampere("pallas")
 
@@ -125,7 +120,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     column, v_column = _range(padded(E)), _range(padded(Ev))
 
     def load(ref: Any, at: tuple[Any, ...], columns: Array, width: int, there: Array) -> Array:
-        """A tile: rows at these indices, of which some are there; the others are 0."""
+        """A tile of the rows at these indices; rows that are not there are 0."""
         return plgpu.load(ref.at[(*at, columns[None, :])], mask=there[:, None] & (columns < width)[None, :], other=0)
 
     in_query = (k, (row % G)[:, None]) if packed else (head[:, None],)
@@ -142,7 +137,8 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
     def add(before: Softmax, keys: Array, values: Array, visible: Array) -> Softmax:
-        """Keys [t, E padded] and values [t, Ev padded] that rows see where `visible` [R, t]."""
+        """Adds keys [t, E padded] and values [t, Ev padded] to the softmax of the rows that see them: `visible` [R, t]
+        says which do."""
         scores = product(query, keys, (1, 1))
         if shape.softcap is None:
             scores = scores * (shape.scale * LOG2_E)
@@ -169,7 +165,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
         if position is not None and shape.window is not None:
             key_position = plgpu.load(block_position_ref.at[b, key], mask=is_key, other=0)
             visible = visible & (key_position[None, :] > position[:, None] - shape.window)
-        # What nobody sees may be NaN, and NaN times a weight of 0 is NaN: not loaded.
+        # Keys that no row sees are not loaded: they may be NaN, and NaN times a weight of 0 is NaN.
         seen = jnp.max(visible.astype(jnp.int32), axis=0) > 0
         in_keys, in_values = ((k, G), (k, G + 1)) if packed else ((k,), (k,))
         keys = load(k_block_ref, (b, key[:, None], *in_keys), column, E, seen)
@@ -238,18 +234,18 @@ def _range(size: int) -> Array:
 
 
 def _divide(mixed: Array, total: Array) -> Array:
-    """0 where nothing was seen."""
+    """mixed / total, or 0 where nothing was seen."""
     return mixed / jnp.where(total > 0, total, 1.0)
 
 
 def _cdiv(number: Array, by: int) -> Array:
-    """Rounded up. (`pl.cdiv` makes a 64-bit integer of `by` where those are enabled.)"""
+    """number / by, rounded up. (`pl.cdiv` makes `by` a 64-bit integer where those are enabled.)"""
     return (number + (by - 1)) // by
 
 
 def _tanh(x: Array) -> Array:
-    """By the exponent, which needs no library on the device, and by the series near 0, where that would cancel. Within
-    2e-7 of the value everywhere."""
+    """tanh within 2e-7: by the exponential, which needs no library on the device, and near 0, where that would cancel,
+    by the series."""
     shrunk = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
     far = jnp.where(x < 0, -1.0, 1.0) * ((1 - shrunk) / (1 + shrunk))
     square = x * x

@@ -1,7 +1,8 @@
-"""Branches of a traced function by platform, of which a program for one platform traces only its own.
+"""Which device a program is for: JAX's default device, and branches of a traced function by platform.
 
 `jax.lax.platform_dependent` traces every branch and drops the others when the program is lowered. Branches nest, so the
-trace of a step on a CPU took twice as long as its own branch needs.
+trace of a step on a CPU took twice as long as its own branch needs: within `of_default_device`, `by_platform` traces
+one branch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 
 import jax
 
-from specjax_kernels import launch
-
 _only: ContextVar[str | None] = ContextVar("only", default=None)
 
 
@@ -23,7 +22,7 @@ def of_default_device() -> Iterator[None]:
     """Within the context, `by_platform` traces the branch of JAX's default device alone. The programs must not be
     lowered for another platform, and a `jax.jit` that outlives the context must not call `by_platform`: JAX would reuse
     its trace outside of the context."""
-    token = _only.set("cuda" if launch.on_nvidia() else jax.default_backend())
+    token = _only.set("cuda" if on_nvidia() else jax.default_backend())
     try:
         yield
     finally:
@@ -40,3 +39,29 @@ def by_platform(*arguments: Any, default: Callable[..., Any], **branches: Callab
     if (platform := _only.get()) is None:
         return jax.lax.platform_dependent(*arguments, default=default, **branches)
     return branches.get(platform, default)(*arguments)
+
+
+def on_nvidia() -> bool:
+    """Whether JAX's default device is an NVIDIA GPU. AMD GPUs have the same backend, "gpu"."""
+    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
+
+
+def generation() -> str | None:
+    """The compute capability of JAX's default device ("9.0": Hopper), or None if it is no NVIDIA GPU."""
+    return str(jax.devices()[0].compute_capability) if on_nvidia() else None
+
+
+def has_kernels() -> bool:
+    """Whether Triton compiles for JAX's default device: an NVIDIA GPU, Ampere (8.0) or newer."""
+    capability = generation()
+    return capability is not None and int(capability.partition(".")[0]) >= 8
+
+
+def refuse_unless_ampere(implementation: str) -> None:
+    """Raises NotImplementedError on a device that Triton does not compile for."""
+    if not has_kernels():
+        device = f"{jax.devices()[0]}" + (f" of compute capability {version}" if (version := generation()) else "")
+        raise NotImplementedError(
+            f"implementation {implementation!r} of tree_attention runs on NVIDIA GPUs of compute capability 8.0 "
+            f"(Ampere) and up, and JAX's default device is {device}. Implementation 'xla' runs everywhere"
+        )

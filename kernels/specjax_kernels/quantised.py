@@ -2,13 +2,26 @@
 
     weight[o, i] = code[o, i] * scale[o, i // group] + offset[o, i // group]
 
-float32, each operation rounded once. `dequantise` is the definition; the products have its result, with float32 sums
-and activations as they are. The formats of GGUF, GPTQ, AWQ, compressed-tensors and block-wise fp8 are cases of it.
+float32, each operation rounded once. `dequantise` is the definition. `product` gives its result with float32 sums, and
+activations are not quantised. The formats of GGUF, GPTQ, AWQ, compressed-tensors and block-wise fp8 are cases of it.
+
+Platform, rows and format choose the implementation of a product:
+
+| where | rows | how |
+|---|---|---|
+| CPU | up to 16 | `cpu/quantised.py`: codes are widened in registers |
+| CPU | more | `cpu/quantised.py`: one panel at a time is widened in the cache |
+| CPU, without Numba | any | the weights are dequantised to float32, then XLA's product |
+| NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
+| NVIDIA, groups | up to 64 | `pallas_quantised.py`: codes are widened in registers |
+| NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import math
 from typing import Any, NoReturn
 
@@ -18,6 +31,8 @@ import numpy as np
 from jax import Array
 
 from specjax_kernels import mesh
+from specjax_kernels.cpu import quantised as cpu_kernels
+from specjax_kernels.platforms import by_platform, generation, on_nvidia
 
 PACKED = 32
 """Codes of 4 bits are stored 32 by 32 in 16 bytes: byte j holds code j in its low half and code j + 16 in its high
@@ -30,13 +45,10 @@ KINDS = ("fp8", "int8", "int4")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """[*out, M]: `len(out)` axes of outputs, and the inputs as the last one.
-
-    Arrays are jax's or numpy's. `check` says what is allowed.
-    """
+    """A linear map [*out, M]: `len(out)` axes of outputs, then the inputs. Arrays are JAX's or numpy's. See `check`."""
 
     # uint8 [*out, M / 2]: 4 bits, see PACKED; int8 or float8_e4m3fn [*out, M]; or float16 or bfloat16 [*out, M]: the
-    # weights themselves, with nothing but an order beside them
+    # weights themselves, without scales
     codes: Any
     scale: Any  # [*out, M / group] or, with `rows`, [prod(out) / rows, M / group]: float32, bfloat16 or float16
     offset: Any = None  # as `scale`, with its own dtype; None: no offset
@@ -46,11 +58,11 @@ class Quantised:
     shift: int = dataclasses.field(default=0, metadata={"static": True})
     """Subtracted from each code: 8 for symmetric 4 bits (Q4_0). A leaf has a shift or an offset."""
     rows: int = dataclasses.field(default=1, metadata={"static": True})
-    """Outputs, counted over all axes of `out`, that share a row of scales: 128 for blocks of 128 x 128, all of them for
-    one scale a tensor."""
+    """The number of outputs, counted over all axes of `out`, that share a row of scales: 128 for blocks of 128 x 128,
+    and all outputs for one scale a tensor."""
     split: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """The axis of `codes` along which the devices of a mesh share the leaf, counted from the end: -1 is the inputs, -2
-    the last outputs. None: each device has all of it. `shared` sets it, `mesh` is what it counts for."""
+    """The axis of `codes` that is split over the devices of a mesh (`shared`), counted from the end: -1 is the inputs,
+    -2 the last outputs. None: each device has the whole leaf."""
 
     @property
     def bits(self) -> int:
@@ -67,20 +79,16 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weights: [*out, M]."""
+        """The shape of the weights, [*out, M]."""
         return (*self.out, self.depth)
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; without scales all of them."""
+        """The number of inputs that share a scale; all inputs without scales."""
         return self.depth if self.scale is None else self.depth // self.scale.shape[-1]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(self))
-
     def __getitem__(self, ids: Any) -> Quantised:
-        """Those outputs of the first axis, int array of any shape: still quantised. See `embed` for their weights."""
+        """The leaf with these outputs of the first axis (an int array of any shape). `embed` gives their weights."""
         if self.rows == 1:
             chosen = {name: getattr(self, name)[ids] for name in BY_OUTPUT if getattr(self, name) is not None}
             split = None if self.split == -self.codes.ndim else self.split
@@ -96,7 +104,7 @@ BY_OUTPUT = ("codes", *SCALES)
 
 
 def check(leaf: Quantised) -> Quantised:
-    """The leaf itself. ValueError: its arrays do not fit each other; names what is wrong and what would be right."""
+    """Returns the leaf. Raises ValueError if its arrays do not fit together, with what is wrong and what would fit."""
 
     def refuse(problem: str) -> NoReturn:
         raise ValueError(f"quantised weight of codes {leaf.codes.dtype}{list(leaf.codes.shape)}: {problem}")
@@ -138,7 +146,7 @@ def check(leaf: Quantised) -> Quantised:
 
 
 def dequantise(leaf: Quantised, dtype: Any = jnp.float32) -> Array:
-    """The weights [*out, M]: calculated in float32, rounded to dtype once. The definition of everything else."""
+    """The weights [*out, M]: computed in float32, rounded to dtype once. This defines every product."""
     if leaf.scale is None:
         weights = jnp.asarray(leaf.codes)
     else:
@@ -183,7 +191,7 @@ def _spread(scale: Array, leaf: Quantised) -> Array:
 
 
 def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
-    """Rows `ids` [...] of an embedding table [V, M] as weights [..., M]; only those are dequantised."""
+    """Rows `ids` [...] of an embedding table [V, M] as weights [..., M]. Only these rows are dequantised."""
 
     def take(leaf: Quantised, ids: Array) -> Array:
         return dequantise(leaf[ids], dtype)
@@ -194,12 +202,11 @@ def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
 
 
 def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
-    """The same weights in a form that `count` devices can share along an axis of the codes (`Quantised.split`), on the
-    host where arrays change. None: inputs in another order, or whose codes of 4 bits do not divide into blocks of
-    `PACKED`.
+    """The same weights in a form that can be split over `count` devices along an axis of the codes (`Quantised.split`).
+    None if inputs are in another order, or if their codes of 4 bits do not divide into blocks of `PACKED`.
 
     Groups that lie on two devices become smaller ones with equal scales. Worked example, 6 groups of 64 inputs, 4
-    devices: each has 96 inputs, 3 groups of 32.
+    devices: each has 96 inputs, 3 groups of 32. Arrays that change become numpy's.
     """
     if leaf.codes.shape[axis] % count:
         return None
@@ -216,7 +223,7 @@ def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
     for name, array in arrays.items():
         columns = array.shape[-1]
         if columns == 1:
-            continue  # all of it on each device
+            continue  # each device has the whole array
         group = leaf.depth // columns
         smaller = math.gcd(group, own)
         if leaf.bits == 4 and smaller % PACKED:
@@ -227,7 +234,7 @@ def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
 
 
 def split_axes(leaf: Quantised) -> Quantised:
-    """In the place of each array the axis of it that devices share, -1: none; as `mesh.apart` takes them."""
+    """A leaf with the axis that is split (-1: none) in place of each array, as `mesh.apart` takes them."""
 
     def axis(name: str, array: Any) -> int:
         whole = leaf.split is None or (leaf.split == -1 and name != "codes" and array.shape[-1] == 1)
@@ -238,21 +245,21 @@ def split_axes(leaf: Quantised) -> Quantised:
 
 
 def expert_specs(leaf: Quantised) -> Quantised:
-    """In the place of each array of stacked experts its spec over groups of devices, as `mesh.of_experts` says; `split`
-    is what the devices of a group share."""
+    """A leaf of stacked experts with `mesh.of_experts` in place of each array; `split` is the axis that the devices of
+    a group split."""
     axes = split_axes(leaf)
     specs = {name: mesh.of_experts(axis) for name in BY_OUTPUT if (axis := getattr(axes, name)) is not None}
     return dataclasses.replace(axes, order=None if leaf.order is None else mesh.on_axis(-1), **specs)
 
 
-def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:
+def quantise(matrix: Any, kind: str) -> Quantised:
     """A float matrix [*out, M] in 8 or 4 bits, by numpy on the host. Rounds to the nearest code.
 
     "fp8" and "int8" have a float32 scale for each output: the largest magnitude becomes 448 or 127. "int4" has a
-    float16 scale and minimum for each group of `group` inputs, 5 bits a weight in groups of 32.
+    float16 scale and minimum for each group of 32 inputs, so 5 bits a weight.
 
     Raises:
-        ValueError: an unknown kind, or inputs that do not divide into groups of a multiple of 32.
+        ValueError: an unknown kind, or inputs that do not divide into groups of 32.
     """
     matrix = np.asarray(matrix).astype(np.float32)
     depth = matrix.shape[-1]
@@ -264,12 +271,12 @@ def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:
         codes = matrix / np.where(scale == 0, np.float32(1), scale)
         codes = np.rint(codes).astype(np.int8) if kind == "int8" else codes.astype(jnp.float8_e4m3fn)
         return Quantised(codes, scale)
-    if group % PACKED or depth % group:
+    if depth % PACKED:
         raise ValueError(
-            f"int4 needs groups of a multiple of {PACKED} that divide the inputs, got groups of {group} and a matrix "
-            f"{list(matrix.shape)}; 'int8' and 'fp8' take any number of inputs"
+            f"int4 needs a multiple of {PACKED} inputs, got a matrix {list(matrix.shape)}; "
+            "'int8' and 'fp8' take any number of inputs"
         )
-    grouped = matrix.reshape(*matrix.shape[:-1], -1, group)
+    grouped = matrix.reshape(*matrix.shape[:-1], -1, PACKED)
     offset = grouped.min(-1).astype(np.float16)
     scale = ((grouped.max(-1) - offset.astype(np.float32)) / np.float32(15)).astype(np.float16)
     over = scale.astype(np.float32)[..., None]
@@ -278,6 +285,128 @@ def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits, uint8 [..., M] below 16, as stored: uint8 [..., M / 2]. See `PACKED`."""
+    """Packs codes of 4 bits, uint8 [..., M] below 16, to uint8 [..., M / 2]. See `PACKED`."""
     halves = codes.reshape(*codes.shape[:-1], -1, 2, PACKED // 2)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
+
+
+def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
+    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32.
+
+    Under a mesh `Quantised.split` says what a device has: some outputs, or some inputs, whose sums are added.
+    """
+    check(leaf)
+    if x.shape[-1] != leaf.depth:
+        raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
+    if mesh.devices() == 1:
+        return _on_one_device(x, leaf, dtype)
+    inputs, last = leaf.split == -1, x.ndim - 1
+
+    def own(x: Array, leaf: Quantised) -> Array:
+        if inputs:
+            return jax.lax.psum(_on_one_device(x, leaf, jnp.float32), mesh.AXIS).astype(dtype)
+        return _on_one_device(x, leaf, dtype)
+
+    result = -1 if leaf.split is None or inputs else last + leaf.codes.ndim + leaf.split
+    return mesh.apart(own, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
+
+
+def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
+    rows = x.reshape(-1, leaf.depth)
+    if leaf.order is not None:
+        rows = rows[:, leaf.order]
+    arrays, of_arrays = jax.tree.flatten(_matrix(leaf))
+
+    def by(implementation: Any, *arguments: Array) -> Array:
+        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
+
+    def by_gpu_kernel(rows: Array, matrix: Quantised) -> Array:
+        return (_gpu_kernel(rows, leaf, dtype) or by_dequantising)(rows, matrix)
+
+    cpu = by_cpu_kernel if cpu_kernels.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
+    if leaf.scale is None:
+        cuda = default = by_dequantising
+    elif leaf.scale.shape[-1] == 1 and leaf.bits == 8:
+        cuda = default = by_channel
+    else:
+        cuda, default = by_gpu_kernel, by_dequantising
+    branches = {"cpu": cpu, "cuda": cuda, "default": default}
+    bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
+    out = by_platform(rows, *arrays, **bound)
+    return out.reshape(*x.shape[:-1], *leaf.out)
+
+
+def _matrix(leaf: Quantised) -> Quantised:
+    """The leaf without `order`, with all outputs in one axis."""
+
+    def flat(array: Any) -> Array:
+        return jnp.asarray(array).reshape(-1, array.shape[-1])
+
+    return jax.tree.map(flat, dataclasses.replace(leaf, order=None))
+
+
+def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
+    """The implementation for an NVIDIA GPU, or None if it does not take this product."""
+    # Imported here, so that other devices and models start sooner.
+    kernel = importlib.import_module("specjax_kernels.pallas_quantised")
+    if not kernel.takes(rows.shape[0], leaf):
+        return None
+    implementation = functools.partial(kernel.multiply, dtype=dtype)
+    if not on_nvidia():
+        return implementation  # cross-compiling
+    needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
+    return implementation if tuple(map(int, str(generation()).split("."))) >= needed else None
+
+
+def layout_of(leaf: Quantised) -> cpu_kernels.Layout | None:
+    """The formats that a CPU kernel is compiled for, or None if it does not take this leaf."""
+    group = leaf.group
+    chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
+    if not chunk or not math.prod(leaf.out):
+        return None
+    codes = str(leaf.codes.dtype)
+    if leaf.scale is None:
+        return cpu_kernels.Layout(codes, "", "", 0, chunk, False, 0)
+    coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
+    offset = "" if leaf.offset is None else str(leaf.offset.dtype)
+    return cpu_kernels.Layout(codes, str(leaf.scale.dtype), offset, leaf.shift, chunk, group == chunk, coarse)
+
+
+def by_cpu_kernel(rows: Array, leaf: Quantised) -> Array:
+    layout = layout_of(leaf)
+    assert layout is not None
+    codes, *others = jax.tree.leaves(leaf)
+    return cpu_kernels.multiply(rows.astype(jnp.float32), layout, codes, *others)
+
+
+def by_dequantising(rows: Array, leaf: Quantised) -> Array:
+    """The product with dequantised weights: in float32 on a CPU, elsewhere in x's dtype with float32 sums."""
+
+    def plain(rows: Array, *arrays: Array, dtype=rows.dtype) -> Array:
+        return dot(rows.astype(dtype), dequantise(jax.tree.unflatten(kind, arrays), dtype), 1, jnp.float32)
+
+    arrays, kind = jax.tree.flatten(leaf)
+    if rows.dtype == jnp.float32:
+        return plain(rows, *arrays)
+    return by_platform(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
+
+
+def by_channel(rows: Array, leaf: Quantised) -> Array:
+    """The product of codes, then one scale for each output. Codes of 8 bits are exact in every dtype of x, and XLA
+    widens them inside its product."""
+    scale, offset = scales(leaf)
+    out = dot(rows, jnp.asarray(leaf.codes), 1, jnp.float32)
+    wide = [jnp.repeat(one[:, 0], leaf.rows) for one in (scale, offset) if one is not None]
+    if leaf.shift:
+        wide.append(wide[0] * jnp.float32(-leaf.shift))
+    out = out * wide[0][None]
+    if len(wide) == 1:
+        return out
+    return out + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True) * wide[1][None]
+
+
+def dot(x: Array, weight: Array, axis: int, out: Any) -> Array:
+    """XLA's product over the last axis of x and one axis of the weight; float32 products are exact."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    axes = (((x.ndim - 1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), axes, precision=precision, preferred_element_type=out)

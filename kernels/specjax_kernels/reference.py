@@ -1,6 +1,7 @@
-"""The definitions of the operations, all in float32. Attention gathers every page and takes one dense softmax.
+"""The definitions of the operations, all in float32. Attention gathers every page and computes one dense softmax.
 
-Slow and large on purpose. The tests compare every other implementation with this one.
+Slow and memory-hungry, but short: the tests compare every other implementation with this one. An example is in
+`kernels/README.md`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.call import Call
-from specjax_kernels.masks import block_visibility
+from specjax_kernels.attention import Call, block_visibility
 
 
 def tree_attention(call: Call) -> Array:
@@ -40,7 +40,7 @@ def tree_attention(call: Call) -> Array:
         positions = jnp.concatenate([jnp.broadcast_to(token, (B, T * S)), call.block_positions], axis=1)
         visible &= positions[:, None] > call.q_positions[:, :, None] - window
 
-    # A slot that nobody sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
+    # A slot that no query sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
     values = jnp.where(visible.any(1)[:, :, None, None], values, 0)
     grouped = call.q.astype(jnp.float32).reshape(B, N, K, G, E)
     scores = scale * jnp.einsum("bnkge,btke->bnkgt", grouped, keys, precision="highest")
@@ -48,7 +48,7 @@ def tree_attention(call: Call) -> Array:
         scores = softcap * jnp.tanh(scores / softcap)
     seen = visible[:, :, None, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
-    weights = jnp.where(seen, weights, 0)  # A row that sees nothing: zeros, not the uniform weights of a softmax.
+    weights = jnp.where(seen, weights, 0)  # a softmax over no visible key would have uniform weights
     mixed = jnp.einsum("bnkgt,btkv->bnkgv", weights, values, precision="highest")
     return mixed.reshape(B, N, H, Ev).astype(call.q.dtype)
 

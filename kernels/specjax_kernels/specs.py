@@ -1,19 +1,16 @@
-"""Named shapes of the operations, and seeded inputs for them, which the tests and the benchmarks share."""
+"""Named shapes of `tree_attention`, and seeded inputs for them, which the tests and the benchmarks share."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from specjax_kernels.api import INACTIVE
-from specjax_kernels.masks import CAUSAL, pack_bits
+from specjax_kernels.attention import CAUSAL, INACTIVE, pack_bits
 
 _packed = jax.jit(pack_bits)  # one program instead of one for each operation
 
@@ -228,54 +225,3 @@ def named(name: str) -> Spec:
     if name not in known:
         raise ValueError(f"no spec {name!r}; there are: {', '.join(known)}")
     return known[name]
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """One shape of `linear` or `unembed`."""
-
-    name: str
-    kind: Literal["linear", "unembed", "transposed"]
-    x: tuple[int, ...]  # [B, N, M]
-    weight: tuple[int, ...]  # [M, *out]; transposed [W, M]
-    dtype: str = "float32"  # of x
-    stored: str = ""  # dtype of the weight; "": that of x
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.x[:-1])
-
-    def arguments(self, seed: int = 0) -> tuple[Array, Array]:
-        """x and weight, standard normals."""
-        rng = np.random.default_rng(seed)
-        x, weight = (rng.standard_normal(shape, dtype=np.float32) for shape in (self.x, self.weight))
-        return jnp.asarray(x, self.dtype), jnp.asarray(weight, self.stored or self.dtype)
-
-
-PRODUCTS: tuple[Product, ...] = (
-    Product("qkv", "linear", (1, 1, 96), (96, 3, 5, 16)),
-    Product("gate-up", "linear", (1, 1, 96), (96, 2, 256)),
-    Product("down", "linear", (1, 1, 1536), (1536, 576)),
-    Product("indivisible-depth", "linear", (1, 1, 90), (90, 64)),
-    Product("two-rows", "linear", (1, 2, 96), (96, 64)),
-    Product("two-requests", "linear", (2, 1, 96), (96, 64)),
-    Product("three-rows", "linear", (1, 3, 96), (96, 2, 32)),
-    Product("four-rows", "linear", (2, 2, 96), (96, 64)),
-    Product("seven-rows", "linear", (1, 7, 64), (64, 3, 5, 16)),
-    Product("eight-rows", "linear", (2, 4, 96), (96, 33)),
-    Product("nine-rows", "linear", (3, 3, 96), (96, 64)),
-    Product("several-tiles", "linear", (1, 2, 96), (96, 2, 4089)),
-    Product("no-rows", "linear", (0, 3, 16), (16, 8)),
-    Product("bfloat16", "linear", (1, 4, 96), (96, 2, 40), dtype="bfloat16"),
-    Product("bfloat16-one-row", "linear", (1, 1, 576), (576, 64), dtype="bfloat16"),
-    Product("float16", "linear", (1, 4, 96), (96, 40), dtype="float16"),
-    Product("stored-bfloat16", "linear", (1, 5, 576), (576, 96), stored="bfloat16"),
-    Product("stored-float16", "linear", (1, 3, 576), (576, 96), stored="float16"),
-    Product("stored-bfloat16-many-rows", "linear", (1, 9, 96), (96, 40), stored="bfloat16"),
-    Product("head", "unembed", (1, 3, 64), (64, 1000)),
-    Product("head-bfloat16", "unembed", (1, 5, 64), (64, 1000), dtype="bfloat16"),
-    Product("tied", "transposed", (2, 3, 60), (1100, 60)),
-    Product("tied-one-row", "transposed", (1, 1, 64), (700, 64)),
-    Product("tied-stored-bfloat16", "transposed", (1, 4, 64), (700, 64), stored="bfloat16"),
-    Product("tied-bfloat16-many-rows", "transposed", (1, 9, 64), (100, 64), dtype="bfloat16"),
-)

@@ -1,11 +1,9 @@
-"""`tree_attention` in plain XLA: the path that runs anywhere.
-
-A CPU uses `specjax_kernels.cpu.attention` for a few float32 tokens.
+"""`tree_attention` in plain XLA, which runs anywhere. A CPU uses `cpu/attention.py` for a few float32 tokens.
 
 Online softmax over the block, then over chunks of pages. On a CPU chunks are small and the number of trips follows the
 committed tokens, not the T * S that a row may hold. On a GPU, where the host would drive the loop, one chunk holds the
-whole table if that fits. Pools are only read by gathers, so XLA:CPU never copies one into the loop; what depends on the
-page table alone is computed outside of it, where all layers of a model share it.
+whole table if that fits. Pools are only read by gathers, so XLA:CPU never copies one into the loop. Values that depend
+on the page table alone are computed outside the loop, where all layers of a model share them.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.call import Call
+from specjax_kernels.attention import FLOOR, MASKED, Call, block_visibility
 from specjax_kernels.cpu import attention as cpu_attention
-from specjax_kernels.masks import FLOOR, MASKED, block_visibility
 from specjax_kernels.platforms import by_platform
 
 # Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000.
@@ -30,7 +27,7 @@ BLOCK_TOKENS = 1024  # block keys of one part, which bounds the scores of a wide
 
 
 class Partial(NamedTuple):
-    """A softmax over the keys seen so far, unfinished. Rows R = N * G: query n, head g of its group."""
+    """An unfinished softmax over the keys seen so far. Rows R = N * G: query n, head g of its group."""
 
     peak: Array  # f32 [B, K, R, 1], the largest score, FLOOR at least
     total: Array  # f32 [B, K, R, 1], sum of exp(score - peak)
@@ -46,7 +43,7 @@ def tree_attention(call: Call) -> Array:
 
 
 def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
-    """By operations of XLA. `on_cpu`: whether a CPU may run it, too."""
+    """The operation in XLA's own operations. `on_cpu`: whether a CPU may run it, too."""
     B, H, N, C, K, G, E, Ev, P, S, T = call.shape[:11]
     window, softcap = call.window, call.softcap
     prefix_length, page_table = call.prefix_length, call.page_table
@@ -55,9 +52,9 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
     oldest = None if window is None else call.q_positions[:, :, None] - window + 1  # [B, N, 1]
 
     def attend(before: Partial | None, keys: Array, values: Array | None, visible: Array) -> Partial:
-        """Adds c keys [B, c, K, E], visible [B or 1, N or 1, c], to what was seen before."""
+        """Adds c keys [B, c, K, E], visible [B or 1, N or 1, c], to the softmax."""
         values = keys[..., :Ev] if values is None else values
-        # A slot that nobody sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
+        # A slot that no query sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
         values = jnp.where(visible.any(1)[:, :, None, None], values, 0).astype(jnp.float32)
         scores = jnp.einsum("bkre,btke->bkrt", rows, keys.astype(jnp.float32), precision=precision)
         if softcap is not None:
@@ -86,7 +83,7 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
 
     # The committed pages.
     def add_pages(partial: Partial, tokens: int, *, always_loop: bool) -> Partial:
-        """`tokens` committed ones of each request at a time."""
+        """Adds the committed tokens of each request, `tokens` at a time."""
         pages = min(T, max(1, tokens // S))  # of one trip
         table = jnp.pad(page_table, ((0, 0), (0, -T % pages)), constant_values=P)
         begins = S * jnp.arange(table.shape[1], dtype=jnp.int32)[None]
@@ -114,7 +111,7 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
 
     assert partial is not None
     elsewhere = functools.partial(add_pages, tokens=GPU_TOKENS // B, always_loop=False)
-    if on_cpu:  # in a loop without trips where nothing is committed
+    if on_cpu:  # a loop, without trips if nothing is committed
         cpu = functools.partial(add_pages, tokens=CHUNK_TOKENS, always_loop=True)
         partial = jax.lax.platform_dependent(partial, cpu=cpu, default=elsewhere)
     else:
@@ -126,7 +123,7 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
 
 
 def trip_range(prefix_length: Array, oldest: Array | None, chunk: int, most: int) -> tuple[Array, Array]:
-    """The trips [first, last) with tokens that some query may see, of `most` chunks of `chunk` tokens.
+    """The trips [first, last) whose tokens some query may see, of `most` chunks of `chunk` tokens.
 
     `oldest` [B, N, 1]: the first position inside each query's window.
     """

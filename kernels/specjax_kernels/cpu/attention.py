@@ -3,10 +3,15 @@
 XLA:CPU makes some twenty small operations of each chunk of committed tokens, among them copies of the keys and values,
 and loops over the chunks in every layer. This kernel reads keys and values in their pages. A tile is some query rows
 of a request that share a head of keys and values.
+
+`_attention` is the kernel; the `emit_` functions below it write its inner loops in LLVM's vectors, with all sums in
+registers. A score and a mixed value are each summed in one order, whatever is computed beside them.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,32 +19,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax_kernels.call import Call
-from specjax_kernels.cpu.attention_dots import (
-    ROWS,
-    emit_exponentials,
-    emit_first_scores,
-    emit_highest,
-    emit_masked,
-    emit_mixed,
-    emit_scores,
-)
+from specjax_kernels.attention import FLOOR, MASKED, Call, block_visibility
 from specjax_kernels.cpu.rows import STORED, unmet
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
-from specjax_kernels.cpu.vectors import LANES
-from specjax_kernels.masks import FLOOR, MASKED, block_visibility
+from specjax_kernels.cpu.vectors import LANES, Vectors
 
 MOST_TOKENS = 128  # new tokens of a request; with more XLA's products are as fast
 CHUNK = 128  # keys whose scores are kept at a time
-GROUPS = 4  # of rows, in a tile at most: they read a chunk one after another
-SCORES = CHUNK + LANES  # room for them: some more are written than there are keys
-NUMBERS = 3  # of a row: the highest score so far, the sum of exponentials, a number of the chunk
+ROWS = 4  # query rows that share what is read
+GROUPS = 4  # groups of `ROWS` rows in a tile, at most: they read a chunk one after another
+SCORES = CHUNK + LANES  # room for a chunk's scores: a few more are written than there are keys
+NUMBERS = 3  # of a row: the highest score so far, the sum of exponentials, and the chunk's highest score or sum
 NAME = "specjax_tree_attention"
+LOWEST = -60.0
+"""Weights below exp(LOWEST) of the largest, which is 1, count as 0: no float32 sum shows them, and their products with
+values would be denormal numbers, which take a processor many times as long."""
 
 
 def prepare(dtype: str) -> list[str | None]:
-    """Loads or compiles kernels that every model of this dtype calls. Returns for each why it cannot be called here;
-    None: it can."""
+    """Loads or compiles the kernels that every model of this dtype calls. Returns for each the reason why it cannot be
+    called here, or None."""
     if dtype not in STORED or not callable_here():
         return []
     if dtype == "float32":  # its weights may have any format, so tracing compiles the kernels of their products
@@ -56,9 +55,9 @@ def takes(call: Call) -> bool:
 
 
 def attend(call: Call) -> Array:
-    """`tree_attention` of what `takes` accepts; vmapped, one by one."""
+    """`tree_attention` of a call that `takes` accepts. `vmap` calls it in turn."""
     B, H, N, C, K, G, E, Ev = call.shape[:8]
-    pad = -N * G % ROWS  # always whole groups of rows: one loop, and one order of its sums
+    pad = -N * G % ROWS  # whole groups of rows, so that one loop adds all sums in one order
     rows = (call.q * call.scale).reshape(B, N, K, G, E).swapaxes(1, 2).reshape(B, K, N * G, E)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0)))
     visible = jnp.broadcast_to(block_visibility(call.mask, N, C), (B, N, C)).astype(jnp.int32)
@@ -74,8 +73,8 @@ def attend(call: Call) -> Array:
 
 def _attention(tools: Tools) -> tuple[Any, Any]:
     """(queries [B, K, R, E], k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible int32 [B, R, C],
-    number of rows that count int32 [B]) -> out [B, K, R, Ev] and, for each row, a chunk's scores, their peak and total
-    so far, the values mixed so far."""
+    number of valid rows int32 [B]) -> out [B, K, R, Ev] and, for each row, a chunk's scores, the peak and total so far,
+    and the mixed values so far."""
     floats, integers = tools.floats, tools.integers
     argument, size, result = tools.argument, tools.argument_size, tools.result
     scores, first_scores = tools.emitted(7, emit_scores), tools.emitted(9, emit_first_scores)
@@ -85,32 +84,32 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
 
     @tools.inlined
     def run_at(token: int, left: int, table: Any, slots: int, pages: int) -> Any:
-        """The number of committed tokens, of `left` from this one on, that lie in one page, and the row of the pool
-        where they begin; -1: in a hole."""
+        """The number of committed tokens, of `left` from this one, that lie in its page, and the row of the pool where
+        they begin (-1: the page is a hole)."""
         page, slot = table[token // slots], token % slots
         return min(slots - slot, left), page * slots + slot if 0 <= page < pages else -1
 
     @tools.inlined
     def parts_of(groups: int) -> int:
-        """In how many tiles the groups of `ROWS` rows are that share a head."""
+        """The number of tiles for the groups of `ROWS` rows that share a head."""
         return (groups + GROUPS - 1) // GROUPS
 
     @tools.inlined
     def seen(visible: Any, token: int, padded: int) -> Any:
         """Whether some row of a tile sees a token of the block."""
-        found = visible[token] + visible[padded + token] + visible[2 * padded + token] + visible[3 * padded + token]
-        return found > 0
+        count = visible[token] + visible[padded + token] + visible[2 * padded + token] + visible[3 * padded + token]
+        return count > 0
 
     @tools.inlined
     def any_seen(visible: Any, count: int, padded: int) -> Any:
-        found = False
+        some = False
         for token in range(count):
-            found = found or seen(visible, token, padded)
-        return found
+            some = some or seen(visible, token, padded)
+        return some
 
     @tools.inlined
     def weigh(row: int, count: int, apart: int) -> None:
-        """Makes weights of a chunk's scores in place, and brings what the row has mixed so far to their scale."""
+        """Turns a chunk's scores into weights in place, and rescales the row's sums to them."""
         state, numbers = floats(row, apart), row + 4 * SCORES
         highest(row, count, numbers + 8)
         if state[SCORES + 2] > state[SCORES]:
@@ -148,12 +147,12 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
             for i in range(SCORES + 1, apart):
                 state[i] = 0
         start, blocked = 0, 0
-        while blocked < block:  # chunks of committed tokens, which are the same whatever the block, then of the block
+        while blocked < block:  # chunks of committed tokens, which do not depend on the block, then of the block
             paged = start < committed
             count = min(CHUNK, committed - start if paged else block - blocked)
             keys = argument(call, 3 if paged else 1) + 4 * width * head
             values = argument(call, 4 if paged else 2) + 4 * wide * head
-            for row in range(first, end, ROWS):  # of each chunk, which stays in the cache meanwhile
+            for row in range(first, end, ROWS):  # the chunk stays in the cache
                 queries = argument(call, 0) + 4 * (pair * rows + row) * width
                 scratch = result(call, 1) + 4 * (pair * rows + row) * apart
                 shown = argument(call, 7) + 4 * ((request * rows + row) * padded + blocked)
@@ -167,7 +166,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                         run, place = run_at(start + token, count - token, table, slots, pages)
                     if place >= 0:
                         key, at = keys + 4 * width * heads * place, scratch + 4 * token
-                        if row > first:  # the first rows have fetched it
+                        if row > first:  # the first rows have prefetched it
                             scores(queries, key, width * heads, width, run, at, apart)
                         else:
                             ahead = place
@@ -214,3 +213,160 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         return 0
 
     return tiles, tile
+
+
+def emit_scores(b: Any, values: Any) -> None:
+    """Scores of `ROWS` rows and `count` keys, to `out` + i of each row; up to LANES / `ROWS` - 1 numbers more are
+    written. `apart`: numbers from one key to the next."""
+    _scores(b, *values)
+
+
+def emit_first_scores(b: Any, values: Any) -> None:
+    """`emit_scores` for keys in memory. Also prefetches `count` keys at `ahead` and `count` values at `beside`."""
+    queries, keys, apart, depth, count, ahead, beside, out, out_apart = values
+    _scores(b, queries, keys, apart, depth, count, out, out_apart, fetched=(ahead, beside))
+
+
+def _scores(
+    b: Any, queries: Any, keys: Any, apart: Any, depth: Any, count: Any, out: Any, out_apart: Any, *,
+    fetched: tuple[Any, ...] = (),
+) -> None:  # fmt: skip
+    v = Vectors(b)
+    word, together = v.word, v.width // ROWS
+    line = b.mul(depth, word(4))
+    rows = [b.add(queries, b.mul(line, word(row))) for row in range(ROWS)]
+    blocks = b.udiv(b.add(count, word(together - 1)), word(together))
+    with v.control.for_range(b, blocks, intp=word) as block:
+        begin = b.mul(block.index, word(together))
+        last = b.sub(count, word(1))
+        places = [b.add(begin, word(i)) for i in range(together)]
+        places = [b.select(b.icmp_unsigned("<", place, last), place, last) for place in places]
+        offsets = [b.mul(b.mul(place, apart), word(4)) for place in places]
+        sums = [[v.variable(v.zeros()) for _ in offsets] for _ in rows]
+        with v.control.for_range(b, b.udiv(depth, word(v.width)), intp=word) as loop:
+            at = b.mul(loop.index, word(4 * v.width))
+            of_keys = []
+            for offset in offsets:
+                of_keys.append(v.load(v.lanes, b.add(keys, b.add(offset, at))))
+                for place in fetched:
+                    v.prefetch(b.add(place, b.add(offset, at)))
+            for row, of_row in zip(rows, sums, strict=True):
+                query = v.load(v.lanes, b.add(row, at))
+                for key, total in zip(of_keys, of_row, strict=True):
+                    b.store(v.fused(query, key, b.load(total)), total)
+        totals = v.totals([b.load(total) for of_row in sums for total in of_row])
+        for row in range(ROWS):
+            some = v.shuffled(totals, totals, [row * together + i for i in range(together)])
+            v.store(some, b.add(out, b.mul(word(4), b.add(begin, b.mul(out_apart, word(row))))))
+
+
+def emit_mixed(b: Any, values: Any) -> None:
+    """Adds `count` values to the sums of `ROWS` rows at `out`, each times a row's weight. `apart`: numbers from one
+    value to the next, of `width` each."""
+    weights, weights_apart, at_values, apart, count, out, out_apart, width = values
+    v = Vectors(b)
+    word, most = v.word, v.width // ROWS
+    rows = [b.mul(b.mul(weights_apart, word(4)), word(row)) for row in range(ROWS)]
+
+    def add(first: Any, vectors: int) -> None:
+        """Adds to `vectors` vectors, from the number `first` on."""
+        first = b.mul(first, word(4))
+        to = [
+            b.add(b.add(out, first), b.mul(word(4), b.add(b.mul(out_apart, word(row)), word(v.width * i))))
+            for row in range(ROWS)
+            for i in range(vectors)
+        ]
+        sums = [v.variable(v.load(v.lanes, place)) for place in to]
+        with v.control.for_range(b, count, intp=word) as loop:
+            line = b.add(b.add(at_values, first), b.mul(b.mul(loop.index, apart), word(4)))
+            loaded = [v.load(v.lanes, b.add(line, word(4 * v.width * i))) for i in range(vectors)]
+            for row, offset in enumerate(rows):
+                place = b.add(b.add(weights, offset), b.mul(loop.index, word(4)))
+                weight = v.splat(b.load(b.inttoptr(place, v.float.as_pointer()), align=4))
+                for value, total in zip(loaded, sums[row * vectors : (row + 1) * vectors], strict=True):
+                    b.store(v.fused(weight, value, b.load(total)), total)
+        for place, total in zip(to, sums, strict=True):
+            v.store(b.load(total), place)
+
+    whole = b.udiv(width, word(most * v.width))
+    with v.control.for_range(b, whole, intp=word) as loop:
+        add(b.mul(loop.index, word(most * v.width)), most)
+    done = b.mul(whole, word(most * v.width))
+    with v.control.for_range(b, b.udiv(b.sub(width, done), word(v.width)), intp=word) as loop:
+        add(b.add(done, b.mul(loop.index, word(v.width))), 1)
+
+
+def emit_masked(b: Any, values: Any) -> None:
+    """Sets the scores of keys that are not visible (int32 0 at `visible`) to `MASKED`, whole vectors at a time."""
+    scores, visible, count = values
+    v = Vectors(b)
+    words = v.vector(v.ir.IntType(32))
+    with _vectors(v, count) as (index, _):
+        offset = b.mul(index, v.word(4))
+        place = b.add(scores, offset)
+        hidden = b.icmp_signed("==", v.load(words, b.add(visible, offset)), v.constant(words, 0))
+        v.store(b.select(hidden, v.constant(v.lanes, MASKED), v.load(v.lanes, place)), place)
+
+
+def emit_highest(b: Any, values: Any) -> None:
+    """Writes the largest of `count` scores to `out`, at least `FLOOR`. NaN is never the largest."""
+    scores, count, out = values
+    v = Vectors(b)
+    peak = v.variable(v.constant(v.lanes, FLOOR))
+    with _vectors(v, count) as (index, there):
+        score, most = v.load(v.lanes, b.add(scores, b.mul(index, v.word(4)))), b.load(peak)
+        higher = b.and_(there, b.fcmp_ordered(">", score, most))
+        b.store(b.select(higher, score, most), peak)
+    lanes = b.load(peak)
+    while lanes.type.count > 1:
+        half = lanes.type.count // 2
+        low, high = (v.shuffled(lanes, lanes, [*range(at, at + half)]) for at in (0, half))
+        lanes = b.select(b.fcmp_ordered(">", low, high), low, high)
+    v.store(b.extract_element(lanes, v.ir.IntType(32)(0)), out)
+
+
+def emit_exponentials(b: Any, values: Any) -> None:
+    """exp(score - peak) of `count` scores in place, and their sum to `out`. `peak`: an address.
+
+    Within 2 units in the last place: the polynomial of Cephes' expf. See `LOWEST`. NaN stays NaN.
+    """
+    scores, peak, count, out = values
+    v = Vectors(b)
+    words = v.vector(v.ir.IntType(32))
+
+    def number(value: float) -> Any:
+        return v.constant(v.lanes, float(np.float32(value)))
+
+    less = v.splat(b.load(b.inttoptr(peak, v.float.as_pointer()), align=4))
+    total = v.variable(v.zeros())
+    with _vectors(v, count) as (index, there):
+        place = b.add(scores, b.mul(index, v.word(4)))
+        score = v.load(v.lanes, place)
+        value = b.fsub(score, less)
+        value = b.select(b.fcmp_ordered(">", value, number(LOWEST)), value, number(LOWEST))
+        shifted = v.fused(value, number(1.44269504088896341), number(12582912.0))  # 1.5 * 2 ** 23 rounds it
+        whole = b.fsub(shifted, number(12582912.0))
+        rest = v.fused(whole, number(-0.693359375), value)
+        rest = v.fused(whole, number(2.12194440e-4), rest)
+        power = number(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            power = v.fused(power, rest, number(factor))
+        power = b.fadd(v.fused(b.fmul(power, rest), rest, rest), number(1.0))
+        exponent = b.add(b.sub(b.bitcast(shifted, words), v.constant(words, 0x4B400000)), v.constant(words, 127))
+        power = b.fmul(power, b.bitcast(b.shl(exponent, v.constant(words, 23)), v.lanes))
+        power = b.select(b.fcmp_ordered("<=", value, number(LOWEST)), v.zeros(), power)
+        power = b.select(b.fcmp_unordered("uno", score, score), score, power)
+        v.store(power, place)
+        b.store(b.fadd(b.load(total), b.select(there, power, v.zeros())), total)
+    v.store(v.total(b.load(total)), out)
+
+
+@contextlib.contextmanager
+def _vectors(v: Vectors, count: Any) -> Iterator[tuple[Any, Any]]:
+    """A loop over `count` numbers in vectors. Yields the index of a vector's first number, and which numbers exist."""
+    b, word = v.b, v.word
+    places = v.vector(v.ir.IntType(32))
+    lane = v.ir.Constant(places, list(range(v.width)))
+    with v.control.for_range(b, b.udiv(b.add(count, word(v.width - 1)), word(v.width)), intp=word) as loop:
+        index = b.mul(loop.index, word(v.width))
+        yield index, b.icmp_signed("<", lane, v.splat(b.trunc(b.sub(count, index), places.element)))

@@ -1,4 +1,4 @@
-"""Machine code of a CPU kernel: linked from Numba's output, kept as an object file, loaded by llvmlite alone.
+"""Machine code of a CPU kernel: linked from Numba's output, stored as an object file, loaded by llvmlite alone.
 
 Numba takes seconds to compile a kernel and two to import; its own cache does not hold functions made by functions.
 """
@@ -33,7 +33,7 @@ def keep_in(folder: Path | None) -> None:
 
 
 def found(name: str) -> bytes | None:
-    """The same, None: the folder does not have it."""
+    """The object file of a kernel from the folder, or None if it is not there."""
     if (file := _file(name)) is None:
         return None
     try:
@@ -49,7 +49,7 @@ def found(name: str) -> bytes | None:
 
 
 def _file(name: str) -> Path | None:
-    """None: there is no folder, no Numba or no LLVM, or the sources are no files."""
+    """The path of a kernel's object file, or None without a folder, Numba or LLVM, or if the sources are no files."""
     try:
         return None if _folder is None else _folder / f"{name}-{_version()}.o"
     except (ImportError, OSError):
@@ -57,7 +57,7 @@ def _file(name: str) -> Path | None:
 
 
 def kept(name: str, compile: Callable[[], bytes]) -> bytes:
-    """The object file of a kernel of this folder's sources, from the folder or compiled and written there."""
+    """The object file of a kernel, from the folder, or compiled and written there."""
     if (code := found(name)) is not None:
         return code
     if (file := _file(name)) is None:
@@ -76,7 +76,7 @@ def kept(name: str, compile: Callable[[], bytes]) -> bytes:
 
 
 def _version() -> str:
-    """Digest of all that machine code depends on, except a `.numba_config.yaml`, which only Numba can find."""
+    """A digest of everything that machine code depends on, except a `.numba_config.yaml`, which only Numba can find."""
     llvm = importlib.import_module("llvmlite.binding")
     parts = [source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py"))]
     parts += [importlib.metadata.version(package).encode() for package in ("numba", "llvmlite")]
@@ -134,8 +134,8 @@ def _machine(llvm: Any) -> Any:
 
 
 def has(feature: str) -> bool:
-    """Whether kernels are compiled for a processor with a feature, by LLVM's name of it: by Numba, which does it first
-    and whose settings may leave features out, and by `link`."""
+    """Whether kernels are compiled for a processor with a feature, by its name in LLVM. Both Numba, whose settings may
+    exclude features, and `link` must include it."""
     registry = importlib.import_module("numba.core.registry")
     numba = registry.cpu_target.target_context.codegen()._tm_features
     here = _processor(importlib.import_module("llvmlite.binding"))[1]
@@ -147,7 +147,7 @@ def _converts_float16(llvm: Any) -> bool:
 
 
 def _processor(llvm: Any) -> tuple[str, str]:
-    """Name and features, as Numba chooses them: its settings win over the processor that is there."""
+    """Name and features, as Numba chooses them: its settings take precedence over the processor's."""
     try:
         features = llvm.get_host_cpu_features().flatten()
     except RuntimeError:  # not known for this kind of processor

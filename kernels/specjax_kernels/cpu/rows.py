@@ -2,7 +2,8 @@
 
 XLA:CPU takes nearly twice as long for four rows as for one, and writes a float32 copy of a bfloat16 weight in every
 call. These kernels read each weight once for up to four rows, and widen it in registers. The order of a row's sums does
-not depend on the number of rows, so its result is bit for bit that of the row alone.
+not depend on the number of rows, so its result is bit for bit that of the row alone. Read `_product`, then `adder`; the
+transposed product is that of `quantised` with codes that are weights.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels.cpu.quantised_dots import LANES, Layout
-from specjax_kernels.cpu.quantised_rows import products_of
+from specjax_kernels.cpu.quantised import Layout, products_of
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
+from specjax_kernels.cpu.vectors import LANES
 
 MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
 TOGETHER = 4  # rows of x that share one widened weight
@@ -39,19 +39,19 @@ def parts_of(depth: int, columns: int) -> int:
     return parts
 
 
-def takes(rows: int, depth: int, columns: int, dtype: Any, *, transposed: bool = False) -> bool:
-    """Whether `multiply` can be called here for so many rows and a [depth, columns] matrix, transposed or not.
+def takes(rows: int, height: int, width: int, dtype: Any, *, transposed: bool = False) -> bool:
+    """Whether `multiply` can be called here for this number of rows and a [height, width] matrix.
 
     The first call loads the kernel or compiles it, which takes seconds.
     """
     name = jnp.dtype(dtype).name
-    fits = 0 < rows <= MOST_ROWS and name in STORED
-    fits = fits and (depth > 0 < columns if transposed else parts_of(depth, columns) > 0)
+    divides = height > 0 < width and width % LANES == 0 if transposed else parts_of(height, width) > 0
+    fits = 0 < rows <= MOST_ROWS and name in STORED and divides
     return fits and callable_here() and unmet(name, transposed) is None
 
 
 def unmet(dtype: str, transposed: bool) -> str | None:
-    """Why the kernel cannot be called in this process; None: it can."""
+    """The reason why the kernel cannot be called in this process, or None."""
     return register(_name(dtype, transposed), partial(_transposed if transposed else _product, dtype=dtype))
 
 
@@ -62,19 +62,20 @@ def _name(dtype: Any, transposed: bool) -> str:
 def multiply(
     x: Float32[Array, "N M"], matrix: Float[Array, "A1 A2"], *, transposed: bool = False
 ) -> Float32[Array, "N W"]:
-    """x times matrix [M, W] or, transposed, times matrix [W, M]. For what `takes` accepts; vmapped, one by one."""
+    """x times matrix [M, W] or, transposed, times matrix [W, M], if `takes` accepts them. `vmap` calls it in turn."""
     parts = () if transposed else (parts_of(*matrix.shape),)
     shape = jax.ShapeDtypeStruct((*parts, x.shape[0], matrix.shape[0 if transposed else 1]), jnp.float32)
     kernel = jax.ffi.ffi_call(_name(matrix.dtype, transposed), shape, vmap_method="sequential")
-    if transposed:  # always whole groups of rows: one loop, and one order of its sums
-        return kernel(jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0))), matrix)
     sums = kernel(x, matrix)
+    if transposed:
+        return sums
     # Added one by one: XLA fuses additions into what follows, and keeps a reduction as an operation of its own.
     return sum(sums[1:], start=sums[0])
 
 
 def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
-    """For a matrix of this dtype: array at an address, the float32 of a stored number, bytes of a number."""
+    """Functions for a matrix of this dtype, (address, count) -> array and stored number -> float32, and the bytes of a
+    number."""
     if dtype != "float32":
         return tools.halves, tools.widened if dtype == "bfloat16" else tools.half, STORED[dtype]
 
@@ -86,11 +87,11 @@ def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
 
 
 def adder(tools: Tools, dtype: str, rows: int, deep: int) -> Any:
-    """For kernels: add(x, x_apart, matrix, apart, out, out_apart, width) adds to some rows of sums the products of as
-    many rows of x, `deep` numbers each, and `deep` rows of a matrix of this dtype.
+    """Makes add(x, x_apart, matrix, apart, out, out_apart, width) for kernels: it adds to `rows` rows of sums the
+    products of `rows` rows of x, `deep` numbers each, and `deep` rows of a matrix of this dtype.
 
-    Arguments are addresses, and the numbers from one row to the next. Written out, since Numba has no arrays that live
-    in registers.
+    Its arguments are addresses, and the distance from one row to the next in numbers. The code is generated, because
+    Numba has no arrays that live in registers.
     """
     stored, wide, item = _storage(tools, dtype)
     lines = ["def add(x, x_apart, matrix, apart, out, out_apart, width):"]
@@ -108,31 +109,9 @@ def adder(tools: Tools, dtype: str, rows: int, deep: int) -> Any:
     return tools.inlined(scope["add"])
 
 
-def dots_of(tools: Tools, dtype: str) -> Any:
-    """For kernels: dots(x, other, depth) gives the products of four rows of x, one after another, and one row of a
-    matrix of this dtype. Arguments are addresses, and the numbers of a row."""
-    floats, (stored, wide, _) = tools.floats, _storage(tools, dtype)
-
-    @tools.reordered
-    def dots(x: int, other: int, depth: int) -> Any:
-        weights, x0 = stored(other, depth), floats(x, depth)
-        x1, x2 = floats(x + 4 * depth, depth), floats(x + 8 * depth, depth)
-        x3 = floats(x + 12 * depth, depth)
-        sum0 = sum1 = sum2 = sum3 = np.float32(0)
-        for m in range(depth):
-            weight = wide(weights[m])
-            sum0 += x0[m] * weight
-            sum1 += x1[m] * weight
-            sum2 += x2[m] * weight
-            sum3 += x3[m] * weight
-        return sum0, sum1, sum2, sum3
-
-    return dots
-
-
 def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     """(x [N, M], matrix [M, W]) -> sums [parts, N, W]. A tile is a part of the sums of some columns."""
-    # As names: Numba reads functions and numbers from the enclosing scope, and no fields.
+    # Local names, because Numba reads functions and numbers from the enclosing scope, but no fields.
     floats, item = tools.floats, STORED[dtype]
     argument, size, result = tools.argument, tools.argument_size, tools.result
     add1, add2, add3, add4 = (adder(tools, dtype, rows, DEEP) for rows in range(1, TOGETHER + 1))
@@ -174,28 +153,18 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
 
 
 def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
-    """(x [N padded, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
-    floats, dots, item = tools.floats, dots_of(tools, dtype), STORED[dtype]
+    """(x [N, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
     products = products_of(tools, Layout(dtype, "", "", 0, LANES, False, 0))
-    argument, size, result, result_size = tools.argument, tools.argument_size, tools.result, tools.result_size
+    argument, size, result = tools.argument, tools.argument_size, tools.result
 
     def tiles(call: int) -> int:
         return (size(call, 1, 0) + TRANSPOSED_TILE - 1) // TRANSPOSED_TILE
 
     def tile(call: int, index: int) -> int:
-        rows, depth, columns = result_size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
-        first = index * TRANSPOSED_TILE
-        if depth % LANES == 0:
-            end, x, matrix = min(first + TRANSPOSED_TILE, columns), argument(call, 0), argument(call, 1)
-            products(rows, first, end, x, result(call, 0), matrix, columns, depth, 0, 0, 0, 0, 1, 1)
-            return 0
-        for row in range(0, rows, TOGETHER):
-            x, left = argument(call, 0) + 4 * row * depth, min(TOGETHER, rows - row)
-            out = floats(result(call, 0) + 4 * row * columns, left * columns)
-            for column in range(first, min(first + TRANSPOSED_TILE, columns)):
-                sums = dots(x, argument(call, 1) + item * column * depth, depth)
-                for n in range(left):
-                    out[n * columns + column] = sums[n]
+        rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
+        first, x, matrix = index * TRANSPOSED_TILE, argument(call, 0), argument(call, 1)
+        end = min(first + TRANSPOSED_TILE, columns)
+        products(rows, first, end, x, result(call, 0), matrix, columns, depth, 0, 0, 0, 0, 1, 1)
         return 0
 
     return tiles, tile

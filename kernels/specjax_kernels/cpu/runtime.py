@@ -1,9 +1,12 @@
 """Calls kernels from XLA:CPU: a kernel is compiled by Numba, and XLA's threads share its tiles.
 
 A kernel is two functions of a call: the number of its tiles, and the work of one tile. Every thread takes the next free
-tile, also the one that XLA calls, so the call never waits for a helper that has not started. The call's structures are
-those of `xla/ffi/api/c_api.h` in jaxlib's `include`, read as words of 8 bytes. Compiled code reads this process's
-addresses from a table, so it can be kept (`object_code`).
+tile, including the one that XLA calls, so the call never waits for a helper that has not started. The call's structures
+are those of `xla/ffi/api/c_api.h` in jaxlib's `include`, read as words of 8 bytes. Compiled code reads this process's
+addresses from a table, so it can be reused by other processes (`object_code`).
+
+`register` makes a kernel callable from a program, `host_function` a function callable without XLA; `Tools` is what the
+code of kernels is written with.
 """
 
 from __future__ import annotations
@@ -40,7 +43,6 @@ class Tools(NamedTuple):
     """Functions for the code of kernels, beyond Numba's own."""
 
     inlined: Callable[[Any], Any]  # decorator: compiled into its callers
-    reordered: Callable[[Any], Any]  # decorator: sums may be reordered, so that loops over one sum become vectors
     floats: Any  # (address, count) -> float32 array
     halves: Any  # (address, count) -> uint16 array
     integers: Any  # (address, count) -> int32 array
@@ -55,12 +57,12 @@ class Tools(NamedTuple):
     result: Any  # (call, i) -> address of result i's data
     result_size: Any  # (call, i, axis) -> size of result i
     threads: Any  # () -> the largest number of threads of a call; not for `host_function`
-    emitted: Any  # (count, generate) -> a function of `count` int64 that generate(LLVM builder, values) writes; gives 0
+    emitted: Any  # (count, generate) -> a function of `count` int64 that returns 0; generate(builder, values) emits it
 
 
 def callable_here() -> bool:
-    """Whether this process computes on one CPU device, and SPECJAX_CPU_KERNELS=0 is not set. A kernel cannot be split:
-    XLA would gather the arrays of several devices."""
+    """Whether this process computes on one CPU device, and SPECJAX_CPU_KERNELS=0 is not set. XLA cannot split a kernel:
+    it would gather the arrays of several devices."""
     wanted = os.environ.get("SPECJAX_CPU_KERNELS") != "0"
     return wanted and jax.default_backend() == "cpu" and jax.local_device_count() == 1
 
@@ -73,8 +75,8 @@ _REGISTERED: dict[str, str | None] = {}
 
 
 def register(name: str, build: Build) -> str | None:
-    """Makes a kernel callable by `jax.ffi.ffi_call`: loads or compiles it, once in a process. Returns the reason, also
-    logged as a warning, if that is impossible here."""
+    """Makes a kernel callable by `jax.ffi.ffi_call`: loads or compiles it, once in a process. If that is impossible
+    here, logs a warning with the reason and returns it."""
     with _LOCK:
         if name in _REGISTERED:
             return _REGISTERED[name]
@@ -85,27 +87,29 @@ def register(name: str, build: Build) -> str | None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
             reason = None
         except Exception as error:
-            # Numba may be absent, or may not know this Python or processor.
+            # Numba may be absent, or may not support this Python or processor.
             reason = f"the CPU kernel {name} cannot be made here: {type(error).__name__}: {error}"
             logger.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
         _REGISTERED[name] = reason
         return reason
 
 
-_HOST_LOCK = threading.Lock()  # beside `_LOCK`: who loads a model does not wait for a compiler
+_HOST_LOCK = threading.Lock()  # separate from `_LOCK`, so that loading a model does not wait for a compiler
 _HOST: dict[str, Any] = {}
 
 
 def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = False) -> Any | None:
-    """A compiled function of integers for this process's own threads, called by ctypes without Python's lock: it needs
-    no XLA, so any device will do. None: it is not kept and not to be compiled now, or cannot be, or
-    SPECJAX_CPU_KERNELS=0 is set. `build` gives what Numba compiles, (int64, ...) -> 0."""
+    """A compiled function of integers that ctypes calls without Python's lock and without XLA, on any device.
+
+    None if it is not on disk and `compile` is false, if it cannot be compiled, or if SPECJAX_CPU_KERNELS=0 is set.
+    `build` returns the function that Numba compiles, (int64, ...) -> 0.
+    """
     if os.environ.get("SPECJAX_CPU_KERNELS") == "0":
         return None
     if not compile:
         with _HOST_LOCK:
             if name not in _HOST:
-                _HOST.setdefault(name, _host_function(name, _not_now))  # compiled meanwhile, perhaps
+                _HOST.setdefault(name, _host_function(name, _not_now))  # another thread may have compiled it
             return _HOST[name]
     if (function := _HOST.get(name)) is None:
         with _LOCK:
@@ -115,7 +119,7 @@ def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = F
 
 
 def is_missed(name: str) -> bool:
-    """Whether `host_function` was asked for this function and had none."""
+    """Whether `host_function` was called for this function and returned None."""
     return name in _HOST and _HOST[name] is None
 
 
@@ -139,12 +143,6 @@ def _compile_alone(build: Callable[[Tools], Any]) -> bytes:
     return object_code.link({_ALONE: (function.inspect_llvm(), function.native_name)})
 
 
-def registered() -> list[str]:
-    """Names of the kernels that can be called."""
-    with _LOCK:
-        return [name for name, reason in _REGISTERED.items() if reason is None]
-
-
 def _outside() -> list[int]:
     """The words of the table from `_ALLOCATE` on."""
     libc = ctypes.CDLL(None)
@@ -161,7 +159,7 @@ def _interface() -> tuple[int, int, int]:
     numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]
     major, minor = (int(found[1]) for found in numbers if found)
     if major != 0:
-        raise RuntimeError(f"jaxlib's foreign function interface has version {major}.{minor}; 0 is known here")
+        raise RuntimeError(f"jaxlib's foreign function interface has version {major}.{minor}; only 0.x is supported")
     before = 6  # its size, extensions, version (3) and internal functions
     schedule, destroy = (before + functions.index(name) for name in ("ThreadPool_Schedule", "Error_Destroy"))
     return schedule, destroy, major | minor << 32
@@ -175,27 +173,24 @@ def _compile(build: Build) -> bytes:
 
 @functools.cache
 def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[[Any], Any]]:
-    """The tools; a function from a kernel's two functions to the four of `_SYMBOLS`, the first of which is the
-    handler: XLA_FFI_Error* (XLA_FFI_CallFrame*); and one that compiles a function of int64 for `host_function`."""
+    """The tools; a function from a kernel's two functions to the four of `_SYMBOLS`, the first of which is the handler,
+    XLA_FFI_Error* (XLA_FFI_CallFrame*); and a function that compiles a function of int64 for `host_function`."""
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
     pointer_to, converters, add, load, call, entry_of, emitted = _instructions(numba)
 
-    # Products and sums may be fused, but are taken in the order in which they are written.
+    # Products and sums may be fused, but not reordered.
     options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
 
-    # Unwrapped: the tests wrap every function of the package to check its arguments.
+    # Unwrapped, because the tests wrap every function of the package to check its arguments.
     def inlined(function: Any) -> Any:
         return numba.njit(inline="always", **options)(inspect.unwrap(function))
 
-    # Compiled once for all kernels, and inlined by LLVM. Numba's own inlining copies a function at each call, which
+    # Compiled once for all kernels, and inlined by LLVM. Numba's own inlining copies the function at each call, which
     # takes a fifth of a kernel's compilation.
     def shared(function: Any) -> Any:
         return numba.njit(**options)(inspect.unwrap(function))
-
-    def reordered(function: Any) -> Any:
-        return numba.njit(**options | {"fastmath": {"contract", "reassoc"}})(inspect.unwrap(function))
 
     def entry(signature: Any) -> Any:
         return lambda function: numba.cfunc(signature, **options)(inspect.unwrap(function))
@@ -233,7 +228,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
     @entry(one)
     def work(state: int) -> int:
-        """Takes tiles until none are left, then leaves."""
+        """Runs tiles until none are left."""
         s = words(state, _WORDS)
         while True:
             taken = add(state + 8 * _NEXT, 1)
@@ -250,7 +245,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
         f = words(frame, 22)
         extension = f[1]
         if extension != 0 and words(extension, 4)[1] & 0xFFFFFFFF == 1:
-            # XLA asks for the version of the interface.
+            # XLA queries the version of the interface.
             words(words(extension, 4)[3], 4)[3] = entry_of(_VERSION)
             return 0
         count = call(entry_of(_OF_TILES), frame, 0)
@@ -263,13 +258,13 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
             s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
             s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
             failed = call(words(f[2] + 8 * entry_of(_SCHEDULE), 1)[0], state + 8 * _ARGUMENTS, 0)
-            if failed != 0:  # no thread pool: this thread does all tiles
+            if failed != 0:  # no thread pool: this thread runs all tiles
                 s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
                 call(words(f[2] + 8 * entry_of(_DESTROY), 1)[0], state + 8 * _ARGUMENTS, 0)
                 add(state + 8 * _HOLDERS, scheduled - helpers)
                 break
         call(entry_of(_WORK), state, 0)
-        while load(state + 8 * _DONE) < count:  # a helper is at work on the last tiles
+        while load(state + 8 * _DONE) < count:  # helpers still run the last tiles
             pass
         if add(state + 8 * _HOLDERS, -1) == 1:
             call(entry_of(_FREE), state, 0)
@@ -283,7 +278,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
         return entry_of(_CORES)
 
     sizes = *buffers_at(9), *buffers_at(14)
-    tools = Tools._make((inlined, reordered, *arrays, *converters, *sizes, threads, emitted))
+    tools = Tools._make((inlined, *arrays, *converters, *sizes, threads, emitted))
 
     def alone(function: Any) -> Any:
         return entry(types.int64(*[types.int64] * len(inspect.signature(function).parameters)))(function)
@@ -292,8 +287,8 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
-    """What Numba lacks: a maker of functions from an address to a pointer; and as functions the four conversions of
-    `Tools`, atomic addition and loading, a call by address, a word of the table; a maker of functions in LLVM IR."""
+    """Instructions that Numba lacks: a maker of functions from an address to a pointer; the four conversions of
+    `Tools`; atomic addition and loading; a call by address; a word of the table; a maker of functions in LLVM IR."""
     ir: Any = importlib.import_module("llvmlite.ir")
     word, types = ir.IntType(64), numba.types
     pointer = word.as_pointer()

@@ -1,4 +1,4 @@
-"""Vectors of LLVM for the code of kernels, which LLVM maps to any processor's."""
+"""LLVM vectors for the code of kernels. LLVM maps them to the vectors of any processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from specjax_kernels.cpu import object_code
 
-LANES = 16  # numbers that are added up side by side: a vector of AVX-512, two of AVX2
+LANES = 16  # float32 numbers of an AVX-512 vector, or of two AVX2 vectors
 
 
 def lanes() -> int:
@@ -32,8 +32,8 @@ class Vectors:
     def constant(self, kind: Any, number: Any) -> Any:
         return self.ir.Constant(kind, [number] * kind.count)
 
-    def zeros(self, width: int = 0) -> Any:
-        return self.constant(self.ir.VectorType(self.float, width or self.width), 0.0)
+    def zeros(self) -> Any:
+        return self.constant(self.lanes, 0.0)
 
     def variable(self, value: Any) -> Any:
         place = self.control.alloca_once(self.b, value.type)
@@ -44,7 +44,7 @@ class Vectors:
         return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
 
     def store(self, value: Any, address: Any) -> None:
-        """Of a float or a vector, at an address of a float."""
+        """Stores a float or a vector of floats at an address of a float."""
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=4)
 
     def fused(self, one: Any, other: Any, added: Any) -> Any:
@@ -52,28 +52,27 @@ class Vectors:
         return self.b.call(function, [one, other, added])
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """A function of LLVM's, whose result has its first argument's type."""
+        """An LLVM function whose result has the type of its first argument."""
         kind = self.ir.FunctionType(arguments[0], arguments)
         return self.control.get_or_insert_function(self.b.module, kind, name)
 
-    def splat(self, number: Any, width: int = 0) -> Any:
-        kind, places = (self.ir.VectorType(each, width or self.width) for each in (number.type, self.ir.IntType(32)))
+    def splat(self, number: Any) -> Any:
+        kind, places = self.vector(number.type), self.vector(self.ir.IntType(32))
         nothing = self.ir.Constant(kind, self.ir.Undefined)
         one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
         return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
 
-    def folded(self, lanes: Any, width: int) -> Any:
-        """Halves of a vector added to halves, until `width` numbers are left."""
-        b, ir, count = self.b, self.ir, lanes.type.count
-        while count > width:
+    def total(self, lanes: Any) -> Any:
+        """The sum of a vector: its halves are added until one number is left."""
+        count = lanes.type.count
+        while count > 1:
             count //= 2
-            places = [list(range(at, at + count)) for at in (0, count)]
-            halves = [ir.Constant(ir.VectorType(ir.IntType(32), count), place) for place in places]
-            lanes = b.fadd(*(b.shuffle_vector(lanes, lanes, half) for half in halves))
-        return lanes
+            low, high = (self.shuffled(lanes, lanes, list(range(at, at + count))) for at in (0, count))
+            lanes = self.b.fadd(low, high)
+        return self.b.extract_element(lanes, self.ir.IntType(32)(0))
 
     def totals(self, vectors: list[Any]) -> Any:
-        """The sum of each of `width` vectors, each taken as `folded` takes it, as one vector."""
+        """The sums of `width` vectors as one vector; each is added in the order of `total`."""
         segment = self.width
         while len(vectors) > 1:
             segment //= 2
@@ -84,12 +83,12 @@ class Vectors:
         return vectors[0]
 
     def shuffled(self, one: Any, other: Any, places: list[int]) -> Any:
-        """These numbers of two vectors, counted through both."""
+        """The numbers of two vectors at these places; the second vector's places follow the first's."""
         kind = self.ir.VectorType(self.ir.IntType(32), len(places))
         return self.b.shuffle_vector(one, other, self.ir.Constant(kind, places))
 
     def prefetch(self, address: Any) -> None:
-        """Asks for the line of memory at an address."""
+        """Prefetches the cache line at an address."""
         kind, pointer = self.ir.IntType(32), self.byte.as_pointer()
         function = self.ir.FunctionType(self.ir.VoidType(), [pointer, kind, kind, kind])
         prefetch = self.control.get_or_insert_function(self.b.module, function, "llvm.prefetch.p0")
