@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
 
 import pytest
-from specjax_kernels import launch, platforms
+from specjax_kernels import launch
 from specjax_kernels.launch import Blocks, launch_for, power_of_two, rule_of_thumb
 from specjax_kernels.specs import SPECS
 
@@ -147,14 +146,3 @@ def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backe
     assert record["sets"] == (1 if backend == "cpu" else 3)
     assert len(pools) == 2 * record["sets"]
     assert record["samples"] == [500_000] * 5
-
-
-@pytest.mark.parametrize(
-    ("backend", "version", "expected"),
-    [("cpu", "", None), ("gpu", "PJRT C API\ncuda 12090", "9.0"), ("gpu", "PJRT C API\nrocm 60200", None)],
-)
-def test_the_generation_is_the_devices(monkeypatch, backend, version, expected):
-    device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version=version), compute_capability="9.0")
-    monkeypatch.setattr(platforms.jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(platforms.jax, "devices", lambda: [device])
-    assert platforms.generation() == expected

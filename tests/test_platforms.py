@@ -1,9 +1,12 @@
-"""Branches by platform: all of them are traced, or that of the default device alone."""
+"""The default device, and branches by platform: all are traced, or only the default device's."""
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
+import pytest
 from engine_helpers import make_engine, toy
 from specjax_kernels import platforms
 from specjax_kernels.platforms import by_platform, of_default_device
@@ -51,3 +54,14 @@ def test_an_engine_traces_its_own_platform_alone(monkeypatch) -> None:
     engine = make_engine(toy(), "NONE", warm=False)
     engine.programs.get(engine.buckets.all_keys()[0])
     assert seen == [jax.default_backend()]
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "expected"),
+    [("cpu", "", None), ("gpu", "PJRT C API\ncuda 12090", "9.0"), ("gpu", "PJRT C API\nrocm 60200", None)],
+)
+def test_the_generation_is_the_devices(monkeypatch, backend, version, expected):
+    device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version=version), compute_capability="9.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert platforms.generation() == expected

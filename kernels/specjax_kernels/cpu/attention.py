@@ -36,14 +36,15 @@ LOWEST = -60.0
 values would be denormal numbers, which take a processor many times as long."""
 
 
-def prepare(dtype: str) -> list[str | None]:
-    """Loads or compiles the kernels that every model of this dtype calls. Returns for each the reason why it cannot be
-    called here, or None."""
+def prepare(dtype: str) -> None:
+    """Loads or compiles the kernels that every model of this dtype calls."""
     if dtype not in STORED or not callable_here():
-        return []
+        return
     if dtype == "float32":  # its weights may have any format, so tracing compiles the kernels of their products
-        return [register(NAME, _attention)]
-    return [unmet(dtype, transposed) for transposed in (False, True)]
+        register(NAME, _attention)
+        return
+    for transposed in (False, True):
+        unmet(dtype, transposed)
 
 
 def takes(call: Call) -> bool:
