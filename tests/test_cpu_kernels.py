@@ -171,7 +171,7 @@ def test_a_kernel_that_cannot_be_made_is_a_reason(caplog):
     with caplog.at_level(logging.WARNING):
         reason = runtime.register("specjax_test_of_a_failure", build)
         assert reason == runtime.register("specjax_test_of_a_failure", build)
-    assert "specjax_test_of_a_failure cannot be made here" in reason and "undefined_here" in reason
+    assert "specjax_test_of_a_failure cannot be compiled here" in reason and "undefined_here" in reason
     assert len(caplog.records) == 1
 
 
@@ -267,7 +267,7 @@ def test_what_machine_code_is_kept_under(folder, monkeypatch):
             found.append("compiled")
             return b"machine code"
 
-        assert object_code.kept(name, compiled) == b"machine code"
+        assert object_code.read_or_compile(name, compiled) == b"machine code"
         return len(found)
 
     assert (times(), times()) == (1, 0)
@@ -292,7 +292,7 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start(folder, caplog):
     folder.write_text("a file in the way")
     with caplog.at_level(logging.WARNING):
         for name in "ab":
-            assert object_code.kept(name, lambda: b"machine code") == b"machine code"
+            assert object_code.read_or_compile(name, lambda: b"machine code") == b"machine code"
     (record,) = caplog.records
     assert "the next start compiles the CPU kernels again" in record.message
 

@@ -185,9 +185,9 @@ def check(call: Call) -> None:
         if array.ndim != len(axes):
             raise ValueError(f"{name} must be [{', '.join(axes)}], got shape {array.shape}")
         for axis, size in zip(axes, array.shape, strict=True):
-            known, source = sizes.setdefault(axis, (size, name))
-            if size != known:
-                raise ValueError(f"{axis} is {known} in {source} but {size} in {name} {array.shape}")
+            expected, source = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                raise ValueError(f"{axis} is {expected} in {source} but {size} in {name} {array.shape}")
             if size < 1:
                 raise ValueError(f"{axis} must be at least 1, got {size} in {name} {array.shape}")
     B, N, C, H, K, E = (sizes[axis][0] for axis in "BNCHKE")
@@ -315,8 +315,8 @@ def attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if before is not None and window is not None and before_positions is None:
         raise ValueError("with a window, earlier block keys need their positions: before_positions")
-    q, *own = jax.eval_shape(unpack, qkv)
-    keys, values = own if before is None else jax.eval_shape(_joined, before, own)
+    q, *block = jax.eval_shape(unpack, qkv)
+    keys, values = block if before is None else jax.eval_shape(_joined, before, block)
     where = positions
     if before is not None:
         where = jnp.zeros(keys.shape[:2], jnp.int32)
@@ -331,16 +331,16 @@ def attention(
         module = implementation_named(name)
         if hasattr(module, "tree_attention_packed"):
             return module.tree_attention_packed(qkv if before is None else _packed(before, qkv), call)
-        q, *own = unpack(qkv)
-        keys, values = own if before is None else _joined(before, own)
+        q, *block = unpack(qkv)
+        keys, values = block if before is None else _joined(before, block)
         return module.tree_attention(call._replace(q=q, k_block=keys, v_block=values))
 
     return _first_that_can(attend, implementation)
 
 
-def _joined(before: Any, own: Any) -> list[Array]:
+def _joined(before: Any, block: Any) -> list[Array]:
     """The block's keys and values: earlier tokens, then its own."""
-    return [jnp.concatenate(pair, axis=1) for pair in zip(before, own, strict=True)]
+    return [jnp.concatenate(pair, axis=1) for pair in zip(before, block, strict=True)]
 
 
 def _packed(before: tuple[Array, Array], qkv: Array) -> Array:

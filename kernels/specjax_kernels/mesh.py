@@ -107,11 +107,11 @@ def rows(take: Callable[[Any, Array], Array], table: Any, axes: Any, ids: Int32[
     """`take(table, ids)` [..., M] of a table whose rows are split over the devices, with `axes` as for `apart`. Each
     device takes the rows that it has, and a sum combines them. (XLA:GPU would send the whole table for one row.)"""
 
-    def own(table: Any, ids: Array) -> Array:
+    def take_local(table: Any, ids: Array) -> Array:
         count = jax.tree.leaves(table)[0].shape[0]
         index = ids - jax.lax.axis_index(AXIS).astype(jnp.int32) * jnp.int32(count)
         taken = take(table, jnp.clip(index, 0, count - 1))
         here = (index >= 0) & (index < count)
         return jax.lax.psum(jnp.where(here[..., None], taken, jnp.zeros_like(taken)), AXIS)
 
-    return apart(own, (axes, -1), -1, table, ids)
+    return apart(take_local, (axes, -1), -1, table, ids)

@@ -39,7 +39,7 @@ PACKED = 32
 half, as in GGUF's Q4_0 and Q4_1. So 16 bytes make two vectors of 16 codes without a shuffle."""
 
 KINDS = ("fp8", "int8", "int4")
-"""What `quantise` makes."""
+"""The formats of `quantise`."""
 
 
 @jax.tree_util.register_dataclass
@@ -131,9 +131,9 @@ def check(leaf: Quantised) -> Quantised:
         array = getattr(leaf, name)
         if array is not None and tuple(array.shape) != (*lead, groups):
             refuse(f"{name} must be {[*lead, groups]}, got {list(array.shape)}")
-        known = ("uint8", "int8") if leaf.super_scale is not None else ("float32", "bfloat16", "float16")
-        if array is not None and str(array.dtype) not in known:
-            refuse(f"{name} must be {' or '.join(known)}, got {array.dtype}")
+        dtypes = ("uint8", "int8") if leaf.super_scale is not None else ("float32", "bfloat16", "float16")
+        if array is not None and str(array.dtype) not in dtypes:
+            refuse(f"{name} must be {' or '.join(dtypes)}, got {array.dtype}")
     if leaf.shift and leaf.offset is not None:
         refuse("it has a shift or an offset, not both")
     if (leaf.super_scale is None or leaf.offset is None) != (leaf.super_offset is None):
@@ -217,15 +217,15 @@ def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
         changed |= arrays | {"rows": 1}
     if axis != -1:
         return dataclasses.replace(leaf, **changed)
-    own = leaf.depth // count
-    if leaf.order is not None or (leaf.bits == 4 and own % PACKED):
+    inputs = leaf.depth // count
+    if leaf.order is not None or (leaf.bits == 4 and inputs % PACKED):
         return None
     for name, array in arrays.items():
         columns = array.shape[-1]
         if columns == 1:
             continue  # each device has the whole array
         group = leaf.depth // columns
-        smaller = math.gcd(group, own)
+        smaller = math.gcd(group, inputs)
         if leaf.bits == 4 and smaller % PACKED:
             return None
         if smaller < group:
@@ -302,13 +302,13 @@ def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
         return _on_one_device(x, leaf, dtype)
     inputs, last = leaf.split == -1, x.ndim - 1
 
-    def own(x: Array, leaf: Quantised) -> Array:
+    def on_each(x: Array, leaf: Quantised) -> Array:
         if inputs:
             return jax.lax.psum(_on_one_device(x, leaf, jnp.float32), mesh.AXIS).astype(dtype)
         return _on_one_device(x, leaf, dtype)
 
     result = -1 if leaf.split is None or inputs else last + leaf.codes.ndim + leaf.split
-    return mesh.apart(own, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
+    return mesh.apart(on_each, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
 
 
 def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:

@@ -50,8 +50,8 @@ def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
 
     def in_two_steps(x: Array) -> Array:
         size, places = x.shape[-1], jnp.arange(x.shape[-1], dtype=jnp.int32)
-        found = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), places, jnp.int32(size - 1))
-        first = jnp.min(jnp.where(jnp.isnan(x), places - jnp.int32(size), found), axis=-1)  # NaN: below all others
+        highest = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), places, jnp.int32(size - 1))
+        first = jnp.min(jnp.where(jnp.isnan(x), places - jnp.int32(size), highest), axis=-1)  # NaN: below all others
         return jnp.where(first < 0, first + jnp.int32(size), first)
 
     return jax.lax.platform_dependent(x, cpu=in_two_steps, default=at_once)
@@ -64,9 +64,9 @@ def largest(x: Float[Array, "... V"]) -> tuple[Int32[Array, "..."], Float[Array,
     if count == 1:
         place = argmax(x)
         return place, jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
-    own = split(x.reshape(*x.shape[:-1], count, size // count), x.ndim - 1)
-    bits = jax.lax.bitcast_convert_type(jnp.max(own, axis=-1).astype(jnp.float32), jnp.int32)
-    both = whole(jnp.stack([bits, argmax(own)], axis=-1))
+    local = split(x.reshape(*x.shape[:-1], count, size // count), x.ndim - 1)
+    bits = jax.lax.bitcast_convert_type(jnp.max(local, axis=-1).astype(jnp.float32), jnp.int32)
+    both = whole(jnp.stack([bits, argmax(local)], axis=-1))
     values, places = jax.lax.bitcast_convert_type(both[..., 0], jnp.float32), both[..., 1]
     device = argmax(values)[..., None]
     place = device * jnp.int32(size // count) + jnp.take_along_axis(places, device, axis=-1)
@@ -80,7 +80,7 @@ def top_k(x: Float32[Array, "... V"], k: int) -> tuple[Float32[Array, "... k"], 
         best, places = jax.lax.top_k(x, k)
         return best, places.astype(jnp.int32)
 
-    def own(x: Array) -> tuple[Array, Array]:
+    def on_each(x: Array) -> tuple[Array, Array]:
         best, places = jax.lax.top_k(x, min(k, x.shape[-1]))
         places = places.astype(jnp.int32) + jax.lax.axis_index(AXIS).astype(jnp.int32) * jnp.int32(x.shape[-1])
         both = jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), places])
@@ -88,10 +88,10 @@ def top_k(x: Float32[Array, "... V"], k: int) -> tuple[Float32[Array, "... k"], 
         best, index = jax.lax.top_k(jax.lax.bitcast_convert_type(best, jnp.float32), k)
         return best, jnp.take_along_axis(places, index, axis=-1)
 
-    return apart(own, (x.ndim - 1,), -1, x)
+    return apart(on_each, (x.ndim - 1,), -1, x)
 
 
-class Found(NamedTuple):
+class Bound(NamedTuple):
     """The bound of each row [R], and the mass above it."""
 
     low: Array  # int32, the bits of an unsigned bound
@@ -131,34 +131,34 @@ def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
     return (keys > bound[:, None]) | ((keys == bound[:, None]) & (ids <= last[:, None]))
 
 
-def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extra: Array, need: Array) -> Found:
+def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extra: Array, need: Array) -> Bound:
     """The largest bound of `bits` bits whose mass reaches `need` ("mass": this share of the total), 0 if none does.
 
     Args:
-        kind: what is summed. "count": 1 for each token, by logit; "mass": its weight exp(logit - peak), by logit, of
-            tokens above `bound`; "equal": 1 for each token equal to `bound`, by V - id.
+        kind: the mass of a token. "count": 1, by logit; "mass": exp(logit - peak), by logit, for tokens above `bound`;
+            "equal": 1, by V - id, for tokens equal to `bound`.
         extra: mass that lies at `bound` itself ("mass").
     """
     rows, vocab = logits.shape
     most = max(4, min(MOST_CHUNKS, PROGRAMS // rows))
     chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // TILE) - 1).bit_length())
-    found, masses = Found(bound, peak, need), peak  # the first pass reads `need` alone
+    low, masses = Bound(bound, peak, need), peak  # the first pass reads `need` alone
     first = BITS * (-(-bits // BITS) - 1)
     for shift in range(first, -BITS - 1, -BITS):
         step = jnp.full(1, shift, jnp.int32)
         part = "first" if shift == first else "last" if shift < 0 else "next"
-        found, masses = _pass(step, *found, masses, peak, bound, extra, logits, kind=kind, part=part, chunks=chunks)
-    return found
+        low, masses = _pass(step, *low, masses, peak, bound, extra, logits, kind=kind, part=part, chunks=chunks)
+    return low
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "part", "chunks"))
-def _pass(*arguments: Array, kind: str, part: str, chunks: int) -> tuple[Found, Array]:
+def _pass(*arguments: Array, kind: str, part: str, chunks: int) -> tuple[Bound, Array]:
     """One kernel: the digit of the previous pass, except in the first one; then masses, except in the last one."""
     call = functools.partial(_launch, kind=kind, part=part, chunks=chunks)
-    found, masses = jax.lax.platform_dependent(
+    outputs, masses = jax.lax.platform_dependent(
         *arguments, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
     )
-    return Found(*found), masses
+    return Bound(*outputs), masses
 
 
 def _pallas() -> tuple[Any, Any]:

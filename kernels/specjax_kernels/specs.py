@@ -221,7 +221,7 @@ def tagged(tag: str) -> tuple[Spec, ...]:
 
 def named(name: str) -> Spec:
     """The spec of a name. ValueError: there is none."""
-    known = {spec.name: spec for spec in SPECS}
-    if name not in known:
-        raise ValueError(f"no spec {name!r}; there are: {', '.join(known)}")
-    return known[name]
+    by_name = {spec.name: spec for spec in SPECS}
+    if name not in by_name:
+        raise ValueError(f"no spec {name!r}; there are: {', '.join(by_name)}")
+    return by_name[name]

@@ -5,7 +5,7 @@ and loops over the chunks in every layer. This kernel reads keys and values in t
 of a request that share a head of keys and values.
 
 `_attention` is the kernel; the `emit_` functions below it write its inner loops in LLVM's vectors, with all sums in
-registers. A score and a mixed value are each summed in one order, whatever is computed beside them.
+registers. A score and a mixed value are each summed in one order, whatever else is computed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors
 
 MOST_TOKENS = 128  # new tokens of a request; with more XLA's products are as fast
-CHUNK = 128  # keys whose scores are kept at a time
-ROWS = 4  # query rows that share what is read
+CHUNK = 128  # keys whose scores are in memory at a time
+ROWS = 4  # query rows that share the keys and values that are read
 GROUPS = 4  # groups of `ROWS` rows in a tile, at most: they read a chunk one after another
 SCORES = CHUNK + LANES  # room for a chunk's scores: a few more are written than there are keys
 NUMBERS = 3  # of a row: the highest score so far, the sum of exponentials, and the chunk's highest score or sum

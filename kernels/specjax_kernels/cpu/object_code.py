@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Symbol of an array of words, filled in by `load`: addresses that differ from process to process.
 TABLE = "specjax_table"
-_IN_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}  # what machine code may call besides its own
+_IN_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}  # functions that machine code may call besides its own
 _folder: Path | None = None
 _loaded: list[Any] = []  # keeps engines alive whose code XLA calls
 
@@ -32,7 +32,7 @@ def keep_in(folder: Path | None) -> None:
     _folder = folder
 
 
-def found(name: str) -> bytes | None:
+def read(name: str) -> bytes | None:
     """The object file of a kernel from the folder, or None if it is not there."""
     if (file := _file(name)) is None:
         return None
@@ -56,9 +56,9 @@ def _file(name: str) -> Path | None:
         return None
 
 
-def kept(name: str, compile: Callable[[], bytes]) -> bytes:
+def read_or_compile(name: str, compile: Callable[[], bytes]) -> bytes:
     """The object file of a kernel, from the folder, or compiled and written there."""
-    if (code := found(name)) is not None:
+    if (code := read(name)) is not None:
         return code
     if (file := _file(name)) is None:
         return compile()
@@ -112,8 +112,8 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
 
 
 def load(code: bytes, symbols: Sequence[str], outside: Sequence[int]) -> int:
-    """Loads an object file for the rest of the process. Returns the address of the first function; those of the others
-    and then `outside` are the words of `TABLE`."""
+    """Loads an object file for the rest of the process. Returns the address of the first function. The addresses of
+    the others, then `outside`, are the words of `TABLE`."""
     llvm = importlib.import_module("llvmlite.binding")
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -150,7 +150,7 @@ def _processor(llvm: Any) -> tuple[str, str]:
     """Name and features, as Numba chooses them: its settings take precedence over the processor's."""
     try:
         features = llvm.get_host_cpu_features().flatten()
-    except RuntimeError:  # not known for this kind of processor
+    except RuntimeError:  # LLVM cannot tell for this kind of processor
         features = ""
     name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
     return name, os.environ.get("NUMBA_CPU_FEATURES") or features

@@ -82,13 +82,13 @@ def register(name: str, build: Build) -> str | None:
             return _REGISTERED[name]
         try:
             outside = _outside()  # fails before seconds are spent on compiling
-            address = object_code.load(object_code.kept(name, lambda: _compile(build)), _SYMBOLS, outside)
+            address = object_code.load(object_code.read_or_compile(name, lambda: _compile(build)), _SYMBOLS, outside)
             function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
             reason = None
         except Exception as error:
             # Numba may be absent, or may not support this Python or processor.
-            reason = f"the CPU kernel {name} cannot be made here: {type(error).__name__}: {error}"
+            reason = f"the CPU kernel {name} cannot be compiled here: {type(error).__name__}: {error}"
             logger.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
         _REGISTERED[name] = reason
         return reason
@@ -125,7 +125,7 @@ def is_missed(name: str) -> bool:
 
 def _host_function(name: str, compile: Callable[[], bytes]) -> Any | None:
     try:
-        address = object_code.load(object_code.kept(name, compile), [_ALONE], [])
+        address = object_code.load(object_code.read_or_compile(name, compile), [_ALONE], [])
     except Exception as error:
         level = logging.DEBUG if isinstance(error, LookupError) else logging.WARNING
         logger.log(level, "numpy loads weights without %s: %s: %s", name, type(error).__name__, error)
@@ -157,7 +157,7 @@ def _interface() -> tuple[int, int, int]:
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)
     numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]
-    major, minor = (int(found[1]) for found in numbers if found)
+    major, minor = (int(match[1]) for match in numbers if match)
     if major != 0:
         raise RuntimeError(f"jaxlib's foreign function interface has version {major}.{minor}; only 0.x is supported")
     before = 6  # its size, extensions, version (3) and internal functions

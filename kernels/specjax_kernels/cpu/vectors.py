@@ -16,7 +16,7 @@ def lanes() -> int:
 
 
 class Vectors:
-    """What an LLVM builder lacks: float32 vectors of this processor's width, loads from addresses, variables."""
+    """Adds to an LLVM builder float32 vectors of this processor's width, loads from addresses, and variables."""
 
     def __init__(self, b: Any) -> None:
         self.b = b
