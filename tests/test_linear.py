@@ -141,7 +141,7 @@ def test_a_few_rows_are_bit_for_bit_the_rows_alone(weight):
         np.testing.assert_array_equal(np.asarray(product(x[:, :rows], weight)), alone[:, :rows])
 
 
-@pytest.mark.parametrize("spec", filter(has_kernel, PRODUCTS), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", list(filter(has_kernel, PRODUCTS)), ids=lambda spec: spec.name)
 @pytest.mark.optimized
 def test_the_weight_is_not_copied(spec):
     rows, depth = spec.rows, spec.x[-1]
