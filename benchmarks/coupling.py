@@ -1,11 +1,10 @@
-"""Accept lengths of sampled text with and without the target's noise in the drafts, from one recorded run of each text.
+"""Accept lengths of sampled text with and without the target's noise in the drafts.
 
     python benchmarks/coupling.py [--trees 5,1,6 5,8,32] [--settings 0 0.3 0.7 1 0.7/0.8/20] [--limit 4] [--record]
 
-A setting is a temperature, a top-p and a top-k. Each text is decoded once; at each position every drafter proposes its
-tree, and what it would have accepted is replayed (`specjax.bench.replay`), so that all drafters see the same texts.
-Accept length counts the bonus token. "Kept" is the share of its accept length at the first setting that a tree keeps.
-No time is measured. The last line is one JSON document.
+A setting is a temperature, a top-p and a top-k. The engine decodes each prompt with each tree, with the same seed, so
+that all drafters see the same texts (up to near ties). Accept length counts the bonus token. "Kept" is the share of
+its accept length at the first setting that a tree keeps. No time is measured. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -18,64 +17,66 @@ from zlib import crc32
 from records import DATA, finish, machine
 from tqdm import tqdm
 
-from specjax import checkpoint
-from specjax.bench.contenders import Source
-from specjax.bench.methods import Method, parse_methods
-from specjax.bench.replay import Recorder, replay
+from specjax import SamplingParams, checkpoint
+from specjax.bench.methods import EngineContender, Method, Source, parse_methods
 from specjax.bench.results import accept_length, add_histograms
 from specjax.bench.sets import read_sets
 from specjax.checkpoint.prompts import encode
+from specjax.engine import EngineConfig
 
 COUPLINGS = ("noise", "none")
-PAGES = 64
+MAX_TOKENS = 1024  # of a prompt and its answer
 SETTING = ("temperature", "top_p", "top_k")
 
 
 def setting(text: str) -> dict[str, float]:
-    """`0.7/0.8/20` as arguments of `specjax.state.new_row`."""
+    """`0.7/0.8/20` as fields of `SamplingParams`."""
     given = dict(zip(SETTING, map(float, text.split("/")), strict=False))
     return given | ({"top_k": int(given["top_k"])} if "top_k" in given else {})
 
 
 def methods_of(args: argparse.Namespace) -> list[Method]:
     """Every tree with every coupling."""
-    found = []
+    methods = []
     for tree in args.trees:
         steps, topk, nodes = tree.split(",")
-        more = [f"path={args.draft}"] if args.draft else []
-        options = ",".join([f"steps={steps},topk={topk},nodes={nodes}", *more, *args.options])
-        found += [f"{args.algorithm}:{options},coupling={one},name={tree.replace(',', '/')} {one}" for one in COUPLINGS]
-    return parse_methods(found)
+        path = [f"path={args.draft}"] if args.draft else []
+        options = ",".join([f"steps={steps},topk={topk},nodes={nodes}", *path, *args.options])
+        title = tree.replace(",", "/")
+        methods += [f"{args.algorithm}:{options},coupling={each},name={title} {each}" for each in COUPLINGS]
+    return parse_methods(methods)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each set, setting and method."""
-    source, methods = Source({"model": args.model}), methods_of(args)
-    loaded = [source.load(method) for method in methods]
-    first, drafters = loaded[0], [one.drafter for one in loaded]
-    recorder = Recorder(first.target, first.params, drafters, pages=PAGES)
-    vocab, rows = first.target.config.vocab_size, []
-    for each in read_sets(args.sets, data=args.data, limit=args.limit, turns=1):
-        prompts = {
-            one.id: encode([{"role": "user", "content": one.turns[0]}], first.tokenizer, vocab)
-            for one in each.conversations
-        }
-        fitting = {id: ids for id, ids in prompts.items() if len(ids) + args.max_new_tokens <= PAGES * 16}
-        for text in args.settings:
-            recordings = [
-                recorder(
-                    ids, args.max_new_tokens, stop_ids=tuple(first.eos_ids), seed=crc32(id.encode()), **setting(text)
+    """One row for each method, set and setting."""
+    source, rows = Source({"model": args.model}), []
+    config = EngineConfig(max_running_requests=1, max_total_tokens=MAX_TOKENS + 256, prefix_cache=False)
+    for method in methods_of(args):
+        contender, loaded = EngineContender(source.engine(method, config)), source.first
+        for each in read_sets(args.sets, data=args.data, limit=args.limit, turns=1):
+            prompts = {
+                conversation.id: encode(
+                    [{"role": "user", "content": conversation.turns[0]}], loaded.tokenizer,
+                    loaded.target.config.vocab_size,
                 )
-                for id, ids in tqdm(fitting.items(), desc=f"{each.name} {text}", disable=None)
-            ]
-            for index, (method, drafter) in enumerate(zip(methods, drafters, strict=True)):
-                found = [replay(recording, index, drafter.depth, drafter.width) for recording in recordings]
+                for conversation in each.conversations
+            }  # fmt: skip
+            prompts = {id: ids for id, ids in prompts.items() if len(ids) + args.max_new_tokens <= MAX_TOKENS}
+            for text in args.settings:
+                answers = {
+                    id: contender.run(
+                        [ids],
+                        [SamplingParams(max_new_tokens=args.max_new_tokens, seed=crc32(id.encode()), **setting(text))],
+                    ).answers[0]
+                    for id, ids in tqdm(prompts.items(), desc=f"{method.name}, {each.name} {text}", disable=None)
+                }
+                histogram = add_histograms(answer.histogram for answer in answers.values())
                 rows.append({
-                    "set": each.name, "setting": text, "method": method.name, "prompts": len(recordings),
-                    "tokens": sum(len(recording.tokens) for recording in recordings),
-                    "histogram": add_histograms(found), "samples": dict(zip(fitting, found, strict=True)),
+                    "set": each.name, "setting": text, "method": method.name, "prompts": len(answers),
+                    "tokens": sum(len(answer.tokens) for answer in answers.values()), "histogram": histogram,
+                    "samples": {id: answer.histogram for id, answer in answers.items()},
+                    "accept_length": round(accept_length(histogram), 4),
                 })  # fmt: skip
-                rows[-1]["accept_length"] = round(accept_length(rows[-1]["histogram"]), 4)
     return rows
 
 

@@ -29,9 +29,9 @@ import numpy as np
 from tqdm import tqdm
 
 from specjax import Engine, SamplingParams
-from specjax.bench.contenders import Answer, EngineContender, TransformersContender
-from specjax.bench.contenders import Contender as Measured
-from specjax.bench.experiment import NEAR
+from specjax.bench.methods import Answer, EngineContender, TransformersContender
+from specjax.bench.methods import Contender as Measured
+from specjax.bench.run import NEAR
 
 ENGINE = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
 
@@ -74,7 +74,7 @@ def _contender(measured: Measured, weight_bytes: int) -> Contender:
     def run(prompt: list[int], count: int) -> Run:
         sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
         answer: Answer = measured.run([prompt], [sampling]).answers[0]
-        return Run(answer.tokens, answer.arrivals, answer.forwards)
+        return Run(answer.tokens, answer.arrivals, sum(answer.histogram))
 
     return Contender(run, measured.forget, weight_bytes)
 

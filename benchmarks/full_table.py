@@ -18,8 +18,8 @@ from typing import Any
 
 from records import RESULTS
 
-from specjax.bench.results import ALL
-from specjax.bench.tables import interval, titles
+from specjax.bench.results import interval_text, titles
+from specjax.bench.sets import ALL
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- full table -->", "<!-- end -->"
@@ -45,13 +45,13 @@ def section(document: dict[str, Any], record: str) -> str:
     sets.remove(ALL)
 
     def shown(key: tuple[Any, ...], whole: bool) -> list[str]:
-        found = cells.get(key)
-        if found is None:
+        row = cells.get(key)
+        if row is None:
             return ["", "", ""] if whole else [""]
         if not whole:
-            return [f"{found['speed_up']['value']:.2f}"]
-        speed = f"{found['tokens_per_second']['value']:.1f}"
-        return [speed, interval(found["speed_up"], 2), f"{found['accept_length']:.2f}"]
+            return [f"{row['speed_up']['value']:.2f}"]
+        speed = f"{row['tokens_per_second']['value']:.1f}"
+        return [speed, interval_text(row["speed_up"], 2), f"{row['accept_length']:.2f}"]
 
     header = ["over all sets", *(f"T = {t:g}: {name}" for t in temperatures
                                  for name in ("tokens/s", "speed-up", "accept length"))]  # fmt: skip
@@ -79,9 +79,9 @@ def section(document: dict[str, Any], record: str) -> str:
 
 def put(page: str, text: str, begin: str = BEGIN) -> str:
     """The page with this text between `begin` and the next end mark. Raises ValueError if they are missing."""
-    before, found, rest = page.partition(begin)
+    before, start, rest = page.partition(begin)
     _, end, after = rest.partition(END)
-    if not found or not end:
+    if not start or not end:
         raise ValueError(f"the page has no {begin} followed by {END}")
     return f"{before}{begin}\n\n{text}\n{END}{after}"
 

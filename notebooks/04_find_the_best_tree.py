@@ -20,16 +20,11 @@
 # tokens (nodes, the root included). More of each means more accepted tokens a step, and a slower step. Which tree is
 # the fastest depends on the model, its draft, the machine, the batch and the text, so it is measured.
 #
-# Running hundreds of trees one after another takes hours. `specjax bench tune-tree` runs few and predicts the
-# others:
+# `specjax bench tune-tree` measures a grid of trees by successive halving: each round runs the remaining trees, keeps
+# the faster half and doubles the number of conversations. So a slow tree costs one conversation, and the best few run
+# on all of them. Every tree's score is its speed-up over no drafts, measured in the same process, taking turns.
 #
-#     tokens/s = batch x accept length / (draft time + verify time + the rest of a step)
-#
-# Accept lengths come from one recorded text of each top-k, on which every smaller tree is replayed exactly; the times
-# of a step's parts are measured once for each shape. The best points are run then, and the table says how far the
-# predictions were off.
-#
-# It takes about six minutes on 2 cores, most of them for compiling. On Colab upload it (File > Upload
+# It takes about eight minutes on 2 cores, half of them for compiling. On Colab upload it (File > Upload
 # notebook) and, in the pane of files, the wheel that `make wheel` makes in a checkout; the first cell installs it.
 
 # %%
@@ -117,7 +112,6 @@ if not (is_installed("specjax") and is_installed("specjax_kernels")):
     install(what, "matplotlib>=3.8", "ipywidgets")  # without widgets, bars of other packages print warnings
 
 # %%
-import csv
 import json
 from contextlib import redirect_stderr
 
@@ -147,7 +141,7 @@ plt.rcParams.update(
 draft = ["--speculative-algorithm", "EAGLE3"]
 if HEAD:
     draft += ["--speculative-draft-model-path", HEAD]
-STEPS, TOPKS, NODES = ("1", "2", "3", "4", "5"), ("1", "2", "4"), ("2", "3", "4", "6", "8", "16")
+STEPS, TOPKS, NODES = ("1", "2", "3", "5"), ("1", "2", "4"), ("4", "6", "8", "16")
 if SHORT:
     STEPS, TOPKS, NODES = ("1", "2"), ("1", "2"), ("2", "4")
 folder = Path(tempfile.mkdtemp(prefix="specjax-tune-")) / "tune-tree"
@@ -155,17 +149,16 @@ folder = Path(tempfile.mkdtemp(prefix="specjax-tune-")) / "tune-tree"
 with redirect_stderr(sys.stdout):  # messages belong into this cell
     status = bench(
         [
-            *("tune-tree", "--model", MODEL, *draft, "--output", str(folder), "--plots", "none"),
+            *("tune-tree", "--model", MODEL, *draft, "--output", str(folder)),
             *("--steps", *STEPS, "--topks", *TOPKS, "--draft-tokens", *NODES),
             *("--limit", "2" if SHORT else "4", "--max-new-tokens", "12" if SHORT else "64"),
-            *("--best", "1" if SHORT else "3"),
+            *("--best", "9" if SHORT else "3"),
         ]
     )
 assert status == 0, "the search failed"
 
 # %% [markdown]
-# In a shell the same command goes on after an interruption, and draws the map below by itself. The file it writes is
-# what the server takes:
+# In a shell the same command resumes after an interruption. The file it writes is what the server takes:
 #
 # ```sh
 # specjax serve --config runs/tune-tree/best.toml
@@ -174,69 +167,77 @@ assert status == 0, "the search failed"
 # %%
 print((folder / "best.toml").read_text())
 document = json.loads((folder / "results.json").read_text())
-rows = list(csv.DictReader((folder / "grid.csv").open()))
-print(f"{len(rows)} points were predicted, {len([row for row in rows if row['deviation']])} of them run")
-
-# %% [markdown]
-# ## What a step costs
-#
-# On a CPU each node that is checked costs time, since multiplying is the work; on a GPU the first some ten cost hardly
-# more than one, since reading the weights is.
-
-# %%
-costs = document["costs"]["1"]
-figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 3.2))
-nodes = sorted(map(int, costs["verify"]))
-left.plot(nodes, [1e3 * costs["verify"][str(count)] for count in nodes], color="#0072b2", marker="o")
-left.set(xlabel="nodes that are checked", ylabel="milliseconds", ylim=(0, None), title="the target's forward")
-for shade, (name, times) in zip(np.linspace(0.35, 1, len(costs["draft"])), costs["draft"].items(), strict=True):
-    levels = sorted(map(int, times))
-    color = plt.get_cmap("Oranges")(shade)
-    right.plot(levels, [1e3 * times[str(level)] for level in levels], color=color, marker="o", label=name)
-right.set(xlabel="levels of the draft", ylabel="milliseconds", ylim=(0, None), title="the draft")
-right.xaxis.get_major_locator().set_params(integer=True)
-right.legend(fontsize=8)
-plt.show()
+rounds = document["rounds"]
+for number, each in enumerate(rounds, start=1):
+    print(f"Round {number}: {len(each['rows']) - 1} trees, {each['conversations']} conversations of each set")
 
 # %% [markdown]
 # ## The map
 #
-# Predicted speed over that without drafts, for each number of steps and of draft tokens. Frames mark what was run.
+# Speed-ups over no drafts in the first round, for each number of steps and of draft tokens. Frames mark the trees of
+# the last round.
 
 # %%
-speeds = {(row["top-k"], row["steps"], row["draft tokens"]): float(row["speed_up"]) for row in rows}
-ran = {(row["top-k"], row["steps"], row["draft tokens"]) for row in rows if row["deviation"]}
+
+
+def tree_of(row: dict) -> tuple[str, str, str] | None:
+    """Steps, top-k and draft tokens of a row; None without drafts."""
+    numbers = re.search(r" (\d+)/(\d+)/(\d+)", row["method"])
+    return numbers and numbers.groups()
+
+
+speeds = {tree: row["speed_up"]["value"] for row in rounds[0]["rows"] if (tree := tree_of(row))}
+last = {tree_of(row) for row in rounds[-1]["rows"]}
 span = max(0.05, *(abs(value - 1) for value in speeds.values()))
-figure, panels = plt.subplots(1, len(TOPKS), figsize=(1 + 2.6 * len(TOPKS), 3.0), sharey=True, squeeze=False)
-for ax, topk in zip(panels[0], TOPKS, strict=True):
-    shown = np.array([[speeds.get((topk, steps, count), np.nan) for count in NODES] for steps in STEPS])
-    edges = np.arange(len(NODES) + 1) - 0.5, np.arange(len(STEPS) + 1) - 0.5
-    ax.pcolormesh(*edges, shown, cmap="RdBu", vmin=1 - span, vmax=1 + span)
-    for (y, x), value in np.ndenumerate(shown):
+rows = sorted({int(steps) for steps, _, _ in speeds})
+columns = sorted({int(nodes) for _, _, nodes in speeds})
+topks = sorted({int(topk) for _, topk, _ in speeds})
+figure, panels = plt.subplots(1, len(topks), figsize=(1 + 2.6 * len(topks), 3.0), sharey=True, squeeze=False)
+for ax, topk in zip(panels[0], topks, strict=True):
+    shown = [[speeds.get((str(steps), str(topk), str(count)), np.nan) for count in columns] for steps in rows]
+    edges = np.arange(len(columns) + 1) - 0.5, np.arange(len(rows) + 1) - 0.5
+    ax.pcolormesh(*edges, np.array(shown), cmap="RdBu", vmin=1 - span, vmax=1 + span)
+    for (y, x), value in np.ndenumerate(np.array(shown)):
         if np.isnan(value):
             continue
         ax.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7)
-        if (topk, STEPS[y], NODES[x]) in ran:
+        if (str(rows[y]), str(topk), str(columns[x])) in last:
             ax.add_patch(plt.Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=1.5))
-    ax.set_xticks(range(len(NODES)), NODES)
-    ax.set_yticks(range(len(STEPS)), STEPS)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
     ax.set(xlabel="draft tokens", ylabel="steps", title=f"top-k {topk}")
 plt.show()
 
 # %% [markdown]
-# ## Was the prediction right?
+# ## Speed follows accept length, less what drafting costs
 #
-# A replay of greedy texts gives the accept length of a run exactly. The speed is a sum of measured parts; on a machine
-# that does nothing else it should be within ten percent.
+# Each dot is a tree of the first round. Along the line a step with drafts would take as long as one without; on a CPU
+# each checked node costs time, since multiplying is the work; on a GPU the first some ten cost hardly more than one,
+# since reading the weights is.
 
 # %%
-for row in rows:
-    if not row["deviation"]:
-        continue
-    tree = f"({row['steps']}, {row['top-k']}, {row['draft tokens']})"
-    same = abs(float(row["accept_length"]) - float(row["measured_accept_length"])) < 1e-3
-    predicted, measured = float(row["tokens_per_second"]), float(row["measured_tokens_per_second"])
+figure, ax = plt.subplots(figsize=(4.6, 3.8))
+most = 1.0
+for topk in topks:
+    trees = [row for row in rounds[0]["rows"] if (tree := tree_of(row)) and tree[1] == str(topk)]
+    x, y = [row["accept_length"] for row in trees], [row["speed_up"]["value"] for row in trees]
+    ax.scatter(x, y, label=f"top-k {topk}")
+    most = max(most, *x, *y)
+ax.plot([1, most], [1, most], color="#999999", linewidth=1, zorder=0)
+ax.set(xlabel="accept length", ylabel="speed-up")
+ax.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ## The last round
+#
+# Speed-ups with 95% intervals by bootstrap over conversations. Every text equals the text without drafts.
+
+# %%
+for row in rounds[-1]["rows"]:
+    speed, texts = row["speed_up"], row["texts"]
+    interval = "" if speed["low"] is None else f" ({speed['low']:.2f} to {speed['high']:.2f})"
     print(
-        f"{tree}: accept length {row['measured_accept_length']}, {'as' if same else 'not as'} predicted; "
-        f"{predicted:.1f} tokens/s predicted, {measured:.1f} measured; texts: {row['texts']}"
+        f"{row['method']}: accept length {row['accept_length']:.2f}, speed-up {speed['value']:.2f}{interval}; "
+        f"{texts['equal']} of {sum(texts.values())} texts equal"
     )

@@ -120,7 +120,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from specjax.bench.__main__ import main as bench
-from specjax.bench.tables import titles
+from specjax.bench.results import titles
 
 SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
 MODEL = os.environ.get("SPECJAX_NOTEBOOK_MODEL", "smollm2-135m-instruct")  # built in; a folder or a hub id will do, too
@@ -166,7 +166,7 @@ with redirect_stderr(sys.stdout):  # messages belong into this cell
 assert status == 0, "the comparison failed"
 
 # %% [markdown]
-# The same command in a shell goes on after an interruption, and draws its own pictures. For figures to rely on take all
+# The same command in a shell resumes after an interruption, and draws its own pictures. For reliable figures take all
 # conversations and several repeats:
 #
 # ```sh
@@ -175,13 +175,11 @@ assert status == 0, "the comparison failed"
 #
 # ## What it wrote
 #
-# `results.json` has everything, with commit, machine and versions; `table.csv` a line for each row, `table.md` the
-# table above, and `table.tex` one for a paper: a row for each method and temperature, of each set the speed-up and the
-# accept length.
+# `results.json` has all figures, with commit, machine and versions; `table.md` the table above with all columns;
+# `runs.jsonl` every measured part.
 
 # %%
 print(*sorted(file.name for file in folder.iterdir()))
-print((folder / "table.tex").read_text())
 
 # %%
 rows = json.loads((folder / "results.json").read_text())["results"]

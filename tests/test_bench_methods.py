@@ -8,7 +8,7 @@ import pytest
 
 from specjax.bench import command, sets
 from specjax.bench.command import BenchSettings, make_plan
-from specjax.bench.methods import Outside, check_here, parse_method, parse_methods
+from specjax.bench.methods import Transformers, check_available, parse_method, parse_methods
 from specjax.drafters import Auto, Eagle, Eagle3, Ngram, NoDraft, Standalone
 from specjax.settings import SettingsError, parse
 
@@ -34,14 +34,15 @@ def test_an_algorithm_with_options(text):
         assert str(method.draft.token_map) == draft.token_map
     else:
         assert method.draft == draft
-    assert (method.name, method.outside, method.drafter, method.adaptive) == (name, None, None, False)
+    assert (method.name, method.transformers, method.drafter, method.adaptive) == (name, None, None, False)
 
 
 def test_other_methods():
-    assert parse_method("transformers").outside == Outside()
-    assert parse_method("transformers:prompt-lookup").outside == Outside(lookup=10)
-    assert parse_method("transformers:prompt-lookup=4,dtype=bfloat16").outside == Outside(4, None, "bfloat16")
-    assert parse_method("transformers:assisted=m").outside == Outside(assisted="m")
+    assert parse_method("transformers").transformers == Transformers()
+    assert parse_method("transformers:prompt-lookup").transformers == Transformers(prompt_lookup=10)
+    both = parse_method("transformers:prompt-lookup=4,dtype=bfloat16").transformers
+    assert both == Transformers(4, None, "bfloat16")
+    assert parse_method("transformers:assisted=m").transformers == Transformers(assisted="m")
     for text in ("drafter=a.b:c", "a.b:c"):
         assert (parse_method(text).drafter, parse_method(text).name) == ("a.b:c", "a.b:c")
     both = parse_method("EAGLE3:adaptive=on,verifier=x:y")
@@ -52,16 +53,17 @@ WRONG_METHODS = {
     "quick": "no method is called quick; there are: AUTO, NONE",
     "EAGLE3:stepz=3": "EAGLE3 has no option stepz; did you mean steps?",
     "NONE:steps=3": "NONE has no option steps",
-    "NGRAM:nodes=x": "nodes must be an integer, got 'x'",
+    "NGRAM:nodes=x": "nodes must be an integer from 2 to 64, got 'x'",
     "NGRAM:nodes=900": "must be an integer from 2 to 64, got 900",
     "NGRAM:match_type=ALL": "match_type must be one of BFS, PROB",
     "NGRAM:nodes=4,nodes=5": "nodes is given twice",
     "AUTO:adaptive=maybe": "adaptive must be on or off",
     "STANDALONE:path=a,model=b": "model and path are one option",
     "EAGLE3:steps=1,topk=2,nodes=8": "give 2 candidates",
-    "transformers:fast": "transformers have no option fast",
-    "transformers:prompt-lookup=0": "at least 1",
-    "transformers:assisted": "needs a draft model",
+    "transformers:fast": "transformers has no option fast; it has: prompt_lookup, assisted, dtype",
+    "transformers:prompt-lookup=0": "must be an integer of at least 1, got 0",
+    "transformers:prompt-lookup=4,assisted=m": "exclude each other",
+    "transformers:assisted": "assisted needs a value",
     "NGRAM:": "nothing follows",
 }
 
@@ -77,15 +79,15 @@ def test_methods_that_cannot_run_here(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="two are called NGRAM; add name="):
         parse_methods(["NGRAM", "ngram"])
     with pytest.raises(ValueError, match="nowhere does not exist"):
-        check_here([parse_method(f"EAGLE3:path={tmp_path}/nowhere")])
+        check_available([parse_method(f"EAGLE3:path={tmp_path}/nowhere")])
     with pytest.raises(ValueError, match="cannot import no_such_module"):
-        check_here([parse_method("drafter=no_such_module:make")])
+        check_available([parse_method("drafter=no_such_module:make")])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="torch is not installed"):
-        check_here([parse_method("transformers")])
+        check_available([parse_method("transformers")])
 
 
-# Sets.
+# Sets
 
 
 def test_spec_bench_is_its_six_categories():
@@ -97,8 +99,8 @@ def test_spec_bench_is_its_six_categories():
 
 
 def test_every_shipped_set_can_be_read():
-    assert set(sets.known()) >= {"mt_bench", "gsm8k", "humaneval", "eagle_sum", "spec_bench"}
-    for each in sets.read_sets(sets.known()):
+    assert set(sets.set_names()) >= {"mt_bench", "gsm8k", "humaneval", "eagle_sum", "spec_bench"}
+    for each in sets.read_sets(sets.set_names()):
         assert each.conversations and all(one.turns for one in each.conversations)
 
 
@@ -144,7 +146,7 @@ def test_a_set_without_one_of_its_categories(tmp_path):
         ('{"turns": [1]}', "line 1 needs `turns`"),
         ("3", "line 1 needs `turns`"),
         ("", "holds no prompts"),
-        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "two lines have one id"),
+        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "two lines have the same id"),
     ],
 )
 def test_a_wrong_file(tmp_path, line, problem):
@@ -153,7 +155,7 @@ def test_a_wrong_file(tmp_path, line, problem):
         sets.read_sets([str(tmp_path / "mine.jsonl")])
 
 
-# The command's flags.
+# Flags
 
 WRONG_SETTINGS = {
     "has no no_such_set.jsonl": {"sets": ("no_such_set",)},
@@ -166,7 +168,7 @@ WRONG_SETTINGS = {
     "--batch-sizes must be different": {"batch_sizes": ("1", "1")},
     "--baseline EAGLE3 is none of the methods": {"baseline": "EAGLE3"},
     "one must be the engine's": {"methods": ("transformers",)},
-    "runs at temperature 0 and batch size 1 alone": {"methods": ("transformers", "none"), "temperatures": ("1",)},
+    "runs only at temperature 0 and batch size 1": {"methods": ("transformers", "none"), "temperatures": ("1",)},
     "both need at least one name": {"methods": ()},
 }
 

@@ -1,9 +1,7 @@
-"""Figures of a comparison against slow definitions of them, and the forms in which they are written."""
+"""Figures of a comparison against slow definitions, tables, pictures, and the log."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import sys
 from dataclasses import replace
@@ -12,11 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specjax.bench import plots, provenance, results, tables
-from specjax.bench.contenders import Answer
-from specjax.bench.experiment import GroupRun, _verdicts
-from specjax.bench.log import Log
+from specjax.bench import provenance, results
+from specjax.bench.methods import Answer
 from specjax.bench.results import Sample
+from specjax.bench.run import Log, compare_texts
 
 
 def sample(method, group, seconds, tokens=100, repeat=0, histogram=(50,), texts=None, **more):
@@ -28,11 +25,10 @@ def sample(method, group, seconds, tokens=100, repeat=0, histogram=(50,), texts=
 def test_rates_and_speed_ups_are_of_totals():
     ours = [sample("a", "1", 1.0), sample("a", "2", 3.0, tokens=50), sample("a", "1", 2.0, repeat=1)]
     theirs = [sample("b", "1", 2.0), sample("b", "2", 6.0, tokens=50), sample("b", "1", 4.0, repeat=1)]
-    assert results.rate(ours).value == pytest.approx(250 / 6)
-    assert results.rate(ours, "decode_tokens", "decode_seconds").value == pytest.approx(250 / 3)
-    found = results.speed_up(ours, theirs)
+    assert results.rate(ours)["value"] == pytest.approx(250 / 6, abs=1e-4)
+    assert results.rate(ours, "decode_tokens", "decode_seconds")["value"] == pytest.approx(250 / 3, abs=1e-4)
     # Each pair has the same ratio, so each resample does.
-    assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))
+    assert results.speed_up(ours, theirs) == {"value": 2, "low": 2, "high": 2}
 
 
 def test_the_interval_is_that_of_a_slow_bootstrap_over_groups():
@@ -41,11 +37,11 @@ def test_the_interval_is_that_of_a_slow_bootstrap_over_groups():
     samples = [sample("a", str(i), float(s)) for i, s in enumerate(seconds)]
     found = results.rate(samples)
     drawn = sorted(1200 / sum(rng.choice(seconds, 12)) for _ in range(4000))
-    assert found.low == pytest.approx(drawn[100], rel=0.03)
-    assert found.high == pytest.approx(drawn[3899], rel=0.03)
+    assert found["low"] == pytest.approx(drawn[100], rel=0.03)
+    assert found["high"] == pytest.approx(drawn[3899], rel=0.03)
     twice = results.rate([*samples, *(sample("a", str(i), float(s), repeat=1) for i, s in enumerate(seconds))])
-    assert (twice.low, twice.high) == pytest.approx((found.low, found.high)), "repeats of a prompt are no new prompts"
-    assert results.rate(samples[:1]).low is None
+    assert twice == found, "repeats of a prompt are no new prompts"
+    assert results.rate(samples[:1])["low"] is None
 
 
 def test_acceptance_by_depth():
@@ -55,13 +51,6 @@ def test_acceptance_by_depth():
     assert results.by_depth([3]) == []
     assert results.accept_length([]) == 1.0
     assert results.add_histograms([[1], [0, 2, 0], []]) == [1, 2]
-
-
-def test_a_curve_is_the_mean_over_turns():
-    turns = [[1, 0.1], [3, 0.3], [1, 0.3], [3, 0.5], [5, 0.7]]  # of two turns; one ends after three tokens
-    found = results.curve([sample("a", "1", 1.0, curve=turns)], [1, 3, 5, 7])
-    assert [count for count, _ in found] == [1, 3, 5]
-    assert [seconds for _, seconds in found] == pytest.approx([0.2, 0.4, 0.7])
 
 
 def rows():
@@ -78,20 +67,14 @@ def rows():
     return made
 
 
-def test_tables_hold_the_same_figures():
+def test_a_row_and_its_table():
     made = rows()
-    lines = list(csv.DictReader(io.StringIO(tables.as_csv(made))))
-    assert [line["method"] for line in lines] == ["NONE", "my_m & 50%"] * 2
-    assert float(lines[1]["speed_up"]) == made[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
-    assert lines[1]["acceptance_by_depth"] == "0.3333"
-    assert (lines[1]["phase_ms_draft"], lines[1]["texts_near_tie"]) == ("1.0", "3")
-    markdown = tables.as_markdown(made)
-    assert "| 3 of 6 + 3 near ties |" in markdown
+    assert made[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
+    assert made[1]["acceptance_by_depth"] == [0.3333] and made[1]["texts"]["near tie"] == 3
+    markdown = results.as_markdown(made)
+    assert "| 3 of 6 + 3 near ties |" in markdown and "| my_m & 50% |" in markdown and "| 1.33 " in markdown
+    assert "drafted steps" in markdown and markdown.splitlines()[1].count("|") == 13
     assert len({len(line) for line in markdown.splitlines()}) == 1, "aligned"
-    latex = tables.as_latex(made)
-    assert r"my\_m \& 50\% & \textbf{1.82$\times$} & 1.33 \\" in latex
-    assert latex.count(r"\midrule") == 2
-    assert {line.count(" & ") for line in latex.splitlines() if line.endswith(r"\\")} <= {2, 3}
 
 
 METHODS = ["NONE", "EAGLE3", "EAGLE3:steps=5,topk=8,nodes=32,path=/a/folder/of/heads/one", "m" * 150]
@@ -104,7 +87,7 @@ def test_the_table_fits_a_terminal(name):
         texts = {"equal": 100, "near tie": 20}
         own = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
         made.append(results.row(own, own, where=where | {"method": method}, phases=None))
-    lines = tables.as_text(made).splitlines()
+    lines = results.as_text(made).splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 100
     assert lines[0].split() == ["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]
     assert all(str(row["tokens_per_second"]["value"])[:6] in line for row, line in zip(made, lines[1:], strict=True))
@@ -117,76 +100,59 @@ def test_steps_that_drafted_may_not_be_known():
     base = [sample("NONE", "1", 1.0)]
     own = [replace(base[0], method="transformers", drafted_steps=count) for count in (6, None)]
     known, unknown = (results.row([one], base, where=where, phases=None) for one in own)
-    assert known["drafted_steps"] == 6 and "%" in tables.cells(known)[8]
-    assert unknown["drafted_steps"] is None and tables.cells(unknown)[8] == ""
-    assert "drafted_steps" not in tables.as_csv([unknown])
+    assert known["drafted_steps"] == 6 and "%" in results.cells(known)[8]
+    assert unknown["drafted_steps"] is None and results.cells(unknown)[8] == ""
 
 
 def test_why_a_method_did_not_draft():
-    row = {"method": "EAGLE3", "verify_steps": 4}
-    rows = [row | {"batch": 1, "drafted_steps": 4}, row | {"batch": 2, "drafted_steps": 1}]
-    rows += [
-        row | {"method": "NONE", "batch": 2, "drafted_steps": 0},
-        row | {"method": "t", "batch": 2} | {"drafted_steps": None},
+    where = {"set": "s", "temperature": 0.0, "batch": 2, "method": "EAGLE3"}
+    base = replace(sample("EAGLE3", "1", 1.0, histogram=(4,)), note="large batches")
+    reasons = [
+        results.row([replace(base, drafted_steps=count)], [base], where=where, phases=None)["not_drafted"]
+        for count in (4, 1, None)
     ]
-    reasons = {("EAGLE3", 1): "unused", ("EAGLE3", 2): "large batches", ("NONE", 2): "", ("t", 2): "unused"}
-    assert results.undrafted(reasons, rows) == ["EAGLE3, batch size 2: large batches"]
+    assert reasons == ["", "large batches", ""]
 
 
 def test_short_titles_of_sets():
-    assert tables.titles(["spec_bench/math_reasoning", "gsm8k"]) == ["math reasoning", "gsm8k"]
+    assert results.titles(["spec_bench/math_reasoning", "gsm8k"]) == ["math reasoning", "gsm8k"]
     both = ["spec_bench/mt_bench", "mt_bench", "all"]
-    assert tables.titles(both) == ["spec bench/mt bench", "mt bench", "all"], "one name must not stand for two sets"
-
-
-def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    made = rows()
-    samples = {
-        " ".join(str(row[name]) for name in ("set", "temperature", "batch", "method")): [
-            sample(row["method"], "1", 1.0, curve=[[1, 0.1], [9, 0.5]])
-        ]
-        for row in made
-    }
-    files = plots.draw(tmp_path, "svg", made, samples)
-    assert len(files) == 6 and all(file.stat().st_size > 2000 for file in files)
+    assert results.titles(both) == ["spec bench/mt bench", "mt bench", "all"], "one name must not stand for two sets"
 
 
 def test_a_picture_of_many_methods_and_sets(tmp_path):
-    """No wider than a page, every method once in the legend, with a look of its own."""
+    """No wider than a page, every method once in the legend, with its own colour or line."""
     pytest.importorskip("matplotlib")
     methods = [f"method {i}" for i in range(10)]
-    assert len({*plots.styles(methods).values()}) == 10
-    where = {"temperature": 0.0, "batch": 1}
-    made, samples = [], {}
-    for name in [f"set {i}" for i in range(9)]:
-        for method in methods:
-            own = [sample(method, group, 1.0, curve=[[1, 0.1], [9, 0.5]]) for group in "ab"]
-            made.append(results.row(own, own, where={"set": name} | where | {"method": method}, phases=None))
-            samples[f"{name} 0.0 1 {method}"] = own
-    speed_ups, times = plots.draw(tmp_path, "svg", made, samples)
-    text = speed_ups.read_text()
-    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))
-    assert width <= plots.WIDEST * 72 and height > 2 * 2.5 * 72, "sets in two rows"
-    for file in (speed_ups, times):
-        assert [file.read_text().count(f"<!-- {method} -->") for method in methods] == [1] * 10
+    made = []
+    for temperature in (0.0, 1.0):
+        for name in [*(f"set {i}" for i in range(9)), "all"]:
+            for method in methods:
+                own = [sample(method, group, 1.0, histogram=(4, 2)) for group in "ab"[: 1 + (name != "set 0")]]
+                where = {"set": name, "temperature": temperature, "batch": 1, "method": method}
+                made.append(results.row(own, own, where=where, phases=None))
+    files = results.draw(tmp_path, "svg", made)
+    assert [file.name for file in files] == ["picture-T0-batch1.svg", "picture-T1-batch1.svg"]
+    text = files[0].read_text()
+    assert float(re.search(r'width="([\d.]+)pt"', text)[1]) <= 9 * 72
+    assert [text.count(f"<!--  {method} -->") for method in methods] == [1] * 10
     assert [text.count(f"<!-- set {i} -->") for i in range(9)] == [1] * 9
 
 
 def test_without_matplotlib_it_says_how_to_install_it(monkeypatch, capsys):
-    assert plots.kind_to_draw("none") is None and plots.kind_to_draw("pdf" if plots.available() else "none") != "svg"
+    assert results.picture_format("none") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--plots pdf needs .* pip install 'specjax\[bench\]'"):
-        plots.kind_to_draw("pdf")
-    assert plots.kind_to_draw("none") is None and capsys.readouterr().err == ""
-    assert plots.kind_to_draw("auto") is None
+        results.picture_format("pdf")
+    assert results.picture_format("none") is None and capsys.readouterr().err == ""
+    assert results.picture_format("auto") is None
     assert capsys.readouterr().err.startswith("There will be no pictures: matplotlib is not installed (pip install ")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert (results.picture_format("auto"), results.picture_format("pdf")) == ("svg", "pdf")
 
 
 def run_of(*turns):
-    found = GroupRun("g")
-    found.turns = [(prompt, Answer(tokens, [], [])) for prompt, tokens in turns]
-    return found
+    return [(prompt, Answer(tokens, [], [])) for prompt, tokens in turns]
 
 
 def test_verdicts_on_texts():
@@ -199,37 +165,39 @@ def test_verdicts_on_texts():
         return 1e-6 if context[0] == 2 else 1.0
 
     # Of the fourth turn one text is the start of the other, which is no tie.
-    assert _verdicts(ours, theirs, gap) == {"equal": 1, "near tie": 1, "different": 2, "other prompt": 1}
+    assert compare_texts(ours, theirs, gap) == {"equal": 1, "near tie": 1, "different": 2, "other prompt": 1}
     assert asked == [([2, 5], {6, 7}), ([3], {5, 8})]
-    assert _verdicts(ours, theirs, None)["different"] == 3
+    assert compare_texts(ours, theirs, None)["different"] == 3
 
 
 def test_a_log_keeps_parts_and_refuses_another_configuration(tmp_path):
     folder = tmp_path / "runs"
-    Log(folder, {"seed": 1, "list": (1, 2)}).add(("block", 1, 0.0), {"x": [1]})
+    Log(folder, {"seed": 1, "list": (1, 2)})["block", 1, 0.0] = {"x": [1]}
     with (folder / "runs.jsonl").open("a") as file:
-        file.write('{"key": ["block", 2')  # killed while it wrote
+        file.write('[["block", 2')  # killed while it wrote
     again = Log(folder, {"seed": 1, "list": [1, 2]})
-    assert ("block", 1, 0.0) in again and again[("block", 1, 0.0)] == {"x": [1]}
+    assert ("block", 1, 0.0) in again and again["block", 1, 0.0] == {"x": [1]}
     assert ("block", 2, 0.0) not in again
-    again.add(("block", 2, 0.0), 3)
-    assert Log(folder, {"seed": 1, "list": [1, 2]})[("block", 2, 0.0)] == 3
+    again["block", 2, 0.0] = 3
+    assert Log(folder, {"seed": 1, "list": [1, 2]})["block", 2, 0.0] == 3
     with pytest.raises(ValueError, match="another seed: 1, not 2"):
         Log(folder, {"seed": 2, "list": [1, 2]})
-    with pytest.raises(ValueError, match=r"another list: \[2\], not \[3\]"):
+    with pytest.raises(ValueError, match=r"another list: \[1, 2\], not \[1, 3\]"):
         Log(folder, {"seed": 1, "list": [1, 3]})
-    with pytest.raises(ValueError, match=r"another list: \[1, 2\], not \[2, 1\]"):
-        Log(folder, {"seed": 1, "list": [2, 1]})
-    first = Log(tmp_path / "failed", {"seed": 1})  # of it nothing is measured yet
-    Log(tmp_path / "failed", {"seed": 2}).add(("block", 1, 0.0), 1)
+
+
+def test_a_log_names_the_entries_that_differ(tmp_path):
+    Log(tmp_path, {"tune": {"limit": 8, "seed": 0}})["rows"] = []
+    with pytest.raises(ValueError, match=r"another tune: \{'limit': 8\}, not \{'limit': 16\};"):
+        Log(tmp_path, {"tune": {"limit": 16, "seed": 0}})
+
+
+def test_a_log_takes_a_folder_with_its_first_part(tmp_path):
+    Log(tmp_path / "failed", {"seed": 1})
+    assert not (tmp_path / "failed").exists()
+    Log(tmp_path / "failed", {"seed": 2})["block", 1, 0.0] = 1
     with pytest.raises(ValueError, match="another seed: 2, not 1"):
         Log(tmp_path / "failed", {"seed": 1})
-    with pytest.raises(ValueError, match="another seed: 2, not 1"):
-        first.add(("block", 1, 0.0), 1)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="holds runs with another model_type"):
-        Log(tmp_path / "model", {"seed": 1})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(ValueError, match="name another folder"):

@@ -39,8 +39,8 @@ SHOWN: dict[str, tuple[int, int, dict[str, int]]] = {
         0,
         {r"this head: accept length .*; 1 of 1 texts equal": 1, "accept length .* in the engine": 2},
     ),
-    "04_find_the_best_tree": (2, 0, {r"accept length .*, as predicted; .*: \d+ equal$": 2, "not as predicted": 0}),
-    "05_spec_bench": (3, 0, {r"(\d+) of \1 texts equal those without drafts": 4, r"\\toprule": 1}),
+    "04_find_the_best_tree": (2, 0, {r"accept length .*; (\d+) of \1 texts equal$": 6, r"^Round 1: 5 trees": 1}),
+    "05_spec_bench": (3, 0, {r"(\d+) of \1 texts equal those without drafts": 4}),
     "06_gpu": (1, 0, {r"float32 .* 1 of 1$": 1, "the CPU decodes": 1, "attention: xla": 1}),
 }
 """For each: figures, pictures of trees, and how often a pattern is in what it prints."""

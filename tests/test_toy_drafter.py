@@ -269,7 +269,7 @@ def test_kernels_know_nothing_of_specjax():
 def test_no_torch_but_to_compare_with_and_no_web_framework_below_serve():
     for path in [*FILES, *OURS.rglob("*.py")]:
         top = {name.split(".")[0] for name in imports(path, "specjax")}
-        if FILES.get(path, "") != "bench/contenders.py":  # which imports it when transformers is a method
+        if FILES.get(path, "") != "bench/methods.py":  # which imports it when transformers is a method
             assert not top & {"torch", "torchvision", "tensorflow"}, path
         if not FILES.get(path, "").startswith("serve/"):
             assert not top & {"fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "flask"}, path

@@ -1,4 +1,4 @@
-"""`specjax bench`; see `specjax.bench.command`, and for `tune-tree` `specjax.bench.tune_tree`."""
+"""`python -m specjax.bench [tune-tree]`, which is `specjax bench`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import sys
 
 from specjax.bench import command, tune_tree
 
-TUNE_TREE = "tune-tree"
-
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return tune_tree.main(argv[1:]) if argv[:1] == [TUNE_TREE] else command.main(argv)
+    return tune_tree.main(argv[1:]) if argv[:1] == ["tune-tree"] else command.main(argv)
 
 
 if __name__ == "__main__":

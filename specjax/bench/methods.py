@@ -1,43 +1,75 @@
-"""Methods that are compared, as a command line or a TOML file names them.
+"""Methods that are compared: how a command line names them, and what completes prompts with them.
 
 none   NGRAM   AUTO                                 an algorithm with its defaults
-EAGLE3:path=FOLDER,steps=5,topk=8,nodes=32          with options, named as those of `specjax.Eagle3`
-STANDALONE:model=FOLDER,vocabulary=intersection     model= is path=
-AUTO:adaptive=on                                    drafts where the engine measures that to be faster
-drafter=module:function                             a drafter from outside (docs/drafters.md)
-EAGLE3:verifier=module:function                     a verifier from outside; also after drafter=...,
+EAGLE3:path=FOLDER,steps=5,topk=8,nodes=32          with options, named as the fields of `specjax.Eagle3`
+STANDALONE:model=FOLDER,vocabulary=intersection     model= is an alias of path=
+AUTO:adaptive=on                                    drafts only in steps where the engine measures a gain
+module:function   drafter=module:function           a custom drafter (docs/drafters.md)
+EAGLE3:verifier=module:function                     a custom verifier; also after drafter=...,
 transformers                                        transformers' greedy decoding
-transformers:prompt-lookup=10                       its prompt lookup, of so many tokens (default: 10)
+transformers:prompt-lookup=10                       its prompt lookup with this many tokens
 transformers:assisted=MODEL                         its assisted decoding with this draft model
-NGRAM:nodes=8,name=n-grams                          name= is what tables say; each must differ
+NGRAM:nodes=8,name=n-grams                          name= is the name in tables
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args, get_origin, get_type_hints
 
+import jax
+
+from specjax import checkpoint
+from specjax.compiling import use_compilation_cache
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
-from specjax.drafters.factories import load_drafter
+from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.drafters.table import CHOICES, algorithm, algorithms
+from specjax.engine import Engine, SamplingParams
+from specjax.engine.config import EngineConfig
+from specjax.engine.notes import drafting_summary
+from specjax.engine.phases import PhaseTimes
+from specjax.limits import check, limited
+from specjax.load import LoadedModel, load
+from specjax.models.target import Target
 
-OUTSIDE = "transformers"
-LOOKUP_TOKENS = 10
-DTYPES = ("float32", "bfloat16")
+logger = logging.getLogger(__name__)
+
+TRANSFORMERS = "transformers"
+LOOKUP_TOKENS = 10  # default of prompt-lookup
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 
-@dataclass(frozen=True)
-class Outside:
-    """A way of decoding of transformers."""
+# Names
 
-    lookup: int = 0  # tokens of its prompt lookup; 0: none
-    assisted: str | None = None  # the draft model
-    dtype: str = "float32"
+
+@dataclass(frozen=True)
+class Transformers:
+    """How transformers decodes.
+
+    Attributes:
+        prompt_lookup: tokens of prompt lookup.
+        assisted: the draft model of assisted decoding.
+        dtype: of the weights and activations.
+    """
+
+    prompt_lookup: int | None = limited(None, 1)
+    assisted: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.prompt_lookup and self.assisted:
+            raise ValueError("prompt-lookup and assisted exclude each other")
 
 
 @dataclass(frozen=True)
@@ -45,12 +77,12 @@ class Method:
     """One way of decoding.
 
     Attributes:
-        text: as it was given.
-        name: what tables call it.
-        draft: the engine's options; None: a drafter from outside, or transformers.
+        text: the method as given.
+        name: the name in tables.
+        draft: options of the algorithm; None for a custom drafter or transformers.
         drafter, verifier: module:function.
-        adaptive: draft only where the engine measures that to be faster.
-        outside: how transformers decode; None: the engine does.
+        adaptive: draft only in steps where the engine measures a gain.
+        transformers: set if transformers decodes instead of the engine.
     """
 
     text: str
@@ -59,37 +91,41 @@ class Method:
     drafter: str | None = None
     verifier: str | None = None
     adaptive: bool = False
-    outside: Outside | None = None
+    transformers: Transformers | None = None
+
+    @property
+    def draft_path(self) -> str | None:
+        """Folder or hub id of the draft head or draft model."""
+        return self.transformers.assisted if self.transformers else getattr(self.draft, "path", None)
+
+
+def parse_methods(texts: Iterable[str]) -> list[Method]:
+    """Parses all methods. Raises ValueError if one is wrong or two have the same name."""
+    methods: dict[str, Method] = {}
+    for text in texts:
+        method = parse_method(text)
+        if method.name in methods:
+            raise ValueError(f"--methods: two are called {method.name}; add name=... to one of them")
+        methods[method.name] = method
+    return list(methods.values())
 
 
 def parse_method(text: str) -> Method:
-    """A method as it is written. Raises ValueError, which names the method, for a wrong one."""
+    """Parses one method. The ValueError for a wrong method names it."""
     try:
         return _parse(text.strip())
     except (TypeError, ValueError) as error:
         raise ValueError(f"--methods {text}: {error}") from None
 
 
-def parse_methods(texts: Iterable[str]) -> list[Method]:
-    """All of them. Raises ValueError if one is wrong, or if two have one name."""
-    found: dict[str, Method] = {}
-    for text in texts:
-        method = parse_method(text)
-        if method.name in found:
-            raise ValueError(f"--methods: two are called {method.name}; add name=... to one of them")
-        found[method.name] = method
-    return [*found.values()]
-
-
-def check_here(methods: Iterable[Method]) -> None:
-    """Raises ValueError for what can be known to be missing before anything is loaded."""
+def check_available(methods: Iterable[Method]) -> None:
+    """Raises ValueError if a package, module or local folder is missing; loads no weights."""
     for method in methods:
-        if method.outside is not None and importlib.util.find_spec("torch") is None:
+        if method.transformers is not None and importlib.util.find_spec("torch") is None:
             raise ValueError(f"--methods {method.text}: torch is not installed (pip install torch)")
         for name in filter(None, (method.drafter, method.verifier)):
             load_drafter(name)
-        paths = getattr(method.draft, "path", None), method.outside and method.outside.assisted
-        for path in filter(None, paths):
+        if path := method.draft_path:
             looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
             if looks_local and not Path(path).expanduser().exists():
                 raise ValueError(f"--methods {method.text}: {path} does not exist")
@@ -100,111 +136,293 @@ def _parse(text: str) -> Method:
     if not head:
         raise ValueError("a method has a name")
     if head.startswith(("drafter=", "verifier=")):
-        head, colon, rest = "", "", text
-    elif head.lower() != OUTSIDE and algorithm(head) is None and colon and rest.replace("_", "").isalnum():
-        head, rest = "", f"drafter={text}"  # module:function, as the server's flag has it
-    given = _options(rest)
-    if colon and not given:
-        raise ValueError(f"nothing follows {head}:")
-    name, verifier = given.pop("name", None), given.pop("verifier", None)
-    if head.lower() == OUTSIDE:
-        if verifier:
-            raise ValueError("transformers take no verifier")
-        return Method(text, name or _short(OUTSIDE, given), outside=_outside(given))
-    adaptive = _switch("adaptive", given.pop("adaptive", "off"))
-    shared: dict[str, Any] = {"verifier": verifier, "adaptive": adaptive}
-    marks = ("adaptive " if adaptive else "") + (f"verifier {verifier}" if verifier else "")
-    if drafter := given.pop("drafter", None):
-        if given:
-            raise ValueError(f"a drafter from outside has no option {min(given)}")
-        return Method(text, name or " ".join(filter(None, (drafter, marks.strip()))), drafter=drafter, **shared)
-    known = algorithm(head or NoDraft.algorithm)
-    if known is None:
-        raise ValueError(f"no method is called {head}; there are: {algorithms()}, {OUTSIDE}, drafter=module:function")
-    title = " ".join(filter(None, (_short(known, given), marks.strip())))
-    return Method(text, name or title, draft=_draft(known, given), **shared)
-
-
-def _options(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+        head, colon, rest = NoDraft.algorithm, "", text
+    elif head.lower() != TRANSFORMERS and algorithm(head) is None and colon and rest.replace("_", "").isalnum():
+        head, rest = NoDraft.algorithm, f"drafter={text}"  # module:function, as in the server's flag
+    options: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
         key, _, value = part.partition("=")
-        if key in found:
+        if key in options:
             raise ValueError(f"{key} is given twice")
-        found[key] = value
-    return found
+        options[key] = value
+    if colon and not options:
+        raise ValueError(f"nothing follows {head}:")
+    name, title = options.pop("name", None), algorithm(head) or head.lower()
+    if title == TRANSFORMERS:
+        name = name or _title(TRANSFORMERS, options)
+        if options.get("prompt-lookup") == "":
+            options["prompt-lookup"] = str(LOOKUP_TOKENS)
+        return Method(text, name, transformers=_typed(TRANSFORMERS, Transformers, options))
+    if algorithm(head) is None:
+        known = f"{algorithms()}, {TRANSFORMERS}, drafter=module:function"
+        raise ValueError(f"no method is called {head}; there are: {known}")
+    verifier, switch = options.pop("verifier", None), options.pop("adaptive", "off").lower()
+    if switch not in SWITCH:
+        raise ValueError(f"adaptive must be on or off, got {switch!r}")
+    adaptive, drafter = SWITCH[switch], options.pop("drafter", None)
+    if drafter and options:
+        raise ValueError(f"a custom drafter has no option {min(options)}")
+    words = [drafter or _title(title, options), *["adaptive"] * adaptive, *[f"verifier {verifier}"] * bool(verifier)]
+    draft = None
+    if not drafter:
+        draft = _typed(title, {Auto.algorithm: Auto, **DRAFTERS}[title], options)
+    return Method(text, name or " ".join(words), draft, drafter, verifier, adaptive)
 
 
-def _short(title: str, given: dict[str, str]) -> str:
-    """A name for tables: the tree's three numbers, other options as they are, of a path its last part."""
-    parts = dict(given)
-    tree = [parts.pop(key) for key in ("steps", "topk", "nodes")] if {"steps", "topk", "nodes"} <= given.keys() else []
-    parts = {k: Path(v).name if k in ("path", "model", "assisted") else v for k, v in parts.items()}
-    words = [f"{key}={value}" if value else key for key, value in parts.items()]
-    return " ".join([title, *(["/".join(tree)] if tree else []), *words])
+def _title(name: str, options: Mapping[str, str]) -> str:
+    """A name for tables: the tree as steps/top-k/nodes, other options as given, paths by their last component."""
+    rest, tree = dict(options), ("steps", "topk", "nodes")
+    words = [name]
+    if rest.keys() >= {*tree}:
+        words.append("/".join(rest.pop(key) for key in tree))
+    rest = {key: Path(value).name if key in ("path", "model", "assisted") else value for key, value in rest.items()}
+    return " ".join([*words, *(f"{key}={value}" if value else key for key, value in rest.items())])
 
 
-def _switch(name: str, text: str) -> bool:
-    if text.lower() not in SWITCH:
-        raise ValueError(f"{name} must be on or off, got {text!r}")
-    return SWITCH[text.lower()]
-
-
-def _outside(given: dict[str, str]) -> Outside:
-    unknown = given.keys() - {"prompt-lookup", "assisted", "dtype"}
-    if unknown:
-        raise ValueError(f"transformers have no option {min(unknown)}; they have: prompt-lookup, assisted, dtype, name")
-    if {"prompt-lookup", "assisted"} <= given.keys():
-        raise ValueError("prompt-lookup and assisted exclude each other")
-    dtype = given.get("dtype", DTYPES[0])
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if "assisted" in given and not given["assisted"]:
-        raise ValueError("assisted= needs a draft model")
-    lookup = 0
-    if "prompt-lookup" in given:
-        lookup = _number(int, "prompt-lookup", given["prompt-lookup"] or str(LOOKUP_TOKENS))
-        if lookup < 1:
-            raise ValueError(f"prompt-lookup must be at least 1, got {lookup}")
-    return Outside(lookup, given.get("assisted"), dtype)
-
-
-def _draft(name: str, given: dict[str, str]) -> DraftOptions:
-    if "model" in given:
-        if "path" in given:
-            raise ValueError("model and path are one option")
-        given = {"path" if key == "model" else key: value for key, value in given.items()}
-    classes: tuple[type[DraftOptions], ...] = CHOICES if name == Auto.algorithm else (DRAFTERS[name],)
-    hints = {key: hint for each in classes for key, hint in get_type_hints(each).items() if key in each.names()}
-    if name == Auto.algorithm:
-        hints = {key: hint for key, hint in hints.items() if key in Auto.names()}
-    for key in given:
-        if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has: {', '.join(hints) or 'none'}"
+def _typed(name: str, kind: Any, options: Mapping[str, str]) -> Any:
+    """An instance of a dataclass, which checks types and ranges, from its fields as text."""
+    classes = CHOICES if kind is Auto else (kind,)
+    hints = {key: hint for each in classes for key, hint in get_type_hints(each).items()}
+    known = [key for key in hints if kind is Transformers or key in kind.names()]
+    values: dict[str, Any] = {}
+    for key, text in options.items():
+        field = "path" if key == "model" else key.replace("-", "_")
+        if field not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has: {', '.join(known) or 'none'}"
             raise ValueError(f"{name} has no option {key}; {hint}")
-    values = {key: _value(hints[key], key, value) for key, value in given.items()}
-    return Auto(**values) if name == Auto.algorithm else DRAFTERS[name](**values)
+        if field in values:
+            raise ValueError("model and path are one option")
+        if not text:
+            raise ValueError(f"{key} needs a value")
+        values[field] = _value(hints[field], text)
+    return kind(**values)
 
 
-def _value(hint: Any, key: str, text: str) -> Any:
-    kinds = (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
-    for kind in kinds:
-        if kind in (int, float) and not (kind is int and str in kinds and not text.isdigit()):
-            return _number(kind, key, text)
-        if get_origin(kind) is Literal:
-            choices = get_args(kind)
-            for choice in choices:
-                if text.lower() == choice.lower():
-                    return choice
-            raise ValueError(f"{key} must be one of {', '.join(choices)}, got {text!r}")
-    if not text:
-        raise ValueError(f"{key} needs a value")
+def _value(hint: Any, text: str) -> Any:
+    """The number or the Literal's choice that a text means under an annotation, else the text."""
+    for kind in (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,):
+        if kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        for choice in get_args(kind):
+            if text.lower() == choice.lower():
+                return choice
     return text
 
 
-def _number(kind: type, key: str, text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{key} must be {'an integer' if kind is int else 'a number'}, got {text!r}") from None
+# Contenders
+
+
+class Answer(NamedTuple):
+    """The completion of one prompt."""
+
+    tokens: list[int]  # including a stop token
+    arrivals: list[tuple[float, int]]  # (seconds since the start, tokens so far) of each forward with new tokens
+    histogram: list[int]  # forwards by number of accepted drafts, without the prompt's forward
+
+
+class Run(NamedTuple):
+    """Prompts that were completed together."""
+
+    answers: list[Answer]
+    seconds: float
+    drafted_steps: int | None  # steps of single requests that could draft; None: unknown
+
+
+@dataclass
+class EngineContender:
+    """Runs a batch of prompts in an engine."""
+
+    engine: Engine
+
+    def run(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> Run:
+        engine, drafted = self.engine, self.engine.counters.drafted_steps
+        started = time.perf_counter()
+        sequences = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        arrivals: list[list[tuple[float, int]]] = [[] for _ in sequences]
+        while any(sequence.output.finish_reason is None for sequence in sequences):
+            engine.step()
+            now = time.perf_counter() - started
+            for seen, sequence in zip(arrivals, sequences, strict=True):
+                if len(sequence.output.tokens) > (seen[-1][1] if seen else 0):
+                    seen.append((now, len(sequence.output.tokens)))
+        seconds = time.perf_counter() - started
+        while engine.unfinished:  # steps dispatched ahead
+            engine.step()
+        while engine.programs.pending:  # background compilation would slow down the next contender
+            time.sleep(0.02)
+        for sequence in sequences:
+            if sequence.output.finish_reason is not None and sequence.output.finish_reason.type == "abort":
+                raise RuntimeError(f"a request failed: {sequence.output.finish_reason.message}")
+        answers = [
+            Answer(list(sequence.output.tokens), seen, list(sequence.output.histogram))
+            for sequence, seen in zip(sequences, arrivals, strict=True)
+        ]
+        return Run(answers, seconds, engine.counters.drafted_steps - drafted)
+
+    def forget(self) -> None:
+        """Clears what the drafter remembers of earlier texts."""
+        if not self.engine.flush_cache():
+            raise RuntimeError("requests still run")
+
+    def note(self) -> str:
+        """Why some steps may not draft; may be empty."""
+
+        def as_written(reason: str) -> str:
+            return reason.replace("TreeShape.nodes", "nodes=N").replace("EngineConfig.adaptive", "adaptive=on")
+
+        return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0, as_written)["not_drafted"] or ""
+
+    def phases(self) -> PhaseTimes:
+        times = self.engine.programs.phase_times
+        assert times is not None, "needs EngineConfig.time_phases"
+        return replace(times)
+
+
+@dataclass
+class TransformersContender:
+    """Greedy decoding by transformers, one request after another."""
+
+    model: Any
+    generate_options: dict[str, Any]
+    stops: tuple[int, ...]  # tokens that end a text
+
+    def run(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> Run:
+        import torch
+
+        answers, seconds = [], 0.0
+        for prompt, params in zip(prompts, sampling, strict=True):
+            ids, streamer = torch.tensor([prompt], device=self.model.device), _Streamer()
+            stops = [] if params.ignore_eos else list(self.stops)
+            with torch.inference_mode():
+                output = self.model.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=params.max_new_tokens,
+                    streamer=streamer, eos_token_id=stops or None, pad_token_id=0, **self.generate_options,
+                )  # fmt: skip
+            seconds += time.perf_counter() - streamer.started
+            accepted = Counter(after[1] - before[1] - 1 for before, after in pairwise(streamer.arrivals))
+            histogram = [accepted[drafts] for drafts in range(max(accepted, default=-1) + 1)]
+            answers.append(Answer(output[0, len(prompt) :].tolist(), streamer.arrivals, histogram))
+        return Run(answers, seconds, None)
+
+    def forget(self) -> None:
+        pass
+
+    def note(self) -> str:
+        return ""
+
+
+class _Streamer:
+    """Records when tokens arrive. The first call of transformers passes the prompt."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.arrivals: list[tuple[float, int]] = []
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            before = self.arrivals[-1][1] if self.arrivals else 0
+            self.arrivals.append((time.perf_counter() - self.started, before + value.numel()))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+Contender: TypeAlias = EngineContender | TransformersContender
+
+
+class Source:
+    """One target, loaded once, and the contenders that decode with its weights.
+
+    Args:
+        load_options: arguments of `specjax.load.load` except for the draft's.
+        full_batches: compile only the steps of full batches, which also run the last requests.
+    """
+
+    def __init__(self, load_options: dict[str, Any], *, progress: bool = True, full_batches: bool = False) -> None:
+        self._options, self._progress, self._full_batches = load_options, progress, full_batches
+        self._loaded: dict[str, LoadedModel] = {}  # by the method's text
+        self._models: dict[str, Any] = {}  # of transformers, by name and dtype
+        use_compilation_cache()
+
+    @property
+    def first(self) -> LoadedModel:
+        """The model that was loaded first; all others share its target."""
+        return next(iter(self._loaded.values()))
+
+    def load(self, method: Method) -> LoadedModel:
+        """Loads a method's drafter and its weights; the target is shared."""
+        if method.text not in self._loaded:
+            options: dict[str, Any] = {"draft": method.draft} if method.draft is not None else {}
+            if method.drafter is not None:
+                options["drafter"] = load_drafter(method.drafter)
+            if method.verifier is not None:
+                options["verify"] = load_drafter(method.verifier)
+            loaded = load(**self._options, **options, progress=self._progress and not self._loaded)
+            if self._loaded:  # one copy of the weights
+                loaded = loaded._replace(params=loaded.params._replace(target=self.first.params.target))
+            self._loaded[method.text] = loaded
+        return self._loaded[method.text]
+
+    def derive(self, method: Method, base: Method) -> LoadedModel:
+        """Like `load`, from the weights of `base`: the same draft with another tree, or no draft."""
+        if method.text not in self._loaded:
+            draft, loaded = cast(DraftOptions, method.draft), self.load(base)
+            if isinstance(draft, NoDraft):
+                loaded = loaded._replace(params=loaded.params._replace(draft=None), draft_model=None)
+            weights = loaded.draft_model
+            head, model = (None, weights) if isinstance(weights, Target) else (weights, None)
+            drafter = make_drafter(draft, target=loaded.target, head=head, model=model)
+            self._loaded[method.text] = loaded._replace(drafter=drafter)
+        return self._loaded[method.text]
+
+    def contender(self, method: Method, config: EngineConfig) -> Contender:
+        """What completes batches of `config.max_running_requests` prompts with a method."""
+        if method.transformers is None:
+            return EngineContender(self.engine(method, config))
+        options, how = method.transformers, dict[str, Any]()
+        if options.prompt_lookup:
+            how["prompt_lookup_num_tokens"] = options.prompt_lookup
+        if options.assisted:
+            how["assistant_model"] = self._transformers_model(options.assisted, options.dtype)
+        model = self._transformers_model(None, options.dtype)
+        return TransformersContender(model, how, tuple(self.first.eos_ids))
+
+    def engine(self, method: Method, config: EngineConfig) -> Engine:
+        """An engine whose programs are compiled."""
+        engine = Engine(**self.load(method)._asdict(), config=replace(config, adaptive=method.adaptive))
+        keys = engine.single_request_keys() if config.max_running_requests == 1 else None
+        if keys is None and self._full_batches:
+            widths = {"step": (config.max_running_requests,), "prefill": engine.buckets.chunks}
+            every = engine.buckets.all_keys()
+            keys = [key for key in every if key.rows == 1 and key.width in widths.get(key.kind, ())]
+        engine.warm_up(keys, progress=False)
+        return engine
+
+    def _transformers_model(self, name: str | None, dtype: str) -> Any:
+        """A model of transformers; None: the target, its weights dequantised."""
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging as messages
+
+        messages.set_verbosity_error()  # its assisted decoding warns of its own calls
+        messages.disable_progress_bar()  # it would interrupt ours
+        key = f"{name} {dtype}"
+        if key not in self._models:
+            revision = self._options.get("revision") if name is None else None
+            files = checkpoint.resolve(name or self._options["model"], revision=revision)
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint.save_dequantised(files, Path(folder))
+                model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+            device = "cpu"
+            if jax.default_backend() != "cpu" and not torch.cuda.is_available():
+                logger.warning("transformers runs on the CPU: this torch finds no GPU")
+            elif jax.default_backend() != "cpu":
+                device = "cuda"
+            model = model.eval().to(device)
+            model.generation_config = GenerationConfig()  # a checkpoint's may have penalties, which ours ignores
+            self._models[key] = model
+        return self._models[key]

@@ -1,8 +1,9 @@
-"""The head of every record: when, where, with what and by which command a figure was measured."""
+"""The head of every record: date, command, commit, versions and machine of a measurement."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.util
 import os
 import platform
@@ -16,13 +17,12 @@ from typing import Any
 
 import jax
 
-from specjax.fleet.agreement import hash_of, source_files
-
-ROOT = Path(__file__).parents[2]  # of a checkout
+ROOT = Path(__file__).parents[2]  # the checkout
+VECTOR_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """This machine, these versions (jax and `packages`), this commit and command."""
+    """This machine, commit and command, with the versions of jax and of `packages`."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command(),
@@ -37,23 +37,28 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit; None: this is an installed package."""
+    """The checkout's commit; None for an installed package."""
     return _git("rev-parse", "HEAD") or None
 
 
 def code_digest(modules: Iterable[str] = ()) -> str:
-    """Of the source of specjax, of its kernels and of these modules, whether committed or not."""
-    origins = [Path(spec.origin) for name in modules if (spec := importlib.util.find_spec(name)) and spec.origin]
-    theirs = [
-        file
-        for origin in origins
-        for file in (sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin])
-    ]
-    return hash_of([*source_files(), *theirs])[:16]
+    """Digest of the source of specjax, of its kernels and of `modules`, committed or not."""
+    digest = hashlib.sha256()
+    for name in ("specjax", "specjax_kernels", *modules):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        file = Path(spec.origin)
+        sources = [file]
+        if file.name == "__init__.py":
+            sources = sorted(each for kind in ("*.py", "*.json") for each in file.parent.rglob(kind))
+        for source in sources:
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def file_stamps(path: str) -> list[list[Any]]:
-    """Name, size and time of change (ns) of each file of a local model; none for a name of the hub."""
+    """Name, size and modification time (ns) of each file of a local model; empty for a name on the hub."""
     place = Path(path).expanduser()
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     stamps = [(file.name, file.stat()) for file in files if file.is_file()]
@@ -61,13 +66,25 @@ def file_stamps(path: str) -> list[list[Any]]:
 
 
 def command() -> str:
-    """How this program was started."""
+    """The command line that started this program."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None:
-        started = ["python", "-m", module.name.removesuffix(".__main__")]
+        program = ["python", "-m", module.name.removesuffix(".__main__")]
     else:
-        started = ["specjax"] if Path(sys.argv[0]).stem == "specjax" else ["python", sys.argv[0]]
-    return shlex.join([*started, *sys.argv[1:]])
+        program = ["specjax"] if Path(sys.argv[0]).stem == "specjax" else ["python", sys.argv[0]]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def processor() -> str:
+    """Name of the CPU and its vector instructions: rented machines of one name differ in them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+
+    def first(*names: str) -> str:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+    vectors = [name for name in VECTOR_INSTRUCTIONS if name in first("flags", "Features").split()]
+    return " ".join([first("model name") or platform.processor(), *vectors])
 
 
 def _version(name: str) -> str | None:
@@ -78,25 +95,10 @@ def _version(name: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    if not (ROOT / ".git").exists():  # an installed package may lie in someone else's repository
+    if not (ROOT / ".git").exists():  # an installed package may be inside another repository
         return ""
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT)
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return ""
     return done.stdout.strip()
-
-
-VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
-
-
-def processor() -> str:
-    """The CPU's name, where Linux tells it, and its vector instructions: rented machines of one name differ in them."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-
-    def first(*names: str) -> str:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
-
-    vectors = [name for name in VECTORS if name in first("flags", "Features").split()]
-    return " ".join([first("model name") or platform.processor(), *vectors])

@@ -1,191 +1,286 @@
-"""From runs to figures: one row for each method, set, temperature and batch size, with confidence intervals.
+"""From runs to figures: one row for each method, set, temperature and batch size; tables and pictures of the rows.
 
-Intervals are bootstrap percentiles (95%, `RESAMPLES` resamples with a fixed seed). What is drawn with replacement are
-groups of conversations that ran together (single ones at batch size 1), each with all its repeats: runs of one prompt
-are not independent of each other. A speed-up is resampled in pairs, a method's runs with the baseline's of the same
-groups.
+Intervals are percentiles of a bootstrap with a fixed seed. It draws groups of conversations that ran together (single
+conversations at batch size 1), each with all its repeats, because runs of one prompt are not independent. Speed-ups
+are resampled in pairs: a method's runs with the baseline's runs of the same groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specjax.bench.sets import ALL
+
 RESAMPLES = 2000
 LEVEL = 0.95
-ALL = "all"  # a row over all sets
+VERDICTS = ("equal", "near tie", "different", "other prompt")
+"""Results of comparing a turn's text with the baseline's. Texts after another prompt are not compared."""
+
+Row = dict[str, Any]
+Interval = dict[str, float | None]
+"""`value`, `low` and `high`; the bounds are None if there is only one group."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One method's run of a group of conversations, all turns: as a line of the log holds it."""
+    """One method's run of a group of conversations with all turns."""
 
     method: str
     group: str  # ids of the conversations
     repeat: int
-    seconds: float  # end to end, the prompts' forwards included
+    seconds: float  # end to end, prompts included
     tokens: int
-    decode_seconds: float  # of each request after its first tokens came, summed
+    decode_seconds: float  # after the first tokens of each request, summed over requests
     decode_tokens: int
-    histogram: list[int]  # forwards by drafts accepted
-    drafted_steps: int | None  # None: not known, as of transformers
-    texts: dict[str, int]  # turns by verdict: equal, near tie, different, other prompt
-    full_seconds: float = 0.0  # while all requests of the group decode
-    full_tokens: int = 0
-    conversations: int = 1  # of the group
-    curve: list[list[float | int]] = field(default_factory=list)  # [tokens, seconds] of each turn, for the plot
+    histogram: list[int]  # forwards by number of accepted drafts
+    drafted_steps: int | None  # None: unknown, for transformers
+    texts: dict[str, int]  # turns by verdict
+    conversations: int = 1
+    note: str = ""  # why the method may not draft in every step
 
 
-@dataclass(frozen=True)
-class Interval:
-    value: float
-    low: float | None  # None: there is one group
-    high: float | None
-
-    def as_dict(self) -> dict[str, float | None]:
-        return {"value": round(self.value, 4), "low": _rounded(self.low), "high": _rounded(self.high)}
+# Rows
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
-def bootstrap(statistic: Any, count: int) -> Interval:
-    """`statistic` of indices [n, count] of groups -> [n] values."""
-    everything = float(statistic(np.arange(count)[None, :])[0])
+def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval:
+    """`statistic` maps indices of groups [n, count] to values [n]."""
+    value = float(statistic(np.arange(count)[None, :])[0])
     if count < 2:
-        return Interval(everything, None, None)
+        return {"value": round(value, 4), "low": None, "high": None}
     drawn = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     low, high = np.quantile(statistic(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(everything, float(low), float(high))
+    return {"value": round(value, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 
 
-def _totals(samples: Sequence[Sample], groups: Sequence[str], *names: str) -> list[np.ndarray]:
-    """Sums over the repeats, [groups] each."""
+def _ratio(samples: Sequence[Sample], groups: Sequence[str], numerator: str, denominator: str) -> Any:
+    """The statistic: the sum of one field over the sum of another."""
     place = {group: index for index, group in enumerate(groups)}
-    sums = [np.zeros(len(groups)) for _ in names]
+    sums = np.zeros((2, len(groups)))
     for sample in samples:
-        for total, name in zip(sums, names, strict=True):
-            total[place[sample.group]] += getattr(sample, name)
-    return sums
+        sums[:, place[sample.group]] += getattr(sample, numerator), getattr(sample, denominator)
+    return lambda drawn: sums[0][drawn].sum(axis=1) / np.maximum(sums[1][drawn].sum(axis=1), 1e-9)
 
 
 def rate(samples: Sequence[Sample], tokens: str = "tokens", seconds: str = "seconds") -> Interval:
-    """Tokens a second."""
+    """Tokens per second."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    count, time = _totals(samples, groups, tokens, seconds)
-    return bootstrap(lambda drawn: count[drawn].sum(axis=1) / np.maximum(time[drawn].sum(axis=1), 1e-9), len(groups))
+    return bootstrap(_ratio(samples, groups, tokens, seconds), len(groups))
 
 
-def speed_up(ours: Sequence[Sample], theirs: Sequence[Sample]) -> Interval:
-    """Tokens a second over the baseline's, by pairs of groups."""
-    groups = list(dict.fromkeys(sample.group for sample in ours))
-    (count, time), (other, other_time) = (_totals(each, groups, "tokens", "seconds") for each in (ours, theirs))
-
-    def ratio(drawn: np.ndarray) -> np.ndarray:
-        mine = count[drawn].sum(axis=1) / time[drawn].sum(axis=1)
-        return mine / (other[drawn].sum(axis=1) / other_time[drawn].sum(axis=1))
-
-    return bootstrap(ratio, len(groups))
+def speed_up(samples: Sequence[Sample], baseline: Sequence[Sample]) -> Interval:
+    """Tokens per second relative to the baseline's runs of the same groups."""
+    groups = list(dict.fromkeys(sample.group for sample in samples))
+    ours, theirs = (_ratio(each, groups, "tokens", "seconds") for each in (samples, baseline))
+    return bootstrap(lambda drawn: ours(drawn) / theirs(drawn), len(groups))
 
 
 def total(counts: Sequence[int | None]) -> int | None:
-    """The sum; None if one of them is not known."""
+    """The sum; None if one count is unknown."""
     return None if None in counts else sum(filter(None, counts))
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
-    total: list[int] = []
+    sums: list[int] = []
     for histogram in histograms:
-        total += [0] * (len(histogram) - len(total))
+        sums += [0] * (len(histogram) - len(sums))
         for depth, count in enumerate(histogram):
-            total[depth] += count
-    while len(total) > 1 and not total[-1]:
-        total.pop()
-    return total
+            sums[depth] += count
+    while len(sums) > 1 and not sums[-1]:
+        sums.pop()
+    return sums
 
 
 def accept_length(histogram: Sequence[int]) -> float:
-    """Emitted tokens a verification, the bonus token included; 1 where none was needed."""
+    """Emitted tokens per verification, the bonus token included; 1 without verifications."""
     forwards = sum(histogram)
     return sum(count * (drafts + 1) for drafts, count in enumerate(histogram)) / forwards if forwards else 1.0
 
 
 def by_depth(histogram: Sequence[int]) -> list[float]:
-    """At depth d (from 1) the share of steps that accepted d drafts, of those that accepted d - 1."""
+    """At depth d, from 1: of the steps that accepted d - 1 drafts, the share that accepted d."""
     reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
     return [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
 
 
 def row(
-    samples: Sequence[Sample], baseline: Sequence[Sample], *, where: dict[str, Any], phases: dict[str, float] | None
-) -> dict[str, Any]:
-    """One row of the table. `where`: its set, temperature, batch size and method. `baseline`: the baseline's runs of
-    the same groups. `phases`: milliseconds of drafting, verifying and committing in a step."""
+    samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row, phases: dict[str, float] | None
+) -> Row:  # fmt: skip
+    """One row of the table.
+
+    Args:
+        baseline: the baseline's runs of the same groups.
+        where: set, temperature, batch size and method.
+        phases: milliseconds of drafting, verifying and committing in a step.
+    """
     histogram = add_histograms(sample.histogram for sample in samples)
     steps, drafted = sum(histogram), total([sample.drafted_steps for sample in samples])
-    texts = {"equal": 0, "near tie": 0, "different": 0, "other prompt": 0}
-    for sample in samples:
-        for verdict, count in sample.texts.items():
-            texts[verdict] += count
     return where | {
         "conversations": sum({sample.group: sample.conversations for sample in samples}.values()),
         "repeats": len({sample.repeat for sample in samples}),
         "tokens": sum(sample.tokens for sample in samples),
         "seconds": round(sum(sample.seconds for sample in samples), 3),
-        "tokens_per_second": rate(samples).as_dict(),
-        "decode_tokens_per_second": rate(samples, "decode_tokens", "decode_seconds").as_dict(),
-        "speed_up": speed_up(samples, baseline).as_dict(),
+        "tokens_per_second": rate(samples),
+        "decode_tokens_per_second": rate(samples, "decode_tokens", "decode_seconds"),
+        "speed_up": speed_up(samples, baseline),
         "accept_length": round(accept_length(histogram), 4),
         "acceptance_by_depth": by_depth(histogram),
         "histogram": histogram,
         "verify_steps": steps,
         "drafted_steps": drafted,
+        "not_drafted": samples[0].note if drafted is not None and drafted < steps else "",
         "phase_ms": phases,
-        "texts": texts,
+        "texts": {verdict: sum(sample.texts.get(verdict, 0) for sample in samples) for verdict in VERDICTS},
     }
 
 
-def curve(samples: Sequence[Sample], points: Sequence[int]) -> list[tuple[int, float]]:
-    """(tokens, mean seconds until so many were there) over turns; a point that fewer than half of the turns reach ends
-    it."""
-    turns = [one for sample in samples for one in _turns(sample.curve)]
-    found: list[tuple[int, float]] = []
-    for count in points:
-        times = [time for turn in turns if (time := _time_of(turn, count)) is not None]
-        if 2 * len(times) < len(turns) or not times:
-            break
-        found.append((count, float(np.mean(times))))
-    return found
+# Tables
+
+HEADER = (
+    "set", "T", "batch", "method", "tokens/s", "speed-up", "accept length", "acceptance by depth, %", "drafted steps",
+    "draft ms", "verify ms", "equal texts",
+)  # fmt: skip
+TERMINAL_COLUMNS = 100
 
 
-def _turns(flat: list[list[float | int]]) -> list[list[list[float | int]]]:
-    """A curve's turns: tokens grow within each."""
-    turns: list[list[list[float | int]]] = []
-    for point in flat:
-        if not turns or point[0] <= turns[-1][-1][0]:
-            turns.append([])
-        turns[-1].append(point)
-    return turns
+def interval_text(interval: Interval, digits: int) -> str:
+    """`41.2 (39.8 to 42.5)`"""
+    text = f"{interval['value']:.{digits}f}"
+    return (
+        text if interval["low"] is None else f"{text} ({interval['low']:.{digits}f} to {interval['high']:.{digits}f})"
+    )
 
 
-def _time_of(turn: list[list[float | int]], count: int) -> float | None:
-    return next((seconds for tokens, seconds in turn if tokens >= count), None)
-
-
-def undrafted(reasons: Mapping[tuple[str, int], str], rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Sentences on methods that did not draft in each of their steps. `reasons`: by method and batch size."""
-    partly = {
-        (row["method"], row["batch"])
-        for row in rows
-        if row["drafted_steps"] is not None and row["drafted_steps"] < row["verify_steps"]
-    }
+def cells(row: Row) -> list[str]:
+    """A row as text, in the order of `HEADER`."""
+    steps, phases, texts = row["verify_steps"], row["phase_ms"] or {}, row["texts"]
+    compared = sum(count for verdict, count in texts.items() if verdict != "other prompt")
+    near = f" + {texts['near tie']} near ties" if texts["near tie"] else ""
+    other = f", {texts['other prompt']} with another prompt" if texts["other prompt"] else ""
     return [
-        f"{method}, batch size {batch}: {reason}"
-        for (method, batch), reason in reasons.items()
-        if reason and (method, batch) in partly
+        row["set"],
+        f"{row['temperature']:g}",
+        str(row["batch"]),
+        row["method"],
+        interval_text(row["tokens_per_second"], 1),
+        interval_text(row["speed_up"], 2),
+        f"{row['accept_length']:.2f}",
+        " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_depth"]),
+        f"{row['drafted_steps'] / steps:.0%}" if steps and row["drafted_steps"] is not None else "",
+        *(f"{phases[name]:.1f}" if name in phases else "" for name in ("draft", "verify")),
+        f"{texts['equal']} of {compared}{near}{other}" if compared + texts["other prompt"] else "",
     ]
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """All columns that are not empty."""
+    columns = [column for column in zip(HEADER, *map(cells, rows), strict=True) if any(column[1:])]
+    return markdown_table(list(zip(*columns, strict=True)))
+
+
+def markdown_table(table: Sequence[Sequence[str]]) -> str:
+    """A table with padded columns. The first line is the header."""
+    table = [[cell.replace("|", "\\|") for cell in line] for line in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in table]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """The table for a terminal, without the interval of tokens/s, acceptance by depth and phases."""
+    table = [["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]]
+    for row in rows:
+        shown, texts = dict(zip(HEADER, cells(row), strict=True)), row["texts"]
+        compared = sum(texts.values())
+        equal = f"{texts['equal']}/{compared}" if compared else ""
+        shown["tokens/s"] = f"{row['tokens_per_second']['value']:.1f}"
+        table.append([*(shown[name] for name in (*HEADER[:7], "drafted steps")), equal])
+    return text_table(table, shrinking=(3, 0))
+
+
+def text_table(table: Sequence[Sequence[str]], *, shrinking: Sequence[int] = ()) -> str:
+    """A table of at most `TERMINAL_COLUMNS` columns. Cells of the columns `shrinking` lose their middle if needed."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > TERMINAL_COLUMNS and any(widths[i] > 8 for i in shrinking):
+        widths[max(shrinking, key=widths.__getitem__)] -= 1
+
+    def padded(text: str, width: int) -> str:
+        end = (width - 1) // 2
+        return text.ljust(width) if len(text) <= width else f"{text[: width - end - 1]}…{text[-end:]}"
+
+    return "".join(f"{'  '.join(map(padded, line, widths)).rstrip()}\n" for line in table)
+
+
+def titles(sets: Sequence[str]) -> list[str]:
+    """Short titles of sets: the category of `spec_bench/math_reasoning`, unless another set has the same title."""
+    short = [name.rpartition("/")[2] for name in sets]
+    return [
+        (title if short.count(title) == 1 else name).replace("_", " ") for title, name in zip(short, sets, strict=True)
+    ]
+
+
+# Pictures
+
+PICTURES = ("svg", "png", "pdf")
+INSTALL = "pip install 'specjax[bench]'"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Of Okabe and Ito: distinguishable by colour-blind people."""
+HATCHES, LINES = ("", "////", "....", "xxxx"), ("-", "--", ":", "-.")  # for methods that share a colour
+
+
+def picture_format(option: str) -> str | None:
+    """The format for a value of `--plots`; None: no pictures. If matplotlib is missing, prints a note for `auto` and
+    raises ValueError for a named format."""
+    if option == "none":
+        return None
+    if importlib.util.find_spec("matplotlib") is not None:
+        return "svg" if option == "auto" else option
+    if option != "auto":
+        raise ValueError(f"--plots {option} needs matplotlib, which is not installed: {INSTALL}")
+    print(f"There will be no pictures: matplotlib is not installed ({INSTALL})", file=sys.stderr)
+    return None
+
+
+def draw(folder: Path, kind: str, rows: Sequence[Row]) -> list[Path]:
+    """Writes a picture for each temperature and batch size: speed-ups with intervals by set, and acceptance by depth
+    over all sets."""
+    from matplotlib.figure import Figure
+
+    files: list[Path] = []
+    for case in dict.fromkeys((row["temperature"], row["batch"]) for row in rows):
+        part = [row for row in rows if (row["temperature"], row["batch"]) == case]
+        sets, methods = (list(dict.fromkeys(row[name] for row in part)) for name in ("set", "method"))
+        height = 1.2 + 0.2 * len(methods) + 0.16 * len(sets) * (len(methods) + 1)
+        figure = Figure(figsize=(9.0, max(3.5, height)), layout="constrained")
+        bars, depths = figure.subplots(1, 2)
+        for index, method in enumerate(methods):
+            by_set = {row["set"]: row for row in part if row["method"] == method}
+            color, turn = COLORS[index % len(COLORS)], index // len(COLORS) % len(LINES)
+            places = [sets.index(name) + 0.8 * (index + 0.5) / len(methods) - 0.4 for name in by_set]
+            ends = [[row["speed_up"][key] for row in by_set.values()] for key in ("low", "value", "high")]
+            low, values, high = np.array(ends, float)
+            bars.barh(
+                places, values, 0.75 / len(methods), xerr=np.maximum([values - low, high - values], 0),
+                label=f" {method}".replace("$", r"\$"), color=color, hatch=HATCHES[turn], edgecolor="white",
+                linewidth=0,
+            )  # fmt: skip
+            shares = by_set.get(ALL, next(iter(by_set.values())))["acceptance_by_depth"]
+            depths.plot(range(1, len(shares) + 1), shares, color=color, linestyle=LINES[turn], marker="o")
+        bars.axvline(1, color="0.4", linewidth=0.8, linestyle="--")
+        bars.set(xlabel="speed-up", yticks=range(len(sets)), yticklabels=titles(sets))
+        bars.invert_yaxis()
+        depths.set(xlabel="depth of the draft", ylabel="accepted, if the parent was", ylim=(0, 1.03))
+        depths.xaxis.get_major_locator().set_params(integer=True)
+        figure.suptitle("temperature {:g}, batch size {}".format(*case), fontsize=10)
+        figure.legend(loc="outside lower center", fontsize=8, frameon=False)
+        files.append(folder / "picture-T{:g}-batch{}.{}".format(*case, kind))
+        figure.savefig(files[-1], dpi=150)
+    return files

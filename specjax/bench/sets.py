@@ -1,11 +1,11 @@
-"""Sets of prompts: those that come with specjax, parts of them, and JSONL files of the user's own.
+"""Sets of prompts: the sets that ship with specjax, categories of them, and JSONL files.
 
-    mt_bench                all of a set
-    spec_bench              Spec-Bench by its six categories, each a set of its own
-    spec_bench/rag          one of its categories
-    my/prompts.jsonl        a file: a line has `turns` (a list of strings) or `prompt` (a string), and may have `id`
+    mt_bench                a whole set
+    spec_bench              the six categories of Spec-Bench, each a set
+    spec_bench/rag          one category of a set
+    my/prompts.jsonl        a file; each line has `turns` (a list of strings) or `prompt` (a string), optionally `id`
 
-A conversation of several turns is held: the answer to a turn is in the prompt of the next one.
+A conversation may have several turns: the answer to a turn is part of the next turn's prompt.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.bench.results import ALL
-
 DATA = Path(__file__).parents[1] / "data" / "prompts"
-"""SET.jsonl files, one object with `id`, `category` and `turns` a line."""
+"""Folder of SET.jsonl files; each line is an object with `id`, `category` and `turns`."""
+
+ALL = "all"  # name of the table rows over all sets; no set may have it
 
 SPEC_BENCH = {
     "mt_bench": ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
@@ -30,12 +30,12 @@ SPEC_BENCH = {
     "math_reasoning": ("math_reasoning",),
     "rag": ("rag",),
 }
-"""Spec-Bench's six categories, by those of its lines; the first, of several turns, are the eight of MT-bench."""
+"""Spec-Bench's six categories -> categories of the lines. The first, of several turns, is MT-bench."""
 
 
 class Conversation(NamedTuple):
     id: str
-    turns: tuple[str, ...]  # of the user
+    turns: tuple[str, ...]  # the user's messages
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PromptSet:
 
     @property
     def digest(self) -> str:
-        """Of all that is asked."""
+        """Digest of all ids and turns."""
         return hashlib.sha256(json.dumps(self.conversations).encode()).hexdigest()[:16]
 
 
@@ -56,69 +56,69 @@ def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
 
 
 def spread(rows: list[Any], count: int) -> list[Any]:
-    """`count` of the rows from all of them, 0 = all: sets are ordered by category."""
+    """`count` rows evenly spaced over the list (0: all rows), because sets are ordered by category."""
     return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))] if count else rows
 
 
-def known(data: Path = DATA) -> list[str]:
+def set_names(data: Path = DATA) -> list[str]:
     """Names of the sets in a folder."""
     return sorted(file.stem for file in data.glob("*.jsonl"))
 
 
 def read_sets(names: Iterable[str], *, data: Path = DATA, limit: int = 0, turns: int = 0) -> list[PromptSet]:
-    """The sets of these names, in their order.
+    """Reads sets by name, in the given order.
 
     Args:
-        data: the folder of the named ones.
-        limit: conversations of each, spread over it; 0: all.
-        turns: of each conversation, the first; 0: all.
+        data: folder of the named sets.
+        limit: conversations of each set, evenly spaced; 0: all.
+        turns: first turns of each conversation; 0: all.
 
     Raises:
-        ValueError: there is no such set or file, or a line of it is no conversation.
+        ValueError: a set, file or category does not exist, or a line is not a conversation.
     """
-    found: list[PromptSet] = []
+    sets: dict[str, PromptSet] = {}
     for name in names:
-        for each, conversations in _read_set(name, data):
-            if each == ALL or any(each == other.name for other in found):
-                each = name  # two files of one name are told apart by their paths
-            if any(each == other.name for other in found):
-                raise ValueError(f"--sets names {each} twice")
-            chosen = [one._replace(turns=one.turns[: turns or None]) for one in spread(conversations, limit)]
-            found.append(PromptSet(each, tuple(chosen)))
-    return found
+        for title, conversations in _read_set(name, data).items():
+            if title == ALL or title in sets:
+                title = name  # two files with the same name are shown by their paths
+            if title in sets:
+                raise ValueError(f"--sets names {title} twice")
+            chosen = [each._replace(turns=each.turns[: turns or None]) for each in spread(conversations, limit)]
+            sets[title] = PromptSet(title, tuple(chosen))
+    return list(sets.values())
 
 
-def _read_set(name: str, data: Path) -> list[tuple[str, list[Conversation]]]:
+def _read_set(name: str, data: Path) -> dict[str, list[Conversation]]:
+    """The conversations of a set, or of each of its categories, by title."""
     if name.endswith((".jsonl", ".json")):
         if not Path(name).is_file():
             raise ValueError(f"--sets {name}: there is no such file")
-        return [(Path(name).stem, [one for one, _ in _lines(Path(name))])]
+        return {Path(name).stem: [conversation for conversation, _ in _read_lines(Path(name))]}
     base, _, part = name.partition("/")
     file = data / f"{base}.jsonl"
     if not file.is_file():
-        there = ", ".join(known(data)) or "no sets"
+        names = ", ".join(set_names(data)) or "no sets"
         raise ValueError(
-            f"--sets {name}: {data} has no {base}.jsonl; it has: {there}; or name a file that ends in .jsonl"
+            f"--sets {name}: {data} has no {base}.jsonl; it has: {names}; or name a file that ends in .jsonl"
         )
-    rows = _lines(file)
-    if base == "spec_bench":
-        groups = SPEC_BENCH
-    elif part:
-        groups = {category: (category,) for category in dict.fromkeys(category for _, category in rows)}
-    else:
-        return [(base, [one for one, _ in rows])]
-    if part and part not in groups:
-        raise ValueError(f"--sets {name}: {base} has no category {part}; it has: {', '.join(groups)}")
-    wanted = [part] if part else [*groups]
-    found = {one: [row for row, category in rows if category in groups[one]] for one in wanted}
-    if empty := [one for one, own in found.items() if not own]:
+    lines = _read_lines(file)
+    if base != "spec_bench" and not part:
+        return {base: [conversation for conversation, _ in lines]}
+    categories = SPEC_BENCH if base == "spec_bench" else {category: (category,) for _, category in lines}
+    if part and part not in categories:
+        raise ValueError(f"--sets {name}: {base} has no category {part}; it has: {', '.join(categories)}")
+    parts = {
+        title: [conversation for conversation, category in lines if category in categories[title]]
+        for title in ([part] if part else categories)
+    }
+    if empty := [title for title, conversations in parts.items() if not conversations]:
         raise ValueError(f"--sets {name}: {file} has no conversation of {', '.join(empty)}")
-    return [(f"{base}/{one}", own) for one, own in found.items()]
+    return {f"{base}/{title}": conversations for title, conversations in parts.items()}
 
 
-def _lines(file: Path) -> list[tuple[Conversation, str]]:
-    """Conversations and their categories."""
-    found: list[tuple[Conversation, str]] = []
+def _read_lines(file: Path) -> list[tuple[Conversation, str]]:
+    """(conversation, category) of each line."""
+    lines: list[tuple[Conversation, str]] = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -132,9 +132,9 @@ def _lines(file: Path) -> list[tuple[Conversation, str]]:
             start = line[:60].decode(errors="replace")
             raise ValueError(f"{where} needs `turns`, a list of strings, or `prompt`, a string; got {start!r}")
         id = f"{file.stem}-{number}" if row.get("id") is None else str(row["id"])
-        found.append((Conversation(id, tuple(turns)), str(row.get("category", ""))))
-    if not found:
+        lines.append((Conversation(id, tuple(turns)), str(row.get("category", ""))))
+    if not lines:
         raise ValueError(f"{file} holds no prompts")
-    if len({one.id for one, _ in found}) < len(found):
-        raise ValueError(f"{file}: two lines have one id")
-    return found
+    if len({conversation.id for conversation, _ in lines}) < len(lines):
+        raise ValueError(f"{file}: two lines have the same id")
+    return lines

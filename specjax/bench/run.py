@@ -1,0 +1,356 @@
+"""Runs methods on sets of prompts, taking turns, and logs each measured part, so that a stopped run can resume.
+
+For each batch size, set, temperature and repeat there is one block. In a block every method completes every group of
+conversations. The order of the methods rotates from group to group, so that other load on the machine affects all of
+them. Drafters forget earlier texts before each block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+from zlib import crc32
+
+from specjax.bench.methods import Answer, Contender, EngineContender, Method, Run, Source
+from specjax.bench.results import VERDICTS, Sample, add_histograms, row, total
+from specjax.bench.sets import ALL, Conversation, PromptSet
+from specjax.checkpoint.prompts import encode
+from specjax.engine import SamplingParams
+from specjax.engine.config import EngineConfig
+from specjax.progress import progress_bar
+
+NEAR = 1e-3
+"""Largest difference of two float32 logits that counts as a tie: the last bits of a matrix product depend on its shape
+(docs/design.md)."""
+
+WARM_UP_TOKENS = 8
+Turn: TypeAlias = tuple[list[int], Answer]  # the prompt and its completion
+
+
+class Log:
+    """Measured parts of one comparison: `runs.jsonl` in its folder, whose first line is the configuration.
+
+    Args:
+        identity: JSON values that the measurements depend on.
+
+    Raises:
+        ValueError: the folder holds runs of another configuration, or other files.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self._folder, self._file = folder, folder / "runs.jsonl"
+        self._identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self._entries: dict[str, Any] = {}  # by the key as JSON
+        if not self._file.exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise ValueError(f"--output {folder} is not empty, and holds no runs.jsonl; name another folder")
+            return
+        text = self._file.read_bytes()
+        complete = text[: text.rfind(b"\n") + 1]  # a killed run may leave half a line
+        if len(complete) < len(text):
+            self._file.write_bytes(complete)
+        configuration, *lines = complete.splitlines() or [json.dumps(self._identity)]
+        self._check(json.loads(configuration))
+        for line in lines:
+            key, value = json.loads(line)
+            self._entries[json.dumps(key)] = value
+
+    def _check(self, before: Mapping[str, Any]) -> None:
+        for name in dict.fromkeys([*before, *self._identity]):
+            old, new = before.get(name), self._identity.get(name)
+            if old == new:
+                continue
+            if isinstance(old, dict) and isinstance(new, dict):
+                differing = [key for key in [*old, *new] if old.get(key) != new.get(key)]
+                old, new = ({key: each[key] for key in differing if key in each} for each in (old, new))
+            raise ValueError(
+                f"--output {self._folder} holds runs with another {name}: {old!r:.200}, not {new!r:.200}; name "
+                "another folder, or remove this one"
+            )
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return json.dumps(key) in self._entries
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        return self._entries[json.dumps(key)]
+
+    def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
+        """Writes a part. The first part creates the folder, so that a run which fails before it leaves no files."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lines = [[key, value]] if self._entries else [self._identity, [key, value]]
+        with self._file.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        self._entries[json.dumps(key)] = json.loads(json.dumps(value))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared."""
+
+    methods: tuple[Method, ...]
+    sets: tuple[PromptSet, ...]
+    temperatures: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+    baseline: str  # name of a method
+    max_new_tokens: int
+    repeats: int = 1
+    seed: int = 0
+    ignore_eos: bool = False
+    timed: int = 0  # conversations of each set for which phases of steps are timed
+
+
+def applies(method: Method, temperature: float, batch: int) -> bool:
+    """Whether a method can run: transformers complete one prompt at a time, greedily."""
+    return method.transformers is None or (temperature == 0 and batch == 1)
+
+
+class Experiment:
+    """Measures the parts of a plan that the log lacks.
+
+    Attributes:
+        left_out: ids of conversations that do not fit the model's context, by set.
+        sets: conversations that fit, by set.
+    """
+
+    def __init__(
+        self, plan: Plan, source: Source, log: Log | dict[tuple[Any, ...], Any], *, progress: bool = True
+    ) -> None:  # fmt: skip
+        self.plan, self.source, self.log, self._progress = plan, source, log, progress
+        for method in plan.methods:
+            if method.transformers is None:
+                source.load(method)
+        self._tokenizer, self._target = source.first.tokenizer, source.first.target.config
+        self.left_out: dict[str, list[str]] = {}
+        self.sets = {each.name: self._fitting(each) for each in plan.sets}
+
+    # Prompts
+
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        if self._tokenizer.chat_template:
+            return encode(messages, self._tokenizer, self._target.vocab_size)
+        text = "\n\n".join(message["content"] for message in messages)
+        return encode(text, self._tokenizer, self._target.vocab_size)
+
+    def max_tokens(self, conversation: Conversation) -> int:
+        """Upper bound of a conversation's tokens with all its answers."""
+        messages: list[dict[str, str]] = []
+        for turn in conversation.turns:
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "."}]
+        # Tokenising an answer's text again may give a few tokens more.
+        return len(self.encode(messages[:-1])) + len(conversation.turns) * (self.plan.max_new_tokens + 16)
+
+    def _fitting(self, prompts: PromptSet) -> list[Conversation]:
+        positions = self._target.max_positions
+        lengths = {each: self.max_tokens(each) for each in prompts.conversations}
+        fitting = [each for each, length in lengths.items() if length <= positions]
+        if left_out := [each.id for each in prompts.conversations if each not in fitting]:
+            self.left_out[prompts.name] = left_out
+        if not fitting:
+            raise ValueError(
+                f"--sets {prompts.name}: no conversation fits the model's {positions} positions with --max-new-tokens "
+                f"{self.plan.max_new_tokens} (the shortest may have {min(lengths.values())} tokens)"
+            )
+        if max(self.plan.batch_sizes) > len(fitting):
+            raise ValueError(
+                f"--batch-sizes {max(self.plan.batch_sizes)}: {prompts.name} has {len(fitting)} conversations that "
+                "fit; give more (--limit), or smaller batches"
+            )
+        return fitting
+
+    def config(self, batch: int, *, time_phases: bool = False) -> EngineConfig:
+        longest = max(self.max_tokens(each) for conversations in self.sets.values() for each in conversations)
+        room = batch * (longest + 256)  # steps in flight commit past the end
+        return EngineConfig(
+            max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed,
+            time_phases=time_phases,
+        )  # fmt: skip
+
+    # Runs
+
+    def run(self) -> None:
+        for batch in self.plan.batch_sizes:
+            if missing := [key for key in self._blocks(batch) if key not in self.log]:
+                self._run_blocks(batch, missing)
+            if self.plan.timed:
+                self._time_phases(batch)
+
+    def _blocks(self, batch: int) -> Iterator[tuple[Any, ...]]:
+        for repeat in range(self.plan.repeats):
+            for name in self.sets:
+                for temperature in self.plan.temperatures:
+                    yield "block", batch, name, temperature, repeat
+
+    def _run_blocks(self, batch: int, missing: Sequence[tuple[Any, ...]]) -> None:
+        contenders: dict[str, Contender] = {}
+        methods = [each for each in self.plan.methods if any(applies(each, key[3], batch) for key in missing)]
+        with progress_bar("Compiling", len(methods), "method", shown=self._progress) as bar:
+            for method in methods:
+                contenders[method.name] = self.source.contender(method, self.config(batch))
+                self._warm_up(contenders[method.name], batch)
+                bar.update()
+        for key in missing:
+            self.log[key] = self._block(contenders, *key[1:])
+
+    def _warm_up(self, contender: Contender, batch: int) -> None:
+        """Compiles the remaining programs by a run that is not measured."""
+        group = groups(next(iter(self.sets.values())), batch)[0]
+        prompts = [self.encode([{"role": "user", "content": each.turns[0]}]) for each in group]
+        contender.run(prompts, [SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)] * len(prompts))
+
+    def _block(
+        self, contenders: Mapping[str, Contender], batch: int, name: str, temperature: float, repeat: int
+    ) -> list[dict[str, Any]]:
+        """The samples of all methods."""
+        methods = [each.name for each in self.plan.methods if applies(each, temperature, batch)]
+        for method in methods:
+            contenders[method].forget()
+        parts = groups(self.sets[name], batch)
+        title = f"{name}, T={temperature:g}" + (f", batch {batch}" if batch > 1 else "")
+        title += f", repeat {repeat + 1} of {self.plan.repeats}" if self.plan.repeats > 1 else ""
+        runs: dict[str, list[tuple[Sample, list[Turn]]]] = {method: [] for method in methods}
+        with progress_bar(title, len(parts) * len(methods), "run", shown=self._progress) as bar:
+            for index, group in enumerate(parts):
+                turn = (index + repeat) % len(methods)
+                for method in methods[turn:] + methods[:turn]:
+                    runs[method].append(self._complete(contenders[method], group, temperature))
+                    bar.update()
+        baseline = contenders[self.plan.baseline]
+        gap = partial(_logit_gap, baseline) if isinstance(baseline, EngineContender) and temperature == 0 else None
+        return [
+            asdict(replace(sample, method=method, repeat=repeat, texts=compare_texts(turns, baseline_turns, gap)))
+            for method in methods
+            for (sample, turns), (_, baseline_turns) in zip(runs[method], runs[self.plan.baseline], strict=True)
+        ]
+
+    def _complete(
+        self, contender: Contender, group: Sequence[Conversation], temperature: float
+    ) -> tuple[Sample, list[Turn]]:  # fmt: skip
+        """Completes all turns of a group; conversations that have a next turn run together. The sample's method,
+        repeat and verdicts are not set."""
+        messages: list[list[dict[str, str]]] = [[] for _ in group]
+        sampling = SamplingParams(
+            max_new_tokens=self.plan.max_new_tokens, temperature=temperature, ignore_eos=self.plan.ignore_eos
+        )
+        turns: list[Turn] = []
+        runs: list[Run] = []
+        for turn in range(max(len(each.turns) for each in group)):
+            rows = [i for i, each in enumerate(group) if turn < len(each.turns)]
+            for i in rows:
+                messages[i].append({"role": "user", "content": group[i].turns[turn]})
+            prompts = [self.encode(messages[i]) for i in rows]
+            # Requests with the same seed would share their noise.
+            seeds = [self.plan.seed + crc32(group[i].id.encode()) + turn for i in rows]
+            runs.append(contender.run(prompts, [replace(sampling, seed=seed) for seed in seeds]))
+            for i, prompt, answer in zip(rows, prompts, runs[-1].answers, strict=True):
+                messages[i].append({"role": "assistant", "content": self._text(answer.tokens)})
+                turns.append((prompt, answer))
+        answers = [answer for _, answer in turns]
+        spans = [(answer.arrivals[0], answer.arrivals[-1]) for answer in answers if answer.arrivals]
+        sample = Sample(
+            method="", group="+".join(each.id for each in group), repeat=0, texts={}, conversations=len(group),
+            seconds=round(sum(run.seconds for run in runs), 6),
+            tokens=sum(len(answer.tokens) for answer in answers),
+            decode_seconds=round(sum(last[0] - first[0] for first, last in spans), 6),
+            decode_tokens=sum(last[1] - first[1] for first, last in spans),
+            histogram=add_histograms(answer.histogram for answer in answers),
+            drafted_steps=total([run.drafted_steps for run in runs]), note=contender.note(),
+        )  # fmt: skip
+        return sample, turns
+
+    def _text(self, tokens: list[int]) -> str:
+        """An answer's text for the next turn's prompt."""
+        if tokens and tokens[-1] in self.source.first.eos_ids:
+            tokens = tokens[:-1]
+        return self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+    def _time_phases(self, batch: int) -> None:
+        """Logs milliseconds of drafting, verifying and committing in a step. The host waits for each phase, which is
+        slower, so separate engines do it."""
+        for method in self.plan.methods:
+            keys = [("phases", batch, name, t, method.name) for name in self.sets for t in self.plan.temperatures]
+            missing = [key for key in keys if key not in self.log]
+            if method.transformers is not None or not missing:
+                continue
+            contender = EngineContender(self.source.engine(method, self.config(batch, time_phases=True)))
+            self._warm_up(contender, batch)
+            with progress_bar(f"Timing phases of {method.name}", len(missing), "run", shown=self._progress) as bar:
+                for key in missing:
+                    before = contender.phases()
+                    contender.forget()
+                    for group in groups(self.sets[key[2]], batch)[: max(self.plan.timed // batch, 1)]:
+                        self._complete(contender, group, key[3])
+                    self.log[key] = contender.phases().since(before)
+                    bar.update()
+
+    # Results
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table: a row for each batch size, temperature, set and method, then for all sets together."""
+        parts = {name: [name] for name in self.sets}
+        if len(parts) > 1:
+            parts[ALL] = [*self.sets]
+        return [
+            row(
+                [each for each in samples if each.method == method.name],
+                [each for each in samples if each.method == self.plan.baseline],
+                where={"set": title, "temperature": temperature, "batch": batch, "method": method.name},
+                phases=self._phases(batch, names, temperature, method.name),
+            )
+            for batch in self.plan.batch_sizes
+            for temperature in self.plan.temperatures
+            for title, names in parts.items()
+            for samples in [[each for name in names for each in self._samples(batch, name, temperature)]]
+            for method in self.plan.methods
+            if applies(method, temperature, batch)
+        ]
+
+    def _samples(self, batch: int, name: str, temperature: float) -> list[Sample]:
+        return [
+            Sample(**sample | {"group": f"{name}: {sample['group']}"})
+            for repeat in range(self.plan.repeats)
+            for sample in self.log["block", batch, name, temperature, repeat]
+        ]
+
+    def _phases(self, batch: int, names: Sequence[str], temperature: float, method: str) -> dict[str, float] | None:
+        """Milliseconds of each phase, averaged over sets; None if phases were not timed."""
+        keys = [("phases", batch, name, temperature, method) for name in names]
+        times = [self.log[key] for key in keys if key in self.log]
+        return {name: sum(each[name] for each in times) / len(times) for name in times[0]} if times else None
+
+
+def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:
+    """Full batches of conversations; the remainder is left out."""
+    return [list(conversations[i : i + batch]) for i in range(0, len(conversations) - batch + 1, batch)]
+
+
+def compare_texts(
+    turns: Sequence[Turn], baseline: Sequence[Turn], gap: Callable[[list[int], set[int]], float] | None
+) -> dict[str, int]:
+    """Number of turns by how their text compares with the baseline's. `gap`: see `_logit_gap`; None: no near ties."""
+    counts = dict.fromkeys(VERDICTS, 0)
+    for (prompt, answer), (other_prompt, other) in zip(turns, baseline, strict=True):
+        if prompt != other_prompt:
+            counts["other prompt"] += 1
+        elif answer.tokens == other.tokens:
+            counts["equal"] += 1
+        else:
+            pairs = enumerate(zip(answer.tokens, other.tokens, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), None)
+            near = False
+            if at is not None and gap is not None:
+                near = gap(prompt + answer.tokens[:at], {answer.tokens[at], other.tokens[at]}) < NEAR
+            counts["near tie" if near else "different"] += 1
+    return counts
+
+
+def _logit_gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
+    """Difference of the two largest logits after a context; infinite if their tokens are not `tokens`."""
+    sampling = SamplingParams(max_new_tokens=1, logprobs=2, ignore_eos=True)
+    logprobs = baseline.engine.generate(context, sampling).logprobs
+    assert logprobs is not None
+    (first, best), (second, next_best) = logprobs[0].top
+    return best - next_best if {first, second} == tokens else float("inf")
