@@ -143,11 +143,11 @@ def surroundings(models: Iterable[str | None], modules: Iterable[str] = ()) -> d
 
 def identity(plan: Plan, chosen: Settings) -> dict[str, Any]:
     """What all measurements of a folder have in common. The number of repeats may grow."""
-    modules = [name.partition(":")[0] for each in plan.methods for name in (each.drafter, each.verifier) if name]
+    modules = [name.partition(":")[0] for method in plan.methods for name in (method.drafter, method.verifier) if name]
     shared = {name: value for name, value in vars(plan).items() if name != "repeats"}
     shared["methods"] = [method.text for method in plan.methods]
-    shared["sets"] = {each.name: each.digest for each in plan.sets}
-    models = [chosen.model.model, *(each.draft_path for each in plan.methods)]
+    shared["sets"] = {prompts.name: prompts.digest for prompts in plan.sets}
+    models = [chosen.model.model, *(method.draft_path for method in plan.methods)]
     return {**surroundings(models, modules), "model": dict(vars(chosen.model)), **shared}
 
 

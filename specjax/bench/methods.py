@@ -154,8 +154,8 @@ def _parse(text: str) -> Method:
             options["prompt-lookup"] = str(LOOKUP_TOKENS)
         return Method(text, name, transformers=_typed(TRANSFORMERS, Transformers, options))
     if algorithm(head) is None:
-        known = f"{algorithms()}, {TRANSFORMERS}, drafter=module:function"
-        raise ValueError(f"no method is called {head}; there are: {known}")
+        names = f"{algorithms()}, {TRANSFORMERS}, drafter=module:function"
+        raise ValueError(f"no method is called {head}; there are: {names}")
     verifier, switch = options.pop("verifier", None), options.pop("adaptive", "off").lower()
     if switch not in SWITCH:
         raise ValueError(f"adaptive must be on or off, got {switch!r}")
@@ -182,14 +182,14 @@ def _title(name: str, options: Mapping[str, str]) -> str:
 def _typed(name: str, kind: Any, options: Mapping[str, str]) -> Any:
     """An instance of a dataclass, which checks types and ranges, from its fields as text."""
     classes = CHOICES if kind is Auto else (kind,)
-    hints = {key: hint for each in classes for key, hint in get_type_hints(each).items()}
-    known = [key for key in hints if kind is Transformers or key in kind.names()]
+    hints = {key: hint for options_class in classes for key, hint in get_type_hints(options_class).items()}
+    fields = [key for key in hints if kind is Transformers or key in kind.names()]
     values: dict[str, Any] = {}
     for key, text in options.items():
         field = "path" if key == "model" else key.replace("-", "_")
-        if field not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has: {', '.join(known) or 'none'}"
+        if field not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has: {', '.join(fields) or 'none'}"
             raise ValueError(f"{name} has no option {key}; {hint}")
         if field in values:
             raise ValueError("model and path are one option")

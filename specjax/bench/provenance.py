@@ -51,7 +51,7 @@ def code_digest(modules: Iterable[str] = ()) -> str:
         file = Path(spec.origin)
         sources = [file]
         if file.name == "__init__.py":
-            sources = sorted(each for kind in ("*.py", "*.json") for each in file.parent.rglob(kind))
+            sources = sorted(path for kind in ("*.py", "*.json") for path in file.parent.rglob(kind))
         for source in sources:
             digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()[:16]

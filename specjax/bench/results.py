@@ -78,7 +78,7 @@ def rate(samples: Sequence[Sample], tokens: str = "tokens", seconds: str = "seco
 def speed_up(samples: Sequence[Sample], baseline: Sequence[Sample]) -> Interval:
     """Tokens per second relative to the baseline's runs of the same groups."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    ours, theirs = (_ratio(each, groups, "tokens", "seconds") for each in (samples, baseline))
+    ours, theirs = (_ratio(runs, groups, "tokens", "seconds") for runs in (samples, baseline))
     return bootstrap(lambda drawn: ours(drawn) / theirs(drawn), len(groups))
 
 

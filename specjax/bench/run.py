@@ -66,7 +66,7 @@ class Log:
                 continue
             if isinstance(old, dict) and isinstance(new, dict):
                 differing = [key for key in [*old, *new] if old.get(key) != new.get(key)]
-                old, new = ({key: each[key] for key in differing if key in each} for each in (old, new))
+                old, new = ({key: side[key] for key in differing if key in side} for side in (old, new))
             raise ValueError(
                 f"--output {self._folder} holds runs with another {name}: {old!r:.200}, not {new!r:.200}; name "
                 "another folder, or remove this one"
@@ -125,7 +125,7 @@ class Experiment:
                 source.load(method)
         self._tokenizer, self._target = source.first.tokenizer, source.first.target.config
         self.left_out: dict[str, list[str]] = {}
-        self.sets = {each.name: self._fitting(each) for each in plan.sets}
+        self.sets = {prompts.name: self._fitting(prompts) for prompts in plan.sets}
 
     # Prompts
 
@@ -145,9 +145,9 @@ class Experiment:
 
     def _fitting(self, prompts: PromptSet) -> list[Conversation]:
         positions = self._target.max_positions
-        lengths = {each: self.max_tokens(each) for each in prompts.conversations}
-        fitting = [each for each, length in lengths.items() if length <= positions]
-        if left_out := [each.id for each in prompts.conversations if each not in fitting]:
+        lengths = {conversation: self.max_tokens(conversation) for conversation in prompts.conversations}
+        fitting = [conversation for conversation, length in lengths.items() if length <= positions]
+        if left_out := [conversation.id for conversation in lengths if conversation not in fitting]:
             self.left_out[prompts.name] = left_out
         if not fitting:
             raise ValueError(
@@ -162,7 +162,7 @@ class Experiment:
         return fitting
 
     def config(self, batch: int, *, time_phases: bool = False) -> EngineConfig:
-        longest = max(self.max_tokens(each) for conversations in self.sets.values() for each in conversations)
+        longest = max(self.max_tokens(conversation) for part in self.sets.values() for conversation in part)
         room = batch * (longest + 256)  # steps in flight commit past the end
         return EngineConfig(
             max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed,
@@ -186,7 +186,7 @@ class Experiment:
 
     def _run_blocks(self, batch: int, missing: Sequence[tuple[Any, ...]]) -> None:
         contenders: dict[str, Contender] = {}
-        methods = [each for each in self.plan.methods if any(applies(each, key[3], batch) for key in missing)]
+        methods = [method for method in self.plan.methods if any(applies(method, key[3], batch) for key in missing)]
         with progress_bar("Compiling", len(methods), "method", shown=self._progress) as bar:
             for method in methods:
                 contenders[method.name] = self.source.contender(method, self.config(batch))
@@ -198,14 +198,14 @@ class Experiment:
     def _warm_up(self, contender: Contender, batch: int) -> None:
         """Compiles the remaining programs by a run that is not measured."""
         group = groups(next(iter(self.sets.values())), batch)[0]
-        prompts = [self.encode([{"role": "user", "content": each.turns[0]}]) for each in group]
+        prompts = [self.encode([{"role": "user", "content": conversation.turns[0]}]) for conversation in group]
         contender.run(prompts, [SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)] * len(prompts))
 
     def _block(
         self, contenders: Mapping[str, Contender], batch: int, name: str, temperature: float, repeat: int
     ) -> list[dict[str, Any]]:
         """The samples of all methods."""
-        methods = [each.name for each in self.plan.methods if applies(each, temperature, batch)]
+        methods = [method.name for method in self.plan.methods if applies(method, temperature, batch)]
         for method in methods:
             contenders[method].forget()
         parts = groups(self.sets[name], batch)
@@ -237,8 +237,8 @@ class Experiment:
         )
         turns: list[Turn] = []
         runs: list[Run] = []
-        for turn in range(max(len(each.turns) for each in group)):
-            rows = [i for i, each in enumerate(group) if turn < len(each.turns)]
+        for turn in range(max(len(conversation.turns) for conversation in group)):
+            rows = [i for i, conversation in enumerate(group) if turn < len(conversation.turns)]
             for i in rows:
                 messages[i].append({"role": "user", "content": group[i].turns[turn]})
             prompts = [self.encode(messages[i]) for i in rows]
@@ -251,7 +251,8 @@ class Experiment:
         answers = [answer for _, answer in turns]
         spans = [(answer.arrivals[0], answer.arrivals[-1]) for answer in answers if answer.arrivals]
         sample = Sample(
-            method="", group="+".join(each.id for each in group), repeat=0, texts={}, conversations=len(group),
+            method="", repeat=0, texts={}, conversations=len(group),
+            group="+".join(conversation.id for conversation in group),
             seconds=round(sum(run.seconds for run in runs), 6),
             tokens=sum(len(answer.tokens) for answer in answers),
             decode_seconds=round(sum(last[0] - first[0] for first, last in spans), 6),
@@ -295,15 +296,15 @@ class Experiment:
             parts[ALL] = [*self.sets]
         return [
             row(
-                [each for each in samples if each.method == method.name],
-                [each for each in samples if each.method == self.plan.baseline],
+                [sample for sample in samples if sample.method == method.name],
+                [sample for sample in samples if sample.method == self.plan.baseline],
                 where={"set": title, "temperature": temperature, "batch": batch, "method": method.name},
                 phases=self._phases(batch, names, temperature, method.name),
             )
             for batch in self.plan.batch_sizes
             for temperature in self.plan.temperatures
             for title, names in parts.items()
-            for samples in [[each for name in names for each in self._samples(batch, name, temperature)]]
+            for samples in [[sample for name in names for sample in self._samples(batch, name, temperature)]]
             for method in self.plan.methods
             if applies(method, temperature, batch)
         ]
@@ -319,7 +320,9 @@ class Experiment:
         """Milliseconds of each phase, averaged over sets; None if phases were not timed."""
         keys = [("phases", batch, name, temperature, method) for name in names]
         times = [self.log[key] for key in keys if key in self.log]
-        return {name: sum(each[name] for each in times) / len(times) for name in times[0]} if times else None
+        return (
+            {phase: sum(set_times[phase] for set_times in times) / len(times) for phase in times[0]} if times else None
+        )
 
 
 def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:

@@ -83,7 +83,10 @@ def read_sets(names: Iterable[str], *, data: Path = DATA, limit: int = 0, turns:
                 title = name  # two files with the same name are shown by their paths
             if title in sets:
                 raise ValueError(f"--sets names {title} twice")
-            chosen = [each._replace(turns=each.turns[: turns or None]) for each in spread(conversations, limit)]
+            chosen = [
+                conversation._replace(turns=conversation.turns[: turns or None])
+                for conversation in spread(conversations, limit)
+            ]
             sets[title] = PromptSet(title, tuple(chosen))
     return list(sets.values())
 

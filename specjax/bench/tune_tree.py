@@ -178,7 +178,7 @@ class Round(NamedTuple):
         for row in self.rows:
             if batch in (None, row["batch"]):
                 speeds.setdefault(row["method"], []).append(row["speed_up"]["value"])
-        return {name: math.exp(sum(map(math.log, each)) / len(each)) for name, each in speeds.items()}
+        return {name: math.exp(sum(map(math.log, values)) / len(values)) for name, values in speeds.items()}
 
 
 def schedule(trees: int, best: int, conversations: int, minimum: int = 1) -> list[tuple[int, int]]:
@@ -208,7 +208,7 @@ def search(
             scores = rounds[-1].scores()
             remaining = sorted(remaining, key=lambda method: -scores[method.name])[:trees]
             remaining += [grid[0]] * (grid[0] not in remaining)
-        sets = [PromptSet(name, tuple(spread(each, count))) for name, each in experiment.sets.items()]
+        sets = [PromptSet(name, tuple(spread(whole, count))) for name, whole in experiment.sets.items()]
         plan = replace(experiment.plan, sets=tuple(sets), repeats=repeats if trees <= best else 1)
         print(f"Round {len(rounds) + 1}: {len(remaining)} trees, {count} conversations of each set", file=sys.stderr)
         rows: dict[tuple[int, str], Row] = {}
@@ -223,7 +223,8 @@ def search(
 
 def _measure(plan: Plan, source: Source, log: Log, current: Method, progress: bool) -> list[Row]:
     """Rows over all sets, from the log if it has them."""
-    key = ("rows", [len(each.conversations) for each in plan.sets], plan.repeats, [each.name for each in plan.methods])
+    sizes = [len(prompts.conversations) for prompts in plan.sets]
+    key = ("rows", sizes, plan.repeats, [method.name for method in plan.methods])
     if key not in log:
         for method in plan.methods:
             source.derive(method, current)
@@ -250,19 +251,19 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]], comment: str) -> str:
 def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Searches, prints and writes. Returns the command's summary."""
     started, tune, folder = time.perf_counter(), chosen.tune, Path(chosen.tune.output)
-    shared = {each.name: getattr(tune, each.name) for each in fields(BenchSettings) if each.name in vars(tune)}
+    shared = {flag.name: getattr(tune, flag.name) for flag in fields(BenchSettings) if flag.name in vars(tune)}
     bench = BenchSettings(**shared | {"methods": (NONE.text,), "temperatures": (str(tune.temperature),), "timed": 0})
     plan = make_plan(bench)
     build.claim_gpu(chosen)
-    given = build.draft_options(chosen)
-    grid = make_grid(current_options(vars(chosen.model), given), tune)
+    draft = build.draft_options(chosen)
+    grid = make_grid(current_options(vars(chosen.model), draft), tune)
     unrelated = ("best", "output", "repeats")  # measurements of a folder do not depend on these
     identity = {
-        **surroundings([chosen.model.model, getattr(given, "path", None)]),
+        **surroundings([chosen.model.model, getattr(draft, "path", None)]),
         "model": dict(vars(chosen.model)),
         "tune": {name: value for name, value in vars(tune).items() if name not in unrelated},
         "current": build.speculative_settings(grid[0].draft or NoDraft()),
-        "digests": {each.name: each.digest for each in plan.sets},
+        "digests": {prompts.name: prompts.digest for prompts in plan.sets},
     }
     log, head = Log(folder, identity), machine("jaxlib", "flax")
     source = Source(dict(vars(chosen.model)), progress=progress, full_batches=True)
@@ -273,8 +274,8 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     speed_ups = rounds[-1].scores()
     options = {method.name: method.draft or NoDraft() for method in (NONE, *grid)}
 
-    model = {each.name.replace("_", "-"): value for each in fields(chosen.model)
-             if (value := getattr(chosen.model, each.name)) != each.default}  # fmt: skip
+    model = {flag.name.replace("_", "-"): value for flag in fields(chosen.model)
+             if (value := getattr(chosen.model, flag.name)) != flag.default}  # fmt: skip
     device = f"{jax.devices()[0].device_kind} ({processor()})"
 
     def write_fastest(file: str, scores: Mapping[str, float]) -> dict[str, Any]:
@@ -292,12 +293,12 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     seconds = round(time.perf_counter() - started, 1)
     document = head | identity | {
         "trees": len(grid), "seconds": seconds, "left_out": experiment.left_out, "speed_ups": speed_ups,
-        "flags": to_use, "rounds": [each._asdict() for each in rounds],
+        "flags": to_use, "rounds": [result._asdict() for result in rounds],
     }  # fmt: skip
     write_text(folder / "results.json", json.dumps(document, indent=1) + "\n")
     tables = [
-        f"Round {number}, {each.conversations} conversations of each set\n\n{results.as_markdown(each.rows)}"
-        for number, each in enumerate(rounds, start=1)
+        f"Round {number}, {result.conversations} conversations of each set\n\n{results.as_markdown(result.rows)}"
+        for number, result in enumerate(rounds, start=1)
     ]
     write_text(folder / "table.md", "\n".join(reversed(tables)))
     print(results.as_text(rounds[-1].rows), end="")
