@@ -29,10 +29,10 @@ MAX_TOKENS = 1024  # of a prompt and its answer
 SETTING = ("temperature", "top_p", "top_k")
 
 
-def setting(text: str) -> dict[str, float]:
+def setting(text: str) -> dict[str, Any]:
     """`0.7/0.8/20` as fields of `SamplingParams`."""
-    given = dict(zip(SETTING, map(float, text.split("/")), strict=False))
-    return given | ({"top_k": int(given["top_k"])} if "top_k" in given else {})
+    values: dict[str, Any] = dict(zip(SETTING, map(float, text.split("/")), strict=False))
+    return values | ({"top_k": int(values["top_k"])} if "top_k" in values else {})
 
 
 def methods_of(args: argparse.Namespace) -> list[Method]:

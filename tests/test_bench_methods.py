@@ -53,7 +53,7 @@ WRONG_METHODS = {
     "quick": "no method is called quick; there are: AUTO, NONE",
     "EAGLE3:stepz=3": "EAGLE3 has no option stepz; did you mean steps?",
     "NONE:steps=3": "NONE has no option steps",
-    "NGRAM:nodes=x": "nodes must be an integer from 2 to 64, got 'x'",
+    "NGRAM:nodes=x": "nodes must be an integer, got 'x'",
     "NGRAM:nodes=900": "must be an integer from 2 to 64, got 900",
     "NGRAM:match_type=ALL": "match_type must be one of BFS, PROB",
     "NGRAM:nodes=4,nodes=5": "nodes is given twice",

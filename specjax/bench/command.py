@@ -187,7 +187,7 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     }
 
 
-def run(name: str, chosen: Settings, work: Callable[[], dict[str, Any]]) -> int:
+def run(name: str, chosen: flags.Settings, work: Callable[[], dict[str, Any]]) -> int:
     """Runs a command of this folder; returns the exit status."""
     logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stderr)
 

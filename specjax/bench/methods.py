@@ -38,7 +38,7 @@ from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.engine.notes import drafting_summary
 from specjax.engine.phases import PhaseTimes
-from specjax.limits import check, limited
+from specjax.limits import check, check_value, limited
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
 
@@ -196,6 +196,10 @@ def _typed(name: str, kind: Any, options: Mapping[str, str]) -> Any:
         if not text:
             raise ValueError(f"{key} needs a value")
         values[field] = _value(hints[field], text)
+        try:
+            check_value(values[field], hints[field])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{key} must be {error}, got {text!r}") from None
     return kind(**values)
 
 

@@ -334,7 +334,7 @@ def compare_texts(
     turns: Sequence[Turn], baseline: Sequence[Turn], gap: Callable[[list[int], set[int]], float] | None
 ) -> dict[str, int]:
     """Number of turns by how their text compares with the baseline's. `gap`: see `_logit_gap`; None: no near ties."""
-    counts = dict.fromkeys(VERDICTS, 0)
+    counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
     for (prompt, answer), (other_prompt, other) in zip(turns, baseline, strict=True):
         if prompt != other_prompt:
             counts["other prompt"] += 1

@@ -230,7 +230,7 @@ def _measure(plan: Plan, source: Source, log: Log, current: Method, progress: bo
             source.derive(method, current)
         experiment = Experiment(plan, source, {}, progress=progress)
         experiment.run()
-        whole = ALL if len(plan.sets) > 1 else plan.sets[0].name
+        whole = ALL if len(plan.sets) > 1 else next(iter(experiment.sets))
         log[key] = [row for row in experiment.rows() if row["set"] == whole]
     return log[key]
 
