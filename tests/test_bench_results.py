@@ -187,7 +187,7 @@ def test_a_log_keeps_parts_and_refuses_another_configuration(tmp_path):
 
 
 def test_a_log_names_the_entries_that_differ(tmp_path):
-    Log(tmp_path, {"tune": {"limit": 8, "seed": 0}})["rows"] = []
+    Log(tmp_path, {"tune": {"limit": 8, "seed": 0}})["rows", 1] = []
     with pytest.raises(ValueError, match=r"another tune: \{'limit': 8\}, not \{'limit': 16\};"):
         Log(tmp_path, {"tune": {"limit": 16, "seed": 0}})
 
