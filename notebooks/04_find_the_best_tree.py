@@ -178,11 +178,12 @@ for number, each in enumerate(rounds, start=1):
 # the last round.
 
 # %%
+TREE = re.compile(r" (\d+)/(\d+)/(\d+)")
 
 
 def tree_of(row: dict) -> tuple[str, str, str] | None:
     """Steps, top-k and draft tokens of a row; None without drafts."""
-    numbers = re.search(r" (\d+)/(\d+)/(\d+)", row["method"])
+    numbers = TREE.search(row["method"])
     return numbers and numbers.groups()
 
 

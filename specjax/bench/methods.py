@@ -38,7 +38,7 @@ from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.engine.notes import drafting_summary
 from specjax.engine.phases import PhaseTimes
-from specjax.limits import check, check_value, limited
+from specjax.limits import check, check_value, setting
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
 
@@ -54,17 +54,11 @@ SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 @dataclass(frozen=True)
 class Transformers:
-    """How transformers decodes.
+    """How transformers decodes."""
 
-    Attributes:
-        prompt_lookup: tokens of prompt lookup.
-        assisted: the draft model of assisted decoding.
-        dtype: of the weights and activations.
-    """
-
-    prompt_lookup: int | None = limited(None, 1)
-    assisted: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    prompt_lookup: int | None = setting(None, "tokens of prompt lookup", minimum=1)
+    assisted: str | None = setting(None, "the draft model of assisted decoding")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "of the weights and activations")
 
     def __post_init__(self) -> None:
         check(self)
