@@ -29,7 +29,6 @@ from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.train import head as heads
 from specjax.train.data import Rows
-from specjax.train.draft import objective
 from specjax.train.features import teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
 from specjax.train.unroll import packed_attention
@@ -67,7 +66,7 @@ def main() -> None:
     settings = DraftSettings(draft_vocab_size=args.draft_vocab_size)
     head_config = heads.head_config(settings, config)
     ids = np.arange(head_config.vocab_size, dtype=np.int32) if head_config.mapped else None
-    first = heads.new_params(head_config, target, params, ids, init="random", seed=0)
+    first = heads.new_params(head_config, target, params, ids, seed=0)
     weights, frozen = heads.split_params(first)
     chosen = OptimizerSettings(schedule="constant", warmup_steps=0)
     optimizer = make_optimizer(chosen, schedule(chosen, 100), head_table(head_config))
@@ -85,7 +84,7 @@ def main() -> None:
     forward = jax.jit(teacher_of)
     one = jax.tree.map(lambda x: x[0], batch)
     kept = jax.tree.map(lambda x: x[None], forward(params, one))
-    loss = heads.head_loss(head, target, objective("EAGLE3", LossSettings(rounds=args.rounds)))
+    loss = heads.head_loss(head, target, heads.objective("EAGLE3", LossSettings(rounds=args.rounds)))
     options: dict[str, Any] = {"dtype": args.dtype, "seed": 0}
     cached = make_update(loss, optimizer, frozen, teach=None, **options)
     online = make_update(loss, optimizer, frozen, teach=teacher_of, **options)

@@ -177,7 +177,7 @@ print(f"{sum(len(row['response_ids']) for row in rows)} tokens, for example: {ro
 # ## Training
 #
 # `--draft-vocab-size`: the tokens that the head may propose, the most frequent in the data. `--rounds 3`: the head is
-# trained on its own output, too, as it will read it when it drafts (training-time test). `--features memory`: the
+# trained on its own output, too, as it will read it when it drafts (training-time test). `--features disk`: the
 # target's outputs are computed once. `--measure-every`: the engine decodes held-back prompts with the head as it is,
 # and counts what is accepted. The same command goes on with a run that was stopped.
 
@@ -185,7 +185,7 @@ print(f"{sum(len(row['response_ids']) for row in rows)} tokens, for example: {ro
 output = folder / "run"
 settings = {
     "steps": 100, "batch-size": 4, "row-length": 256, "rounds": 3, "learning-rate": 1e-3, "warmup-steps": 10,
-    "draft-vocab-size": 2048, "features": "memory", "held-back": 8, "log-every": 5, "checkpoint-every": 100,
+    "draft-vocab-size": 2048, "features": "disk", "held-back": 8, "log-every": 5, "checkpoint-every": 100,
     "measure-every": 25, "measure-prompts": 4, "measure-tokens": 64, "measure-steps": 3, "license": "other",
 }  # fmt: skip
 if SHORT:

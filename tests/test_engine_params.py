@@ -12,8 +12,7 @@ import pytest
 from engine_helpers import make_engine, tokenizer, toy
 
 from specjax import Drafter, Params, SamplingParams, chain
-from specjax.train import results
-from specjax.train.inputs import Inputs
+from specjax.train import run
 from specjax.train.options import MeasureSettings
 
 MODEL = toy()
@@ -77,11 +76,11 @@ def test_other_shapes_are_refused(texts):
 
 def test_each_measurement_is_of_its_own_head(texts, monkeypatch):
     """A training run's: one engine, another head each time."""
-    monkeypatch.setattr(results, "make_target", lambda config: MODEL.target)
+    monkeypatch.setattr(run, "make_target", lambda config: MODEL.target)
     source = SimpleNamespace(config=MODEL.target.config, tokenizer=tokenizer(), eos_ids=())
-    inputs = Mock(spec=Inputs, source=source, draft=SimpleNamespace(drafter=lambda target, shape: reciter()))
+    inputs = Mock(spec=run.Inputs, source=source, draft=SimpleNamespace(drafter=lambda target, shape: reciter()))
     settings = MeasureSettings(measure_prompts=1, measure_tokens=LENGTH, measure_steps=DEPTH)
-    measure = results.Measure(settings, inputs, MODEL.params, texts["wrong"], [PROMPT])
+    measure = run.Measure(settings, inputs, MODEL.params, texts["wrong"], [PROMPT])
     found = [measure(texts[name]) for name in ("wrong", "right", "wrong")]
     assert found[0] == found[2] and found[0].accept_length < 1.5
     assert found[1].accept_length > DEPTH

@@ -16,7 +16,7 @@ from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
 from specjax.hardware.dry_run import outline
 from specjax.serve import command
-from specjax.train import inputs
+from specjax.train import run
 from specjax.train.options import TrainOptions
 
 LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64}
@@ -121,4 +121,4 @@ def test_the_built_in_model_is_quantised_already():
 
 def test_training_reads_float_weights():
     with pytest.raises(ValueError, match=r"^--quantization int8 is no use here: a head learns from"):
-        inputs.prepare(TrainOptions(model=flags.ModelSettings(quantization="int8")))
+        run.prepare(TrainOptions(model=flags.ModelSettings(quantization="int8")))

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
+from specjax.cli.lines import report
 from specjax.engine import intake
-from specjax.train import corpus
 from specjax.train.data import Example, ExampleSet, batch_rows, load_examples, pack, split
 
 SELFGEN = Path(__file__).parents[1] / "data" / "selfgen.jsonl.gz"
@@ -333,7 +333,7 @@ TEMPLATES = {
     "none": (None, "no chat template"),
     "refuses": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     "broken": ("{% for %}", "refused"),
-    "no prefix": ("{{ messages | length }}{{ messages[-1].content }}", "in another way"),
+    "no prefix": ("{{ messages | length }}{{ messages[-1].content }}", "differently than the prompt"),
 }
 
 
@@ -419,13 +419,13 @@ BAD = {
     ),
     "half a surrogate in thoughts": (
         b'{"messages": [{"role": "assistant", "content": "", "reasoning_content": "\\ud800"}]}',
-        "messages[0].reasoning_content holds '\\ud800'",
+        "messages holds '\\ud800'",
     ),
     "half a surrogate in a role": (
         b'{"messages": [{"role": "\\ud800", "content": ""}, {"role": "assistant", "content": "a"}]}',
-        "messages[0].role holds '\\ud800'",
+        "messages holds '\\ud800'",
     ),
-    "half a surrogate in a name": (b'{"\\ud800": 1}', "it has \\ud800"),
+    "half a surrogate in a name": (b'{"\\ud800": 1}', "holds '\\ud800'"),
     "id too large": (
         {"tokens": [1, VOCABULARY]},
         f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}",
@@ -479,7 +479,7 @@ def test_bad_lines_come_in_order_and_five_are_shown(load, capsys):
     """Those that are found while reading and those that are found later, as too short."""
     loaded = load([{"tokens": [5]}, b"x", {"tokens": [5]}, {"text": "hello"}] + [b"{"] * 4)
     assert [line.number for line in loaded.skipped] == [1, 2, 3, 5, 6, 7, 8] and loaded.lines == 8
-    corpus.report(loaded.skipped)
+    report(loaded.skipped)
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 6 and shown[-1] == "and 2 more bad lines"
     assert "rows.jsonl, line 2: the line is not JSON" in shown[1]
@@ -514,19 +514,6 @@ def test_long_ones_are_cut_and_counted(load):
     assert loaded.truncated == 3, "what is behind the last answer is no loss"
 
 
-def test_batches_do_not_show(load, monkeypatch):
-    rows = [{"text": "hello " * n} if n % 3 else {"messages": [USER, SAID] * n} for n in range(1, 40)]
-    rows += [{"tokens": [5, 6]}, {"text": ""}] * 5
-    monkeypatch.setattr(corpus, "BATCH", 64)
-    few = load(rows)
-    monkeypatch.undo()
-    many = load(rows)
-    assert few[1:] == many[1:]
-    for one, other in zip(few.examples, many.examples, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.loss, other.loss)
-
-
 def test_lengths_that_the_tokenizer_was_saved_with_do_not_count(load):
     like = copy.deepcopy(tokenizer())
     like.backend_tokenizer.enable_truncation(4)
@@ -536,11 +523,7 @@ def test_lengths_that_the_tokenizer_was_saved_with_do_not_count(load):
     assert like.backend_tokenizer.truncation and like.backend_tokenizer.padding, "it is the caller's"
 
 
-def test_wrong_arguments(load, tmp_path):
-    with pytest.raises(ValueError, match=r"loss_on must be one of assistant, all, got 'user'"):
-        load([], loss_on="user")
-    with pytest.raises(ValueError, match=r"max_length must be at least 2, got 1"):
-        load([], max_length=1)
+def test_absent_file(tmp_path):
     with pytest.raises(OSError, match=r"absent"):
         load_examples([str(tmp_path / "absent.jsonl")], tokenizer(), VOCABULARY, max_length=8)
 
@@ -586,18 +569,19 @@ def test_packing_keeps_every_example_whole(sizes, seed):
 
 
 @given(SIZES, SEEDS)
-def test_packing_is_first_fit(sizes, seed):
-    """What begins a row did not fit into any row before it."""
+def test_packing_opens_a_row_only_when_needed(sizes, seed):
+    """No two rows fit into one."""
     rows = pack(numbered(sizes), LENGTH, seed)
     used = (rows.segments > 0).sum(1)
     assert all(used[i] + used[j] > LENGTH for j in range(len(used)) for i in range(j))
 
 
-def test_first_fit_by_hand():
-    from specjax.train.data import _first_fit
+def test_best_fit_by_hand():
+    from specjax.train.data import _best_fit
 
-    assert _first_fit([6, 5, 4, 3, 6, 2, 10], 10) == [0, 1, 0, 1, 2, 1, 3]
-    assert _first_fit([], 10) == [] and _first_fit([10], 10) == [0]
+    assert _best_fit([6, 5, 4, 3, 6, 2, 10], 10) == [0, 1, 0, 1, 2, 1, 3]
+    assert _best_fit([7, 5, 4, 3], 10) == [0, 1, 1, 0], "the row with the least room"
+    assert _best_fit([], 10) == [] and _best_fit([10], 10) == [0]
 
 
 @given(SIZES.filter(lambda sizes: len(set(sizes)) > 6), SEEDS)
@@ -606,12 +590,6 @@ def test_the_seed_decides_the_packing(sizes, seed):
     assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
     others = [pack(numbered(sizes), LENGTH, seed + more).tokens.tolist() for more in (1, 2, 3)]
     assert any(other != one.tokens.tolist() for other in others)
-
-
-@pytest.mark.parametrize("size", [0, LENGTH + 1])
-def test_what_cannot_be_packed(size):
-    with pytest.raises(ValueError, match=f"example 1 has {size} tokens; a row holds 1 to {LENGTH}"):
-        pack([*numbered([3]), Example(np.zeros(size, np.int32), np.zeros(size, bool))], LENGTH, 0)
 
 
 def test_many_are_packed_at_once():
@@ -637,9 +615,6 @@ def test_splits():
     examples = numbered([1] * 100)
     assert len({tuple(int(e.tokens[0]) for e in split(examples, 10, seed)[1]) for seed in range(20)}) == 20
     assert split([], 0, 0) == ([], [])
-    for wrong in (100, -1):
-        with pytest.raises(ValueError, match=f"0 to 99 can be held back, got {wrong}"):
-            split(examples, wrong, 0)
 
 
 # Order.
@@ -692,12 +667,6 @@ def test_the_same_bytes_give_the_same_rows_in_any_process(tmp_path):
         )
         outs.add(done.stdout)
     assert len(outs) == 1 and len(outs.pop().strip()) == 64
-
-
-@pytest.mark.parametrize(("step", "count", "batch", "seed"), [(-1, 5, 1, 0), (0, 0, 1, 0), (0, 5, 0, 0), (0, 5, 1, -1)])
-def test_an_order_that_cannot_be(step, count, batch, seed):
-    with pytest.raises(ValueError, match=r"a batch needs|a seed must be at least 0"):
-        batch_rows(step, count, batch, seed)
 
 
 # The built-in model.

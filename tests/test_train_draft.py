@@ -1,4 +1,4 @@
-"""Flags and keys of the trainer, the head they describe, its vocabulary, its first weights, and what they minimise."""
+"""Flags and keys of the trainer; configuration, vocabulary, first weights and loss weights of a head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from specjax import settings
 from specjax.checkpoint import CheckpointError
 from specjax.train import head
 from specjax.train.data import Example, pack
-from specjax.train.draft import objective
 from specjax.train.export import export_head, head_tensors
 from specjax.train.options import RESUMABLE, DraftSettings, LossSettings, TrainOptions
 
@@ -114,7 +113,7 @@ def test_the_map_is_exported_as_offsets():
     toy = tiny_llama(3, num_layers=4)
     described = head.head_config(DraftSettings(draft_vocab_size=5), toy.target.config)
     ids = np.array([0, 3, 4, 17, 30], np.int32)
-    params = head.new_params(described, toy.target, toy.params, ids, init="target", seed=0)
+    params = head.new_params(described, toy.target, toy.params, ids, seed=0)
     tensors = head_tensors(described, params, toy.target.config, "float32")
     assert tensors["d2t"].tolist() == [0, 2, 2, 14, 26]
     assert np.flatnonzero(tensors["t2d"]).tolist() == ids.tolist()
@@ -127,7 +126,7 @@ def exported(folder, **changes):
     toy = tiny_llama(3, num_layers=4)
     described = head.head_config(DraftSettings(**changes), toy.target.config)
     ids = np.array([1, 2, 5], np.int32) if described.mapped else None
-    params = dict(head.new_params(described, toy.target, toy.params, ids, init="random", seed=5))
+    params = dict(head.new_params(described, toy.target, toy.params, ids, seed=5))
     export_head(folder, described, params, toy.target.config, target_name="t", card="", dtype="float32")
     return toy.target.config, described, params
 
@@ -147,12 +146,11 @@ def test_a_head_goes_on_from_an_export(tmp_path):
     [
         ("--draft-vocab-size 9", {"draft_vocab_size": 9}),
         ("--aux-layers 1 2", {"aux_layers": ("1", "2")}),
-        ("--draft-intermediate-size 7", {"draft_intermediate_size": 7}),
     ],
 )
 def test_settings_that_are_not_those_of_the_head(tmp_path, flag, changes):
     target, _, _ = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
-    with pytest.raises(ValueError, match=f"{flag} is not that of --init-from .*leave it out"):
+    with pytest.raises(ValueError, match=f"{flag} differs from --init-from .*leave it out"):
         head.from_head(DraftSettings(init_from=str(tmp_path / "head"), **changes), target)
 
 
@@ -168,9 +166,7 @@ def test_a_head_of_another_kind_is_refused(tmp_path):
 def test_first_weights_are_the_seeds():
     toy = tiny_llama(3, num_layers=4)
     described = head.head_config(DraftSettings(), toy.target.config)
-    one, same, other = (
-        head.new_params(described, toy.target, toy.params, None, init="target", seed=seed) for seed in (0, 0, 1)
-    )
+    one, same, other = (head.new_params(described, toy.target, toy.params, None, seed=seed) for seed in (0, 0, 1))
     assert {leaf.dtype.name for leaf in one.values()} == {"float32"}
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, same))
     assert not (one["qkv"] == other["qkv"]).all()
@@ -192,7 +188,8 @@ def test_feature_scale_brings_features_to_unit_size():
     [
         ("EAGLE3", {}, [0.8**j for j in range(7)]),
         ("EAGLE3", {"rounds": 3}, [1, 0.8, 0.64]),
-        ("EAGLE3", {"round_weights": ("1", "0.5")}, [1, 0.5]),
+        ("EAGLE3", {"rounds": 9}, [0.8**j for j in range(9)]),
+        ("EAGLE", {"rounds": 2}, [0.1, 0.08]),
         ("EAGLE", {}, [0.1]),
         ("EAGLE", {"loss_weight": 0.3}, [0.3]),
         ("MTP", {"rounds": 1}, [0.51]),
@@ -200,19 +197,4 @@ def test_feature_scale_brings_features_to_unit_size():
     ],
 )
 def test_weights_of_the_rounds(kind, given, weights):
-    assert objective(kind, LossSettings(**given)).weights == pytest.approx(weights)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"round_weights": ("1", "2"), "rounds": 3}, "--round-weights gives 2 weights for 3 --rounds"),
-        ({"round_weights": ("1", "x")}, "--round-weights must be numbers, got 1 x"),
-        ({"round_weights": ("-1",)}, "--round-weights must be at least 0, got -1"),
-        ({"round_weights": ("nan",)}, "--round-weights must be at least 0, got nan"),
-        ({"round_weights": ("0", "0")}, "--round-weights must not all be 0"),
-    ],
-)
-def test_round_weights_that_cannot_be(given, expected):
-    with pytest.raises(ValueError, match=expected):
-        objective("EAGLE3", LossSettings(**given))
+    assert head.objective(kind, LossSettings(**given)).weights == pytest.approx(weights)

@@ -27,12 +27,12 @@ from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, output_columns, with_token_map
 from specjax.train import generate
 from specjax.train.__main__ import main
-from specjax.train.checkpoints import read_metrics
 from specjax.train.data import Rows
 from specjax.train.export import export_head
 from specjax.train.features import teach, training_target
 from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
+from specjax.train.output import read_metrics
 
 PROMPTS = ["the hell 1", "12 cat the the end", "hello", "a b c 12 12"]
 MEMORY = {"max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16, "max_running_requests": 4}
@@ -178,7 +178,7 @@ def test_a_new_head_begins_with_the_targets_norm_and_output_layer(folders):
         config, params = read(folders(family))
         target = make_target(config)
         head = head_config(DraftSettings(), config)
-        weights = new_params(head, target, params, None, init="target", seed=0)
+        weights = new_params(head, target, params, None, seed=0)
         stream = jax.random.normal(jax.random.key(2), (1, 20, config.hidden_size))
         offset = 1 if family == "gemma2" else 0
         normed = stream / jnp.sqrt(jnp.mean(stream**2, axis=-1, keepdims=True) + config.norm_epsilon)

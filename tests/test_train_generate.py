@@ -19,13 +19,11 @@ from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
 from tiny_checkpoints import save_llama
 from train_helpers import environment
 
-from specjax import checkpoint
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
+from specjax.cli.lines import read_lines
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.models import table
-from specjax.models.params import dimensions, parameter_bytes
-from specjax.train import corpus, generate
+from specjax.train import generate
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
 QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
@@ -177,9 +175,6 @@ def test_temperatures_are_drawn_by_line(files):
     assert 30 <= counts[1.5] <= 57, "three in four"
     files("--overwrite", "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines[:10])
     assert [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows] == first[:10]
-    files("--overwrite", "--shuffle", "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines)
-    shuffled = [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
-    assert shuffled != first and sorted(shuffled) == sorted(first), "a line's answer does not depend on its place"
     files("--overwrite", "--seed", 1, "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines)
     assert [row["temperature"] for row in files.rows] != [temperature for _, temperature, _ in first]
 
@@ -245,7 +240,7 @@ def test_a_gzipped_file_that_breaks_off_is_used_as_far_as_it_goes(files):
     files.source.write_bytes(packed[: len(packed) // 2])
     status, _, err = files("--count", 3)
     assert (status, err, len(files.rows)) == (0, "", 3)
-    lines = list(corpus.read(corpus.Source(str(files.source), "jsonl")))
+    lines = list(read_lines(str(files.source)))
     assert "cannot be read on from here" in lines[-1].problem
 
 
@@ -256,7 +251,7 @@ def test_a_gzipped_file_that_breaks_off_is_used_as_far_as_it_goes(files):
 def whole(files) -> bytes:
     """The output of a run that nothing disturbed; what it left is gone."""
     lines = [PROMPTS[0], "{", {"prompt": "x" * 70}, *PROMPTS[1:], {"prompt": "y" * 70}]
-    files("--shuffle", lines=lines)
+    files(lines=lines)
     data = files.target.read_bytes()
     assert data.count(b"\n") == 12
     return data
@@ -268,7 +263,7 @@ def test_a_file_that_was_cut_anywhere_becomes_what_it_was(files, whole, kept, to
     lines = whole.splitlines(keepends=True)
     tail = lines[kept][:torn] if torn and kept < len(lines) else b""
     files.target.write_bytes(b"".join(lines[:kept]) + tail)
-    status, summary, _ = files("--shuffle")
+    status, summary, _ = files()
     assert status in (0, 1) and summary is not None
     assert files.target.read_bytes() == whole
     assert summary["requests"] == 12 - kept, "no more than what was missing"
@@ -277,7 +272,7 @@ def test_a_file_that_was_cut_anywhere_becomes_what_it_was(files, whole, kept, to
 def test_a_run_goes_on_with_another_batch_and_algorithm(files, whole):
     files.target.write_bytes(b"".join(whole.splitlines(keepends=True)[:6]))
     _, summary, _ = files(
-        "--shuffle", "--max-running-requests", 1, "--speculative-algorithm", "ngram", "--page-size", 4,
+        "--max-running-requests", 1, "--speculative-algorithm", "ngram", "--page-size", 4,
         "--speculative-num-draft-tokens", 4, "--speculative-ngram-capacity", 4096,
     )  # fmt: skip
     assert summary is not None and summary["algorithm"] == "NGRAM"
@@ -287,7 +282,7 @@ def test_a_run_goes_on_with_another_batch_and_algorithm(files, whole):
 def test_count_can_grow(files, whole):
     files.target.unlink()
     for count, most in ((4, 4), (9, 9), (2, 9), (15, 15)):
-        files("--shuffle", "--count", count)
+        files("--count", count)
         assert len(files.rows) <= most
         assert whole.startswith(files.target.read_bytes())
     assert files.target.read_bytes() == whole
@@ -338,7 +333,6 @@ def test_killed_and_resumed(files, tmp_path):
         (["--max-new-tokens", "9"], "--max-new-tokens was 8 and is 9"),
         (["--max-prompt-tokens", "30"], "--max-prompt-tokens was 64 and is 30"),
         (["--seed", "1"], "--seed was 0 and is 1"),
-        (["--shuffle"], "--shuffle was False and is True"),
         (["--temperatures", "0 0.8=2"], "--temperatures was '0=1 0.8=1' and is '0=1 0.8=2'"),
         (["--dtype", "bfloat16"], "--dtype was 'auto on cpu' and is 'bfloat16'"),
         (["--tokenizer-path", "elsewhere"], "--tokenizer-path was None and is 'elsewhere'"),
@@ -367,7 +361,7 @@ def test_another_input_is_refused_and_overwritten_if_asked(files):
 def test_a_file_of_something_else_is_kept(files, text):
     files.target.write_text(text)
     status, _, err = files(lines=PROMPTS[:1])
-    assert status == 2 and "does not say how it was made" in err
+    assert status == 2 and "does not have its settings" in err
     assert files.target.read_text() == text
 
 
@@ -422,7 +416,7 @@ def test_what_cannot_start(files, given, message):
 def test_the_input_is_no_output(files):
     files.write(PROMPTS[:1])
     status, _, err = files("--output", files.source)
-    assert status == 2 and "is the input file" in err
+    assert status == 2 and "is also an input" in err
 
 
 def test_an_interrupt(files, monkeypatch):
@@ -431,7 +425,7 @@ def test_an_interrupt(files, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", interrupt)
     status, _, err = files("--page-size", 8, lines=PROMPTS[:1])  # an engine that no other test has
-    assert (status, err) == (130, "specjax train generate: interrupted; the same command goes on from here\n")
+    assert (status, err) == (130, "specjax train generate: interrupted; the same command continues here\n")
 
 
 def test_the_progress_bar_shows_the_speed(files, capsys):
@@ -445,34 +439,24 @@ def test_the_progress_bar_shows_the_speed(files, capsys):
 # How large the batch is.
 
 
-def chosen(model: str, **engine: Any) -> flags.EngineSettings:
-    defaults = {"max_running_requests": None, "page_size": 16} | engine
-    settings = flags.Settings(model=flags.ModelSettings(model), engine=flags.EngineSettings(**defaults))
-    return generate.batch_for(settings, 48, 1000, progress=False).engine
+def batch(model: str, lines: int = 1000, **engine: Any) -> tuple[int | None, int | None]:
+    """Rows and context for sequences of 48 tokens."""
+    settings = flags.Settings(
+        model=flags.ModelSettings(model),
+        engine=flags.EngineSettings(**{"max_running_requests": None} | engine),
+    )
+    found = generate.with_batch(settings, 48, lines, progress=False).engine
+    return found.max_running_requests, found.context_length
 
 
-def test_the_batch_is_what_the_memory_allows(model, monkeypatch):
-    files = checkpoint.resolve(model)
-    config = checkpoint.model_config(files.config)
-    row = 48 * 2 * 1 * 2 * 8 * 4 + int(2.5 * 4 * VOCABULARY)  # K and V, a layer, two heads of 8, float32; logits
-    weights = parameter_bytes(table(config), dimensions(config), config.dtype)
-    for free, rows in ((weights + 7 * row, 7), (weights + 7 * row - 1, 6), (weights, 1), (0, 1), (10**12, 64)):
-        monkeypatch.setattr(generate, "free_bytes", lambda _, free=free: free)
-        found = chosen(model)
-        assert (found.max_running_requests, found.max_total_tokens, found.context_length) == (rows, rows * 48, 48)
+def test_default_batch(model):
+    assert batch(model) == (generate.MAX_ROWS["cpu"], 48)
+    assert batch(model, lines=3) == (3, 48)
 
 
-def test_what_is_given_stays(model):
-    found = chosen(model, max_running_requests=5)
-    assert (found.max_running_requests, found.max_total_tokens) == (5, 240)
-    found = chosen(model, max_total_tokens=100, context_length=64)
-    assert (found.max_running_requests, found.max_total_tokens, found.context_length) == (2, 100, 64)
-    settings = flags.Settings(model=flags.ModelSettings(model), engine=flags.EngineSettings(max_running_requests=None))
-    assert generate.batch_for(settings, 48, 3, progress=False).engine.max_running_requests == 3, "no more than lines"
-
-
-def test_free_memory_is_some():
-    assert 10**8 < generate.free_bytes(0.85) < 10**14
+def test_given_batch(model):
+    assert batch(model, max_running_requests=5) == (5, 48)
+    assert batch(model, context_length=64) == (generate.MAX_ROWS["cpu"], 64)
 
 
 def test_help_lists_every_flag(capsys):

@@ -20,18 +20,18 @@ import pytest
 from chat_templates import FAMILIES, VOCABULARY, family_tokenizer, ids
 from oracle import Sampling
 from toy_models import Runner, Toy, tiny_llama
-from train_helpers import draft_source
+from train_helpers import target_source
 
 from specjax.checkpoint.prompts import Chat, encode
+from specjax.cli.lines import Line
 from specjax.drafters import Params, TreeShape, none_drafter
 from specjax.engine import Completion, Engine, EngineConfig
 from specjax.state import PrefillInput
 from specjax.step import StepConfig, draft_phase, make_steps
 from specjax.train import generate, unroll
-from specjax.train.corpus import Line
 from specjax.train.data import Example, Rows, load_examples, pack
 from specjax.train.features import teach, training_target
-from specjax.train.inputs import DRAFTS
+from specjax.train.head import HeadDraft
 from specjax.train.options import DraftSettings, LossSettings, RunSettings, TrainOptions
 
 LONGEST = 256
@@ -241,7 +241,7 @@ def test_fields_that_only_the_template_renders(read, case):
 # Logits.
 
 KINDS: dict[str, dict[str, Any]] = {
-    "EAGLE3": {"aux_layers": ("0", "1", "2")}, "EAGLE": {}, "MTP": {}, "STANDALONE": {"keep_layers": ("0", "2")},
+    "EAGLE3": {"aux_layers": ("0", "1", "2")}, "EAGLE": {}, "MTP": {},
 }  # fmt: skip
 ERROR = 2e-4
 TOPK, ROWS = 4, 15
@@ -258,8 +258,7 @@ class Trained(NamedTuple):
     examples: dict[str, list[Example]]  # by family
     places: dict[bytes, tuple[int, int]]  # row and first slot of each example, by its tokens
     target: np.ndarray  # [r, N, V] log-probabilities of the token after each
-    draft: np.ndarray  # [r, N, V] and of the token `ahead` after each
-    ahead: int
+    draft: np.ndarray  # [r, N, V] and of the second token after each
     runner: Runner
     prefill: Any
     propose: Any
@@ -278,7 +277,7 @@ def trained(kind: str, folder: Path) -> Trained:
         draft=DraftSettings(draft=kind, **KINDS[kind]), run=RunSettings(compute_dtype="float32"),
         loss=LossSettings(feature_noise=0.0, loss="seen", rounds=1),
     )  # fmt: skip
-    draft = DRAFTS[kind](options, draft_source(toy(), family_tokenizer("chatml")))
+    draft = HeadDraft(options, target_source(toy(), family_tokenizer("chatml")))
     examples = {name: read_rows(name, shown_rows(name), folder / "rows.jsonl") for name in FAMILIES}
     rows = pack(list(itertools.chain(*examples.values())), LONGEST, 0)
     places = {}
@@ -301,7 +300,7 @@ def trained(kind: str, folder: Path) -> Trained:
     )  # fmt: skip
     prefill = make_steps(toy().target, drafter, config=StepConfig(prompt_logprobs=True)).prefill
     propose = jax.jit(functools.partial(draft_phase, drafter=drafter))
-    return Trained(examples, places, of_target, found[0], 1 if kind == "STANDALONE" else 2, runner, prefill, propose)
+    return Trained(examples, places, of_target, found[0], runner, prefill, propose)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -332,7 +331,7 @@ def test_logits_of_a_training_row_are_those_of_serving(tmp_path_factory, name, k
         top = np.take_along_axis(target, prompt.top_ids[slot, :count], axis=-1)
         np.testing.assert_allclose(prompt.top[slot, :count], top, atol=ERROR)
         if count + 1 < len(example.tokens):  # the token after the root belongs to the answer
-            draft = found.draft[row, start + count + 1 - found.ahead]
+            draft = found.draft[row, start + count - 1]
             drafts = tree.tokens[slot, 1:]
             assert tree.valid[slot].all() and len(set(drafts.tolist())) == TOPK
             np.testing.assert_allclose(tree.scores[slot, 1:], draft[drafts], atol=ERROR)

@@ -114,7 +114,7 @@ class World:
                 visible.append({*range(t + 1), *range(t + 1, t + 1 + j)})
             out = eagle_oracle.head_forward(tensors, spec, embeddings, given, positions, visible, again)[-1]
             scores = eagle_oracle.draft_logits(tensors, spec, out, table)
-            p = np.exp(eagle_oracle.log_softmax(table[ids] @ hidden[t + 1 + j] / objective.temperature))
+            p = np.exp(eagle_oracle.log_softmax(table[ids] @ hidden[t + 1 + j]))
             if not loss[t + 2 + j]:
                 continue
             best = top[t + 1 + j]
@@ -137,7 +137,7 @@ class World:
 
 
 OBJECTIVES = {
-    "three rounds": Objective("cross_entropy", (1.0, 0.8, 0.64), temperature=0.7),
+    "three rounds": Objective("cross_entropy", (1.0, 0.8, 0.64)),
     "token": Objective("token", (0.5, 0.3)),
     "regression": Objective("cross_entropy", (0.1,), regression=1.0),
 }

@@ -20,13 +20,13 @@ from toy_models import Toy
 
 from specjax import checkpoint
 from specjax.checkpoint import ModelFiles
-from specjax.train.draft import DraftSource
+from specjax.train.head import TargetSource
 
 SMALL: dict[str, Any] = {
     "steps": 6, "batch-size": 2, "row-length": 64, "rounds": 2, "held-back": 4, "warmup-steps": 2,
     "learning-rate": 0.01, "checkpoint-every": 2, "log-every": 3, "measure-prompts": 0, "compute-dtype": "float32",
 }  # fmt: skip
-"""Of a run that takes a second once it is compiled."""
+"""Options of a run that takes a second after compiling."""
 
 MAIN = "import sys; from specjax.train.__main__ import main; sys.exit(main())"
 
@@ -92,8 +92,8 @@ def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess
     )  # fmt: skip
 
 
-def draft_source(toy: Toy, tokenizer: Any) -> DraftSource:
-    """The toy as a target to train drafts for."""
+def target_source(toy: Toy, tokenizer: Any) -> TargetSource:
+    """The toy as a target to train heads for."""
     c = toy.target.config
     described = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
@@ -103,4 +103,4 @@ def draft_source(toy: Toy, tokenizer: Any) -> DraftSource:
         "tie_word_embeddings": c.tied_embeddings,
     }  # fmt: skip
     files = ModelFiles("toy", Path("/nowhere"), described, ())
-    return DraftSource(files, tokenizer, checkpoint.model_config(described, dtype="float32"), (END,))
+    return TargetSource(files, tokenizer, checkpoint.model_config(described, dtype="float32"), (END,))

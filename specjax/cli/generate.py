@@ -30,6 +30,8 @@ from tqdm import tqdm
 
 from specjax import settings
 from specjax.cli import build, flags, run_command
+from specjax.cli.lines import Line as InputLine
+from specjax.cli.lines import check_encodes, line_files, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.notes import as_lines, doubt, drafting_summary, speculation_table
 from specjax.engine.phases import PhaseTimes
@@ -38,7 +40,6 @@ from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
 from specjax.progress import progress_bar
 from specjax.trace import render
-from specjax.train import corpus
 
 PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "prompt": (str, str, "a string"),
@@ -79,7 +80,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
     for name, value in row.items():
-        corpus.check_encodes(repr(name)[1:-1], {name: value})
+        check_encodes(repr(name)[1:-1], {name: value})
     return row
 
 
@@ -110,19 +111,19 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
         return BadLine(number, str(error))
 
 
-def read_input(given: str) -> list[corpus.Line]:
+def read_input(given: str) -> list[InputLine]:
     """The lines of a file, of a folder's files or, for "-", of stdin, without blank lines. `place` counts through all
     files, so that each line has its own seed. Raises OSError; ValueError: the folder holds no such file."""
-    lines = (line for file in corpus.shards([given]) for line in corpus.read(corpus.Source(file, "jsonl")))
+    lines = (line for file in line_files([given]) for line in read_lines(file))
     return [line._replace(place=place) for place, line in enumerate(lines)]
 
 
-def bad_line(raw: corpus.Line, given: str, error: Exception) -> BadLine:
+def bad_line(raw: InputLine, given: str, error: Exception) -> BadLine:
     """Names the file of the line if `given`, the input, is a folder."""
     return BadLine(raw.number, str(error) if raw.path in (given, "stdin") else f"{raw.path}: {error}")
 
 
-def parse_lines(lines: Iterable[corpus.Line], given: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
+def parse_lines(lines: Iterable[InputLine], given: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
     """The requests of input lines. `given`: the value of --input."""
     for raw in lines:
         if raw.problem:
@@ -337,7 +338,7 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
 def check_output(args: argparse.Namespace) -> None:
     """Raises ValueError: `--output` is the input, or cannot be written."""
     target = Path(args.output)
-    if args.input != "-" and target.exists() and any(target.samefile(file) for file in corpus.shards([args.input])):
+    if args.input != "-" and target.exists() and any(target.samefile(file) for file in line_files([args.input])):
         raise ValueError(f"--output {args.output} is the input file")
     if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
         raise ValueError(f"--output {args.output} cannot be written")

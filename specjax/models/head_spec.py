@@ -34,7 +34,7 @@ class HeadSpec:
     kind: str  # its name in `HeadConfig.kind` and in Python
     algorithm: str  # its name on the command line
     architecture: str  # of config.json, for the engines that read exported heads
-    training: Mapping[str, Any]  # fields of `specjax.train.unroll.Objective`, as the kind's authors train it
+    training: Mapping[str, Any]  # loss, round weights, regression and noise, as the kind's authors train it
     model_type: str = "llama"  # of config.json
     keys: Mapping[str, Any] = field(default_factory=dict)  # further ones of config.json
     # The features are outputs of several of the target's layers, which `fc` maps to M, and attention reads embedding

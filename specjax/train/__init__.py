@@ -1,4 +1,17 @@
-"""Tools that make what drafters read: token maps, data, heads and models."""
+"""Training of draft heads: EAGLE-3, EAGLE-1/2 and MTP. Read in this order:
+
+    options     flags of `specjax train`
+    data        JSONL lines to examples, packed into rows
+    unroll      the forward of several rounds, and the losses
+    head        a head's configuration and first weights; `export` writes it
+    features    the target's outputs, computed once or in each step
+    update      optimiser and training step
+    run         the loop; `output` writes checkpoints, metrics, model card and curves
+    generate    `specjax train generate`: the target writes training data
+    vocab       `specjax train vocab`: token frequencies for a draft vocabulary
+
+`differences` compares the settings of a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +19,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """How the settings of a run that is resumed differ from those it began with; empty if they do not."""
+def differences(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """The changed settings of a resumed run, by flag; empty if there are none."""
     return "; ".join(
-        f"{name if ' ' in name else '--' + name.replace('_', '-')} was {known.get(name)!r:.60} and is "
-        f"{wanted.get(name)!r:.60}"
-        for name in sorted({*known, *wanted})
-        if known.get(name) != wanted.get(name)
+        f"{name if ' ' in name else '--' + name.replace('_', '-')} was {earlier.get(name)!r:.60} and is "
+        f"{current.get(name)!r:.60}"
+        for name in sorted({*earlier, *current})
+        if earlier.get(name) != current.get(name)
     )

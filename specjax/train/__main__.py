@@ -1,14 +1,13 @@
-"""`specjax train`: trains a draft (EAGLE-3, EAGLE-1/2, an MTP layer, a STANDALONE model) for a target.
+"""`specjax train`: trains a draft head (EAGLE-3, EAGLE-1/2, MTP) for a target.
 
     specjax train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
-The target is frozen and runs beside the draft; the only data needed is text. The same command resumes a stopped run: a
-killed one loses at most the steps since its last checkpoint. A larger --steps extends a run. The folder --output then
-holds
+The frozen target runs beside the head; the only data needed is text. The same command resumes a stopped run; a killed
+run loses the steps since its last checkpoint. A larger --steps extends a run. The folder --output then has
 
     checkpoints/     to resume from
-    metrics.jsonl    loss, accuracy by round, tokens seen and a second; accept length where the engine measured it
-    best/, head/     the draft with the best accept length, and the last one: for the server
+    metrics.jsonl    loss, accuracy by round, tokens seen and tokens/s; accept length where the engine measured it
+    best/, head/     the head with the best accept length, and the last one: for the server
     curves.png       with matplotlib
 
 The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130 interrupted.
@@ -30,14 +29,14 @@ from specjax.train.run import train
 def main(argv: list[str] | None = None) -> int:
     parser = settings.Parser(
         prog="specjax train",
-        description="Train a draft for a target: an EAGLE-3, EAGLE-1/2 or MTP head, or a STANDALONE model.",
+        description="Train a draft head for a target: EAGLE-3, EAGLE-1/2 or MTP.",
         epilog=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     settings.add_flags(parser, TrainOptions())
     _, options = settings.parse(parser, argv, TrainOptions())
     command = shlex.join(["specjax", "train", *(sys.argv[1:] if argv is None else argv)])
-    work, after = partial(train, options, command=command), "the same command goes on from the last checkpoint"
+    work, after = partial(train, options, command=command), "the same command resumes from the last checkpoint"
     return run_command("specjax train", work, interrupted=after)
 
 

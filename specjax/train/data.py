@@ -1,6 +1,6 @@
-"""Training examples from JSONL, packed into rows of one length: token ids, and which of them the target wrote.
+"""Training examples from JSONL, packed into rows of one length: token ids, and the tokens that the target wrote.
 
-A row is read by the first of these groups of fields that it has (`row_fields`):
+The first of these groups of fields that a row contains decides how it is read (`row_fields`):
 
     response_ids or output_ids      the answer, after prompt_ids, input_ids, messages or prompt: exactly these ids, with
                                     loss on the answer. A prompt without ids is rendered as the server renders it
@@ -9,30 +9,30 @@ A row is read by the first of these groups of fields that it has (`row_fields`):
     messages                        a chat in OpenAI's form: loss on every assistant turn and its end token
     text                            running text, loss on every token
     tokens or input_ids             ids, loss on every token
-    prompt                          running text; only where every token is learnt
+    prompt                          running text; only if every token has a loss
 
-A chat template gets the row's `tools` and `chat_template_kwargs`. No end token is added to ids. Text gets the
-template's end token, unless `finish_reason` says that the answer was cut off (`CUT`), or a stop string in `matched`,
-`matched_stop` or `stop_reason` ended it. Earlier assistant turns that the template rewrites, such as turns whose
-thoughts it drops, have no loss.
+The row's `tools` and `chat_template_kwargs` are passed to the chat template. Ids get no end token. Text gets the
+template's end token, unless `finish_reason` is in `CUT`, or a stop string in `matched`, `matched_stop` or `stop_reason`
+ended the answer. Earlier assistant turns that the template rewrites, for example by dropping thoughts, have no loss.
 
-Random choices depend on the seed alone, so that a run resumed anywhere continues with the same data.
+Random choices depend on the seed alone, so a resumed run continues with the same data.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
-from tokenizers import Encoding, Tokenizer, processors
+from tokenizers import Tokenizer, processors
 
 from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, encode
-from specjax.train import corpus
+from specjax.cli.lines import SkippedLine, check_encodes, read_batches
 
 # Purposes of permutations: one seed gives a different permutation for each.
 PACK, SPLIT, EPOCHS = range(3)
@@ -42,21 +42,21 @@ class Example(NamedTuple):
     """A token sequence from position 0."""
 
     tokens: Int32[np.ndarray, "n"]
-    loss: Bool[np.ndarray, "n"]  # tokens to predict: the target wrote them
+    loss: Bool[np.ndarray, "n"]  # tokens that the target wrote and the head learns to predict
 
 
 class Rows(NamedTuple):
     """Examples side by side in rows of N tokens.
 
-    Two examples, abc and de of which the answers are bc and e, in rows of 6:
+    Two examples, abc and de with the answers bc and e, in rows of 6:
 
         tokens     a b c d e 0
         positions  0 1 2 0 1 0
         segments   1 1 1 2 2 0
         loss       F T T F T F
 
-    A token may look at, and be predicted from, tokens of its own segment alone. Padding has segment 0. The
-    arrays are numpy's, or jax's where the rows are a batch.
+    A token attends to, and is predicted from, tokens of its own segment only. Padding has segment 0. Arrays are
+    numpy's, or jax's if the rows are a batch.
     """
 
     tokens: Int32[Any, "r N"]
@@ -66,61 +66,49 @@ class Rows(NamedTuple):
 
 
 def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
-    """Put every example, of 1 to `length` tokens, whole into a row by first-fit, in an order drawn from the seed."""
-    for number, example in enumerate(examples):
-        if not 1 <= len(example.tokens) <= length:
-            raise ValueError(f"example {number} has {len(example.tokens)} tokens; a row holds 1 to {length}")
+    """Pack examples of 1 to `length` tokens into rows by best fit, in an order drawn from the seed."""
     order = _permutation(seed, PACK, 0, len(examples))
-    rows = _first_fit([len(examples[i].tokens) for i in order], length)
+    rows = _best_fit([len(examples[i].tokens) for i in order], length)
     shape = (max(rows, default=-1) + 1, length)
     packed = Rows(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.int32, bool)))
     used, parts = [0] * shape[0], [0] * shape[0]
     for i, row in zip(order, rows, strict=True):
         tokens, loss = examples[i]
-        there = row, slice(used[row], used[row] + len(tokens))
+        place = row, slice(used[row], used[row] + len(tokens))
         used[row] += len(tokens)
         parts[row] += 1
         for field, value in zip(packed, (tokens, np.arange(len(tokens)), parts[row], loss), strict=True):
-            field[there] = value
+            field[place] = value
     return packed
 
 
-def _first_fit(sizes: Sequence[int], length: int) -> list[int]:
-    """For each size the first row, from 0, that still has room for it.
-
-    A binary tree over the rows holds at each node the largest room below it, so the search starts at the root.
-    """
-    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    room = [length] * (2 * leaves)  # the root is 1, the children of i are 2i and 2i + 1, row j is leaves + j
-    rows = []
+def _best_fit(sizes: Sequence[int], length: int) -> list[int]:
+    """For each size the row with the least room that is enough, or a new row; rows count from 0."""
+    rows_by_room: list[list[int]] = [[] for _ in range(length + 1)]
+    placed, count = [], 0
     for size in sizes:
-        node = 1
-        while node < leaves:
-            node = 2 * node + (room[2 * node] < size)
-        rows.append(node - leaves)
-        room[node] -= size
-        while node := node // 2:
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return rows
+        room = next((room for room in range(size, length) if rows_by_room[room]), length)
+        if room == length:
+            row, count = count, count + 1
+        else:
+            row = rows_by_room[room].pop()
+        rows_by_room[room - size].append(row)
+        placed.append(row)
+    return placed
 
 
 def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, at least one, and `held_back` others drawn by the seed. Both keep their order."""
-    most = max(len(examples) - 1, 0)
-    if not 0 <= held_back <= most:
-        raise ValueError(f"of {len(examples)} examples, 0 to {most} can be held back, got {held_back}")
-    kept_out = set(_permutation(seed, SPLIT, 0, len(examples))[:held_back].tolist())
-    train = [example for i, example in enumerate(examples) if i not in kept_out]
-    return train, [examples[i] for i in sorted(kept_out)]
+    """Examples to train on, at least one, and `held_back` others drawn by the seed. Both parts keep their order."""
+    drawn = set(_permutation(seed, SPLIT, 0, len(examples))[:held_back].tolist())
+    train = [example for i, example in enumerate(examples) if i not in drawn]
+    return train, [examples[i] for i in sorted(drawn)]
 
 
 def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray, "b"]:
-    """The rows of a batch, from 0 to count - 1. Each epoch has all of them, in a new order.
+    """Indices of a batch's rows, from 0 to count - 1. Each epoch has every row once, in a new order.
 
-    With 3 rows in batches of 2, step 1 (they count from 0) is the last row of epoch 0 and the first of epoch 1.
+    With 3 rows in batches of 2, step 1 (counted from 0) has the last row of epoch 0 and the first of epoch 1.
     """
-    if step < 0 or count < 1 or batch < 1:
-        raise ValueError(f"a batch needs a step from 0, a row and a size, got step {step}, {count} rows, size {batch}")
     first, end = step * batch, (step + 1) * batch
     epochs = range(first // count, (end - 1) // count + 1)
     rows = np.concatenate([_permutation(seed, EPOCHS, epoch, count) for epoch in epochs])
@@ -129,12 +117,10 @@ def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray
 
 @functools.lru_cache(maxsize=4)
 def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.ndarray, "n"]:
-    """A permutation of 0 to count - 1. Sorts raw draws: only those are stable across numpy versions (NEP 19)."""
-    if seed < 0:
-        raise ValueError(f"a seed must be at least 0, got {seed}")
+    """A permutation of 0 to count - 1. Sorts raw draws, which are stable across numpy versions (NEP 19)."""
     draws = np.random.PCG64(np.random.SeedSequence([seed, purpose, number])).random_raw(count)
     order = np.argsort(draws, kind="stable")
-    order.flags.writeable = False  # it is cached
+    order.flags.writeable = False  # cached
     return order
 
 
@@ -149,82 +135,64 @@ OTHER_MASKS = ("labels", "assistant_masks", "assistant_mask", "completion_mask")
 CUT = ("length", "max_tokens", "abort", "content_filter", "stop_sequence")
 """Values of `finish_reason` after which there is no end token."""
 ENDED = ("stop", "end_turn", "tool_use", "tool_calls", "eos", "eos_token")
-"""Values of `stop_reason` that are no stop strings: some servers write the finish reason there."""
+"""Values of `stop_reason` that are not stop strings: some servers write the finish reason there."""
 LOSS_ON = ("assistant", "all")
-ROLES = {"developer": "system"}  # new role names -> the ones that templates know, as in the server
+ROLES = {"developer": "system"}  # new role name -> the name in chat templates, as in the server
 
 
 class ExampleSet(NamedTuple):
     examples: list[Example]
-    skipped: list[corpus.SkippedLine]
-    lines: int  # not blank, skipped ones included
+    skipped: list[SkippedLine]
+    lines: int  # not blank, including skipped ones
     truncated: int  # examples cut to max_length
     turns_without_loss: int  # assistant turns that the template rewrites once more messages follow
-
-
-class Text(NamedTuple):
-    """A chat, or running text."""
-
-    text: str
-    spans: list[tuple[int, int]] | None  # characters that the target wrote; None: running text
-    lost: int = 0  # assistant turns without a place in the text
 
 
 class Tokens(NamedTuple):
     ids: list[int]
     loss: Bool[np.ndarray, "n"]
+    lost: int = 0  # assistant turns without a loss, because the template rewrites them
 
 
 def load_examples(
     paths: Sequence[str], tokenizer: Any, vocabulary: int, *, max_length: int, loss_on: str = "assistant",
     progress: bool = False,
 ) -> ExampleSet:  # fmt: skip
-    """All examples of JSONL files, plain or gzipped, in their order; `-` is stdin.
+    """All examples of JSONL files, plain or gzipped, in order; `-` is stdin.
 
     Args:
         tokenizer: a fast one of transformers; its chat template renders the chats.
-        vocabulary: of the model: ids are 0 to vocabulary - 1.
+        vocabulary: the model's size: ids are 0 to vocabulary - 1.
         max_length: tokens of an example, at least 2; the rest is cut off.
         loss_on: assistant, or all for every token of every line.
 
-    Raises ValueError: an argument is wrong, or a file is given twice. OSError: a file cannot be read.
+    Raises OSError: a file cannot be read.
     """
-    if loss_on not in LOSS_ON:
-        raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
-    if max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}")
     everything = loss_on == "all"
-    chats, encoder = Chats(tokenizer, everything=everything), _Encoder(tokenizer.backend_tokenizer, max_length)
+    reader = RowReader(tokenizer, vocabulary, max_length, everything=everything)
     examples: list[Example] = []
-    skipped: list[corpus.SkippedLine] = []
+    skipped: list[SkippedLine] = []
     lines = truncated = lost = 0
-    for _, batch in corpus.read_batches(corpus.parse_sources(paths, "jsonl"), label="Reading", progress=progress):
-        lines += len(batch)
-        rows, bad = [], []
-        for line in batch:
-            try:
-                rows.append((line, _read_row(line.row(), chats, vocabulary)))
-            except (ValueError, RecursionError) as error:
-                bad.append(line.skipped(error))
-        for (line, row), tokens in zip(rows, encoder.encode([row for _, row in rows]), strict=True):
-            try:
-                example, is_cut = _example(tokens.ids, tokens.loss | everything, vocabulary, max_length)
-            except ValueError as error:
-                bad.append(line.skipped(error))
-                continue
-            examples.append(example)
-            truncated += is_cut
-            lost += row.lost if isinstance(row, Text) else 0
-        skipped += sorted(bad)  # by number
+    for line in chain.from_iterable(read_batches(paths, label="Reading", progress=progress)):
+        lines += 1
+        try:
+            tokens = reader.read(line.row())
+            example, is_cut = _example(tokens.ids, tokens.loss | everything, vocabulary, max_length)
+        except (ValueError, RecursionError) as error:
+            skipped.append(line.skipped(error))
+            continue
+        examples.append(example)
+        truncated += is_cut
+        lost += tokens.lost
     return ExampleSet(examples, skipped, lines, truncated, lost)
 
 
 def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_length: int) -> tuple[Example, bool]:
-    """The example of at most max_length tokens, and whether it was cut."""
+    """The example, of at most max_length tokens, and whether it was cut."""
     if not ids:
         raise ValueError("the line is empty: it has no tokens")
-    corpus.check_ids("the line", ids, vocabulary)
-    used = len(np.trim_zeros(loss, "b"))  # tokens after the last one with a loss teach nothing
+    check_ids("the line", ids, vocabulary)
+    used = len(np.trim_zeros(loss, "b"))  # drop the tokens after the last one with a loss
     end = min(used, max_length)
     if not loss[1:end].any():
         if loss[:end].any():
@@ -234,40 +202,111 @@ def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_l
     return Example(np.asarray(ids[:end], np.int32), loss[:end]), used > max_length
 
 
-class _Encoder:
-    """Tokenises rows, many at once."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers passes the first one to templates
+TEMPLATE_FIELDS = frozenset({"tool_calls", *THOUGHTS})
+"""Fields of a message that only the template can render. An empty one is removed."""
+PROBE = "specjax-probe"
+NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
 
-    def __init__(self, core: Tokenizer, max_length: int) -> None:
+
+class RowReader:
+    """Reads rows with a tokenizer and its chat template. `everything`: every token of a row has a loss."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, max_length: int, *, everything: bool) -> None:
+        self.tokenizer, self.vocabulary, self.everything = tokenizer, vocabulary, everything
+        core = tokenizer.backend_tokenizer
+        special = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+        special = (special | {tokenizer.eos_token or ""}) - {""}
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        self._close = re.compile(rf"(\s*)({names})")  # templates may add text after the end token of a turn
+        self._ends = re.compile(rf"({names})(\s|{names})*\Z")
         self._plain, self._exact = (Tokenizer.from_str(core.to_str()) for _ in range(2))
-        for copied in (self._plain, self._exact):  # a tokenizer.json may hold the lengths of the model's training
+        for copied in (self._plain, self._exact):  # a tokenizer.json may set the lengths of the model's training
             copied.no_truncation()
             copied.no_padding()
-        # Offsets that leave out no spaces; this processor adds no tokens, and the replaced one would not have either.
+        # Offsets include spaces. Neither this processor nor the replaced one adds tokens here.
         self._exact.post_processor = processors.ByteLevel(trim_offsets=False)
-        # No token is longer than the longest name: the first max_length tokens do not depend on text after this.
+        # No token is longer than the longest name, so later text cannot change the first max_length tokens.
         self._most_characters = (max_length + 64) * max(map(len, core.get_vocab()), default=1)
 
-    def encode(self, rows: list[Text | Tokens]) -> Iterator[Tokens]:
-        texts = [row._replace(text=row.text[: self._most_characters]) for row in rows if isinstance(row, Text)]
-        chats = [(row.text, row.spans) for row in texts if row.spans is not None]
-        running = iter(self._plain.encode_batch_fast([row.text for row in texts if row.spans is None]))
-        rendered = self._exact.encode_batch([text for text, _ in chats], add_special_tokens=False)
-        masked = (self._masked(*chat, whole) for chat, whole in zip(chats, rendered, strict=True))
-        for row in rows:
-            if isinstance(row, Tokens):
-                yield row
-            elif row.spans is None:
-                ids = next(running).ids
-                yield Tokens(ids, np.ones(len(ids), bool))
-            else:
-                yield next(masked)
+    def read(self, row: dict[str, Any]) -> Tokens:
+        """The row's tokens. Raises ValueError: the row cannot be used."""
+        names = row_fields(row)
+        match names:
+            case ("messages",):
+                return self._chat(read_messages("messages", row["messages"]), _template(row), cut=_is_cut(row))
+            case (("messages" | "prompt") as name, "response"):
+                prompt = read_prompt(row, name, self.tokenizer)
+                reply = {"role": "assistant", "content": read_text("response", row["response"])}
+                messages: list[Any] = [*(prompt if isinstance(prompt, Chat) else ()), reply]
+                return self._chat(messages, _template(row), cut=_is_cut(row), last_only=True)
+            case ("prompt",) if not self.everything:
+                raise ValueError(NO_ANSWER)
+            case ("text" | "prompt" as name,):
+                ids = self._plain.encode(read_text(name, row[name])[: self._most_characters]).ids
+                return Tokens(ids, np.ones(len(ids), bool))
+            case ("tokens" | "input_ids" as name,):
+                prompt, answer = [], _read_ids(name, row[name], self.vocabulary)
+            case (name, "response_ids" | "output_ids" as last):
+                answer = _read_ids(last, row[last], self.vocabulary)
+                check_written(self.tokenizer, row, last)
+                if name in ("messages", "prompt"):
+                    prompt = encode(read_prompt(row, name, self.tokenizer, answer), self.tokenizer, self.vocabulary)
+                else:
+                    prompt = _read_ids(name, row[name], self.vocabulary)
+            case _:
+                needed = " or ".join(PROMPT_TEXTS if names[-1] == "response" else PROMPT_IDS + PROMPT_TEXTS)
+                raise ValueError(f"{names[-1]} is an answer, and its prompt ({needed}) is not there")
+        ids, mask = [*prompt, *answer], row.get("loss_mask")
+        if mask is None:
+            other = [name for name in OTHER_MASKS if row.get(name) not in (None, ids)]  # labels may equal the ids
+            if other and not self.everything and names[-1] not in ANSWER_IDS:
+                raise ValueError(
+                    f"{other[0]} is not read; give loss_mask: a list of {len(ids)} of 0 and 1, one a token"
+                )
+            return Tokens(ids, np.arange(len(ids)) >= len(prompt))
+        if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
+            raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
+        return Tokens(ids, np.asarray(mask, bool))
 
-    def _masked(self, text: str, spans: list[tuple[int, int]], whole: Encoding) -> Tokens:
+    def _chat(
+        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool, last_only: bool = False
+    ) -> Tokens:
+        """The chat up to its last answer, with loss on the answers. Raises ValueError: the last cannot be located.
+
+        Args:
+            template: arguments of the template.
+            cut: the last answer has no end token.
+            last_only: only the last answer has a loss.
+        """
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not self.everything:
+            if not turns:
+                roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+                raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
+            messages = messages[: turns[-1] + 1]
+        last = len(messages) - 1
+        learnt: dict[int, tuple[str, int]] = {}  # the text up to the end of a turn, and the start of the turn
+        for index in turns[-1:] if last_only else turns:
+            try:
+                prompt, turn = self._turn(messages[: index + 1], template, cut=cut and index == last)
+            except ValueError:
+                if index == last and not self.everything:
+                    raise
+            else:
+                learnt[index] = prompt + turn, len(prompt)
+        text = learnt[last][0] if last in learnt else self._rendered(messages, template)
+        spans = [(start, len(part)) for part, start in learnt.values() if text.startswith(part)]
+        lost = 0 if self.everything or last_only else len(turns) - len(spans)
+        return self._masked(text[: self._most_characters], spans)._replace(lost=lost)
+
+    def _masked(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
         """The tokens of a chat, with loss in the spans.
 
-        The server's prompt ends where a span starts, so a token ends there too, even if the text as a whole would have
-        one across: of "assistant\\n" and "\\nHi" the two line ends stay two tokens.
+        The server's prompt ends where a span starts, so a token ends there too, even if tokenising the whole text would
+        merge across: the line ends of "assistant\\n" and "\\nHi" stay two tokens.
         """
+        whole = self._exact.encode(text, add_special_tokens=False)
         ids = whole.ids
         lefts, rights = np.asarray(whole.offsets, np.int64).reshape(-1, 2).T
         inside = {start for start, _ in spans if ((lefts < start) & (start < rights)).any()}
@@ -282,68 +321,16 @@ class _Encoder:
             loss |= (start <= lefts) & (lefts < end)
         return Tokens(ids, loss)
 
-
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers passes the first one to templates
-TEMPLATE_FIELDS = frozenset({"tool_calls", *THOUGHTS})
-"""Fields of a message that only the template can render. An empty one is removed."""
-PROBE = "specjax-probe"
-NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
-
-
-class Chats:
-    """Renders chats with the template of a tokenizer. `everything`: every token of a chat is learnt."""
-
-    def __init__(self, tokenizer: Any, *, everything: bool) -> None:
-        self.tokenizer, self.everything = tokenizer, everything
-        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        special = {each.content for each in added.values() if each.special} | {tokenizer.eos_token or ""} - {""}
-        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        self._close = re.compile(rf"(\s*)({names})")  # templates may put more behind the end token of a turn
-        self._ends = re.compile(rf"({names})(\s|{names})*\Z")
-
-    def render(
-        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool, last_only: bool = False
-    ) -> Text:
-        """The chat up to its last answer, with loss on the answers. Raises ValueError: the last cannot be located.
-
-        Args:
-            template: arguments of the template.
-            cut: the last answer has no end token.
-            last_only: the target wrote the last answer alone.
-        """
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not self.everything:
-            if not turns:
-                roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-                raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
-            messages = messages[: turns[-1] + 1]
-        last = len(messages) - 1
-        learnt: dict[int, tuple[str, int]] = {}  # the text up to the end of a turn, and where the turn starts
-        for index in turns[-1:] if last_only else turns:
-            try:
-                prompt, turn = self._turn(messages[: index + 1], template, cut=cut and index == last)
-            except ValueError:
-                if index == last and not self.everything:
-                    raise
-            else:
-                learnt[index] = prompt + turn, len(prompt)
-        text = learnt[last][0] if last in learnt else self._rendered(messages, template)
-        spans = [(start, len(part)) for part, start in learnt.values() if text.startswith(part)]
-        lost = 0 if self.everything or last_only else len(turns) - len(spans)
-        return Text(text, spans, lost)
-
     def _turn(self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool) -> tuple[str, str]:
-        """The prompt that the target reads before the last message, and the text that it writes.
+        """The prompt before the last message, and the text that the target writes.
 
-        The content is used as it is, since a template may trim it, or drop or invent thoughts; only the text around it
-        is the template's. An empty block of thoughts is part of the prompt if the answer has no thoughts, and is left
-        out if it has.
+        The message's content is copied unchanged, since a template may trim it, or drop or invent thoughts; only the
+        text around it comes from the template. An empty block of thoughts is part of the prompt if the answer has no
+        thoughts, and is omitted otherwise.
         """
         *before, message = messages
         prompt, content = self._rendered(before, template, answer=True), message["content"]
-        refusal = (
-            f"the chat template writes messages[{len(before)}], or what is before it, in another way than a prompt"
-        )
+        refusal = f"the chat template renders messages[{len(before)}], or text before it, differently than the prompt"
         opened = prompt.rstrip().endswith(THINK)
         thoughts = next((name for name in THOUGHTS if isinstance(message.get(name), str)), None)
         if cut and thoughts and not content.strip() and "tool_calls" not in message:  # cut inside the thoughts
@@ -395,17 +382,17 @@ class Chats:
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields from which a row is read: of its prompt and its answer, or one.
+    """The fields from which a row is read: prompt and answer, or a single one.
 
     Ids take precedence over their text. An answer without a prompt is returned alone.
 
-    Raises ValueError: it has none, its ids hold padding, or an answer in another field would be ignored.
+    Raises ValueError: there is no such field, the ids contain padding, or an answer in another field would be ignored.
     """
     names, mask = _row_fields(row), row.get("attention_mask")
     if mask is None or {"tokens", *PROMPT_IDS, *ANSWER_IDS}.isdisjoint(names):
         return names
-    if not isinstance(mask, list) or not all(each == 1 for each in mask):
-        raise ValueError(f"attention_mask must be 1 for every token, got {mask!r:.60}: leave out the padding")
+    if not isinstance(mask, list) or any(value != 1 for value in mask):
+        raise ValueError(f"attention_mask must be 1 for every token, got {mask!r:.60}: remove the padding")
     return names
 
 
@@ -426,17 +413,21 @@ def _row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError(f"text is running text, and {answer[0]} an answer: give the prompt as messages or prompt")
     if alone := first(ALONE):
         return alone
-    raise corpus.missing_fields(row, dict.fromkeys((*ANSWER_IDS, "response", *ALONE)))
+    raise missing_fields(row, dict.fromkeys((*ANSWER_IDS, "response", *ALONE)))
+
+
+def missing_fields(row: Mapping[str, Any], names: Iterable[str]) -> ValueError:
+    return ValueError(f"the line has none of the fields {', '.join(names)}; it has {', '.join(row) or 'none':.80}")
 
 
 def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError if the answer's ids are another tokenizer's: the decoded text does not contain the response.
+    """Raises ValueError: the answer's ids are another tokenizer's, since their text does not contain the response.
 
-    The response may lack the end of the text, from a stop string on. White space and incomplete characters, which
-    decoders treat differently, are not compared.
+    The response may end earlier, before a stop string. White space and incomplete characters are not compared, since
+    decoders treat them differently.
     """
     response = row.get("response")
-    if isinstance(response, str) and not _holds(tokenizer, row[name], response):
+    if isinstance(response, str) and not _contains(tokenizer, row[name], response):
         text = tokenizer.backend_tokenizer.decode(row[name])
         raise ValueError(
             f"{name} decodes to {text!r:.60} and response is {response!r:.60}: the ids are of another tokenizer; "
@@ -444,135 +435,119 @@ def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _holds(tokenizer: Any, ids: list[int], text: str) -> bool:
+def _contains(tokenizer: Any, ids: list[int], text: str) -> bool:
     """True if the decoded ids contain the text, apart from white space and incomplete characters."""
-    core, wanted = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", text)
+    core, expected = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", text)
     decoded = (core.decode(ids, skip_special_tokens=skip) for skip in (True, False))
-    return any(wanted in re.sub(r"[\s\ufffd]", "", each) for each in decoded)
+    return any(expected in re.sub(r"[\s\ufffd]", "", variant) for variant in decoded)
 
 
 def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any, answer: list[int] | None = None) -> Prompt:
-    """The prompt of a row, from `messages` or `prompt`, without its `response`, or without an answer of these ids. A
-    `prompt` is plain text if there is no chat template."""
+    """The prompt of a row, from `messages` or `prompt`, which is plain text if there is no chat template. A final
+    message that repeats the row's `response`, or the answer of these ids, is dropped."""
     prompt = row[name]
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    *before, last = messages = _read_messages(name, prompt)
-    if last["role"] == "assistant":  # some data sets hold the answer as a message too
+    *before, last = messages = read_messages(name, prompt)
+    if last["role"] == "assistant":
         response, said = row.get("response"), last["content"]
         if isinstance(response, str):
             repeated = said.strip() == response.strip()
         else:
-            repeated = answer is not None and _holds(tokenizer, answer, said)
+            repeated = answer is not None and _contains(tokenizer, answer, said)
         messages = before if repeated else messages
     return Chat(messages, _template(row))
-
-
-def _read_row(row: dict[str, Any], chats: Chats, vocabulary: int) -> Text | Tokens:
-    names = row_fields(row)
-    match names:
-        case ("messages",):
-            return chats.render(_read_messages("messages", row["messages"]), _template(row), cut=_is_cut(row))
-        case (("messages" | "prompt") as name, "response"):
-            response = corpus.read_text("response", row["response"])
-            prompt = read_prompt(row, name, chats.tokenizer)
-            messages: list[Any] = [
-                *(prompt if isinstance(prompt, Chat) else ()),
-                {"role": "assistant", "content": response},
-            ]
-            return chats.render(messages, _template(row), cut=_is_cut(row), last_only=True)
-        case ("prompt",) if not chats.everything:
-            raise ValueError(NO_ANSWER)
-        case ("text" | "prompt" as name,):
-            return Text(corpus.read_text(name, row[name]), None)
-        case ("tokens" | "input_ids" as name,):
-            prompt, answer = [], _read_ids(name, row[name], vocabulary)
-        case (name, "response_ids" | "output_ids" as last):
-            answer = _read_ids(last, row[last], vocabulary)
-            check_written(chats.tokenizer, row, last)
-            if name in ("messages", "prompt"):
-                prompt = encode(read_prompt(row, name, chats.tokenizer, answer), chats.tokenizer, vocabulary)
-            else:
-                prompt = _read_ids(name, row[name], vocabulary)
-        case _:
-            needed = " or ".join(PROMPT_TEXTS if names[-1] == "response" else PROMPT_IDS + PROMPT_TEXTS)
-            raise ValueError(f"{names[-1]} is an answer, and its prompt ({needed}) is not there")
-    ids, mask = [*prompt, *answer], row.get("loss_mask")
-    if mask is None:
-        other = [name for name in OTHER_MASKS if row.get(name) not in (None, ids)]  # labels may equal the ids
-        if other and not chats.everything and names[-1] not in ANSWER_IDS:
-            raise ValueError(f"{other[0]} is not read; give loss_mask: a list of {len(ids)} of 0 and 1, one a token")
-        return Tokens(ids, np.arange(len(ids)) >= len(prompt))
-    if not isinstance(mask, list) or len(mask) != len(ids) or any(each not in (0, 1) for each in mask):
-        raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
-    return Tokens(ids, np.asarray(mask, bool))
 
 
 def _read_ids(name: str, value: Any, vocabulary: int) -> list[int]:
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} must be a list of ids, got {value!r:.60}")
-    corpus.check_ids(name, value, vocabulary)
+    check_ids(name, value, vocabulary)
+    return value
+
+
+def check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Raises ValueError: an id is outside of 0 to vocabulary - 1."""
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"{name} holds the id {token!r:.20}; ids of this model are 0 to {vocabulary - 1}")
+
+
+def read_text(name: str, value: Any, *, empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {value!r:.60}")
+    if not value and not empty:
+        raise ValueError(f"{name} is empty")
+    return value
+
+
+def _read_json(name: str, text: str, verb: str = "is") -> Any:
+    """JSON inside a field of the row."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} {verb} not JSON: {error.msg} at character {error.pos + 1}") from None
+    check_encodes(name, value)
     return value
 
 
 def _template(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's arguments of the chat template."""
     tools, variables = row.get("tools"), row.get("chat_template_kwargs")
-    if isinstance(tools, str):  # as some data sets store them
-        tools = corpus.read_json("tools", tools)
+    if isinstance(tools, str):  # some data sets store tools as a string of JSON
+        tools = _read_json("tools", tools)
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", variables, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} must be a JSON {'array' if kind is list else 'object'}, got {value!r:.60}")
-        corpus.check_encodes(name, value)
     return {**(variables or {}), **({"tools": tools} if tools else {})}
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:
-    """True if a limit or a stop string ended the answer, not the target."""
+    """True if a length limit or a stop string ended the answer, not the target."""
     reason = row.get("finish_reason")
     details = reason if isinstance(reason, dict) else {"type": reason}
     if details.get("type") in CUT:
         return True
     stop = None if row.get("stop_reason") in ENDED else row.get("stop_reason")
-    return any(isinstance(each, str) for each in (details.get("matched"), row.get("matched_stop"), stop))
+    return any(isinstance(value, str) for value in (details.get("matched"), row.get("matched_stop"), stop))
 
 
-def _read_messages(name: str, value: Any) -> list[dict[str, Any]]:
+def read_messages(name: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} must be a list of messages, got {value!r:.60}")
     return [_read_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
 
 
 def _read_message(where: str, message: Any) -> dict[str, Any]:
-    """The message with its content as one text; other fields stay for the template."""
+    """The message, with its content as one text and its other fields unchanged."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where} must be an object with role and content, got {message!r:.60}")
-    kept = {key: value for key, value in message.items() if value or (value is not None and key not in TEMPLATE_FIELDS)}
-    if kept.get("function_call"):
+    fields = {
+        key: value for key, value in message.items() if value or (value is not None and key not in TEMPLATE_FIELDS)
+    }
+    if fields.get("function_call"):
         raise ValueError(f"{where}.function_call is not read; give tool_calls")
-    for name, value in kept.items():
-        corpus.check_encodes(f"{where}.{name}", value)
-    content, calls = kept.get("content"), kept.get("tool_calls")
+    content, calls = fields.get("content"), fields.get("tool_calls")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(corpus.read_text(f"{where}.content", part.get("text"), empty=True) for part in content)
+        content = "".join(read_text(f"{where}.content", part.get("text"), empty=True) for part in content)
     if calls is not None:
-        kept["tool_calls"] = _read_calls(f"{where}.tool_calls", calls)
-    content = "" if content is None and not TEMPLATE_FIELDS.isdisjoint(kept) else content
-    text = corpus.read_text(f"{where}.content", content, empty=True)
-    return kept | {"role": ROLES.get(message["role"], message["role"]), "content": text}
+        fields["tool_calls"] = _read_calls(f"{where}.tool_calls", calls)
+    content = "" if content is None and not TEMPLATE_FIELDS.isdisjoint(fields) else content
+    text = read_text(f"{where}.content", content, empty=True)
+    return fields | {"role": ROLES.get(message["role"], message["role"]), "content": text}
 
 
 def _read_calls(where: str, calls: Any) -> list[Any]:
-    """Templates want the arguments as an object; OpenAI writes them as a string of JSON."""
+    """Tool calls with their arguments as an object, as templates expect; OpenAI's form is a string of JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} must be a list of objects, got {calls!r:.60}")
-    found = []
+    parsed = []
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            arguments = corpus.read_json(f"{where}: the arguments", function["arguments"], "are")
+            arguments = _read_json(f"{where}: the arguments", function["arguments"], "are")
             call = call | {"function": function | {"arguments": arguments}}
-        found.append(call)
-    return found
+        parsed.append(call)
+    return parsed

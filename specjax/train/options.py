@@ -11,11 +11,9 @@ from specjax.train.data import LOSS_ON
 from specjax.train.features import MODES
 from specjax.train.unroll import LOSSES
 
-OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant")
 PLACEMENTS = ("replicated", "split")
 ALL_TOKENS = 0
-MOST_BETA = 0.999999  # 1 would divide by zero
 
 
 @dataclass(frozen=True)
@@ -28,90 +26,63 @@ class DataSettings:
         "ids",
         metavar="FILE",
     )
-    text_data: tuple[str, ...] = setting((), "the same, of prompts or text; every token is learnt", metavar="FILE")
-    loss_on: str = setting("assistant", "tokens of --data that are learnt", choices=LOSS_ON)
-    text_examples: int = setting(0, "examples of --text-data that are used, drawn by the seed; 0 = all", minimum=0)
-    text_skip: int = setting(
-        0, "skip this many of the drawn --text-data, such as those that an earlier run used", minimum=0
-    )
+    text_data: tuple[str, ...] = setting((), "JSONL of prompts or text; every token has a loss", metavar="FILE")
+    loss_on: str = setting("assistant", "tokens of --data that have a loss", choices=LOSS_ON)
+    text_examples: int = setting(0, "number of examples of --text-data, drawn by the seed; 0 = all", minimum=0)
+    text_skip: int = setting(0, "skip the first N drawn examples of --text-data", minimum=0)
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
     held_back: int | None = setting(
-        None, "examples of --data kept for measuring; default: 64, at most a tenth", minimum=0
+        None, "examples of --data reserved for measuring; default: 64, at most a tenth", minimum=0
     )
-    data_seed: int = setting(0, "decides packing, order and what is held back", minimum=0)
+    data_seed: int = setting(0, "seed of packing, order and the held-back examples", minimum=0)
 
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """The head or model that is trained."""
+    """The draft head."""
 
-    draft: str = setting(
-        "EAGLE3", "algorithm that the draft is for", choices=(*ALGORITHMS, "STANDALONE"), parse=str.upper
-    )
-    init_from: str | None = setting(None, "a draft's folder or hub id; default: a new one", metavar="MODEL")
-    init: str = setting(
-        "target", "EAGLE3: target = start from the target's language model head", choices=("target", "random")
-    )
+    draft: str = setting("EAGLE3", "algorithm of the head", choices=tuple(ALGORITHMS), parse=str.upper)
+    init_from: str | None = setting(None, "a head's folder or hub id; default: a new head", metavar="MODEL")
     draft_vocab_size: int = setting(
-        ALL_TOKENS,
-        "EAGLE3, STANDALONE: tokens that the draft can propose, the most frequent in the data; 0 = all",
-        minimum=0,
-    )
-    keep_layers: tuple[str, ...] = setting(
-        (),
-        "STANDALONE: the target's layers that the draft starts from: first:K, spaced:K or indices; default: spaced:4",
-        metavar="LAYER",
-    )
-    trainable: str = setting(
-        "all",
-        "STANDALONE: output = the final norm and an output layer alone (self-speculation)",
-        choices=("all", "output"),
+        ALL_TOKENS, "EAGLE3: size of the draft vocabulary, the most frequent tokens in the data; 0 = all", minimum=0
     )
     aux_layers: tuple[str, ...] = setting(
-        (), "EAGLE3: layers, from 0, whose outputs the head reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
+        (), "EAGLE3: target layers, from 0, that the head reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
     )
-    draft_intermediate_size: int | None = setting(None, "width of the draft's MLP; default: the target's", minimum=1)
 
 
 @dataclass(frozen=True)
 class LossSettings:
     """The loss. Defaults by kind: EAGLE3 cross_entropy in 7 rounds of weight 0.8^j; EAGLE 0.1 cross_entropy +
-    1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18; STANDALONE cross_entropy
-    in one."""
+    1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18."""
 
     loss: str | None = setting(None, "loss of each round; see the text above", choices=tuple(LOSSES), metavar="NAME")
     rounds: int | None = setting(None, "times that the head reads its own output (training-time test)", minimum=1)
-    round_weights: tuple[str, ...] = setting((), "weights of the rounds' losses", metavar="X")
     regression_weight: float | None = setting(None, "weight of the distance to the target's next feature", minimum=0)
     loss_weight: float | None = setting(None, "weight of the loss beside the regression", minimum=0)
     feature_noise: float | None = setting(None, "uniform noise on the features: width at 512 tokens a row", minimum=0)
-    teacher_temperature: float = setting(1.0, "temperature of the target's distribution", above=0)
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer and its schedule."""
+    """The optimizer, AdamW, and its schedule."""
 
-    optimizer: str = setting("adamw", "muon: for the matrices, with adamw for the rest", choices=OPTIMIZERS)
     learning_rate: float = setting(1e-4, "peak of the learning rate", above=0)
     schedule: str = setting("cosine", "of the learning rate after the warm-up", choices=SCHEDULES)
     final_learning_rate: float = setting(
         0.0, "learning rate at the last step, as a share of the peak", minimum=0, maximum=1
     )
     warmup_steps: int = setting(100, "steps in which the learning rate rises from 0", minimum=0)
-    beta1: float = setting(0.9, "Adam's", minimum=0, maximum=MOST_BETA)
-    beta2: float = setting(0.95, "Adam's", minimum=0, maximum=MOST_BETA)
     weight_decay: float = setting(0.0, "weight decay of matrices", minimum=0)
-    clip_norm: float = setting(0.5, "largest norm of the gradient; 0 = any", minimum=0)
-    clip_value: float = setting(0.0, "largest element of the gradient; 0 = any", minimum=0)
+    clip_norm: float = setting(0.5, "maximum norm of the gradient; 0 = unlimited", minimum=0)
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """Length, output folder, and intervals of logging and checkpoints."""
 
-    output: str = setting("runs/draft", "folder of the run; one with the same settings is resumed", metavar="FOLDER")
-    steps: int = setting(1000, "updates; more of them extend an earlier run", minimum=1)
+    output: str = setting("runs/draft", "folder of the run; a run with the same settings is resumed", metavar="FOLDER")
+    steps: int = setting(1000, "updates; a larger number extends an earlier run", minimum=1)
     batch_size: int = setting(8, "rows of a forward, over all devices", minimum=1)
     accumulate: int = setting(1, "forwards per update", minimum=1)
     target_placement: str = setting(
@@ -119,11 +90,13 @@ class RunSettings:
         choices=PLACEMENTS,
     )  # fmt: skip
     compute_dtype: str = setting("bfloat16", "dtype of products; weights are float32", choices=("bfloat16", "float32"))
-    features: str = setting("none", "where the target's features are kept; none = computed each step", choices=MODES)
+    features: str = setting(
+        "none", "where the target's features are stored; none = computed in each step", choices=MODES
+    )
     feature_folder: str | None = setting(None, "folder for --features disk; default: in --output", metavar="FOLDER")
     train_seed: int = setting(0, "seed of new weights and of the noise", minimum=0)
     checkpoint_every: int = setting(200, "steps between two checkpoints", minimum=1)
-    keep_checkpoints: int = setting(2, "newest checkpoints that are kept", minimum=1)
+    keep_checkpoints: int = setting(2, "number of checkpoints to keep", minimum=1)
     log_every: int = setting(10, "steps between two lines of metrics.jsonl", minimum=1)
     stop_after: float = setting(0.0, "minutes after which the run saves and ends, to be resumed; 0 = never", minimum=0)
 
@@ -140,7 +113,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """The draft, written in the Hugging Face layout."""
+    """The head, written in the Hugging Face layout."""
 
     export: str | None = setting(None, "folder; default: head/ in --output", metavar="FOLDER")
     export_dtype: str = setting("bfloat16", "dtype of its tensors", choices=("bfloat16", "float16", "float32"))
@@ -165,5 +138,5 @@ RESUMABLE = frozenset(
     {"output", "feature_folder", "checkpoint_every", "keep_checkpoints", "log_every", "stop_after", "measure_every",
      "measure_prompts", "measure_tokens", "measure_steps", "export", "export_dtype", "license", "steps"}
 )  # fmt: skip
-"""Settings that a run may be resumed with other values of. Only `steps` changes what is computed: from the resumed step
-on the learning rate is that of a run of the new length."""
+"""Settings that may change when a run is resumed. Only `steps` affects training: from the resumed step on, the learning
+rate follows the schedule of the new length."""

@@ -1,13 +1,19 @@
-"""A training run: data, models, steps, checkpoints, measurements, export."""
+"""A training run: inputs, steps, checkpoints, measurements, export."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,36 +22,190 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from specjax import checkpoint
+from specjax.cli.lines import line_files, report
 from specjax.compiling import use_compilation_cache
+from specjax.config import ModelConfig
+from specjax.drafters import Params, TreeShape
+from specjax.engine import Engine, SamplingParams
+from specjax.engine.config import EngineConfig
+from specjax.models import make_target
 from specjax.progress import progress_bar
 from specjax.train import update
-from specjax.train.checkpoints import RunError, RunFolder, read_metrics
-from specjax.train.data import Example, Rows, batch_rows
+from specjax.train.data import Example, Rows, batch_rows, load_examples, pack, split
+from specjax.train.export import other_files
 from specjax.train.features import FeatureStore, teach, training_target
-from specjax.train.inputs import Inputs, identity, prepare
-from specjax.train.options import TrainOptions
-from specjax.train.results import Measure, Measured, model_card, plot
+from specjax.train.head import HeadDraft, TargetSource
+from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
+from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
 from specjax.train.unroll import Teacher
 from specjax.train.update import Metrics, TrainState, everywhere, spread
 from specjax.types import Weights
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_HELD_BACK = 64  # examples, at most a tenth of --data
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a run, except the target's weights."""
+
+    source: TargetSource
+    rows: Rows
+    held_back: list[Example]
+    draft: HeadDraft
+    facts: dict[str, Any]  # counts of the data, for the log and the card
+
+
+def prepare(options: TrainOptions) -> Inputs:
+    """Read everything but the target's weights. Raises CheckpointError, ValueError, OSError: an input is wrong."""
+    model, batch = options.model, options.run.batch_size
+    if model.quantization not in ("auto", "none"):
+        raise ValueError(
+            f"--quantization {model.quantization} does not apply to training, which uses the checkpoint's own weights; "
+            "leave the flag out"
+        )
+    devices = jax.local_device_count()
+    if batch % devices:
+        raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
+    if (export := options.export.export) is not None:
+        folder = Path(export).absolute()
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ValueError(f"--export {export} cannot be written: {parent} is not a writable folder")
+        if others := other_files(folder):
+            raise ValueError(
+                f"--export {export} contains files that a draft does not have: {', '.join(others)[:80]}; give another"
+            )
+    files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
+    config = checkpoint.model_config(files.config, dtype=model.dtype)
+    tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
+    eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
+    source = TargetSource(files, tokenizer, config, eos)
+    draft = HeadDraft(options, source)
+    rows, held_back, facts = read_data(options, tokenizer, config)
+    return Inputs(source, rows, held_back, draft, facts | draft.choose_vocabulary(rows))
+
+
+def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
+    """Packed rows, held-back examples, and counts. Raises ValueError or OSError: there is nothing to learn from."""
+    settings, seed = options.data, options.data.data_seed
+    paths = [*settings.data, *settings.text_data]
+    if not paths:
+        raise ValueError("nothing to learn from: give --data or --text-data")
+    load = partial(
+        load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, progress=True,
+        max_length=min(settings.row_length, target.max_positions),
+    )  # fmt: skip
+    answers = load(line_files(settings.data, "--data"), loss_on=settings.loss_on)
+    texts = load(line_files(settings.text_data, "--text-data"), loss_on="all")
+    for flag, loaded in {"--data": answers, "--text-data": texts}.items():
+        if loaded.skipped and not loaded.examples:
+            path, number, reason = loaded.skipped[0]
+            raise ValueError(f"{flag}: none of the {loaded.lines} lines is usable; {path}, line {number}: {reason}")
+    report([*answers.skipped, *texts.skipped])
+    if not answers.examples and not texts.examples:
+        raise ValueError(f"--data and --text-data contain no example to learn from: {', '.join(paths):.300}")
+    count, held, chosen = len(answers.examples), settings.held_back, texts.examples
+    if held and not settings.data:
+        raise ValueError(f"--held-back {held} needs --data: nothing of --text-data is held back; leave the flag out")
+    if held and held >= count:
+        raise ValueError(f"--held-back {held} must be less than the {count} usable examples of --data")
+    if held is None:
+        held = min(DEFAULT_HELD_BACK, -(-count // 10)) if count > 1 else 0
+    train, held_back = split(answers.examples, held, seed)
+    if settings.text_skip:
+        if settings.text_skip >= len(chosen):
+            raise ValueError(
+                f"--text-skip {settings.text_skip} leaves none of the {len(chosen)} examples of --text-data"
+            )
+        chosen, _ = split(chosen, settings.text_skip, seed)
+    if 0 < settings.text_examples < len(chosen):
+        _, chosen = split(chosen, settings.text_examples, seed)
+    rows = pack([*train, *chosen], settings.row_length, seed)
+    facts = {
+        "files": [Path(path).name for path in paths],
+        "examples": len(train) + len(chosen),
+        "texts": len(chosen),
+        "held_back": len(held_back),
+        "bad_lines": len(answers.skipped) + len(texts.skipped),
+        "truncated": answers.truncated + texts.truncated,
+        "turns_without_loss": answers.turns_without_loss,
+        "rows": len(rows.tokens),
+        "tokens": int((rows.segments > 0).sum()),
+        "loss_tokens": int(rows.loss.sum()),
+    }
+    return rows, held_back, facts
+
+
+def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
+    """The settings that a resumed run must share with the original one."""
+    values = ChainMap(*asdict(options).values())
+    settings = {name.replace("_", "-"): value for name, value in values.items() if name not in RESUMABLE}
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in inputs.rows)).hexdigest()
+    return settings | {
+        "held-back": len(inputs.held_back),
+        "content of the data": digest[:16],
+        "devices": jax.local_device_count(),
+    }
+
+
+class Measured(NamedTuple):
+    accept_length: float  # emitted tokens / verification forwards, the bonus included
+    by_depth: list[float]  # accepted share, at depth d, of drafts whose parent was accepted
+    tokens: int
+    steps: int
+
+
+class Measure:
+    """Measures the accept length of heads with one engine; each call passes another head, in the serving dtype."""
+
+    def __init__(
+        self, settings: MeasureSettings, inputs: Inputs, target_params: Weights, draft: Any,
+        prompts: list[list[int]],
+    ) -> None:  # fmt: skip
+        shape = TreeShape(settings.measure_steps, 1, settings.measure_steps + 1)
+        rows, longest = min(16, len(prompts)), max(map(len, prompts)) + settings.measure_tokens
+        config = EngineConfig(
+            max_running_requests=rows,
+            context_length=min(longest, inputs.source.config.max_positions),
+            max_total_tokens=rows * (longest + 64 + 4 * shape.nodes),
+            random_seed=0,
+        )
+        target = make_target(inputs.source.config)
+        drafter = inputs.draft.drafter(target, shape)
+        self._target_params, self._prompts = target_params, prompts
+        self._engine = Engine(
+            target, Params(target_params, draft), inputs.source.tokenizer, drafter, config=config,
+            eos_ids=inputs.source.eos_ids,
+        )  # fmt: skip
+        self._sampling = SamplingParams(max_new_tokens=settings.measure_tokens, temperature=0.0)
+
+    def __call__(self, draft: Any) -> Measured:
+        self._engine.params = Params(self._target_params, jax.block_until_ready(draft))
+        completions = self._engine.generate(self._prompts, self._sampling)
+        # Steps by their number of accepted drafts, and by the number that they accepted at least.
+        histogram = [sum(bins) for bins in zip(*(each.spec_accept_histogram for each in completions), strict=True)]
+        reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
+        by_depth = [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
+        steps, emitted = sum(histogram), sum(reached)
+        return Measured(round(emitted / max(steps, 1), 4), by_depth, emitted, steps)
+
 
 class Trainer:
-    """One training run. The target's parameters are in its serving dtype; the model card quotes `command`."""
+    """One training run. `target_params` are in the target's serving dtype; the model card quotes `command`."""
 
     def __init__(
         self, options: TrainOptions, inputs: Inputs, target_params: Weights, folder: RunFolder, *, command: str
     ) -> None:  # fmt: skip
         self.options, self.inputs, self.folder, self.command = options, inputs, folder, command
         run, dtype, draft = options.run, options.run.compute_dtype, inputs.draft
-        self.mesh = Mesh(np.array(jax.local_devices()), ("data",))  # over which the rows of a batch are spread
-        self.target = training_target(inputs.source.config, dtype)
-        self.teach = teach(self.target, draft.features)
-        self._teach_rows = jax.jit(self.teach)
+        self.mesh = Mesh(np.array(jax.local_devices()), ("data",))  # the rows of a batch are spread over it
+        target = training_target(inputs.source.config, dtype)
+        teach_batch = teach(target, draft.features)
+        self._teach = jax.jit(teach_batch)
         self._serving_params = target_params
-        place = update.PLACEMENTS[run.target_placement]
+        place = update.split if run.target_placement == "split" else everywhere
         self.target_params = place(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = update.schedule(options.optimizer, run.steps)
         optimizer = update.make_optimizer(options.optimizer, self.rate, draft.table)
@@ -56,8 +216,8 @@ class Trainer:
             state = TrainState(jnp.int32(0), weights, jax.jit(optimizer.init)(weights))
         self.state = everywhere(self.mesh, state)
         self.update = update.make_update(
-            draft.loss(self.target), optimizer, everywhere(self.mesh, self.frozen), dtype=dtype,
-            seed=run.train_seed, teach=None if self.features else self.teach,
+            draft.loss(target), optimizer, everywhere(self.mesh, self.frozen), dtype=dtype,
+            seed=run.train_seed, teach=None if self.features else teach_batch,
         )  # fmt: skip
         self._measure: Measure | None = None
 
@@ -66,7 +226,7 @@ class Trainer:
         stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files.weights]
         layers = () if draft.features == "final" else draft.features
         return FeatureStore(
-            self._teach_on_host, self.inputs.rows, mode=run.features,
+            self._teach_on_host, self.inputs.rows,
             folder=Path(run.feature_folder or Path(run.output) / "features"),
             widths=(draft.feature_size, source.config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
@@ -76,17 +236,17 @@ class Trainer:
     def _teach_on_host(self, rows: Rows) -> Teacher:
         """The target's forward over one batch."""
         batch = jax.tree.map(lambda x: x[0], spread(self.mesh, rows, (1, -1)))
-        return jax.device_get(self._teach_rows(self.target_params, batch))
+        return jax.device_get(self._teach(self.target_params, batch))
 
     def _first_batch(self) -> tuple[Teacher, Rows]:
-        """The target's outputs for the first batch, which a resumed run finds the same."""
+        """The target's outputs for the first batch; a resumed run computes the same."""
         rows = self.inputs.rows
         numbers = batch_rows(0, len(rows.tokens), self.options.run.batch_size, self.options.data.data_seed)
         first = Rows(*(part[numbers] for part in rows))
         return self.features.get(numbers) if self.features else self._teach_on_host(first), first
 
     def row_numbers(self, step: int) -> np.ndarray:
-        """The rows of the step after `step` steps."""
+        """The rows of the step that follows `step` steps."""
         size = self.options.run.batch_size * self.options.run.accumulate
         return batch_rows(step, len(self.inputs.rows.tokens), size, self.options.data.data_seed)
 
@@ -98,15 +258,15 @@ class Trainer:
             print(f"Resuming {run.output} at step {int(self.state.step)} of {run.steps}", file=sys.stderr)
             if self.folder.latest > run.steps:
                 raise RunError(
-                    f"--steps {run.steps} is less than the {self.folder.latest} that the run in --output {run.output} "
-                    "has done; give at least as many, or another --output to start anew"
+                    f"--steps {run.steps} is less than the {self.folder.latest} steps that the run in --output "
+                    f"{run.output} has done; give at least as many, or another --output to start a new run"
                 )
         first, measured = int(self.state.step), None
         self.folder.rewind(first)
         if first and self._to_measure(first):
             # The run may have been killed between the checkpoint and its measurement.
-            there = (row for row in read_metrics(folder) if row["step"] == first and "accept_length" in row)
-            last = next(there, None)
+            logged = (row for row in read_metrics(folder) if row["step"] == first and "accept_length" in row)
+            last = next(logged, None)
             measured = self.measure(first) if last is None else Measured(*(last[name] for name in Measured._fields))
         for step in self._steps():
             if self._to_measure(step):
@@ -114,10 +274,11 @@ class Trainer:
         done, head = int(self.state.step), None
         if done == run.steps:
             head = str(self.export(Path(self.options.export.export or folder / "head"), measured))
-        chart, found = plot(folder), {} if measured is None else measured._asdict()
+        curves, last_measured = plot(folder), {} if measured is None else measured._asdict()
         return {
-            "step": done, "steps": run.steps, "output": run.output, "accept_length": found.get("accept_length"),
-            "by_depth": found.get("by_depth"), "head": head, "plot": None if chart is None else str(chart),
+            "step": done, "steps": run.steps, "output": run.output, "head": head,
+            "accept_length": last_measured.get("accept_length"), "by_depth": last_measured.get("by_depth"),
+            "plot": None if curves is None else str(curves),
         }  # fmt: skip
 
     def _to_measure(self, step: int) -> bool:
@@ -145,7 +306,7 @@ class Trainer:
                 bar.update()
                 stop = run.stop_after and time.perf_counter() - started > run.stop_after * 60
                 save = step % run.checkpoint_every == 0 or step == run.steps or stop
-                # A line for each checkpoint: a resumed run begins a new one there, as this one does.
+                # Every checkpoint ends a line of metrics, so that a resumed run logs the same lines.
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
                     now = time.perf_counter()
@@ -153,8 +314,8 @@ class Trainer:
                     if not np.isfinite([row["loss"], row["gradient_norm"]]).all():
                         raise RunError(
                             f"step {step} has the loss {row['loss']} and a gradient of norm {row['gradient_norm']}: "
-                            "give a lower --learning-rate or --clip-norm and another --output. The last checkpoint, "
-                            f"of step {self.folder.latest}, is from before"
+                            "give a lower --learning-rate or --clip-norm and another --output. The last checkpoint is "
+                            f"of step {self.folder.latest}"
                         )
                     self.folder.log(row)
                     matched = " ".join(f"{value:.2f}" for value in row["matched"][:5])
@@ -165,55 +326,58 @@ class Trainer:
                     self.folder.save(self.state)
                 before = time.perf_counter()
                 yield step
-                since += time.perf_counter() - before  # measuring is not training
+                since += time.perf_counter() - before  # exclude the time of measurements
                 if stop:
                     return
 
     def _row(self, step: int, pending: list[tuple[Metrics, int]], seconds: float) -> dict[str, Any]:
         """A line of metrics.jsonl: means over the steps since the last line."""
-        found = [jax.device_get(metrics) for metrics, _ in pending]
-        sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in found))
+        steps = [jax.device_get(metrics) for metrics, _ in pending]
+        sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in steps))
         return {
-            "loss": round(float(np.mean([float(metrics.loss) for metrics in found])), 5),
+            "loss": round(float(np.mean([float(metrics.loss) for metrics in steps])), 5),
             "losses": [round(float(x), 4) for x in sums.loss / np.maximum(sums.counted, 1)],
             "matched": [round(float(x), 4) for x in sums.matched / np.maximum(sums.slots, 1)],
             "inside": round(float(sums.counted[0] / max(sums.slots[0], 1)), 4),
-            "gradient_norm": round(float(found[-1].gradient_norm), 4),
+            "gradient_norm": round(float(steps[-1].gradient_norm), 4),
             "learning_rate": float(np.asarray(self.rate(step - 1))),
             "tokens_per_second": round(sum(tokens for _, tokens in pending) / max(seconds, 1e-9), 1),
         }
 
     def draft_params(self) -> Weights:
-        """The draft's parameters on one device, float32."""
+        """The head's parameters on one device, float32."""
         weights, frozen = jax.tree.map(jnp.asarray, jax.device_get((dict(self.state.params), self.frozen)))
         return self.inputs.draft.exported(weights, frozen)
 
     def measure(self, step: int) -> Measured | None:
-        """Decode held-back prompts, log the accept length, and keep the best head so far in best/."""
+        """Decode held-back prompts, log the accept length, and export the best head so far to best/."""
         settings, inputs = self.options.measure, self.inputs
-        prompts = [found for example in inputs.held_back if (found := prompt_of(example))][: settings.measure_prompts]
+        prompts = [prompt for example in inputs.held_back if (prompt := prompt_of(example))][: settings.measure_prompts]
         if not prompts:
             return None
         dtypes = self.options.export.export_dtype, inputs.source.config.dtype
         params = inputs.draft.served(self.draft_params(), *dtypes)
         if self._measure is None:
             self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
-        found = self._measure(params)
-        row = {"step": step, **found._asdict()}
-        earlier = [each["accept_length"] for each in read_metrics(self.folder.folder) if "accept_length" in each]
-        if found.accept_length > max(earlier, default=0.0):
-            self.export(self.folder.folder / "best", found, [row])
+        measured = self._measure(params)
+        row = {"step": step, **measured._asdict()}
+        earlier = [row["accept_length"] for row in read_metrics(self.folder.folder) if "accept_length" in row]
+        if measured.accept_length > max(earlier, default=0.0):
+            self.export(self.folder.folder / "best", measured, [row])
         self.folder.log(row)
-        shares = " ".join(f"{share:.2f}" for share in found.by_depth)
-        tqdm.write(f"step {step}: accept length {found.accept_length:.3f} in the engine, by depth {shares}", sys.stderr)
-        return found
+        shares = " ".join(f"{share:.2f}" for share in measured.by_depth)
+        length = f"accept length {measured.accept_length:.3f} in the engine, by depth {shares}"
+        tqdm.write(f"step {step}: {length}", sys.stderr)
+        return measured
 
     def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
         """Export the current head, with a model card."""
-        draft = self.inputs.draft
+        draft, options = self.inputs.draft, self.options
         card = model_card(
-            target=self.options.model.model, draft=draft, facts=self.inputs.facts, command=self.command,
-            step=int(self.state.step), metrics=[*read_metrics(self.folder.folder), *unlogged], measured=measured,
+            title=f"{options.draft.draft} draft head for {options.model.model}", target=options.model.model,
+            description=draft.description, facts=self.inputs.facts, command=self.command, step=int(self.state.step),
+            metrics=[*read_metrics(self.folder.folder), *unlogged],
+            measured=None if measured is None else measured._asdict(),
         )  # fmt: skip
         return draft.export(folder, self.draft_params(), card)
 
@@ -229,14 +393,8 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
     inputs = prepare(options)
     if options.measure.measure_prompts and not any(prompt_of(example) for example in inputs.held_back):
         logger.warning(
-            "no accept length will be measured: --held-back keeps no example of --data that has a prompt and an answer"
+            "no accept length will be measured: --held-back reserves no example of --data with a prompt and an answer"
         )
-    warmup, steps = options.optimizer.warmup_steps, options.run.steps
-    if warmup >= steps:
-        logger.warning(
-            "--warmup-steps %d is not less than --steps %d: the learning rate only rises, and may not reach its peak; "
-            "give --warmup-steps %d, for example", warmup, steps, steps // 10,
-        )  # fmt: skip
     with RunFolder(Path(options.run.output), identity(options, inputs), keep=options.run.keep_checkpoints) as folder:
         print(", ".join(f"{name} {value}" for name, value in inputs.facts.items()), file=sys.stderr)
         source = inputs.source

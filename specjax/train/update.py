@@ -1,7 +1,7 @@
-"""The optimiser, and one step of it over a batch: gradients of the unrolled head in low precision, float32 weights.
+"""The optimiser and one training step: gradients of the head in low precision, float32 weights.
 
-A batch is split into A parts whose gradients are summed, so memory does not bound its size, and each part over the
-devices of a mesh. Loss and gradient are those of the whole batch.
+A batch is split into A parts whose gradients are summed, so that a batch may exceed the memory; each part is spread
+over the devices of a mesh. Loss and gradient equal those of the whole batch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
-from optax.contrib import MuonDimensionNumbers, muon
 
 from specjax.models.params import Table
-from specjax.train import options
 from specjax.train.data import Rows
 from specjax.train.options import OptimizerSettings
 from specjax.train.unroll import Loss, Sums, Teacher
 from specjax.types import Weights
-
-MUON_RMS = 0.2
-"""Muon's updates are scaled to this root mean square, which is about Adam's: one learning rate then suits both
-(Moonlight, arXiv 2502.16982)."""
 
 
 def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
@@ -38,41 +32,26 @@ def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
         "linear": optax.linear_schedule(peak, peak * final, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # The first update has rate / warm-up and not 0, which would be a step for nothing.
+    # The first update has rate / warm-up: a rate of 0 would change nothing.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, decay], [warmup])
 
 
 def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule, table: Table) -> optax.GradientTransformation:
-    """Clips by global norm, then by value (0: not at all).
-
-    Matrices and the embedding decay, norms and biases do not. Muon orthogonalises matrices, and only these decay;
-    norms, biases, embedding and output layer get Adam, as Muon's authors advise. `table` declares the parameters.
-    """
-    leaves = {f"{scope.name}/{leaf.name}".lstrip("/"): leaf for scope in table for leaf in scope.leaves}
+    """AdamW after clipping by global norm (0: no clipping). Matrices decay, norms and biases do not; `table` declares
+    the parameters."""
+    leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
 
     def decays(params: Weights) -> dict[str, bool]:
         return {name: leaves[name].init == "normal" for name in params}
 
-    def axes(params: Any) -> Any:  # pytrees, of which optax has types of its own
-        matrices = {name: leaf.matrix for name, leaf in leaves.items() if "vocab" not in leaf.axes}
-        return {name: MuonDimensionNumbers(*found) if (found := matrices.get(name)) else None for name in params}
-
-    beta1, beta2, decay = settings.beta1, settings.beta2, settings.weight_decay
-    if settings.optimizer == "adamw":
-        core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=decay, mask=decays)
-    else:
-        core = muon(
-            rate, beta=0.95, weight_decay=decay, adam_b1=beta1, adam_b2=beta2,
-            muon_weight_dimension_numbers=axes, consistent_rms=MUON_RMS,
-        )  # fmt: skip
-    clips = [optax.clip_by_global_norm(settings.clip_norm)] if settings.clip_norm else []
-    clips += [optax.clip(settings.clip_value)] if settings.clip_value else []
-    return optax.chain(*clips, core)
+    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decays)
+    clip = optax.clip_by_global_norm(settings.clip_norm) if settings.clip_norm else optax.identity()
+    return optax.chain(clip, adamw)
 
 
 class TrainState(NamedTuple):
-    """The state a run resumes from, besides its settings; the step determines the data."""
+    """The state of a checkpoint; the step determines the data."""
 
     step: Int32[Array, ""]  # updates done
     params: Weights  # float32 master weights
@@ -80,7 +59,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    loss: Float32[Array, ""]  # the weighted sum of the rounds' losses, by slot of round 0
+    loss: Float32[Array, ""]  # weighted sum of the rounds' losses, divided by the slots of round 0
     sums: Sums
     gradient_norm: Float32[Array, ""]
 
@@ -92,7 +71,7 @@ def make_update(
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
     Args:
-        compute: the loss of the draft, whose weights it gets in `dtype`, together with the `frozen` ones as they are.
+        compute: the head's loss; receives the weights in `dtype`, and the `frozen` leaves unchanged.
         seed: of the noise.
         teach: the target's forward, run in the same step; None: the caller passes `teacher`.
     """
@@ -117,15 +96,15 @@ def make_update(
         parts = batch.tokens.shape[0]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step), parts)
 
-        def add(carry: Any, each: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, part(state.params, target_params, *each)), None
+        def add(carry: Any, inputs: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, part(state.params, target_params, *inputs)), None
 
-        # The first part is outside of the scan: it gives the sums their shapes, and most batches have only one part.
+        # The first part is outside of the scan: it defines the shapes of the sums, and most batches have one part.
         inputs = (batch, teacher, keys)
-        found = part(state.params, target_params, *jax.tree.map(lambda x: x[0], inputs))
+        result = part(state.params, target_params, *jax.tree.map(lambda x: x[0], inputs))
         if parts > 1:
-            found, _ = jax.lax.scan(add, found, jax.tree.map(lambda x: x[1:], inputs))
-        total, sums, gradient = found
+            result, _ = jax.lax.scan(add, result, jax.tree.map(lambda x: x[1:], inputs))
+        total, sums, gradient = result
         slots = jnp.maximum(sums.counted[0], 1.0)
         gradient = jax.tree.map(lambda g: g / slots, gradient)
         change, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
@@ -137,20 +116,20 @@ def make_update(
 
 
 def spread(mesh: Mesh, parts: Any, shape: tuple[int, int]) -> Any:
-    """[A x B, ...] host arrays to devices as [A, B, ...], of the given A and B: axis 1 over the mesh."""
+    """Host arrays [A x B, ...] on devices as [A, B, ...], axis 1 over the mesh; `shape` is (A, B)."""
     parts = jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), parts)
     return jax.device_put(parts, NamedSharding(mesh, PartitionSpec(None, "data")))
 
 
 def everywhere(mesh: Mesh, tree: Any) -> Any:
-    """A copy of each leaf on each device."""
+    """Copy each leaf to each device."""
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def split(mesh: Mesh, tree: Any) -> Any:
-    """Each leaf cut along its longest axis that the devices divide; one without such an axis is copied to each.
+    """Split each leaf along its longest axis that is a multiple of the devices; a leaf without one is copied.
 
-    Every device then holds about its share of the weights, and the compiler gathers them where a product needs them.
+    The compiler gathers weights where a product needs them.
     """
 
     def place(leaf: Array) -> Array:
@@ -160,7 +139,3 @@ def split(mesh: Mesh, tree: Any) -> Any:
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
 
     return jax.tree.map(place, tree)
-
-
-PLACEMENTS: dict[str, Callable[[Mesh, Any], Any]] = dict(zip(options.PLACEMENTS, (everywhere, split), strict=True))
-"""Of the target's weights, by --target-placement."""

@@ -1,0 +1,145 @@
+"""Lines of JSONL files, plain or gzipped, of folders of such files, or of stdin.
+
+Readers report each line that they cannot use and continue with the next one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specjax.progress import progress_bar
+
+SHOWN_LINES = 5  # skipped lines that are printed
+BATCH_BYTES = 1 << 20  # lines that are processed together: tokenising many texts in one call uses all cores
+
+
+class SkippedLine(NamedTuple):
+    path: str  # or stdin
+    number: int  # from 1
+    reason: str  # one short line
+
+
+class Line(NamedTuple):
+    path: str  # or stdin
+    number: int  # from 1, in its file
+    place: int  # from 0, among the lines that are not blank
+    data: bytes
+    position: int  # bytes of the file, as stored, read so far
+    problem: str = ""  # why the rest of the file cannot be read
+
+    def text(self) -> str:
+        """The decoded line, without a byte order mark. Raises ValueError: the file ended early, or is not UTF-8."""
+        if self.problem:
+            raise ValueError(self.problem)
+        return self.data.decode("utf-8-sig")
+
+    def row(self) -> dict[str, Any]:
+        """The JSON object of the line. Raises ValueError or RecursionError: it is not valid."""
+        try:
+            row = json.loads(self.text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the line is not JSON: {error.msg} at character {error.pos + 1}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"a line must be a JSON object, got {row!r:.60}")
+        if b"\\ud" in self.data.lower():  # valid UTF-8 has surrogates only as escapes
+            for name, value in row.items():
+                check_encodes(repr(name)[1:-1], {name: value})
+        return row
+
+    def skipped(self, error: Exception) -> SkippedLine:
+        """This line in the report. The reason is printable, whatever the input or a template contains."""
+        reason = " ".join(str(error).split())
+        return SkippedLine(self.path, self.number, f"{reason:.400}".encode(errors="backslashreplace").decode())
+
+
+def line_files(paths: Sequence[str], flag: str = "--input") -> list[str]:
+    """The files of the inputs, in order; those of a folder (.jsonl and .jsonl.gz, not hidden) sorted by name.
+
+    Raises ValueError: a folder has no such file, or a file is given twice. OSError: a file cannot be read.
+    """
+    files: list[str] = []
+    for path in paths:
+        if path != "-" and Path(path).is_dir():
+            inside = (file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith("."))
+            names = sorted(str(file) for file in inside if file.name.endswith((".jsonl", ".jsonl.gz")))
+            if not names:
+                raise ValueError(f"the folder {path} has no file that ends in .jsonl or .jsonl.gz")
+            files += names
+        else:
+            files.append(path)
+    for file in files:
+        if files.count(file) > 1:
+            raise ValueError(f"{flag} {file} is given twice")
+        if file != "-":
+            Path(file).open("rb").close()  # fails before the work starts
+    return files
+
+
+def read_lines(path: str) -> Iterator[Line]:
+    """The lines that are not blank. If the file breaks off, the last one has a `problem`."""
+    is_stdin = path == "-"
+    name = "stdin" if is_stdin else path
+    with nullcontext(sys.stdin.buffer) if is_stdin else Path(path).open("rb") as raw:
+        # Detected by content: names of compressed files vary, and stdin has none.
+        packed = raw.peek(2)[:2] == b"\x1f\x8b"  # pyright: ignore[reportAttributeAccessIssue]
+        stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
+        number = place = position = 0
+        try:
+            for number, data in enumerate(stream, start=1):
+                position = position + len(data) if is_stdin else raw.tell()
+                if data.strip():
+                    yield Line(name, number, place, data, position)
+                    place += 1
+        except (OSError, EOFError, zlib.error) as error:
+            yield Line(name, number + 1, place, b"", position, f"the file cannot be read on from here: {error}")
+
+
+def read_batches(paths: Sequence[str], *, label: str, progress: bool) -> Iterator[list[Line]]:
+    """Consecutive lines of each file, about BATCH_BYTES at a time, with a progress bar over all files."""
+    total = None if "-" in paths else sum(Path(path).stat().st_size for path in paths)
+    with progress_bar(label, total, "B", shown=progress) as bar:
+        for path in paths:
+            before, size = bar.n, 0
+            batch: list[Line] = []
+            for line in read_lines(path):
+                batch.append(line)
+                size += len(line.data)
+                bar.update(before + line.position - bar.n)
+                if size >= BATCH_BYTES:
+                    yield batch
+                    batch, size = [], 0
+            yield batch
+
+
+def report(skipped: Sequence[SkippedLine]) -> None:
+    """Print the first skipped lines, and the number of the others, to stderr."""
+    for path, number, reason in skipped[:SHOWN_LINES]:
+        print(f"{path}, line {number}: {reason}", file=sys.stderr)
+    if len(skipped) > SHOWN_LINES:
+        print(f"and {len(skipped) - SHOWN_LINES} more bad lines", file=sys.stderr)
+
+
+def check_encodes(name: str, value: Any) -> None:
+    """Raises ValueError: the JSON value contains an unpaired surrogate, which can be neither tokenised nor written."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds {text[error.start]!r}: surrogates must come in pairs") from None
+
+
+def check_writable(file: Path) -> None:
+    """Raises ValueError: `--output FILE` cannot be written."""
+    folder = file.resolve().parent
+    if file.exists() and not file.is_file():
+        raise ValueError(f"--output {file} cannot be written: it is not a file")
+    if not os.access(folder, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise ValueError(f"--output {file} cannot be written: {folder} is not a writable folder")

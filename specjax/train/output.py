@@ -1,0 +1,203 @@
+"""What a run writes: checkpoints, metrics, the model card and a plot of the curves.
+
+    checkpoints/<step>/    orbax: weights, optimiser state, step
+    run.json               the settings that decide the results
+    metrics.jsonl          one object a line; a resumed run drops the lines of steps that it repeats
+    curves.png             with matplotlib
+
+A checkpoint becomes visible by a rename once it is complete: a killed run, or a full disk, leaves the previous one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import orbax.checkpoint as ocp
+
+from specjax.checkpoint.files import replacing, try_lock, write_text
+from specjax.train import differences
+from specjax.train.update import TrainState
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+MAX_MARKED = 40  # points of a curve; longer curves have no markers
+
+
+class RunError(ValueError):
+    """The run's folder cannot be used, or a checkpoint cannot be written or read."""
+
+
+class RunFolder(AbstractContextManager["RunFolder"]):
+    """`--output` of a run, locked for this process.
+
+    Args:
+        settings: JSON values that a resumed run must repeat; a run without a checkpoint may change them.
+        keep: number of checkpoints.
+
+    Raises RunError: the folder cannot be written, is in use, or contains a run with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, keep: int) -> None:
+        self.folder, self._checkpoints, self._metrics = folder, folder / "checkpoints", folder / "metrics.jsonl"
+        file = folder / "run.json"
+        with ExitStack() as stack, _run_errors(f"--output {folder} cannot be used"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not file.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
+                raise RunError(
+                    f"--output {folder} contains files but no run.json, so it is no run; give another folder"
+                )
+            if (lock := try_lock(folder / LOCK)) is None:
+                raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
+            stack.enter_context(lock)
+            if file.exists() and any(entry.name.isdecimal() for entry in self._checkpoints.glob("*")):
+                earlier, current = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+                if changed := differences(earlier, current):
+                    raise RunError(
+                        f"--output {folder} contains a run with other settings: {changed}. Give the same settings to "
+                        "resume it, or another --output to start a new run"
+                    )
+            else:
+                write_text(file, json.dumps(settings, indent=2) + "\n")
+            logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each file
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+            manager = ocp.CheckpointManager(self._checkpoints.absolute(), options=options)
+            self._manager = stack.enter_context(manager)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return self._manager.latest_step()
+
+    def restore(self, like: TrainState) -> TrainState:
+        """The newest checkpoint, with the shapes, dtypes and shardings of `like`. Raises RunError: it is unreadable."""
+        problem = f"the checkpoint of step {self.latest} in {self._checkpoints} cannot be read"
+        with _run_errors(problem, "; remove its folder to resume from the previous one"):
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            return cast(TrainState, self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract)))
+
+    def save(self, state: TrainState) -> None:
+        """Raises RunError: the checkpoint cannot be written; the previous one stays."""
+        step, previous = int(state.step), self.latest
+        if previous == step:
+            return
+        left = "there is no earlier checkpoint" if previous is None else f"the checkpoint of step {previous} is whole"
+        problem = f"the checkpoint of step {step} cannot be written to {self._checkpoints}"
+        with _run_errors(problem, f"; {left}. Make room and run the same command again"):
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+            self._manager.wait_until_finished()
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of later steps from metrics.jsonl."""
+        lines = [json.dumps(row) + "\n" for row in read_metrics(self.folder) if row["step"] <= step]
+        with _run_errors(f"{self._metrics} cannot be written"):
+            write_text(self._metrics, "".join(lines))
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        advice = ". Make room and run the same command again: it resumes from the last checkpoint"
+        with _run_errors(f"{self._metrics} cannot be written", advice), self._metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that have a step, without a line that a killed run left incomplete."""
+    file = folder / "metrics.jsonl"
+    rows: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):
+            if isinstance(row := json.loads(line), dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
+
+
+@contextmanager
+def _run_errors(problem: str, advice: str = "") -> Iterator[None]:
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:  # orbax and tensorstore have no common base
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        raise RunError(f"{problem} ({reason.splitlines()[0]:.300}){advice}") from error
+
+
+def model_card(
+    *, title: str, target: str, description: str, facts: Mapping[str, Any], command: str, step: int,
+    metrics: Sequence[Mapping[str, Any]], measured: Mapping[str, Any] | None,
+) -> str:  # fmt: skip
+    """Markdown, without front matter. `measured`: the last line of metrics with an accept length."""
+    values = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
+    sections = [
+        f"# {title}",
+        f"Proposes tokens for {target}, which verifies them: it changes the speed of decoding and never the text.\n"
+        f"{description}",
+        "## Data",
+        "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in values.items()),
+        f"## Command\n\n```sh\n{command}\n```\n\nThis is the draft after step {step}.",
+    ]
+    if measured is not None:
+        shares = ", ".join(f"{share:.2f}" for share in measured["by_depth"])
+        sections += [
+            "## Accept length",
+            f"{measured['accept_length']:.3f} tokens per verification (bonus included), greedy, a chain, on prompts "
+            f"held back from the training data, in the engine: {measured['tokens']} tokens in {measured['steps']} "
+            f"steps. Acceptance by depth, of drafts whose parent was accepted: {shares}.",
+        ]
+    # About 12 lines: the measured steps or, if there are none, some of the logged ones.
+    lengths = {row["step"]: row["accept_length"] for row in metrics if "accept_length" in row}
+    trained = [row for row in metrics if "loss" in row]
+    if steps := list(lengths) or [row["step"] for row in trained]:
+        table = ["| step | tokens seen | loss | right by round | accept length |", "|---|---|---|---|---|"]
+        for step in sorted({*steps[:: -(-len(steps) // 12)], steps[-1]}):
+            row = next((row for row in reversed(trained) if row["step"] <= step), {})
+            right = " ".join(f"{value:.2f}" for value in row.get("matched", [])[:5])
+            cells = (step, row.get("tokens", ""), row.get("loss", ""), right, lengths.get(step, ""))
+            table.append(f"| {' | '.join(map(str, cells))} |")
+        sections += ["## Curves", "\n".join(table)]
+    return "\n\n".join(sections) + "\n"
+
+
+def plot(folder: Path) -> Path | None:
+    """Write curves.png into a run's folder: loss, accuracy by round and accept length over tokens seen.
+
+    Returns None if there is nothing to draw, or if matplotlib is not installed.
+    """
+    rows = read_metrics(folder)
+    trained = [row for row in rows if "loss" in row]
+    if not trained:
+        return None
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+    except ImportError:
+        logger.warning("no curves.png: matplotlib is not installed (pip install 'specjax[train]')")
+        return None
+    tokens = {row["step"]: row["tokens"] for row in trained}
+    measured = [row for row in rows if "accept_length" in row and row["step"] in tokens]
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    loss, right, accept = figure.subplots(1, 3, sharex=True)
+    marker = "o" if len(trained) <= MAX_MARKED else ""
+    loss.plot([*tokens.values()], [row["loss"] for row in trained], marker=marker)
+    for j in range(len(trained[0]["matched"])):
+        right.plot([*tokens.values()], [row["matched"][j] for row in trained], marker=marker, label=f"round {j}")
+    right.legend()
+    accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], "o-")
+    titles = ("loss", "right, of the training text's tokens", "accept length in the engine, held back")
+    for axes, title in zip((loss, right, accept), titles, strict=True):
+        axes.set(title=title, xlabel="tokens seen")
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_formatter(EngFormatter())
+    file = folder / "curves.png"
+    with replacing(file) as draft:
+        figure.savefig(draft, dpi=120)
+    return file
