@@ -20,10 +20,10 @@ from engine_helpers import check_idle
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.serve.app import create_app
+from specjax.serve.errors import State
 from specjax.serve.replicas import Service
 from specjax.serve.runner import Runner
 from specjax.serve.server import Server, listen, url
-from specjax.serve.states import State
 
 MODEL = "toy"
 SECONDS = 240.0

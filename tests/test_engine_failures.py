@@ -27,8 +27,8 @@ from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.programs import Key, Unavailable
 from specjax.engine.sequence import TEXT_FAILED, completion
 from specjax.engine.text import TextStream
+from specjax.serve.errors import NO_PROGRAM, State
 from specjax.serve.runner import Runner
-from specjax.serve.states import NO_PROGRAM, State
 from specjax.verify import verify_tree
 
 PROMPTS = [[70 + i, 71, 72] for i in range(4)]

@@ -20,7 +20,7 @@ from specjax.engine.output import NO_SCORES, PromptLogprobs
 from specjax.engine.sequence import Status
 from specjax.serve import task as task_module
 from specjax.serve.app import LATER
-from specjax.serve.echo import echo_of
+from specjax.serve.responses import echo_of
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -17,10 +17,10 @@ from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
 from specjax.engine.runtime import Counters
 from specjax.serve import replicas
+from specjax.serve.errors import ENGINE_STUCK, FAILED_STEP, State
 from specjax.serve.metrics import Latencies
 from specjax.serve.replicas import Balance, Replicas
-from specjax.serve.states import ENGINE_STUCK, FAILED_STEP, State
-from specjax.serve.watchdog import EngineStuck
+from specjax.serve.runner import EngineStuck
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
 FIELDS = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": 5}

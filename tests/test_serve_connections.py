@@ -15,8 +15,8 @@ from server_helpers import SECONDS, Running, answer_of, braked, running, slow_do
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve import middleware
+from specjax.serve.errors import SHUT_DOWN
 from specjax.serve.server import allow_files
-from specjax.serve.states import SHUT_DOWN
 
 COMPLETE = "/v1/completions"
 BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()

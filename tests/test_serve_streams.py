@@ -21,8 +21,8 @@ from toy_models import random_table, table_model
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.serve.delivery import Listener
+from specjax.serve.errors import SHUT_DOWN, State
 from specjax.serve.middleware import ABORT, TELLING
-from specjax.serve.states import SHUT_DOWN, State
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}

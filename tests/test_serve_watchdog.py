@@ -19,8 +19,8 @@ from server_helpers import SECONDS, running, wait_until
 import specjax
 from specjax.cli.flags import ServerSettings
 from specjax.engine.generation import DeltaReader
-from specjax.serve.states import ENGINE_GONE, ENGINE_STUCK, State
-from specjax.serve.watchdog import EngineStuck, Watchdog
+from specjax.serve.errors import ENGINE_GONE, ENGINE_STUCK, State
+from specjax.serve.runner import EngineStuck, Watchdog
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
 BODY = {"prompt": "hello", "max_tokens": 5}

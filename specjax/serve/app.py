@@ -26,10 +26,8 @@ from specjax.engine.output import NO_SCORES
 from specjax.engine.sequence import Sequence
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.control import READ, add_control_routes
-from specjax.serve.deadline import Deadline
-from specjax.serve.delivery import Listener
-from specjax.serve.echo import Echo, echo_of
-from specjax.serve.errors import ApiError, bad_request, unavailable
+from specjax.serve.delivery import Deadline, Listener
+from specjax.serve.errors import ABORTED, SEND_AGAIN, ApiError, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, Reading, receive_body
 from specjax.serve.forms import AnswerForm, answer_form
 from specjax.serve.generate_answer import GenerateAnswer
@@ -41,9 +39,8 @@ from specjax.serve.openapi import document
 from specjax.serve.playground import add_playground
 from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model, read_request
 from specjax.serve.replicas import Service
-from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames, fingerprint
+from specjax.serve.responses import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.responses_answer import ResponsesAnswer
-from specjax.serve.states import ABORTED, SEND_AGAIN
 from specjax.serve.structured import INVALID
 from specjax.serve.task import Rules, Task, refusal
 from specjax.serve.tokenising import Tokenising, work

@@ -17,9 +17,8 @@ from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve.errors import ApiError, unavailable
+from specjax.serve.errors import SHUT_DOWN, ApiError, unavailable
 from specjax.serve.middleware import CROWDED, WHOLE, log_answer, request_id
-from specjax.serve.states import SHUT_DOWN
 
 LINGER = 1.0  # seconds in which a refused client may still send: closing at once could destroy the answer on its way
 

@@ -14,19 +14,51 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Sequence
-from specjax.serve.deadline import Deadline
+from specjax.serve.errors import ApiError
 
 logger = logging.getLogger("specjax.serve")
 
-NO_DEADLINE = Deadline()
-
 FAILED_REQUEST = "the request failed; the server's log has the reason"
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A time of the running event loop, and how it came about."""
+
+    at: float | None = None  # None: never
+    seconds: float | None = None
+
+    @classmethod
+    def after(cls, *limits: float | None) -> Deadline:
+        """So many seconds from now on, the fewest of those that are given."""
+        given = [limit for limit in limits if limit is not None]
+        return cls(asyncio.get_running_loop().time() + min(given), min(given)) if given else cls()
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Within the context, what is awaited ends at the deadline. Raises an ApiError, a 408, if it is over then."""
+        if self.at is not None and asyncio.get_running_loop().time() >= self.at:
+            raise self._over()
+        try:
+            async with asyncio.timeout_at(self.at):
+                yield
+        except TimeoutError:
+            raise self._over() from None
+
+    def _over(self) -> ApiError:
+        problem = f"the request was not complete after {self.seconds:g} s (its timeout, or --request-timeout)"
+        # OpenAI's clients would send it again after a 408.
+        return ApiError(408, problem, param="timeout", code="timeout", headers={"x-should-retry": "false"})
+
+
+NO_DEADLINE = Deadline()
 
 
 class Listener:

@@ -1,12 +1,35 @@
-"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; under `/v1/messages` in Anthropic's."""
+"""States of a server, and errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`.
+
+Errors under `/v1/messages` have Anthropic's form.
+"""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from enum import Enum
+from typing import Any, Literal, TypeAlias
 
 from starlette.responses import JSONResponse
+
+Pause: TypeAlias = Literal["abort", "retract", "in_place"]
+
+
+class State(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+# Messages of requests that end without an answer.
+FAILED_STEP = "the engine failed and was reset; the request can be sent again"
+NO_PROGRAM = "a program that the request needs cannot be compiled; the log says why"
+ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
+ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
+SHUT_DOWN = "the server is shutting down"
+ABORTED = "the request was aborted (/abort_request)"
+SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a 500
 
 ANTHROPIC = "/v1/messages"  # paths that begin so
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status

@@ -16,9 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve.errors import ApiError, unavailable
+from specjax.serve.errors import SHUT_DOWN, ApiError, State, unavailable
 from specjax.serve.replicas import Service
-from specjax.serve.states import SHUT_DOWN, State
 
 logger = logging.getLogger("specjax.serve")
 

@@ -14,7 +14,7 @@ from specjax.checkpoint.prompts import Chat
 from specjax.cli.flags import MOST_TRACED
 from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
 from specjax.limits import ParameterError
-from specjax.serve.errors import ApiError, bad_request, shown
+from specjax.serve.errors import ApiError, Pause, bad_request, shown
 from specjax.serve.fields import (
     TOKEN,
     UNSUPPORTED,
@@ -38,7 +38,6 @@ from specjax.serve.fields import (
 )
 from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import ONE_END, Messages, TemplateFields
-from specjax.serve.states import Pause
 from specjax.serve.structured import (
     FIELDS,
     Choices,

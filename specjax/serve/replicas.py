@@ -18,10 +18,8 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.engine.sequence import Sequence
 from specjax.serve.delivery import Listener
-from specjax.serve.places import Places
-from specjax.serve.runner import Runner, check_ids
-from specjax.serve.states import ENGINE_GONE, ENGINE_STUCK, State
-from specjax.serve.watchdog import EngineStuck
+from specjax.serve.errors import ENGINE_GONE, ENGINE_STUCK, State
+from specjax.serve.runner import EngineStuck, Places, Runner, check_ids
 
 KNOWN = 2**16
 """Pages of which `Balance` remembers the replicas."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
@@ -26,17 +26,109 @@ from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener, send
-from specjax.serve.errors import bad_request
+from specjax.serve.errors import (
+    ABORTED,
+    ENGINE_GONE,
+    ENGINE_STUCK,
+    FAILED_STEP,
+    NO_PROGRAM,
+    Pause,
+    State,
+    bad_request,
+    unavailable,
+)
 from specjax.serve.metrics import Traffic
-from specjax.serve.places import Places
 from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
-from specjax.serve.states import ABORTED, ENGINE_GONE, ENGINE_STUCK, FAILED_STEP, NO_PROGRAM, Pause, State
-from specjax.serve.watchdog import EngineStuck, Watchdog
 
 logger = logging.getLogger("specjax.serve")
 
 Result = TypeVar("Result")
+
+
+class Places:
+    """Counts places of requests that are not queued yet.
+
+    Args:
+        unfinished: gives the sequences that wait or run.
+        capacity: gives the most sequences that may wait or run.
+    """
+
+    def __init__(self, unfinished: Callable[[], int], capacity: Callable[[], int]) -> None:
+        self._unfinished, self._capacity, self._lock = unfinished, capacity, threading.Lock()
+        self.reserved = 0
+
+    @property
+    def taken(self) -> int:
+        """Sequences that are being tokenised, waiting or running."""
+        return self._unfinished() + self.reserved
+
+    @contextlib.contextmanager
+    def reserve(self, count: int) -> Iterator[None]:
+        """Keeps places for `count` sequences while they are tokenised; queue them before the end. Raises an ApiError, a
+        503, if too many requests wait already."""
+        with self._lock:
+            if self.taken + count > (most := self._capacity()):
+                problem = f"{self.taken} requests run or wait; at most {most} may"
+                raise unavailable(f"the queue is full: {problem}", retry_after=1)
+            self.reserved += count
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.reserved -= count
+
+
+class EngineStuck(RuntimeError):
+    """A step or a command did not end within `--watchdog-timeout`."""
+
+
+class Watchdog(threading.Thread):
+    """Notices a thread that is stuck: calls `act` once, with the seconds without progress, when they exceed `timeout`.
+
+    `beat` gives a number that changes with each progress, None while there is no work; `excused` says whether the work
+    waits for a compiler, which may take its time. `act` is called from this thread, which ends after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        beat: Callable[[], int | None],
+        excused: Callable[[], bool],
+        act: Callable[[float], None],
+    ) -> None:
+        super().__init__(name="specjax-watchdog", daemon=True)
+        self._beat, self._excused, self._act = beat, excused, act
+        self._timeout, self._interval = timeout, min(1.0, timeout / 8)
+        self._seen: int | None = None
+        self._stuck = 0.0
+        self._stopped = threading.Event()
+
+    def look(self, elapsed: float) -> float | None:
+        """Looks once, `elapsed` seconds after the last time. Returns the seconds without progress if they are too many.
+
+        Only time in which this thread could look counts: a process that was suspended for an hour is not stuck.
+        """
+        beat = self._beat()
+        if beat is None or beat != self._seen or self._excused():
+            self._seen, self._stuck = beat, 0.0
+            return None
+        self._stuck += min(elapsed, 2 * self._interval)
+        return self._stuck if self._stuck > self._timeout else None
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped.wait(self._interval):
+            now = time.monotonic()
+            if (seconds := self.look(now - last)) is not None:
+                self._act(seconds)
+                return
+            last = now
+
+    def stop(self) -> None:
+        """From any thread, also before `start`."""
+        self._stopped.set()
 
 
 class Runner(threading.Thread):

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.connection import connection_class
+from specjax.serve.errors import SHUT_DOWN, State
 from specjax.serve.replicas import Service
-from specjax.serve.states import SHUT_DOWN, State
 
 logger = logging.getLogger("specjax.serve")
 

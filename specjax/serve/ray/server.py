@@ -15,10 +15,10 @@ from typing import Any, get_args
 
 from specjax.serve.app import create_app
 from specjax.serve.command import load
+from specjax.serve.errors import Pause, State
 from specjax.serve.in_process import Answer, call
 from specjax.serve.ray.config import deployment_options, settings_of
 from specjax.serve.runner import Runner
-from specjax.serve.states import Pause, State
 
 logger = logging.getLogger("specjax.serve")
 
