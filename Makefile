@@ -97,7 +97,7 @@ $(NEWEST_GPU_COMPILER)/.installed: pyproject.toml | $(SMOKE_VENV)/.installed
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
-# The server against its own OpenAPI document, with generated requests: minutes. `make schemathesis FUZZ='--examples 500'`
+# Fuzz the server from its OpenAPI document: minutes. `make schemathesis FUZZ='--examples 500'`
 schemathesis: setup $(SCHEMATHESIS)/.installed
 	$(BIN)/python benchmarks/api_fuzz.py --schemathesis $(SCHEMATHESIS)/bin/st $(FUZZ)
 

@@ -1,9 +1,10 @@
-"""The server against its own OpenAPI document: schemathesis, positive and negative, all checks.
+"""Fuzz the server with schemathesis, from its OpenAPI document: valid and invalid requests, never a 5xx.
 
     make schemathesis
     python benchmarks/api_fuzz.py --schemathesis .schemathesis/bin/st [--examples 200] [--model MODEL]
 
-Bodies that break a rule between two fields are left out (`api_fuzz_hooks.py`): no schema can say those.
+The document has no rules between fields and no limits of the served model, so the server may refuse a request that it
+allows.
 
 Starts `specjax serve` three times: as it is, with an API key, and with --strict-fields. Without --model
 the target is a random Llama of one layer, so that thousands of requests take minutes. Fails if there is a finding. The
@@ -81,13 +82,14 @@ def _address(process: subprocess.Popen, log: Path) -> str:
 
 
 def run(schemathesis: str, base: str, examples: int) -> dict[str, object]:
-    """What schemathesis says of one server; its report goes to stdout."""
+    """The result of schemathesis for one server; its report goes to stdout."""
     command = [schemathesis, "run", f"{base}/openapi.json", "--checks", "all", "--mode", "all"]
+    command += ["--exclude-checks", "positive_data_acceptance"]
     command += ["--max-examples", str(examples), "--continue-on-failure", "--request-timeout", str(SECONDS)]
     command += ["--max-response-time", str(SECONDS), "--header", f"Authorization: Bearer {KEY}"]
     # After the one requests wait, as they should; the other needs --profile.
     command += ["--exclude-path", "/pause_generation", "--exclude-path", "/start_profile"]
-    environment = os.environ | {"PYTHONPATH": str(HERE), "NO_COLOR": "1", "SCHEMATHESIS_HOOKS": "api_fuzz_hooks"}
+    environment = os.environ | {"NO_COLOR": "1"}
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     print(done.stdout, flush=True)

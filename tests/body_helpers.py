@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 from specjax.serve.errors import ApiError
+from specjax.serve.fields import Reading
 from specjax.serve.generate_request import GenerateRequest
-from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest
 from specjax.serve.task import Rules, Task
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -15,7 +16,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 LEAST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}}
 KINDS: dict[str, type] = {CHAT: ChatRequest, COMPLETE: CompletionRequest, GENERATE: GenerateRequest}
 RULES = Rules("toy", 516, 128, 127, {})
-STRICT = Rules("toy", 516, 128, 127, {}, strict=True)
+STRICT = Rules("toy", 516, 128, 127, {})
+"""For `read_request`: unknown fields are refused, as with `--strict-fields`."""
 
 EDGES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 3.0, 2.5, 127, 128, 129, 2**31, 2**53, 2**63 - 1, 2**63, 10**400, 1e-320, 1e4,
@@ -27,6 +29,13 @@ EDGES: list[Any] = [
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
 ]  # fmt: skip
 """Members of requests at, just inside and just outside of what some field allows."""
+
+
+def read_request(kind: type, data: bytes, rules: Rules) -> tuple[Any, Task, Reading]:
+    """Reads a body as `BodyRoute` and the handler do."""
+    reading = Reading(strict=rules is STRICT)
+    body = kind.read(reading.parse(data), reading)
+    return body, body.task(rules), reading
 
 
 def task(path: str, body: Any, rules: Rules = RULES) -> Task:

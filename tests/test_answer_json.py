@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic_core
 import pytest
-from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES, read_request
 from engine_helpers import tokenizer
 from fastapi.responses import JSONResponse
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from specjax.serve.generate_answer import GenerateAnswer
 from specjax.serve.generate_request import GenerateRequest
 from specjax.serve.messages_answer import MessagesAnswer
 from specjax.serve.openai_responses import ResponsesRequest
-from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest
 from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames
 from specjax.serve.responses_answer import ResponsesAnswer
 

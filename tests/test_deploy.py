@@ -19,7 +19,8 @@ import yaml
 
 from specjax import settings
 from specjax.cli import flags
-from specjax.serve import openapi
+from specjax.serve.app import create_app
+from specjax.serve.runner import Runner
 from specjax.serve.server import FORCED_GRACE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +154,9 @@ def test_files_that_kustomize_reads(folder):
 
 
 def test_probes_of_a_worker():
-    paths = {route[0] for route in openapi.ROUTES if route[1] == "get"}
+    server = flags.ServerSettings()
+    document = create_app(Runner(lambda: pytest.fail("not started"), server), server, model="m").openapi()
+    paths = {path for path, operations in document["paths"].items() if "get" in operations}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert WORKER[probe]["httpGet"]["path"] in paths
         assert WORKER[probe]["httpGet"]["port"] == WORKER["ports"][0]["name"]

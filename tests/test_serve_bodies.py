@@ -10,15 +10,15 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, HELLO, RULES, refusal
+from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, HELLO, RULES, read_request, refusal
 from engine_helpers import shared_engine
 from server_helpers import Running, running
 
-from specjax.serve import app, fields
+from specjax.serve import fields
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import INLINE_BYTES, MAX_NODES, MAX_VALUES, Reading, count_values
 from specjax.serve.generate_request import GenerateRequest, SamplingBody
-from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
@@ -140,14 +140,16 @@ def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatc
     threads: dict[int, str] = {}
     inside, go_on = threading.Event(), threading.Event()
 
-    def spy(kind, data, rules):
+    parse = Reading.parse
+
+    def spy(reading, data):
         threads[len(data)] = threading.current_thread().name
         if len(data) > INLINE_BYTES:
             inside.set()
             assert go_on.wait(60)
-        return read_request(kind, data, rules)
+        return parse(reading, data)
 
-    monkeypatch.setattr(app, "read_request", spy)
+    monkeypatch.setattr(Reading, "parse", spy)
     answers = []
     large = threading.Thread(target=lambda: answers.append(server.complete(["x"] * 100_000)))
     large.start()

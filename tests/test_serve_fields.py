@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES, STRICT
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES, STRICT, read_request
 from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from server_helpers import Running, running
 
@@ -22,7 +22,7 @@ from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading
 from specjax.serve.generate_answer import GenerateAnswer, generate_logprobs
 from specjax.serve.generate_request import GenerateRequest
 from specjax.serve.messages import Message
-from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest
 from specjax.serve.responses import TokenNames
 from specjax.serve.task import Rules, Task
 

@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from body_helpers import RULES
+from body_helpers import RULES, read_request
 from server_helpers import running
 from tool_helpers import TOOLS, WEATHER, ask, tool_engine
 
@@ -23,7 +23,7 @@ from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import assistant_turns
 from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.parts import Begin, End, Parts
-from specjax.serve.protocol import ChatRequest, read_request
+from specjax.serve.protocol import ChatRequest
 from specjax.serve.reply import Reply, ReplyOptions
 
 FLAT: list[Any] = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]

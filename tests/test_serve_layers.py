@@ -9,7 +9,7 @@ import threading
 import anthropic
 import openai
 import pytest
-from body_helpers import CHAT, RULES, STRICT
+from body_helpers import CHAT, RULES, STRICT, read_request
 from engine_helpers import END, make_engine, shared_engine, toy
 from server_helpers import SECONDS, begun, running
 
@@ -18,7 +18,6 @@ from specjax.engine import Engine
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.errors import ApiError
 from specjax.serve.openai_responses import ResponsesRequest
-from specjax.serve.protocol import read_request
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER, ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the hell"}

@@ -24,7 +24,7 @@ from specjax.engine.arrays import Output, Read
 from specjax.engine.collect import take
 from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Slot, Status, completion
-from specjax.serve import playground
+from specjax.serve import control
 from specjax.serve.command import load
 from specjax.serve.errors import ApiError
 from specjax.state import NO_DRAFT_LIMIT, RUNS, STOPPED
@@ -390,7 +390,7 @@ def test_the_page_needs_no_key_and_allows_only_itself():
 
 
 def test_the_page_is_one_file_and_makes_no_markup_of_texts():
-    text = playground.FILE.read_text(encoding="utf-8")
+    text = control.PLAYGROUND.read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^'\" ]+", text)) == {"http://www.w3.org/2000/svg"}, "a name, no address"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage|cookie", text)
     assert not re.search(r"<(?:script|style|link|img|iframe)\s[^>]*(?:src|href)=[\"'](?!data:)", text)

@@ -22,13 +22,10 @@ from specjax.serve.fields import (
     Integer,
     Metadata,
     Salt,
-    Schema,
     StopStrings,
     Text,
     Values,
     at_most,
-    has,
-    implies,
     texts,
 )
 from specjax.serve.forms import AnswerForm
@@ -47,7 +44,6 @@ from specjax.serve.structured import FIELDS, OutputConfig, OutputFormat
 from specjax.serve.task import Rules, Task
 from specjax.serve.tools import (
     MAX_TOOLS,
-    PARAMETERS,
     FunctionName,
     FunctionTool,
     ToolFields,
@@ -111,20 +107,8 @@ Blocks = Annotated[
 BELONGS = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user"}
 
 
-def _of(*types: str) -> Schema:
-    """A list with none of these blocks."""
-    return {"type": "array", "items": {"not": has(type={"enum": [*types]})}}
-
-
 class AnthropicMessage(Body):
     place = "messages[]."
-    relations = tuple(
-        implies(
-            has(role={"enum": [role for role in ("user", "assistant", "system") if role != owner]}),
-            has(content={"anyOf": [{"type": "string"}, _of(*(kind for kind in BELONGS if BELONGS[kind] == owner))]}),
-        )
-        for owner in ("user", "assistant")
-    )
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -170,7 +154,7 @@ class AnthropicTool(Body):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: Text | None = None
-    input_schema: Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(object_schema)]
+    input_schema: Annotated[dict[str, Any], BeforeValidator(object_schema)]
     strict: Flag | None = Field(None, description="true = the input follows `input_schema`.")
     cache_control: Any = None  # not used
 
@@ -180,19 +164,11 @@ class AnthropicTool(Body):
         )
 
 
-AnthropicTools = Annotated[
-    list[AnthropicTool],
-    Field(max_length=MAX_TOOLS, fail_fast=True, json_schema_extra={"maxItems": "$tools"}),
-    at_most(MAX_TOOLS),
-]
+AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class AnthropicChoice(Body):
     place = "tool_choice."
-    relations = (
-        implies(has(type={"const": "tool"}), has(name={"type": "string"})),
-        implies(has(name={"type": "string"}), has(type={"const": "tool"})),
-    )
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = Field(None, description="Of the type `tool`.")
@@ -205,12 +181,6 @@ class AnthropicChoice(Body):
         return self
 
 
-CHOICE_NEEDS_TOOLS = implies(
-    has(tool_choice={"type": "object", "properties": {"type": {"enum": ["any", "tool"]}}, "required": ["type"]}),
-    has(tools={"type": "array", "minItems": 1}),
-)
-
-
 class Thinking(Body):
     place = "thinking."
     unsupported: ClassVar[Mapping[str, Values]] = {"budget_tokens": (), "display": ("summarized",)}
@@ -220,9 +190,8 @@ class Thinking(Body):
 
 class CountTokensRequest(Body):
     unsupported = NOT_BUILT | {"output_config": ({},), "output_format": ()}
-    relations = (CHOICE_NEEDS_TOOLS,)
 
-    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
+    model: Text | None = None
     system: TextOrBlocks | None = None
     messages: Annotated[
         list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
@@ -290,7 +259,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     def names(self) -> dict[str, str]:
         return super().names | {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
 
-    def task(self, rules: Rules, reading: Any) -> Task:
+    def task(self, rules: Rules) -> Task:
         check_model(self.model, rules.model)
         more: dict[str, Any] = {"max_new_tokens": self.max_tokens, "logprobs": None, "stop": self.stop_sequences}
         return chat_task(

@@ -7,7 +7,6 @@ import functools
 import logging
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request
@@ -25,19 +24,17 @@ from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.output import NO_SCORES
 from specjax.engine.sequence import Sequence
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
-from specjax.serve.control import READ, add_control_routes
+from specjax.serve.control import add_control_routes, get
 from specjax.serve.delivery import Deadline, Listener
-from specjax.serve.errors import ABORTED, SEND_AGAIN, ApiError, bad_request, unavailable
-from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, Reading, receive_body
+from specjax.serve.errors import ABORTED, SEND_AGAIN, ApiError, ErrorAnswer, bad_request, unavailable
+from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, BodyRoute
 from specjax.serve.forms import AnswerForm, answer_form
 from specjax.serve.generate_answer import GenerateAnswer
 from specjax.serve.generate_request import GenerateRequest
 from specjax.serve.messages_answer import MessagesAnswer
-from specjax.serve.middleware import INTERNAL, Gate, check_state
+from specjax.serve.middleware import INTERNAL, OPEN, Gate, check_state
 from specjax.serve.openai_responses import ResponsesRequest
-from specjax.serve.openapi import document
-from specjax.serve.playground import add_playground
-from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model
 from specjax.serve.replicas import Service
 from specjax.serve.responses import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.responses_answer import ResponsesAnswer
@@ -49,27 +46,50 @@ logger = logging.getLogger("specjax.serve")
 
 LATER = 60  # seconds after which memory may be free again
 
+ABOUT = f"""\
+Speculative decoding for JAX, behind OpenAI's interface and SGLang's `/generate`.
+
+- Unsupported fields of OpenAI, SGLang and vLLM return a 400 that names the field, unless their value changes nothing.
+- Unknown fields are ignored and named in the header `{IGNORED_HEADER}`, or refused with `--strict-fields`.
+- Parameters that a request omits are those of the model's `generation_config.json` where the server uses it, else
+  OpenAI's.
+- A prompt and its new tokens must fit the context together, and the number of prompts times `n` the queue.
+- A body has at most {MAX_VALUES:,} JSON values, {MAX_NODES:,} of them lists, objects or members of objects.
+"""
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "With `stream`: server-sent events.", "content": {"text/event-stream": {}}}
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request is refused; `param` names the field."},
+    "5XX": {"model": ErrorAnswer, "description": "With `Retry-After`, the request can be sent again."},
+}
+
 Result = TypeVar("Result")
 Kind: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest | ResponsesRequest | MessagesRequest
 
 
 def create_app(runner: Service, settings: ServerSettings, *, model: str) -> FastAPI:
     """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
-    app = FastAPI(title="specjax", redirect_slashes=False)  # the address would be made of the Host header
+    app = FastAPI(
+        title="specjax",
+        version=fingerprint(),
+        description=ABOUT,
+        responses=ERRORS,
+        redirect_slashes=False,  # the address would be made of the Host header
+    )
+    app.router.route_class = BodyRoute
+    app.state.strict_fields = settings.strict_fields
     tokenising = Tokenising()
 
     for rank in runner.ranks:
         rank.traffic.model = model
-
-    # One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
-    parsing = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
 
     def rules() -> Rules:
         engine = runner.engine
         room = min(engine.context_length - 1, engine.intake.pool_tokens)
         limits = (runner.capacity, engine.context_length, room, engine.sampling_defaults)
         trees = engine.config.trace
-        return Rules(model, *limits, strict=settings.strict_fields, trees=trees, form=form())
+        return Rules(model, *limits, trees=trees, form=form())
 
     @functools.cache
     def form() -> AnswerForm:
@@ -83,14 +103,8 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
     def names() -> TokenNames:
         return TokenNames(runner.engine.tokenizer)
 
-    async def respond(request: Request, kind: type[Kind], id: str) -> Response:
-        data = await receive_body(request)
-        if len(data) <= INLINE_BYTES:
-            body, task, reading = read_request(kind, data, rules())
-        else:
-            loop = asyncio.get_running_loop()
-            body, task, reading = await loop.run_in_executor(parsing, read_request, kind, data, rules())
-        reading.log(id)
+    async def respond(request: Request, body: Kind, id: str) -> Response:
+        task = await request.state.reading.run(body.task, rules())
         deadline = Deadline.after(body.timeout, settings.request_timeout)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
 
@@ -135,7 +149,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
                 thinking=thinking, end_think=form().end_think,
             )  # fmt: skip
         if body.stream:
-            return EventStream(runner, listener, task, answer, reading.headers, deadline)
+            return EventStream(runner, listener, task, answer, deadline)
         try:
             completions = await while_connected(
                 request, asyncio.ensure_future(all_completions(listener, deadline, task, answer))
@@ -143,29 +157,27 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
         finally:
             runner.abort(sequences)
         if any(completion.scores for completion in completions):  # there may be very many
-            return await beside(lambda: JSONResponse(answer.whole(completions), headers=reading.headers))
-        return JSONResponse(answer.whole(completions), headers=reading.headers)
+            return await beside(lambda: JSONResponse(answer.whole(completions)))
+        return JSONResponse(answer.whole(completions))
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await respond(request, ChatRequest, f"chatcmpl-{secrets.token_hex(12)}")
+    @app.post("/v1/chat/completions", tags=["OpenAI"], responses=STREAM)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await respond(request, body, f"chatcmpl-{secrets.token_hex(12)}")
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await respond(request, CompletionRequest, f"cmpl-{secrets.token_hex(12)}")
+    @app.post("/v1/completions", tags=["OpenAI"], responses=STREAM)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await respond(request, body, f"cmpl-{secrets.token_hex(12)}")
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        return await respond(request, ResponsesRequest, f"resp_{secrets.token_hex(12)}")
+    @app.post("/v1/responses", tags=["OpenAI"], responses=STREAM)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await respond(request, body, f"resp_{secrets.token_hex(12)}")
 
-    @app.post("/v1/messages")
-    async def messages(request: Request) -> Response:
-        return await respond(request, MessagesRequest, f"msg_{secrets.token_hex(12)}")
+    @app.post("/v1/messages", tags=["Anthropic"], responses=STREAM)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        return await respond(request, body, f"msg_{secrets.token_hex(12)}")
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        reading = Reading(strict=settings.strict_fields)
-        body = CountTokensRequest.read(reading.parse(await receive_body(request)), reading)
+    @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
+    async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
         check_model(body.model, model)
         chat = body.prompt(form())
         try:
@@ -173,26 +185,26 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
             count = await while_connected(request, asyncio.wrap_future(job))
         except ValueError as error:
             raise refusal(error, {}, "messages") from error
-        return JSONResponse({"input_tokens": count}, headers=reading.headers)
+        return {"input_tokens": count}
 
-    @app.api_route("/generate", methods=["POST", "PUT"])
-    async def generate(request: Request) -> Response:
-        return await respond(request, GenerateRequest, secrets.token_hex(16))
+    @app.post("/generate", tags=["SGLang"], responses=STREAM)
+    @app.put("/generate", tags=["SGLang"], responses=STREAM)
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        return await respond(request, body, secrets.token_hex(16))
 
     def model_card() -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": int(runner.ready_at), "owned_by": "specjax", "root": model}
         return card | {"max_model_len": runner.engine.context_length}
 
-    @app.api_route("/v1/models", methods=READ)
+    @get(app, "/v1/models", tags=["OpenAI"])
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card()]}
 
-    @app.api_route("/v1/models/{name:path}", methods=READ)
+    @get(app, "/v1/models/{name:path}", tags=["OpenAI"])
     async def one_model(name: str) -> dict[str, Any]:
         check_model(name, model)
         return model_card()
 
-    add_playground(app)
     add_control_routes(app, runner, settings, model=model, tokenising=tokenising)
 
     @app.exception_handler(HTTPException)
@@ -205,12 +217,8 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nginx's status; only the log shows it
 
-    @functools.cache
-    def described() -> dict[str, Any]:
-        has_key = bool(settings.api_key)
-        return document(rules(), vocab_size=runner.engine.vocab_size, has_key=has_key, version=fingerprint())
-
-    app.openapi = described  # type: ignore[method-assign]
+    if settings.api_key:
+        app.openapi = functools.partial(with_security, app.openapi)  # type: ignore[method-assign]
     app.add_middleware(Gate, runner=runner, settings=settings)
     if settings.allowed_origins:  # outermost: a browser asks without a key whether it may call
         app.add_middleware(
@@ -218,6 +226,16 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
             expose_headers=["X-Request-Id", IGNORED_HEADER],
         )  # fmt: skip
     return app
+
+
+def with_security(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """FastAPI's OpenAPI document of a server that needs an API key."""
+    document = describe()
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}]
+    for path in OPEN:
+        document["paths"][path]["get"]["security"] = []
+    return document
 
 
 class EventStream(StreamingResponse):
@@ -229,16 +247,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        runner: Service,
-        listener: Listener,
-        task: Task,
-        answer: Answer,
-        headers: dict[str, str],
-        deadline: Deadline,
-    ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+    def __init__(self, runner: Service, listener: Listener, task: Task, answer: Answer, deadline: Deadline) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_events(listener, task, answer, deadline), headers=headers)
         self._runner, self._sequences = runner, listener.sequences
 

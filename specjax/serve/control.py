@@ -1,27 +1,29 @@
-"""Routes beside generation: what the server is and does, and commands to it."""
+"""Routes beside generation: state of the server, commands to it, and the page at `/`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import functools
+import hashlib
+import re
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import bad_request, unavailable
-from specjax.serve.fields import AnyBody, Reading, receive_body
 from specjax.serve.loads import loads, short_loads
 from specjax.serve.metrics import exposition
-from specjax.serve.middleware import check_state
+from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.protocol import (
     AbortRequest,
     ContinueRequest,
@@ -39,9 +41,55 @@ from specjax.serve.task import refusal
 from specjax.serve.tokenising import Tokenising, work
 
 Result = TypeVar("Result")
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
-READ = ["GET", "HEAD"]
+PLAYGROUND = Path(__file__).with_name("playground.html")
 HEALTH_SECONDS = 20.0  # that a token of `/health_generate` may take
+
+
+def get(app: FastAPI, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """Registers an endpoint for GET and HEAD. `options`: of `FastAPI.get`."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        for path in paths:
+            app.get(path, **options)(endpoint)
+            app.head(path, include_in_schema=False)(endpoint)
+        return endpoint
+
+    return register
+
+
+@functools.cache
+def page() -> tuple[bytes, dict[str, str]]:
+    """The chat page, which shows how its text was drafted, and its headers.
+
+    It is static and contains no secrets, so it needs no API key: the user enters one. Its Content-Security-Policy
+    allows only its own script and style, by their hashes, and connections to this server.
+    """
+    text = PLAYGROUND.read_text(encoding="utf-8")
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash(text, "script"),
+        "style-src": _hash(text, "style"),
+        "img-src": "data:",  # the icon
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",  # text becomes markup nowhere
+    }
+    return text.encode(), {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+def _hash(text: str, tag: str) -> str:
+    """The source expression of the only element with this tag."""
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _progress(rank: Runner) -> int:
@@ -108,23 +156,17 @@ def add_control_routes(
 ) -> None:
     first = runner.ranks[0]  # whose steps a trace counts
 
-    async def read(kind: type[AnyBody], request: Request) -> tuple[AnyBody, dict[str, str]]:
-        reading = Reading(strict=settings.strict_fields)
-        body = kind.read(reading.parse(await receive_body(request)), reading)
-        return body, reading.headers
+    @get(app, PAGE, response_class=HTMLResponse, tags=["server"])
+    async def playground() -> Response:
+        content, headers = page()
+        return HTMLResponse(content, headers=headers)
 
-    async def read_any(kind: type[AnyBody], request: Request) -> tuple[AnyBody, dict[str, str]]:
-        """As `read`; no body is an empty object."""
-        if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
-            return kind.read({}, Reading()), {}
-        return await read(kind, request)
-
-    @app.api_route("/health", methods=READ)
+    @get(app, HEALTH, tags=["server"])
     async def health() -> dict[str, Any]:
         check_state(runner)
         return {"status": "ok"}
 
-    @app.api_route("/health_generate", methods=READ)
+    @get(app, "/health_generate", tags=["SGLang"])
     async def health_generate() -> dict[str, Any]:
         """Draws a token at each idle replica, as a request does; the others must get on with what they have."""
         check_state(runner)
@@ -153,74 +195,70 @@ def add_control_routes(
             runner.abort(sequences)
         return {"status": "ok"}
 
-    @app.api_route("/get_model_info", methods=READ)
-    @app.api_route("/model_info", methods=READ)
+    @get(app, "/get_model_info", "/model_info", tags=["SGLang"])
     async def get_model_info() -> dict[str, Any]:
         return model_info(runner, model)
 
-    @app.api_route("/get_server_info", methods=READ)
-    @app.api_route("/server_info", methods=READ)
+    @get(app, "/get_server_info", "/server_info", tags=["SGLang"])
     async def get_server_info() -> dict[str, Any]:
         return server_info(runner, settings, model)
 
-    @app.api_route("/v1/loads", methods=READ)
+    @get(app, "/v1/loads", tags=["SGLang"])
     async def get_loads() -> dict[str, Any]:
         return loads(runner)
 
-    @app.api_route("/get_load", methods=READ)
+    @get(app, "/get_load", tags=["SGLang"])
     async def get_load() -> list[dict[str, int]]:
         return short_loads(runner)
 
-    @app.api_route("/metrics", methods=READ)
+    @get(app, "/metrics", response_class=PlainTextResponse, tags=["server"])
     async def metrics(request: Request) -> Response:
         text, kind = exposition(runner.ranks, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": kind})
 
-    @app.api_route("/flush_cache", methods=[*READ, "POST"])
+    @get(app, "/flush_cache", tags=["SGLang"])
+    @app.post("/flush_cache", tags=["SGLang"])
     async def flush_cache() -> dict[str, Any]:
         if not all(await of_each(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
 
-    @app.post("/start_profile")
-    async def start_profile(request: Request) -> Response:
-        body, headers = await read_any(ProfileRequest, request)
+    @app.post("/start_profile", tags=["SGLang"])
+    async def start_profile(body: ProfileRequest | None = None) -> dict[str, Any]:
+        steps = None if body is None else body.num_steps
         try:
-            job = first.call(lambda _: first.profiler.begin(body.num_steps))
+            job = first.call(lambda _: first.profiler.begin(steps))
             folder = await asyncio.wrap_future(job)
         except ValueError as error:
             raise bad_request(str(error), code="profile") from error
-        return JSONResponse({"success": True, "message": f"Tracing into {folder}."}, headers=headers)
+        return {"success": True, "message": f"Tracing into {folder}."}
 
-    @app.post("/stop_profile")
+    @app.post("/stop_profile", tags=["SGLang"])
     async def stop_profile() -> dict[str, Any]:
         ended = await asyncio.wrap_future(first.call(lambda _: first.profiler.end()))
         return {"success": True, "message": "The trace is written." if ended else "No trace was running."}
 
-    @app.post("/pause_generation")
-    async def pause_generation(request: Request) -> Response:
-        body, headers = await read_any(PauseRequest, request)
-        await of_each(runner, lambda rank: rank.pause(body.mode or "abort"))
-        return JSONResponse({"success": True, "message": "Generation paused."}, headers=headers)
+    @app.post("/pause_generation", tags=["SGLang"])
+    async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
+        mode = (body and body.mode) or "abort"
+        await of_each(runner, lambda rank: rank.pause(mode))
+        return {"success": True, "message": "Generation paused."}
 
-    @app.post("/continue_generation")
-    async def continue_generation(request: Request) -> Response:
-        _, headers = await read_any(ContinueRequest, request)
+    @app.post("/continue_generation", tags=["SGLang"])
+    async def continue_generation(body: ContinueRequest | None = None) -> dict[str, Any]:
         await of_each(runner, Runner.go_on)
-        return JSONResponse({"success": True, "message": "Generation continues."}, headers=headers)
+        return {"success": True, "message": "Generation continues."}
 
-    @app.post("/abort_request")
-    async def abort_request(request: Request) -> Response:
-        body, headers = await read(AbortRequest, request)
+    @app.post("/abort_request", tags=["SGLang"])
+    async def abort_request(body: AbortRequest) -> dict[str, Any]:
         if not body.rid and not body.abort_all:
             raise bad_request("rid names the request to abort; or abort_all: true", "rid")
         count = runner.abort_named(None if body.abort_all else body.rid)
-        return JSONResponse({"success": True, "message": f"{count} aborted."}, headers=headers)
+        return {"success": True, "message": f"{count} aborted."}
 
-    @app.post("/tokenize")
-    @app.post("/v1/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body, headers = await read(TokenizeRequest, request)
+    @app.post("/tokenize", tags=["SGLang"])
+    @app.post("/v1/tokenize", tags=["SGLang"])
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model, model)
         engine = runner.engine
         prompt, many = body.given()
@@ -242,12 +280,11 @@ def add_control_routes(
             raise refusal(error, {}, "prompt" if body.messages is None else "messages") from error
         counts = [len(tokens) for tokens in found]
         answer = {"tokens": found, "count": counts} if many else {"tokens": found[0], "count": counts[0]}
-        return JSONResponse(answer | {"max_model_len": engine.context_length}, headers=headers)
+        return answer | {"max_model_len": engine.context_length}
 
-    @app.post("/detokenize")
-    @app.post("/v1/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body, headers = await read(DetokenizeRequest, request)
+    @app.post("/detokenize", tags=["SGLang"])
+    @app.post("/v1/detokenize", tags=["SGLang"])
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         check_model(body.model, model)
         lists, many = body.lists(runner.engine.vocab_size)
         skip = True if body.skip_special_tokens is None else body.skip_special_tokens
@@ -255,4 +292,4 @@ def add_control_routes(
         job = tokenising.submit(work(lists, 1), lambda: [decode(tokens) for tokens in lists])
         texts = await asyncio.wrap_future(job)
         found = texts if many else texts[0]
-        return JSONResponse({"text": found, "prompt": found}, headers=headers)  # SGLang's name, and vLLM's
+        return {"text": found, "prompt": found}  # SGLang's name, and vLLM's

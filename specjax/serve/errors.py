@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 Pause: TypeAlias = Literal["abort", "retract", "in_place"]
@@ -34,6 +35,17 @@ SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a
 ANTHROPIC = "/v1/messages"  # paths that begin so
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
 SHOWN = 60  # most characters of a client's value that a message repeats
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorBody
 
 
 class ApiError(Exception):

@@ -1,35 +1,30 @@
 """Reading request bodies: their JSON, the rules for their fields, and the types that fields are declared with.
 
-The declaration of a `Body`'s field gives the check, the error message and the JSON schema. Known fields of OpenAI,
-SGLang and vLLM that are not supported pass with values that change nothing, and are refused by name with others.
-Unknown fields are ignored and named in a response header, or refused with `--strict-fields`. Limits that depend on the
-model stand in the schemas as names ("$room"), which `specjax.serve.openapi` replaces.
+The declaration of a `Body`'s field gives the check, the error message and its part of FastAPI's OpenAPI document.
+Fields of OpenAI, SGLang and vLLM that are not supported are accepted if their value changes nothing, else refused with
+a 400 that names them. Unknown fields are ignored and named in a response header, or refused with `--strict-fields`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args
 from urllib.parse import quote
 
 import numpy as np
 import pydantic_core
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MOST_STOP_ID
+from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from specjax.engine.stop_patterns import MAX_PATTERN
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
@@ -46,8 +41,41 @@ MAX_NODES = 2**17  # most lists, objects and members of objects in a body, which
 INLINE_BYTES = 2**14  # bodies up to this many bytes are read on the event loop: a thread would take longer
 _PIECE = 2**20  # bytes that are counted at once
 
+# One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
+_PARSING = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
+
 Values: TypeAlias = tuple[Any, ...]
-Schema: TypeAlias = dict[str, Any]
+Result = TypeVar("Result")
+AnyBody = TypeVar("AnyBody", bound="Body")
+
+
+class BodyRoute(APIRoute):
+    """Reads an endpoint's parameter `body` with `Reading`, because FastAPI would parse large bodies on the event loop.
+
+    `request.state.reading` is the `Reading`. The answer's headers name the ignored fields.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if self.body_field is None:
+            return super().get_route_handler()
+        annotation: Any = self.body_field.field_info.annotation
+        kind, *optional = get_args(annotation) or (annotation,)
+
+        async def handle(request: Request) -> Response:
+            reading = request.state.reading = Reading(strict=request.app.state.strict_fields)
+            arguments: dict[str, Any] = {"request": request} if self.dependant.request_param_name else {}
+            arguments["body"] = None if optional and _is_empty(request) else await reading.receive(request, kind)
+            reading.log(self.path)
+            answer = await self.endpoint(**arguments)
+            response = answer if isinstance(answer, Response) else JSONResponse(answer)
+            response.headers.update(reading.headers)
+            return response
+
+        return handle
+
+
+def _is_empty(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
 
 async def receive_body(request: Request) -> bytearray:
@@ -71,8 +99,21 @@ class Reading:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
+        self._size = 0  # bytes of the body
         self._values = self._nodes = 0
         self._ignored: dict[str, None] = {}  # names in order; one more than are named
+
+    async def receive(self, request: Request, kind: type[AnyBody]) -> AnyBody:
+        """The body of a request. Raises an ApiError, a 4xx."""
+        data = await receive_body(request)
+        self._size = len(data)
+        return await self.run(lambda: kind.read(self.parse(data), self))
+
+    async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls a function whose time grows with the body: in a thread if that is large."""
+        if self._size <= INLINE_BYTES:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(_PARSING, function, *arguments)
 
     def parse(self, data: bytes | bytearray) -> object:
         """Counts the values of one more text of JSON, and parses it. Infinity and NaN pass: fields refuse them by name.
@@ -110,10 +151,10 @@ class Reading:
         names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
         return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
-    def log(self, id: str) -> None:
+    def log(self, path: str) -> None:
         """Ignored fields in one line of bounded length. Values are private and not logged."""
         if self._ignored:
-            logger.warning("%s: ignored fields: %s", id, self.headers[IGNORED_HEADER])
+            logger.warning("%s: ignored fields: %s", path, self.headers[IGNORED_HEADER])
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:
@@ -166,14 +207,6 @@ def finite(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def implies(condition: Schema, consequence: Schema) -> Schema:
-    return {"if": condition, "then": consequence}
-
-
-def has(**properties: Schema) -> Schema:
-    return {"required": list(properties), "properties": properties}
-
-
 def texts(items: str, wrap: Callable[[str], Any] = str, **more: Any) -> BeforeValidator:
     """Takes a text for a list of one of these items. `more`: of `BeforeValidator`."""
 
@@ -189,15 +222,12 @@ Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # an integer is a number, too
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
-TOKEN: Schema = {"minimum": 0, "maximum": "$last_token"}
-Token = Annotated[int, Field(strict=True, json_schema_extra=TOKEN), BeforeValidator(whole)]
-STOP_ID: Schema = {"minimum": 0, "maximum": MOST_STOP_ID}
-StopId = Annotated[int, Field(strict=True, json_schema_extra=STOP_ID), BeforeValidator(whole)]
-StopIds = Annotated[list[StopId], Field(max_length=1024, fail_fast=True)]
+Token = Annotated[int, Field(strict=True), BeforeValidator(whole)]  # the engine checks the range
+StopIds = Annotated[list[Token], Field(max_length=1024, fail_fast=True)]
 LogprobIds = Annotated[list[Token], Field(max_length=LOGPROB_IDS, fail_fast=True)]
 Bias = Annotated[
     dict[str, Annotated[Number, Field(ge=-100, le=100)]],
-    Field(max_length=BIAS_ENTRIES, json_schema_extra={"propertyNames": {"pattern": "$token_key", "maxLength": 18}}),
+    Field(max_length=BIAS_ENTRIES),
     at_most(BIAS_ENTRIES),
 ]
 Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024), AfterValidator(finite)]
@@ -247,7 +277,6 @@ class Body(BaseModel):
     place: ClassVar[str] = ""  # prefix of a field's name in messages, for example `stream_options.`
     unsupported: ClassVar[Mapping[str, Values]] = {}  # as `UNSUPPORTED`
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}  # fields with another name or place: advice, and values
-    relations: ClassVar[Sequence[Schema]] = ()  # rules between fields for the schema
 
     @classmethod
     def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
@@ -279,23 +308,6 @@ class Body(BaseModel):
             if not changes_nothing(values[name], harmless):
                 raise bad_request(f"{cls.place}{name} {problem}", root or name, "unsupported")
         return {name: whole(values[name]) for name in cls.model_fields if name in values}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
-        """Adds the fields that are not supported, and the rules between fields."""
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        schema["additionalProperties"] = "$lenient"
-        schema |= {"allOf": list(cls.relations)} if cls.relations else {}
-        about = "Not supported: only the values that change nothing pass."
-        others = {name: (about, harmless) for name, harmless in cls.unsupported.items()}
-        others |= {name: (f"Not a field here: {advice}.", found) for name, (advice, found) in cls.elsewhere.items()}
-        for name, (description, harmless) in others.items():
-            if name not in cls.model_fields:
-                schema["properties"][name] = {"enum": [None, *harmless], "description": description}
-        return schema
-
-
-AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def _root(place: str) -> str | None:
@@ -331,7 +343,7 @@ def _message(kind: type[Body], error: ErrorDetails) -> str:
     return f"{name} {said.replace('dictionary', 'object')}, got {shown(error['input'])}"
 
 
-def _range(schema: Schema) -> str:
+def _range(schema: dict[str, Any]) -> str:
     """The limits of a number, or of an object's numbers, in words."""
     own = schema.get("anyOf", [schema])  # of a field that must be given, alone
     forms = [*own, *(each.get("additionalProperties") for each in own)]
@@ -340,4 +352,4 @@ def _range(schema: Schema) -> str:
     if "exclusiveMinimum" in limits:
         return f"must be above {whole(limits['exclusiveMinimum'])} and at most {high}"
     low = whole(limits["minimum"])
-    return f"must be at least {low}" if high is None or isinstance(high, str) else f"must be from {low} to {high}"
+    return f"must be at least {low}" if high is None else f"must be from {low} to {high}"

@@ -5,30 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, SkipValidation
+from pydantic_core import PydanticCustomError
 
 from specjax.engine.sampling_params import SamplingParams
 from specjax.serve import structured
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, Reading, Salt, Schema, Values, has
-from specjax.serve.protocol import (
-    GIVEN,
-    IDS_OR_LISTS,
-    NULL,
-    SALT,
-    TEXTS,
-    LeastTokens,
-    NewTokensOrNone,
-    SamplingFields,
-    TaskBody,
-    TopLogprobs,
-    checked_later,
-)
+from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, Reading, Salt, Values, at_most
+from specjax.serve.protocol import SALT, Ids, NewTokensOrNone, SamplingFields, TaskBody, Texts, TopLogprobs
 from specjax.serve.structured import JsonSchema
 from specjax.serve.task import Rules, Task, read_prompts
 
 GENERATE_TOKENS = 128  # SGLang's default of `max_new_tokens`
 MAX_ID = 256  # characters of a request's name (`rid`)
+MAX_SAMPLING = 2**14  # objects in a list of `sampling_params`
 NAMES = {"logprob_ids": "token_ids_logprob"}  # of `SamplingParams` to those of the body
 
 
@@ -49,7 +39,7 @@ class SamplingBody(SamplingFields):
     max_new_tokens: NewTokensOrNone | None = Field(
         None, description=f"0: the prompt is read, and nothing drawn. Default: {GENERATE_TOKENS}, or what fits."
     )
-    min_new_tokens: LeastTokens | None = None
+    min_new_tokens: NewTokensOrNone | None = None
 
 
 class LogprobFields(Body):
@@ -61,18 +51,19 @@ class LogprobFields(Body):
     token_ids_logprob: LogprobIds | None = None
 
 
-NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_ID}
-LIST = Field(min_length=1, json_schema_extra={"maxItems": "$capacity"})
-Flags = Annotated[list[Flag | None], LIST]
-Counts = Annotated[list[TopLogprobs | None], LIST]
-Start = Annotated[Integer, Field(ge=-1)]
-Starts = Annotated[list[Start | None], LIST]
-ListsOfIds = Annotated[list[LogprobIds | None], LIST]
+def _sampling(value: Any, info: Any) -> SamplingBody | list[SamplingBody]:
+    if not isinstance(value, list):
+        return SamplingBody.read(value, info.context)
+    if not value:
+        raise PydanticCustomError("sampling", "must be an object, or a list with one for each prompt")
+    return [SamplingBody.read(item, info.context) for item in value]
 
 
-def _unchanged(given: Any) -> Any:
-    """Of fields that `task` checks, for one prompt at a time."""
-    return given
+Sampling = Annotated[
+    SamplingBody | list[SamplingBody],
+    PlainValidator(_sampling, json_schema_input_type=SamplingBody | list[SamplingBody]),
+    at_most(MAX_SAMPLING),
+]
 
 
 class GenerateRequest(TaskBody):
@@ -89,44 +80,37 @@ class GenerateRequest(TaskBody):
         "logprobs": ("it is called return_logprob", (False,)),
         "top_logprobs": ("it is called top_logprobs_num", (0,)),
     }
-    relations = (
-        {"anyOf": [has(text=GIVEN, input_ids=NULL) | {"required": ["text"]},
-                   has(input_ids=GIVEN, text=NULL) | {"required": ["input_ids"]}]},
-    )  # fmt: skip
 
-    text: Annotated[Any, checked_later(*TEXTS, NULL)] = None
-    input_ids: Annotated[Any, checked_later(*IDS_OR_LISTS, NULL)] = None
-    # A schema cannot tie the length of one list to that of another.
-    sampling_params: Annotated[Any, PlainValidator(_unchanged, json_schema_input_type=SamplingBody | None)] = Field(
-        None, description="With a list of prompts also a list, one for each."
-    )
-    rid: Annotated[Any, checked_later(NAME, NULL)] = Field(
-        None, description="Names prompt i of a list rid_i. With a list also a list of names."
+    text: SkipValidation[Texts | None] = None
+    input_ids: SkipValidation[Ids | None] = None
+    sampling_params: Sampling | None = Field(None, description="An object, or a list with one for each prompt.")
+    rid: SkipValidation[str | list[str] | None] = Field(
+        None, description="The request's name, or a list with one name for each prompt. Prompt i of a name is rid_i."
     )
     stream: Flag | None = None
-    return_logprob: Annotated[Any, PlainValidator(_unchanged, json_schema_input_type=Flag | Flags | None)] = Field(
+    # `task` checks these four with `LogprobFields`, for each prompt.
+    return_logprob: SkipValidation[bool | list[bool | None] | None] = Field(
         None,
-        description="This and the next three may be lists, with one item for each prompt. Without it these have no "
-        "effect.",
+        description="This and the next three fields may be lists with one item for each prompt. Without it they have "
+        "no effect.",
     )
-    top_logprobs_num: Annotated[Any, PlainValidator(_unchanged, json_schema_input_type=TopLogprobs | Counts | None)] = (
-        Field(None, description="Log-probabilities of so many of the likeliest tokens at each place.")
+    top_logprobs_num: SkipValidation[int | list[int | None] | None] = Field(
+        None, description="Number of most likely tokens whose log-probabilities are returned at each position."
     )
-    logprob_start_len: Annotated[Any, PlainValidator(_unchanged, json_schema_input_type=Start | Starts | None)] = Field(
+    logprob_start_len: SkipValidation[int | list[int | None] | None] = Field(
         None,
-        description="Log-probabilities of the prompt from this token on, whose own is null. Default: -1, of the output "
-        "alone.",
+        description="Return log-probabilities of the prompt from this token on; the first one is null. Default: -1, "
+        "none of the prompt.",
     )
-    token_ids_logprob: Annotated[
-        Any, PlainValidator(_unchanged, json_schema_input_type=LogprobIds | ListsOfIds | None)
-    ] = Field(None, description="Log-probabilities of these tokens at each place.")
+    token_ids_logprob: SkipValidation[list[int] | list[list[int] | None] | None] = Field(
+        None, description="Token ids whose log-probabilities are returned at each position."
+    )
     return_text_in_logprobs: Flag | None = None
     cache_salt: Salt | None = Field(None, description=SALT)
     require_reasoning: Flag | None = Field(
         None,
         description="The text begins inside of thoughts, whatever the prompt ends with: a grammar begins after "
         "`</think>`, and stop strings and patterns match there. For models whose vocabulary has that token.",
-        json_schema_extra={"enum": "$thinks"},
     )
 
     @property
@@ -134,31 +118,26 @@ class GenerateRequest(TaskBody):
         given = self.input_ids if self.text is None else self.text
         return isinstance(given, list) and (self.text is not None or (bool(given) and isinstance(given[0], list)))
 
-    def task(self, rules: Rules, reading: Reading) -> Task:
+    def task(self, rules: Rules) -> Task:
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("give either text or input_ids", "text")
         if self.require_reasoning and rules.form.end_think is None:
             problem = "require_reasoning needs a model that thinks; this one has no token </think>"
             raise bad_request(problem, "require_reasoning")
-        # The first is checked alone: it may be wrong, and there may be thousands.
-        given = {} if self.sampling_params is None else self.sampling_params
-        many = isinstance(given, list)
-        if given == []:
-            raise bad_request(
-                "sampling_params must be an object, or a list with one for each prompt, got []", "sampling_params"
-            )
-        first = SamplingBody.read((given[0] if given else None) if many else given, reading)
+        bodies = self.sampling_params or SamplingBody()
+        many = isinstance(bodies, list)
+        bodies = bodies if isinstance(bodies, list) else [bodies]
+        first = bodies[0]
         field, prompt = ("input_ids", self.input_ids) if self.text is None else ("text", self.text)
         choices = first.n or 1
         prompts = read_prompts(prompt, field, choices, rules)
         if isinstance(prompts[0], str) != (field == "text"):
             raise bad_request(f"{field} holds the other's kind: text is for strings, input_ids for token ids", field)
-        if many and len(given) != len(prompts):
-            raise bad_request(f"{len(prompts)} prompts, but {len(given)} sampling_params", "sampling_params")
-        bodies = [SamplingBody.read(each, reading) for each in given] if many else [first]
+        if many and len(bodies) != len(prompts):
+            raise bad_request(f"{len(prompts)} prompts, but {len(bodies)} sampling_params", "sampling_params")
         if any((body.n or 1) != choices for body in bodies):
             raise bad_request("n must be the same for all prompts", "sampling_params")
-        wanted = self._logprobs(len(prompts), reading)
+        wanted = self._logprobs(len(prompts))
         if len(bodies) == len(wanted) == 1:  # one object for all prompts
             sampling = [self._params(first, wanted[0], rules)] * len(prompts)
         else:
@@ -176,7 +155,7 @@ class GenerateRequest(TaskBody):
             more |= {"logprob_ids": tuple(wanted.token_ids_logprob or ())}
         return body.params(rules, **more)
 
-    def _logprobs(self, count: int, reading: Reading) -> list[LogprobFields]:
+    def _logprobs(self, count: int) -> list[LogprobFields]:
         """One for each of `count` prompts, or a single one for all. Raises an ApiError for a wrong value or length."""
         given = {name: getattr(self, name) for name in LogprobFields.model_fields}
         each = {
@@ -190,7 +169,7 @@ class GenerateRequest(TaskBody):
                 raise bad_request(f"{name} needs one item for each of the {count} prompts, got {len(value)}", name)
         own = range(count) if each else range(1)
         return [
-            LogprobFields.read(given | {name: value[index] for name, value in each.items()}, reading) for index in own
+            LogprobFields.read(given | {name: value[index] for name, value in each.items()}, Reading()) for index in own
         ]
 
     def _ids(self, count: int) -> list[str] | None:

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
 from specjax.serve.errors import ApiError, bad_request
-from specjax.serve.fields import Body, Flag, Schema, Text, Values, at_most, has, implies, texts
+from specjax.serve.fields import Body, Flag, Text, Values, at_most, texts
 
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message
@@ -37,10 +37,11 @@ def _arguments(given: Any, info: Any) -> Any:
     return found if isinstance(found, dict) else given
 
 
-ARGUMENTS = {"type": ["string", "object", "null"], "description": "An object, or its JSON text."}
-
-
-CallArguments = Annotated[Any, BeforeValidator(_arguments), WithJsonSchema(ARGUMENTS), Field(validate_default=True)]
+CallArguments = Annotated[
+    Any,
+    BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None),
+    Field(validate_default=True, description="An object, or its JSON text."),
+]
 
 
 class ToolFunction(BaseModel):
@@ -67,7 +68,6 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, f
 Content = Annotated[
     Parts, texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Parts)
 ]
-CALLS: Schema = {"type": "array", "minItems": 1}
 
 
 class Message(Body):
@@ -76,11 +76,6 @@ class Message(Body):
         "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "tools": ([],), "prefix": (False,),
         "partial": (False,),
     }  # fmt: skip
-    relations = (
-        implies(has(tool_calls=CALLS), has(role={"const": "assistant"})),
-        implies(has(reasoning_content={"type": "string", "minLength": 1}), has(role={"const": "assistant"})),
-        {"anyOf": [has(content={"type": ["string", "array"]}), has(tool_calls=CALLS)]},
-    )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="Null only beside tool_calls.")
@@ -122,12 +117,6 @@ def _few_characters(value: Any) -> Any:
             "too_long_json", "has {length} characters of JSON; at most {most} are supported", said
         )
     return value
-
-
-ONE_END = implies(
-    has(continue_final_message={"const": True}),
-    {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
-)
 
 
 class TemplateFields(Body):

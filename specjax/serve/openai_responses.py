@@ -20,7 +20,7 @@ from specjax.serve.messages import MAX_MESSAGES, CallArguments, assistant_turns,
 from specjax.serve.protocol import MISPLACED, SALT, NewTokens, SamplingFields, TaskBody, chat_task, check_model
 from specjax.serve.structured import FIELDS, TextOptions
 from specjax.serve.task import Rules, Task
-from specjax.serve.tools import CHOICE_NEEDS_TOOLS, FlatToolChoice, FlatTools, ToolFields, as_tool
+from specjax.serve.tools import FlatToolChoice, FlatTools, ToolFields, as_tool
 
 
 class InputPart(Body):
@@ -124,7 +124,6 @@ InputItems = Annotated[
 
 class ResponsesRequest(SamplingFields, TaskBody):
     asked = FIELDS | {"text": TextOptions.chosen}
-    relations = (CHOICE_NEEDS_TOOLS,)
     unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | structured.UNSUPPORTED | {
         "json_schema": (),
         "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
@@ -142,7 +141,7 @@ class ResponsesRequest(SamplingFields, TaskBody):
         "min_tokens": ("chats and completions have it", (0,)),
     }
 
-    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
+    model: Text | None = None
     input: Annotated[
         InputItems,
         texts("input items", lambda text: {"role": "user", "content": text}, json_schema_input_type=Text | InputItems),
@@ -172,7 +171,7 @@ class ResponsesRequest(SamplingFields, TaskBody):
     def names(self) -> dict[str, str]:
         return super().names | {"max_new_tokens": "max_output_tokens"}
 
-    def task(self, rules: Rules, reading: Any) -> Task:
+    def task(self, rules: Rules) -> Task:
         check_model(self.model, rules.model)
         functions = ToolFields.model_construct(
             tools=None if self.tools is None else [as_tool(each) for each in self.tools],

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, SkipValidation
 
 from specjax.checkpoint.prompts import Chat
 from specjax.cli.flags import MOST_TRACED
@@ -16,7 +16,6 @@ from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, Sampli
 from specjax.limits import ParameterError
 from specjax.serve.errors import ApiError, Pause, bad_request, shown
 from specjax.serve.fields import (
-    TOKEN,
     UNSUPPORTED,
     Bias,
     Body,
@@ -25,19 +24,15 @@ from specjax.serve.fields import (
     Metadata,
     Number,
     Patterns,
-    Reading,
     Salt,
-    Schema,
     Stop,
     StopIds,
     Text,
     Values,
-    has,
-    implies,
     whole,
 )
 from specjax.serve.forms import AnswerForm
-from specjax.serve.messages import ONE_END, Messages, TemplateFields
+from specjax.serve.messages import Messages, TemplateFields
 from specjax.serve.structured import (
     FIELDS,
     Choices,
@@ -49,7 +44,7 @@ from specjax.serve.structured import (
     chosen,
 )
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
-from specjax.serve.tools import CHOICE_NEEDS_TOOLS, ToolFields
+from specjax.serve.tools import ToolFields
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
 
@@ -57,29 +52,15 @@ COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 MAX_TIMEOUT = 1e6  # seconds
 DEFAULT_MODEL = "default"  # SGLang's clients call any model by this name
 
-NewTokens = Annotated[Integer, Field(ge=1, json_schema_extra={"maximum": "$room"})]
-NewTokensOrNone = Annotated[Integer, Field(ge=0, json_schema_extra={"maximum": "$room"})]
-LeastTokens = Annotated[Integer, Field(ge=0, json_schema_extra={"maximum": "$room"})]
+NewTokens = Annotated[Integer, Field(ge=1)]
+NewTokensOrNone = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[Integer, Field(ge=0, le=TOP_LOGPROBS)]
 SALT = "Requests with different salts share no memory of text."
-
-
-# Prompts are checked by `read_prompts`, which knows the limits of the server.
-TEXTS: list[Schema] = [
-    {"type": "string", "minLength": 1},
-    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": "$capacity"},
-]
-IDS: Schema = {"type": "array", "items": {"type": "integer", **TOKEN}, "minItems": 1, "maxItems": "$room"}
-IDS_OR_LISTS: list[Schema] = [IDS, {"type": "array", "items": IDS, "minItems": 1, "maxItems": "$capacity"}]
-ANY_IDS: Schema = {key: value for key, value in IDS.items() if key not in ("minItems", "maxItems")}
-NULL: Schema = {"type": "null"}
-
-
-def checked_later(*forms: Schema) -> WithJsonSchema:
-    """The schema of a field whose value `task` checks."""
-    return WithJsonSchema({"anyOf": [*forms]})
+# `read_prompts` checks prompts against the limits of the server, which pydantic does not know.
+Texts: TypeAlias = str | list[str]
+Ids: TypeAlias = list[int] | list[list[int]]
 
 
 class StreamOptions(Body):
@@ -177,12 +158,11 @@ class TaskBody(Body):
     )
 
     @abstractmethod
-    def task(self, rules: Rules, reading: Reading) -> Task:
-        """What the engine is to do. Raises an ApiError for fields that do not go together."""
+    def task(self, rules: Rules) -> Task:
+        """The work for the engine, of which only the prompts remain to be tokenised. Safe in any thread.
 
-
-NO_STREAM = implies(has(prompt_logprobs={"type": "integer"}), {"properties": {"stream": {"enum": [None, False]}}})
-OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream={"const": True}))
+        Raises an ApiError for fields that exclude each other, or exceed the server's limits.
+        """
 
 
 class OpenAIRequest(SamplingFields, TaskBody):
@@ -191,9 +171,9 @@ class OpenAIRequest(SamplingFields, TaskBody):
     unsupported = UNSUPPORTED | {"json_schema": ()}
     elsewhere = MISPLACED
 
-    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
+    model: Text | None = None
     max_tokens: NewTokens | None = Field(None, description="New tokens.")
-    min_tokens: LeastTokens | None = Field(None, description="No stop id comes before.")
+    min_tokens: NewTokensOrNone | None = Field(None, description="No stop id comes before.")
     stream: Flag | None = None
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
     return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`.")
@@ -203,7 +183,6 @@ class OpenAIRequest(SamplingFields, TaskBody):
     return_speculative_tree: Flag | None = Field(
         None,
         description="`choices[].speculative.tree`: the last step's draft tree. Needs a server with `--trace-trees`.",
-        json_schema_extra={"enum": "$trees"},
     )
     cache_salt: Salt | None = Field(None, description=SALT)
     response_format: ResponseFormat | None = Field(None, description="JSON is written on one line.")
@@ -271,13 +250,6 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         "media_io_kwargs": ({},),
     }  # fmt: skip
     elsewhere = MISPLACED | {"prompt": ("a chat has messages", ())}
-    relations = (
-        OPTIONS_NEED_STREAM,
-        NO_STREAM,
-        implies(has(top_logprobs={"type": "integer", "minimum": 1}), has(logprobs={"const": True})),
-        CHOICE_NEEDS_TOOLS,
-        ONE_END,
-    )
 
     messages: Messages
     max_completion_tokens: NewTokens | None = Field(None, description="Wins over `max_tokens`. Default: what fits.")
@@ -289,7 +261,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().names | {"max_new_tokens": most}
 
-    def task(self, rules: Rules, reading: Reading) -> Task:
+    def task(self, rules: Rules) -> Task:
         check_capacity(self.n or 1, 1, rules, "messages")
         if self.max_completion_tokens is not None and self.max_tokens is not None and self.max_tokens > rules.room:
             # It has no effect, but is wrong all the same.
@@ -344,17 +316,16 @@ class CompletionRequest(OpenAIRequest):
         "max_completion_tokens": ("it is called max_tokens", ()),
         "top_logprobs": ("completions have logprobs, a number", (0,)),
     }
-    relations = (OPTIONS_NEED_STREAM, NO_STREAM, implies(has(max_tokens={"const": 0}), has(echo={"const": True})))
 
-    prompt: Annotated[Any, checked_later(*TEXTS, *IDS_OR_LISTS)]
+    prompt: SkipValidation[Texts | Ids]
     max_tokens: NewTokensOrNone | None = Field(
         None, description=f"New tokens; 0 with `echo` only. Default: {COMPLETION_TOKENS}, or what fits."
     )
-    best_of: Integer | None = Field(None, json_schema_extra={"enum": [1, None]}, description="`n` passes, too.")
+    best_of: Integer | None = Field(None, description="1, or `n`.")
     echo: Flag | None = Field(None, description="The prompt before the text, and its `logprobs` before the text's.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
-    def task(self, rules: Rules, reading: Reading) -> Task:
+    def task(self, rules: Rules) -> Task:
         choices = self.n or 1
         if self.best_of not in (None, 1, choices):
             problem = f"must be 1 or n ({choices}), got {shown(self.best_of)}"
@@ -368,21 +339,11 @@ class CompletionRequest(OpenAIRequest):
         return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS, trees=self.trees)
 
 
-GIVEN: Schema = {"type": ["string", "array"]}
-
-
 class TokenizeRequest(TemplateFields):
     """SGLang's and vLLM's, for a text, several texts, or a chat as the model's template writes it."""
 
-    relations = (
-        {"anyOf": [has(prompt=GIVEN, messages=NULL) | {"required": ["prompt"]},
-                   has(messages={"type": "array"}, prompt=NULL) | {"required": ["messages"]}]},
-    )  # fmt: skip
-
-    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
-    prompt: Annotated[Any, checked_later({"type": "string"}, {"type": "array", "items": {"type": "string"}}, NULL)] = (
-        None
-    )
+    model: Text | None = None
+    prompt: SkipValidation[Texts | None] = None
     messages: Messages | None = None
     add_special_tokens: Flag | None = Field(None, description="Of texts. Default: true.")
 
@@ -393,21 +354,21 @@ class TokenizeRequest(TemplateFields):
         if self.messages is not None:
             return [self.chat(self.messages)], False
         many = isinstance(self.prompt, list)
-        prompts: list[Any] = self.prompt if many else [self.prompt]
+        prompts: Any = self.prompt if many else [self.prompt]
         if not all(isinstance(text, str) for text in prompts):
             raise bad_request(f"prompt must be a string or a list of strings, got {shown(self.prompt)}", "prompt")
         return prompts, many
 
 
 class DetokenizeRequest(Body):
-    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
-    tokens: Annotated[Any, checked_later(ANY_IDS, {"type": "array", "items": ANY_IDS})]
+    model: Text | None = None
+    tokens: SkipValidation[Ids]
     skip_special_tokens: Flag | None = Field(None, description="Default: true.")
 
     def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
         """The lists of token ids, and whether there may be several."""
         many = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
-        lists = self.tokens if many else [self.tokens]
+        lists: Any = self.tokens if many else [self.tokens]
         for ids in lists:
             if not isinstance(ids, list) or not all(type(whole(token)) is int for token in ids):
                 problem = f"tokens must be a list of token ids or a list of such lists, got {shown(self.tokens)}"
@@ -419,11 +380,6 @@ class DetokenizeRequest(Body):
 
 
 class AbortRequest(Body):
-    relations = (
-        {"anyOf": [has(rid={"type": "string", "minLength": 1}) | {"required": ["rid"]},
-                   has(abort_all={"const": True}) | {"required": ["abort_all"]}]},
-    )  # fmt: skip
-
     rid: Text | None = Field(None, description="The request's name; its choices and prompts end, too.")
     abort_all: Flag | None = None
     abort_message: Text | None = None  # accepted, and not used
@@ -445,16 +401,3 @@ class ProfileRequest(Body):
     unsupported: ClassVar[Mapping[str, Values]] = {"output_dir": ()}  # `--profile` names the folder
 
     num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")
-
-
-AnyRequest = TypeVar("AnyRequest", bound=TaskBody)
-
-
-def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) -> tuple[AnyRequest, Task, Reading]:
-    """Parses and checks a whole body, so that only its prompts remain to be tokenised. Safe in any thread.
-
-    Raises an ApiError: no JSON, or wrong types or values; names the first wrong field.
-    """
-    reading = Reading(strict=rules.strict)
-    body = kind.read(reading.parse(data), reading)
-    return body, body.task(rules, reading), reading

@@ -1,7 +1,4 @@
-"""Response bodies: chat completions, completions and `/generate`, whole and as events of a stream.
-
-`specjax.serve.openapi` states their form.
-"""
+"""Response bodies of chat completions and completions, whole and as events of a stream."""
 
 from __future__ import annotations
 

@@ -6,17 +6,16 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, SkipValidation
 from pydantic_core import PydanticCustomError
 
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import Body, Flag, Schema, Text, Values, at_most, has, implies
+from specjax.serve.fields import Body, Flag, Text, Values, at_most
 
 MAX_CHOICES = 1024
 INVALID = "invalid_grammar"  # the code of errors that no schema of a body can tell
 
-NULL: Schema = {"type": "null"}
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
 
 
@@ -27,11 +26,8 @@ def _is_schema(value: Any) -> Any:
     raise PydanticCustomError("json_schema", "must be a JSON schema, as an object or a text")
 
 
-JsonSchema = Annotated[
-    Any,
-    BeforeValidator(_is_schema),
-    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, NULL]}),
-]  # and by `Grammar.json`
+# `Grammar.json` checks the schema itself.
+JsonSchema = Annotated[Any, BeforeValidator(_is_schema, json_schema_input_type=dict[str, Any] | str | None)]
 Choices = Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)]
 
 
@@ -67,7 +63,6 @@ with warnings.catch_warnings():
 
     class TextFormat(Body):
         place = "text.format."
-        relations = (implies(has(type={"const": "json_schema"}), has(schema={"type": ["object", "string"]})),)
 
         type: Literal["text", "json_object", "json_schema"]
         name: Text | None = None
@@ -81,7 +76,7 @@ with warnings.catch_warnings():
         place = "output_config.format."
 
         type: Literal["json_schema"]
-        schema: Annotated[Any, WithJsonSchema({"type": "object"})]  # type: ignore[assignment]
+        schema: SkipValidation[dict[str, Any]]  # type: ignore[assignment]
 
         def chosen(self) -> Grammar:
             return Grammar.json(self.schema)
@@ -132,7 +127,6 @@ class OutputConfig(Body):
 class ResponseFormat(Body):
     place = "response_format."
     unsupported: ClassVar[Mapping[str, Values]] = {"schema": ()}
-    relations = (implies(has(type={"const": "json_schema"}), has(json_schema={"type": "object"})),)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="Needs the type `json_schema`.")

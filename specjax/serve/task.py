@@ -32,7 +32,6 @@ class Rules:
     context_length: int
     room: int  # most tokens beside one other
     defaults: Mapping[str, Any]  # of sampling parameters, by the names of `SamplingParams`
-    strict: bool = False  # refuse unknown fields
     trees: bool = False  # the engine keeps the trees of its steps
     form: AnswerForm = PLAIN  # of the model's answers
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from specjax.engine.grammar import Grammar
 from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import Body, Flag, Schema, Text, at_most, finite, has, implies
+from specjax.serve.fields import Body, Flag, Text, at_most, finite
 from specjax.serve.forms import AnswerForm
 from specjax.serve.reply import ReplyOptions
 from specjax.serve.structured import INVALID
@@ -28,15 +28,6 @@ def _name(name: Any) -> Any:
 
 
 FunctionName = Annotated[Text, Field(pattern=NAME), BeforeValidator(_name)]
-
-PARAMETERS: Schema = {
-    "properties": {
-        "type": {"const": "object"},
-        "properties": {"type": "object"},
-        "required": {"type": "array", "items": {"type": "string"}},
-    }
-}
-"""What the parameters of a function must be beside an object."""
 
 
 def object_schema(given: Any) -> Any:
@@ -62,9 +53,9 @@ class FunctionTool(Body):
 
     name: FunctionName
     description: Text | None = None
-    parameters: (
-        Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(object_schema)] | None
-    ) = Field(None, description="The JSON schema of an object. Default: no parameters.")
+    parameters: Annotated[dict[str, Any], BeforeValidator(object_schema)] | None = Field(
+        None, description="The JSON schema of an object. Default: no parameters."
+    )
     strict: Flag | None = Field(None, description="true = the arguments follow `parameters`.")
 
 
@@ -81,11 +72,7 @@ class Tool(Body):
         return {"type": "function", "function": function}
 
 
-Tools = Annotated[
-    list[Tool],
-    Field(max_length=MAX_TOOLS, fail_fast=True, json_schema_extra={"maxItems": "$tools"}),
-    at_most(MAX_TOOLS),
-]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class FunctionChoice(Body):
@@ -162,15 +149,7 @@ def _from_flat(given: Any) -> Any:
 FlatToolChoice = Annotated[
     Choice, BeforeValidator(_from_flat, json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice)
 ]
-FlatTools = Annotated[
-    list[FlatTool],
-    Field(max_length=MAX_TOOLS, fail_fast=True, json_schema_extra={"maxItems": "$tools"}),
-    at_most(MAX_TOOLS),
-]
-CHOICE_NEEDS_TOOLS = implies(
-    has(tool_choice={"anyOf": [{"const": "required"}, {"type": "object"}]}),
-    has(tools={"type": "array", "minItems": 1}),
-)
+FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class ToolFields(Body):
