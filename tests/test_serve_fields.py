@@ -223,7 +223,7 @@ UNKNOWN: dict[str, tuple[type, dict[str, Any], str]] = {
     "sampling list": (
         GenerateRequest,
         {"text": ["a", "b"], "sampling_params": [{}, {"foo": 1}]},
-        "sampling_params.foo",
+        "sampling_params[].foo",
     ),
 }
 
@@ -235,6 +235,14 @@ def test_unknown_fields_are_named_or_with_strict_fields_refused(case):
     assert reading.headers == {IGNORED_HEADER: name}
     error = refused(kind, rules=STRICT, **given)
     assert error.code == "unknown_field" and name.rpartition(".")[2] in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_fields_set_no_parameter(kind):
+    """Not even if `SamplingParams`, or the class of the body, has an attribute of the name."""
+    unknown = {"kept_special_tokens": ["x"], "origins": True, "task": 1, "names": {"a": "b"}, "model_extra": 5}
+    assert task(kind, **unknown) == task(kind)
+    assert task(GenerateRequest, sampling_params=unknown) == task(GenerateRequest)
 
 
 def test_ignored_fields_make_a_short_and_safe_header():

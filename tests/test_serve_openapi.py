@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jsonschema
@@ -31,6 +32,7 @@ BODIES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
+@functools.cache
 def document(**settings: Any) -> dict[str, Any]:
     server = ServerSettings(**settings)
     return create_app(Runner(lambda: shared_engine("NONE"), server), server, model="toy").openapi()

@@ -21,7 +21,6 @@ from specjax.serve.fields import (
     Flag,
     Integer,
     Metadata,
-    Salt,
     StopStrings,
     Text,
     Values,
@@ -32,7 +31,6 @@ from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import MAX_MESSAGES, assistant_turns, earlier_call
 from specjax.serve.protocol import (
     MISPLACED,
-    SALT,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -58,8 +56,6 @@ NOT_BUILT: dict[str, Values] = {
 
 
 class Block(Body):
-    place = "messages[].content[]."
-
     cache_control: Any = None  # not used: what is common to prompts is always reused
 
 
@@ -108,8 +104,6 @@ BELONGS = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "use
 
 
 class AnthropicMessage(Body):
-    place = "messages[]."
-
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Blocks, texts("blocks", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Blocks)
@@ -145,7 +139,6 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    place = "tools[]."
     unsupported: ClassVar[Mapping[str, Values]] = {
         "allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],),
         "eager_input_streaming": (True, False),
@@ -168,8 +161,6 @@ AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail
 
 
 class AnthropicChoice(Body):
-    place = "tool_choice."
-
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = Field(None, description="Of the type `tool`.")
     disable_parallel_tool_use: Flag | None = Field(None, description="true = at most one call.")
@@ -182,7 +173,6 @@ class AnthropicChoice(Body):
 
 
 class Thinking(Body):
-    place = "thinking."
     unsupported: ClassVar[Mapping[str, Values]] = {"budget_tokens": (), "display": ("summarized",)}
 
     type: Literal["disabled", "adaptive"]
@@ -245,11 +235,9 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     stop: None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         None, description="it is called stop_sequences here"
     )
-    stream: Flag | None = None
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
     output_config: OutputConfig | None = Field(None, description="JSON is written on one line.")
     output_format: OutputFormat | None = Field(None, description="The older name of `output_config.format`.")
-    cache_salt: Salt | None = Field(None, description=SALT)
     # Accepted, and not used.
     metadata: Metadata | None = None
     service_tier: Text | None = None

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args
 from urllib.parse import quote
@@ -19,7 +19,7 @@ from urllib.parse import quote
 import numpy as np
 import pydantic_core
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -46,68 +46,17 @@ _PARSING = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
 
 Values: TypeAlias = tuple[Any, ...]
 Result = TypeVar("Result")
-AnyBody = TypeVar("AnyBody", bound="Body")
-
-
-class BodyRoute(APIRoute):
-    """Reads an endpoint's parameter `body` with `Reading`, because FastAPI would parse large bodies on the event loop.
-
-    `request.state.reading` is the `Reading`. The answer's headers name the ignored fields.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        if self.body_field is None:
-            return super().get_route_handler()
-        annotation: Any = self.body_field.field_info.annotation
-        kind, *optional = get_args(annotation) or (annotation,)
-
-        async def handle(request: Request) -> Response:
-            reading = request.state.reading = Reading(strict=request.app.state.strict_fields)
-            arguments: dict[str, Any] = {"request": request} if self.dependant.request_param_name else {}
-            arguments["body"] = None if optional and _is_empty(request) else await reading.receive(request, kind)
-            reading.log(self.path)
-            answer = await self.endpoint(**arguments)
-            response = answer if isinstance(answer, Response) else JSONResponse(answer)
-            response.headers.update(reading.headers)
-            return response
-
-        return handle
-
-
-def _is_empty(request: Request) -> bool:
-    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-
-
-async def receive_body(request: Request) -> bytearray:
-    """The bytes of a body, in one copy. Raises an ApiError, a 415, if it is not sent as JSON, or compressed."""
-    # A web page may send any other type to a local server unasked.
-    sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
-        raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise ApiError(415, f"the body must be sent without Content-Encoding, got {coding!r:.80}")
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-    return data
 
 
 class Reading:
     """State of reading one body: how many JSON values it holds, and its fields that have no effect. The context of
     pydantic's validation."""
 
-    def __init__(self, *, strict: bool = False) -> None:
+    def __init__(self, *, strict: bool = False, size: int = 0) -> None:
         self._strict = strict
-        self._size = 0  # bytes of the body
+        self._size = size  # bytes of the body
         self._values = self._nodes = 0
         self._ignored: dict[str, None] = {}  # names in order; one more than are named
-
-    async def receive(self, request: Request, kind: type[AnyBody]) -> AnyBody:
-        """The body of a request. Raises an ApiError, a 4xx."""
-        data = await receive_body(request)
-        self._size = len(data)
-        return await self.run(lambda: kind.read(self.parse(data), self))
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Calls a function whose time grows with the body: in a thread if that is large."""
@@ -135,14 +84,13 @@ class Reading:
         except ValueError as error:
             raise bad_request(f"the body is not valid JSON: {error}") from error
 
-    def ignore(self, name: str, where: str = "", param: str | None = None) -> None:
-        """Notes a field, or raises an ApiError with `--strict-fields`. `where`: as `Body.place`."""
-        name = name[:MAX_NAME]
+    def ignore(self, name: str) -> None:
+        """Records an unknown field, or raises an ApiError with `--strict-fields`."""
         if self._strict:
-            message = f"unknown field {where + name!r}; this server refuses those (--strict-fields)"
-            raise bad_request(message, param or name, "unknown_field")
+            message = f"unknown field {name!r}; this server refuses those (--strict-fields)"
+            raise bad_request(message, _root(name), "unknown_field")
         if len(self._ignored) <= MAX_NAMED:
-            self._ignored[where + name] = None
+            self._ignored[name] = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -274,54 +222,94 @@ def changes_nothing(value: Any, harmless: Values) -> bool:
 class Body(BaseModel):
     """An object of a request, read with a `Reading` as context."""
 
-    place: ClassVar[str] = ""  # prefix of a field's name in messages, for example `stream_options.`
+    model_config = ConfigDict(extra="allow")  # until `drop_unknown`
+
     unsupported: ClassVar[Mapping[str, Values]] = {}  # as `UNSUPPORTED`
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}  # fields with another name or place: advice, and values
 
     @classmethod
     def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
-        """Checks parsed JSON. Raises an ApiError that names the first field with a wrong type or value."""
+        """Checks a whole body, and removes its unknown fields. Raises as `check` and `Reading.ignore`."""
+        body = cls.check(values, reading)
+        for name in body.drop_unknown():
+            reading.ignore(name)
+        return body
+
+    @classmethod
+    def check(cls: type[AnyBody], values: Any, reading: Reading | None = None, place: str = "") -> AnyBody:
+        """Checks parsed JSON. Raises an ApiError that names the first field with a wrong type or value.
+
+        Args:
+            place: of the object in the request, for example `sampling_params.`.
+        """
         try:
             return cls.model_validate(values, context=reading)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = str(first["loc"][0])[:MAX_NAME] if first["loc"] else None
-            raise bad_request(_message(cls, first), _root(cls.place) or field) from error
+            raise _refusal(cls, error.errors(include_url=False)[0], place) from error
+
+    def drop_unknown(self, place: str = "") -> Iterator[str]:
+        """Removes unknown fields and yields their names, also those of nested bodies: `messages[].content[].name`."""
+        unknown = self.model_extra or {}
+        yield from (place + name[:MAX_NAME] for name in unknown)
+        unknown.clear()
+        for name, value in self.__dict__.items():
+            if isinstance(value, Body):
+                yield from value.drop_unknown(f"{place}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for item in value:
+                    yield from item.drop_unknown(f"{place}{name}[].")
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, values: Any, info: Any) -> Any:
+    def _check_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        root = _root(cls.place)
-        for name in filter(lambda name: name not in cls.model_fields, values):
+        known: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in cls.model_fields:
+                known[name] = whole(value)
+                continue
             if name in cls.elsewhere:
                 advice, harmless = cls.elsewhere[name]
                 problem = f"is not a field here: {advice}"
             elif name in cls.unsupported:
                 harmless = cls.unsupported[name]
-                passes = ", ".join(["null", *map(shown, harmless)])
-                problem = f"is not supported (only {passes}), got {shown(values[name])}"
+                accepted = ", ".join(["null", *map(shown, harmless)])
+                problem = f"is not supported (only {accepted})"
             else:
-                info.context.ignore(name, cls.place, root)
+                known[name] = value
                 continue
-            if not changes_nothing(values[name], harmless):
-                raise bad_request(f"{cls.place}{name} {problem}", root or name, "unsupported")
-        return {name: whole(values[name]) for name in cls.model_fields if name in values}
+            if not changes_nothing(value, harmless):
+                details = {"field": name, "problem": problem, "value": shown(value)}
+                raise PydanticCustomError("unsupported", "{problem}, got {value}", details)
+        return known
 
 
-def _root(place: str) -> str | None:
-    return re.split(r"[.\[]", place, maxsplit=1)[0] or None
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def _message(kind: type[Body], error: ErrorDetails) -> str:
+def _root(name: str) -> str | None:
+    """The field of the request that a name is in."""
+    return re.split(r"[.\[]", name, maxsplit=1)[0] or None
+
+
+def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
     """Pydantic's error in the form "`field` must be ..., got ..."."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in error["loc"]]
-    name = (kind.place + "".join(parts).removeprefix(".")).removesuffix(".") or "the body"
+    limits = error.get("ctx", {})
+    location = [*error["loc"], *([limits["field"]] if error["type"] == "unsupported" else [])]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location]
+    name = (place + "".join(parts).removeprefix(".")).removesuffix(".")
+    param, code = _root(name), "unsupported" if error["type"] == "unsupported" else None
+    return bad_request(f"{name or 'the body'} {_problem(kind, error)}", param, code)
+
+
+def _problem(kind: type[Body], error: ErrorDetails) -> str:
     limits = error.get("ctx", {})
     match error["type"]:
         case "missing":
-            return f"{name} is required"
+            return "is required"
+        case "unsupported":
+            return error["msg"]
         case "union_tag_invalid":
             said = f"has a type that is not one of {limits['expected_tags']}"
         case "union_tag_not_found":
@@ -340,7 +328,7 @@ def _message(kind: type[Body], error: ErrorDetails) -> str:
             said = f"must be null: {kind.model_fields[str(error['loc'][0])].description}"
         case _:
             said = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
-    return f"{name} {said.replace('dictionary', 'object')}, got {shown(error['input'])}"
+    return f"{said.replace('dictionary', 'object')}, got {shown(error['input'])}"
 
 
 def _range(schema: dict[str, Any]) -> str:
@@ -353,3 +341,47 @@ def _range(schema: dict[str, Any]) -> str:
         return f"must be above {whole(limits['exclusiveMinimum'])} and at most {high}"
     low = whole(limits["minimum"])
     return f"must be at least {low}" if high is None else f"must be from {low} to {high}"
+
+
+class BodyRoute(APIRoute):
+    """Reads an endpoint's parameter `body` with `Reading`, because FastAPI would parse large bodies on the event loop.
+
+    `request.state.reading` is the `Reading`. The answer's headers name the ignored fields.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if self.body_field is None:
+            return super().get_route_handler()
+        annotation: Any = self.body_field.field_info.annotation
+        kind, *optional = get_args(annotation) or (annotation,)
+
+        async def handle(request: Request) -> Response:
+            data = await receive_body(request, optional=bool(optional))
+            reading = request.state.reading = Reading(strict=request.app.state.strict_fields, size=len(data))
+            absent = bool(optional) and not data
+            body = None if absent else await reading.run(lambda: kind.read(reading.parse(data), reading))
+            reading.log(self.path)
+            more = {"request": request} if self.dependant.request_param_name else {}
+            answer = await self.endpoint(body=body, **more)
+            response = answer if isinstance(answer, Response) else JSONResponse(answer)
+            response.headers.update(reading.headers)
+            return response
+
+        return handle
+
+
+async def receive_body(request: Request, *, optional: bool) -> bytearray:
+    """The bytes of a body, in one copy. Raises an ApiError, a 415, if it is not sent as JSON, or compressed."""
+    if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return bytearray()
+    # A web page may send any other type to a local server unasked.
+    sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
+        raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(415, f"the body must be sent without Content-Encoding, got {coding!r:.80}")
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+    return data

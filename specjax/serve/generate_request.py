@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 from specjax.engine.sampling_params import SamplingParams
 from specjax.serve import structured
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, Reading, Salt, Values, at_most
-from specjax.serve.protocol import SALT, Ids, NewTokensOrNone, SamplingFields, TaskBody, Texts, TopLogprobs
+from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, Values, at_most
+from specjax.serve.protocol import Ids, NewTokensOrNone, SamplingFields, TaskBody, Texts, TopLogprobs
 from specjax.serve.structured import JsonSchema
 from specjax.serve.task import Rules, Task, read_prompts
 
@@ -53,10 +53,10 @@ class LogprobFields(Body):
 
 def _sampling(value: Any, info: Any) -> SamplingBody | list[SamplingBody]:
     if not isinstance(value, list):
-        return SamplingBody.read(value, info.context)
+        return SamplingBody.check(value, info.context, "sampling_params.")
     if not value:
         raise PydanticCustomError("sampling", "must be an object, or a list with one for each prompt")
-    return [SamplingBody.read(item, info.context) for item in value]
+    return [SamplingBody.check(item, info.context, f"sampling_params[{i}].") for i, item in enumerate(value)]
 
 
 Sampling = Annotated[
@@ -87,7 +87,6 @@ class GenerateRequest(TaskBody):
     rid: SkipValidation[str | list[str] | None] = Field(
         None, description="The request's name, or a list with one name for each prompt. Prompt i of a name is rid_i."
     )
-    stream: Flag | None = None
     # `task` checks these four with `LogprobFields`, for each prompt.
     return_logprob: SkipValidation[bool | list[bool | None] | None] = Field(
         None,
@@ -106,7 +105,6 @@ class GenerateRequest(TaskBody):
         None, description="Token ids whose log-probabilities are returned at each position."
     )
     return_text_in_logprobs: Flag | None = None
-    cache_salt: Salt | None = Field(None, description=SALT)
     require_reasoning: Flag | None = Field(
         None,
         description="The text begins inside of thoughts, whatever the prompt ends with: a grammar begins after "
@@ -168,9 +166,7 @@ class GenerateRequest(TaskBody):
             if len(value) != count:
                 raise bad_request(f"{name} needs one item for each of the {count} prompts, got {len(value)}", name)
         own = range(count) if each else range(1)
-        return [
-            LogprobFields.read(given | {name: value[index] for name, value in each.items()}, Reading()) for index in own
-        ]
+        return [LogprobFields.check(given | {name: value[index] for name, value in each.items()}) for index in own]
 
     def _ids(self, count: int) -> list[str] | None:
         """The names of `count` prompts."""

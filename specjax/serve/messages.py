@@ -58,8 +58,6 @@ class ToolCall(BaseModel):
 
 
 class TextPart(Body):
-    place = "messages[].content[]."
-
     type: Literal["text"]
     text: Text
 
@@ -71,7 +69,6 @@ Content = Annotated[
 
 
 class Message(Body):
-    place = "messages[]."
     unsupported: ClassVar[Mapping[str, Values]] = {
         "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "tools": ([],), "prefix": (False,),
         "partial": (False,),

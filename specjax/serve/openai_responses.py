@@ -15,17 +15,23 @@ from pydantic import Discriminator, Field, Tag
 
 from specjax.checkpoint.prompts import Chat
 from specjax.serve import structured
-from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Metadata, Salt, Text, Values, at_most, texts
+from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
 from specjax.serve.messages import MAX_MESSAGES, CallArguments, assistant_turns, earlier_call
-from specjax.serve.protocol import MISPLACED, SALT, NewTokens, SamplingFields, TaskBody, chat_task, check_model
+from specjax.serve.protocol import (
+    MISPLACED,
+    NewTokens,
+    SamplingFields,
+    TaskBody,
+    UnusedFields,
+    chat_task,
+    check_model,
+)
 from specjax.serve.structured import FIELDS, TextOptions
 from specjax.serve.task import Rules, Task
 from specjax.serve.tools import FlatToolChoice, FlatTools, ToolFields, as_tool
 
 
 class InputPart(Body):
-    place = "input[].content[]."
-
     type: Literal["input_text", "output_text", "text"]
     text: Text
     annotations: Any = None  # of an answer that a client sends back; not used
@@ -33,12 +39,14 @@ class InputPart(Body):
 
 
 InputParts = Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
+TextOrParts = Annotated[
+    InputParts,
+    texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | InputParts),
+]
 
 
 class Item(Body):
     """A part of the conversation."""
-
-    place = "input[]."
 
     id: Any = None  # of an answer that a client sends back; not used
     status: Any = None
@@ -51,10 +59,7 @@ class Item(Body):
 class InputMessage(Item):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        InputParts,
-        texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | InputParts),
-    ]
+    content: TextOrParts
     phase: Any = None
 
     def for_template(self) -> dict[str, Any]:
@@ -75,10 +80,7 @@ class InputCall(Item):
 class InputResult(Item):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Annotated[
-        InputParts,
-        texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | InputParts),
-    ]
+    output: TextOrParts
 
     def for_template(self) -> dict[str, Any]:
         text = "".join(part.text for part in self.output)
@@ -86,8 +88,6 @@ class InputResult(Item):
 
 
 class ReasoningPart(Body):
-    place = "input[].content[]."
-
     type: Literal["reasoning_text", "text"]
     text: Text
 
@@ -122,7 +122,7 @@ InputItems = Annotated[
 ]
 
 
-class ResponsesRequest(SamplingFields, TaskBody):
+class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
     asked = FIELDS | {"text": TextOptions.chosen}
     unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | structured.UNSUPPORTED | {
         "json_schema": (),
@@ -148,7 +148,6 @@ class ResponsesRequest(SamplingFields, TaskBody):
     ]
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: NewTokens | None = Field(None, description="New tokens. Default: what fits.")
-    stream: Flag | None = None
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
     text: TextOptions | None = Field(None, description="The form of the text. JSON is written on one line.")
     tools: FlatTools | None = Field(None, description="Functions that the model may call; their names differ.")
@@ -157,15 +156,7 @@ class ResponsesRequest(SamplingFields, TaskBody):
         description="Default: auto. none = the model is not told of `tools`; required, or a function = it must call.",
     )
     parallel_tool_calls: Flag | None = Field(None, description="false = at most one call.")
-    cache_salt: Salt | None = Field(None, description=SALT)
-    # Accepted, and not used.
-    metadata: Metadata | None = None
-    user: Text | None = None
-    store: Flag | None = Field(None, description="Nothing is stored.")
-    service_tier: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
+    prompt_cache_retention: Text | None = None  # accepted, and not used
 
     @property
     def names(self) -> dict[str, str]:

@@ -57,14 +57,12 @@ NewTokensOrNone = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[Integer, Field(ge=0, le=TOP_LOGPROBS)]
-SALT = "Requests with different salts share no memory of text."
 # `read_prompts` checks prompts against the limits of the server, which pydantic does not know.
 Texts: TypeAlias = str | list[str]
 Ids: TypeAlias = list[int] | list[list[int]]
 
 
 class StreamOptions(Body):
-    place = "stream_options."
     unsupported: ClassVar[Mapping[str, Values]] = {"include_obfuscation": (False,)}
 
     include_usage: Flag | None = None
@@ -74,6 +72,7 @@ class SamplingFields(Body):
     """Fields with the same name in all interfaces, and in `SamplingParams`."""
 
     asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that ask for structured output
+    place: ClassVar[str] = ""  # of the fields in the request, for messages
 
     n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(None, description="Choices; choice i has the seed + i.")
     stop: Stop | None = Field(None, description="Never in the text. Thoughts that are separated are not searched.")
@@ -114,14 +113,15 @@ class SamplingFields(Body):
     @property
     def names(self) -> dict[str, str]:
         """Names of `SamplingParams` to those of the request, where they differ."""
-        return {"grammar": chosen(self, self.asked)[0] or "grammar"}
+        return {"grammar": chosen(self, self.asked, self.place)[0] or "grammar"}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
         that are no fields of the same name. Raises an ApiError if one is out of range."""
         found = {"temperature": 1.0, **rules.defaults}
-        more.setdefault("grammar", chosen(self, self.asked)[1])
-        own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
+        more.setdefault("grammar", chosen(self, self.asked, self.place)[1])
+        names = {each.name for each in dataclasses.fields(SamplingParams)} & set(type(self).model_fields)
+        own = {name: getattr(self, name) for name in names} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
                 problem = f"sampling_seed and seed are the same parameter, got {self.sampling_seed} and {self.seed}"
@@ -156,6 +156,8 @@ class TaskBody(Body):
     timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT)] | None = Field(
         None, description="Seconds to the end of the answer, then a 408. `--request-timeout` may be shorter."
     )
+    stream: Flag | None = None
+    cache_salt: Salt | None = Field(None, description="Requests with different salts share no cached text.")
 
     @abstractmethod
     def task(self, rules: Rules) -> Task:
@@ -165,7 +167,18 @@ class TaskBody(Body):
         """
 
 
-class OpenAIRequest(SamplingFields, TaskBody):
+class UnusedFields(Body):
+    """Fields of OpenAI's that are accepted and have no effect."""
+
+    user: Text | None = None
+    metadata: Metadata | None = None
+    store: Flag | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+
+class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     """Fields that chat completions and completions share."""
 
     unsupported = UNSUPPORTED | {"json_schema": ()}
@@ -174,7 +187,6 @@ class OpenAIRequest(SamplingFields, TaskBody):
     model: Text | None = None
     max_tokens: NewTokens | None = Field(None, description="New tokens.")
     min_tokens: NewTokensOrNone | None = Field(None, description="No stop id comes before.")
-    stream: Flag | None = None
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
     return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`.")
     return_speculative_tokens: Flag | None = Field(
@@ -184,7 +196,6 @@ class OpenAIRequest(SamplingFields, TaskBody):
         None,
         description="`choices[].speculative.tree`: the last step's draft tree. Needs a server with `--trace-trees`.",
     )
-    cache_salt: Salt | None = Field(None, description=SALT)
     response_format: ResponseFormat | None = Field(None, description="JSON is written on one line.")
     # vLLM's.
     guided_json: JsonSchema = None
@@ -197,13 +208,6 @@ class OpenAIRequest(SamplingFields, TaskBody):
         description="Log-probabilities of the prompt, in vLLM's form: of each token and of so many of the likeliest "
         "ones. Not in streams.",
     )
-    # Accepted, and not used.
-    user: Text | None = None
-    metadata: Metadata | None = None
-    store: Flag | None = None
-    service_tier: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
 
     def sampling(self, rules: Rules, logprobs: int | None, **more: Any) -> SamplingParams:
         """Sampling parameters, once the model and the relations between fields are checked. `more`: as `params`."""

@@ -36,8 +36,6 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "(json|schema)"')
 
     class JsonSchemaFormat(Body):
-        place = "response_format.json_schema."
-
         name: Text | None = None
         description: Text | None = None
         schema: JsonSchema = Field(None, description="Default: any object.")  # type: ignore[assignment]
@@ -46,7 +44,6 @@ with warnings.catch_warnings():
     class StructuredOutputs(Body):
         """vLLM's. One member."""
 
-        place = "structured_outputs."
         unsupported: ClassVar[Mapping[str, Values]] = {
             "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (True,),
             "disable_additional_properties": (False,), "disable_fallback": (True,),
@@ -59,11 +56,9 @@ with warnings.catch_warnings():
         json_object: Flag | None = None
 
         def chosen(self) -> Grammar | None:
-            return chosen(self, OUTPUTS)[1]
+            return chosen(self, OUTPUTS, "structured_outputs.")[1]
 
     class TextFormat(Body):
-        place = "text.format."
-
         type: Literal["text", "json_object", "json_schema"]
         name: Text | None = None
         description: Text | None = None
@@ -72,8 +67,6 @@ with warnings.catch_warnings():
 
     class OutputFormat(Body):
         """Anthropic's."""
-
-        place = "output_config.format."
 
         type: Literal["json_schema"]
         schema: SkipValidation[dict[str, Any]]  # type: ignore[assignment]
@@ -99,7 +92,6 @@ def _of_type(name: str, schema: Any) -> Grammar | None:
 class TextOptions(Body):
     """OpenAI's, of responses."""
 
-    place = "text."
     unsupported: ClassVar[Mapping[str, Values]] = {"verbosity": ("medium",)}
 
     format: TextFormat | None = None
@@ -115,7 +107,6 @@ class TextOptions(Body):
 class OutputConfig(Body):
     """Anthropic's."""
 
-    place = "output_config."
     unsupported: ClassVar[Mapping[str, Values]] = {"effort": ("high",), "task_budget": ()}
 
     format: OutputFormat | None = None
@@ -125,7 +116,6 @@ class OutputConfig(Body):
 
 
 class ResponseFormat(Body):
-    place = "response_format."
     unsupported: ClassVar[Mapping[str, Values]] = {"schema": ()}
 
     type: Literal["text", "json_object", "json_schema"]
@@ -160,20 +150,20 @@ FIELDS: dict[str, Convert] = {
 }
 
 
-def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS) -> tuple[str | None, Grammar | None]:
+def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") -> tuple[str | None, Grammar | None]:
     """What a body asks for, and the field that says so. Raises an ApiError, a 400, if a field is wrong, or there are
     several."""
-    found, root = dict[str, Grammar](), body.place.partition(".")[0]
+    found, root = dict[str, Grammar](), place.partition(".")[0]
     for name, convert in fields.items():
         if (value := getattr(body, name, None)) is None or name not in type(body).model_fields:
             continue
         try:
             grammar = convert(value)
         except GrammarError as error:
-            raise bad_request(f"{body.place}{name} {error}", root or name, INVALID) from error
+            raise bad_request(f"{place}{name} {error}", root or name, INVALID) from error
         if grammar is not None:
             found[name] = grammar
     if len(found) > 1:
-        several = ", ".join(body.place + name for name in found)
+        several = ", ".join(place + name for name in found)
         raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(found)))
     return next(iter(found.items()), (None, None))

@@ -49,8 +49,6 @@ def object_schema(given: Any) -> Any:
 
 
 class FunctionTool(Body):
-    place = "tools[].function."
-
     name: FunctionName
     description: Text | None = None
     parameters: Annotated[dict[str, Any], BeforeValidator(object_schema)] | None = Field(
@@ -60,8 +58,6 @@ class FunctionTool(Body):
 
 
 class Tool(Body):
-    place = "tools[]."
-
     type: Literal["function"]
     function: FunctionTool
 
@@ -76,22 +72,16 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), at_mo
 
 
 class FunctionChoice(Body):
-    place = "tool_choice.function."
-
     name: FunctionName
 
 
 class NamedChoice(Body):
-    place = "tool_choice."
-
     type: Literal["function"]
     function: FunctionChoice
 
 
 class Choice(Body):
     """`tool_choice`, a word or an object, in one form."""
-
-    place = "tool_choice."
 
     type: Literal["none", "auto", "required", "function"]
     function: FunctionChoice | None = None
@@ -114,8 +104,6 @@ ToolChoice = Annotated[
 class FlatTool(FunctionTool):
     """Of OpenAI's responses."""
 
-    place = "tools[]."
-
     type: Literal["function"]
 
 
@@ -130,8 +118,6 @@ def choice_of(kind: str, name: str | None = None) -> Choice:
 
 class FlatChoice(Body):
     """Of OpenAI's responses."""
-
-    place = "tool_choice."
 
     type: Literal["function"]
     name: FunctionName
