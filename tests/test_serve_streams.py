@@ -22,7 +22,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import SHUT_DOWN, State
-from specjax.serve.middleware import ABORT, TELLING
+from specjax.serve.middleware import IN_DRAIN
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
@@ -312,10 +312,10 @@ def test_a_draining_server():
         for answer in (server.complete("x"), *map(client.get, ("/health", "/health_generate", "/flush_cache"))):
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert "shutting down" in answer.json()["error"]["message"]
-        for path in TELLING:
+        for path in IN_DRAIN - {"/abort_request", "/continue_generation"}:
             assert client.get(path).status_code == client.head(path).status_code == 200, path
         assert client.get("/get_load").json()[0]["num_reqs"] == 1
-        assert client.post(ABORT, json={"rid": "unknown"}).status_code == 200
+        assert client.post("/abort_request", json={"rid": "unknown"}).status_code == 200
         assert "\nsglang:num_running_reqs{" in client.get("/metrics").text
         server.runner.end_all(SHUT_DOWN)
         seen += b"".join(chunks)

@@ -1,6 +1,6 @@
-"""Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`: a thin layer over the chat.
+"""Request bodies of Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`.
 
-A conversation that ends with a message of the assistant is continued there, as Anthropic does.
+If the last message is the assistant's, the answer continues it.
 `specjax.serve.messages_answer` makes the answers.
 """
 
@@ -56,7 +56,7 @@ NOT_BUILT: dict[str, Values] = {
 
 
 class Block(Body):
-    cache_control: Any = None  # not used: what is common to prompts is always reused
+    cache_control: Any = None  # not used: the prefix cache is always on
 
 
 class TextBlock(Block):
@@ -86,7 +86,7 @@ class ResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextOrBlocks | None = None
-    is_error: Flag | None = Field(None, description="Not shown to the model: the content says what was wrong.")
+    is_error: Flag | None = Field(None, description="Not part of the prompt; the content describes the error.")
 
 
 class ThoughtsBlock(Block):
@@ -119,7 +119,7 @@ class AnthropicMessage(Body):
         return self
 
     def for_template(self) -> Iterable[dict[str, Any]]:
-        """One message, and before it one for each result of a call."""
+        """A message for each result of a call, then the message."""
         message: dict[str, Any] = {"role": self.role, "content": ""}
         alone = True
         for block in self.content:
@@ -188,7 +188,7 @@ class CountTokensRequest(Body):
     ]
     tools: AnthropicTools | None = Field(None, description="Functions that the model may call; their names differ.")
     tool_choice: AnthropicChoice | None = Field(
-        None, description="Default: auto. none = the model is not told of `tools`; any, or a tool = it must call."
+        None, description="Default: auto. none = leave `tools` out of the prompt; any, or a tool = call one."
     )
     thinking: Thinking | None = Field(
         None, description="Sets `enable_thinking` of the chat template: adaptive = true, disabled = false."
@@ -196,7 +196,7 @@ class CountTokensRequest(Body):
     cache_control: Any = None  # not used
 
     def functions(self) -> ToolFields:
-        """As a chat completion has them."""
+        """The functions in the form of chat completions."""
         choice = self.tool_choice
         kinds = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
         return ToolFields.model_construct(
@@ -215,7 +215,7 @@ class CountTokensRequest(Body):
         return Chat([*system, *messages], variables)
 
     def prompt(self, form: AnswerForm) -> Chat:
-        """As the model gets it. Raises an ApiError if it cannot be told of the functions."""
+        """The chat for the model's template. Raises an ApiError if the model takes no functions."""
         return with_tools(self.chat(), form, self.functions().offered(form))
 
 
@@ -230,7 +230,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
 
     max_tokens: NewTokens = Field(description="New tokens.")
     stop_sequences: StopStrings | None = Field(
-        None, description="Never in the text. Thoughts that are separated are not searched."
+        None, description="The text ends before a stop sequence. Separated reasoning may hold one."
     )
     stop: None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         None, description="it is called stop_sequences here"

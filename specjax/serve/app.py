@@ -1,4 +1,4 @@
-"""The routes. Handlers read a body, give its sequences to the runner, and turn stream deltas into an answer."""
+"""Routes for generation. They queue a body's sequences at the runner, and make an answer of the stream deltas."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
             pieces = task.sampling[0].logprobs is not None
             return sequences, [echo_of(p, one.prompt, tokenizer, with_pieces=pieces) for p, one in firsts]
 
-        # The request has its places in the queue while it waits for the tokenizer.
+        # The request keeps its places in the queue while it waits for the tokenizer.
         with runner.reserve(len(task.prompts) * task.n):
             known = runner.engine.intake.grammars
             compiles = any(each.grammar is not None and not known.holds(each.grammar) for each in task.sampling)
@@ -156,7 +156,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
             )
         finally:
             runner.abort(sequences)
-        if any(completion.scores for completion in completions):  # there may be very many
+        if any(completion.scores for completion in completions):  # possibly thousands of numbers
             return await beside(lambda: JSONResponse(answer.whole(completions)))
         return JSONResponse(answer.whole(completions))
 
@@ -239,10 +239,9 @@ def with_security(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, each written as soon as its text is known. Ends the sequences when the client has left.
+    """Server-sent events, each sent as soon as its text exists. Ends the sequences if the client disconnects.
 
-    The status line goes with the first event. Until then a router can send the request to another server if this one
-    dies; after it, it cannot.
+    The status line is sent with the first event: until then a router can send the request to another server.
     """
 
     media_type = "text/event-stream"
@@ -283,18 +282,18 @@ async def _events(listener: Listener, task: Task, answer: Answer, deadline: Dead
         yield b"".join(answer.last_events())
     except ApiError as error:
         yield answer.error(error)
-    except Exception:  # the status line has been sent, so an event must carry the error
+    except Exception:  # after the status line, an error is an event
         logger.exception("a stream failed")
         yield answer.error(ApiError(500, INTERNAL))
 
 
 async def beside(function: Callable[[], Result]) -> Result:
-    """Runs a function that may take long in a thread, so that other requests go on."""
+    """Runs a slow function in a thread, so that it does not block other requests."""
     return await asyncio.get_running_loop().run_in_executor(None, function)
 
 
 async def all_completions(listener: Listener, deadline: Deadline, task: Task, answer: Answer) -> list[Completion]:
-    """The result of each sequence, once all have finished."""
+    """The results of all sequences, after all have finished."""
     chunks = listener.chunks(deadline)
     done = {chunk.prompt_index: chunk.completion async for chunk in chunks if chunk.completion is not None}
     completions = [done[index] for index in sorted(done)]
@@ -304,8 +303,8 @@ async def all_completions(listener: Listener, deadline: Deadline, task: Task, an
 
 
 def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> None:
-    """Raises an ApiError if a fault of the server has ended the request, or, unless `aborted`, `/abort_request`, or
-    the grammar of the field `grammar`."""
+    """Raises an ApiError if an error of the server ended the request, or the grammar of the field `grammar`, or
+    `/abort_request`, which `aborted` allows."""
     if completion.finish_reason["type"] == "abort":
         message = completion.finish_reason.get("message", "the request was aborted")
         if message == ABORTED:
@@ -317,7 +316,7 @@ def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> 
         # Any other request would fail again.
         if message in SEND_AGAIN:
             raise unavailable(message, retry_after=1)
-        if message.startswith(NO_SCORES):  # the memory that it takes may be free later
+        if message.startswith(NO_SCORES):  # there may be enough memory later
             raise unavailable(message, retry_after=LATER)
         raise ApiError(500, message)
 

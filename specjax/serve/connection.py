@@ -1,8 +1,8 @@
-"""HTTP connections: uvicorn's over h11, with answers in OpenAI's form where it has plain text, and with time limits.
+"""HTTP connections: uvicorn's protocol class over h11, with time limits and errors in OpenAI's form.
 
-uvicorn's protocol class parses requests and runs the app. This module replaces its answers to malformed requests,
-limits the time for headers and for the rest of a body whose request has been answered, and ends connections when the
-server stops. While the app reads a body, `specjax.serve.middleware` limits its time.
+uvicorn limits neither the time for headers, nor for the rest of a body whose request was answered, nor silent
+connections, and answers malformed requests with plain text. While the app reads a body, `specjax.serve.middleware`
+limits its time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import SHUT_DOWN, ApiError, unavailable
 from specjax.serve.middleware import CROWDED, WHOLE, log_answer, request_id
 
-LINGER = 1.0  # seconds in which a refused client may still send: closing at once could destroy the answer on its way
+LINGER = 1.0  # seconds until a refused connection is cut; cutting it at once could discard the answer
 
 
 class Connection(H11Protocol):
     settings: ServerSettings  # set by `connection_class`
 
-    _began = 0.0  # when the first byte of the incomplete request came, or the connection
-    _heard = 0.0  # when the last byte came
+    _began = 0.0  # time of the first byte of the incomplete request, or of the connection
+    _heard = 0.0  # time of the last byte
     _timer: asyncio.TimerHandle | None = None
-    _refused = False  # the last answer has been written
+    _refused = False  # True after the last answer
 
     @property
     def part(self) -> Literal["headers", "body"] | None:
-        """The part of a request of which only some bytes have come. None: uvicorn's keep-alive time-out or the app
-        limits the time."""
-        # By name: h11's states are classes of their own, one of which is the value.
+        """The incomplete part of the current request. None: uvicorn's keep-alive time-out or the app limits the
+        time."""
+        # h11's states are classes, compared here by name.
         state = str(self.conn.their_state)
         if state == "SEND_BODY":
             return "body"
@@ -43,12 +43,12 @@ class Connection(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer has been written in part."""
+        """True if an answer has been written in part."""
         return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
     @property
     def _open(self) -> bool:
-        """Whether the app has a request without a complete answer."""
+        """True if the app has a request without a complete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
             if self._timer is None:
                 self._watch(self.settings.receive_timeout)
         elif self.cycle is not None and self.cycle.response_complete and self.timeout_keep_alive_task is None:
-            # uvicorn stops its timer for idle connections at any byte, even the rest of an answered body.
+            # uvicorn stops its idle timer at any byte, even of the rest of an answered body.
             handler = self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
 
@@ -91,7 +91,7 @@ class Connection(H11Protocol):
         self._refuse(ApiError(getattr(error, "error_status_hint", 400), f"{msg.rstrip('.')}{about}"))
 
     def shutdown(self) -> None:
-        """The server stops: answers may end, and incomplete requests are refused."""
+        """Called when the server stops: refuses an incomplete request, and lets an answer end."""
         if self._refused:
             self.transport.abort()
         elif self.part is not None and not self.is_answering:
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
-        """Refuses a client that has been too slow. One timer a connection, and none while the app works."""
+        """Refuses a client that is too slow. A connection has one timer, and none while the app works."""
         self._timer = None
         if self._refused or self.transport.is_closing():
             return
@@ -122,7 +122,7 @@ class Connection(H11Protocol):
             self._refuse(ApiError(408, f"the headers were not complete within {pause:g} s (--receive-timeout)"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers without the app, and ends the connection."""
+        """Sends an error without the app, and ends the connection."""
         if self.is_answering:  # too late for another answer
             self.transport.close()
             return

@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 PLAYGROUND = Path(__file__).with_name("playground.html")
-HEALTH_SECONDS = 20.0  # that a token of `/health_generate` may take
+HEALTH_SECONDS = 20.0  # time limit for a token of `/health_generate`
 
 
 def get(app: FastAPI, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
@@ -98,7 +98,7 @@ def _progress(rank: Runner) -> int:
 
 
 def rank_state(rank: Runner) -> dict[str, Any]:
-    """What changes of a replica, by SGLang's names."""
+    """The changing state of a replica, with SGLang's names."""
     engine = rank.engine
     counters, scheduler = engine.counters, engine.scheduler
     return {
@@ -121,18 +121,18 @@ def rank_state(rank: Runner) -> dict[str, Any]:
 
 
 def model_info(runner: Service, model: str) -> dict[str, Any]:
-    """The answer of `/get_model_info`: sizes of a replica, counts of all."""
+    """The answer of `/get_model_info`: sizes of one replica, counts of all replicas."""
     engine = runner.engine
     return describe(engine, model, *(rank.engine for rank in runner.ranks if rank.engine is not engine))
 
 
 def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[str, Any]:
-    """The answer of `/get_server_info`: settings, and under `internal_states` what changes of each replica."""
+    """The answer of `/get_server_info`: settings, and the state of each replica under `internal_states`."""
     engine = runner.ranks[0].engine
     server = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     return {
         **model_info(runner, model),
-        # SGLang's tests and scripts look for these among the flags, which it has at this place.
+        # SGLang's tests and scripts read these flags here.
         "speculative_num_steps": engine.drafter.depth,
         "speculative_eagle_topk": engine.drafter.topk,
         "disable_radix_cache": not engine.config.prefix_cache,
@@ -147,7 +147,7 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
 
 
 async def of_each(runner: Service, job: Callable[[Runner], Future[Result]]) -> list[Result]:
-    """The results of a job that is begun at all replicas at once."""
+    """Starts a job at all replicas at once, and returns the results."""
     return await asyncio.gather(*(asyncio.wrap_future(job(rank)) for rank in runner.ranks))
 
 
@@ -168,7 +168,7 @@ def add_control_routes(
 
     @get(app, "/health_generate", tags=["SGLang"])
     async def health_generate() -> dict[str, Any]:
-        """Draws a token at each idle replica, as a request does; the others must get on with what they have."""
+        """Draws a token at each idle replica; a busy replica must make progress."""
         check_state(runner)
         if runner.paused:
             raise unavailable("no token is drawn until /continue_generation", retry_after=5)
@@ -275,11 +275,11 @@ def add_control_routes(
             return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompt]
 
         try:
-            found = await asyncio.wrap_future(tokenising.submit(work(prompt, 1), encode))
+            ids = await asyncio.wrap_future(tokenising.submit(work(prompt, 1), encode))
         except ValueError as error:
             raise refusal(error, {}, "prompt" if body.messages is None else "messages") from error
-        counts = [len(tokens) for tokens in found]
-        answer = {"tokens": found, "count": counts} if many else {"tokens": found[0], "count": counts[0]}
+        counts = [len(tokens) for tokens in ids]
+        answer = {"tokens": ids, "count": counts} if many else {"tokens": ids[0], "count": counts[0]}
         return answer | {"max_model_len": engine.context_length}
 
     @app.post("/detokenize", tags=["SGLang"])
@@ -291,5 +291,5 @@ def add_control_routes(
         decode = functools.partial(runner.engine.tokenizer.decode, skip_special_tokens=skip)
         job = tokenising.submit(work(lists, 1), lambda: [decode(tokens) for tokens in lists])
         texts = await asyncio.wrap_future(job)
-        found = texts if many else texts[0]
-        return {"text": found, "prompt": found}  # SGLang's name, and vLLM's
+        text = texts if many else texts[0]
+        return {"text": text, "prompt": text}  # SGLang's name, and vLLM's

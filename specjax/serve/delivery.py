@@ -30,20 +30,20 @@ FAILED_REQUEST = "the request failed; the server's log has the reason"
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time of the running event loop, and how it came about."""
+    """When a request must be complete, from the arrival of its body to the end of its answer."""
 
-    at: float | None = None  # None: never
-    seconds: float | None = None
+    at: float | None = None  # time of the running event loop; None: no limit
+    seconds: float | None = None  # the limit
 
     @classmethod
     def after(cls, *limits: float | None) -> Deadline:
-        """So many seconds from now on, the fewest of those that are given."""
-        given = [limit for limit in limits if limit is not None]
-        return cls(asyncio.get_running_loop().time() + min(given), min(given)) if given else cls()
+        """The shortest of these limits, in seconds from now. None: no limit."""
+        seconds = min((limit for limit in limits if limit is not None), default=None)
+        return cls() if seconds is None else cls(asyncio.get_running_loop().time() + seconds, seconds)
 
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Within the context, what is awaited ends at the deadline. Raises an ApiError, a 408, if it is over then."""
+        """Cancels the context's body at the deadline. Raises an ApiError, a 408."""
         if self.at is not None and asyncio.get_running_loop().time() >= self.at:
             raise self._over()
         try:

@@ -32,9 +32,9 @@ SHUT_DOWN = "the server is shutting down"
 ABORTED = "the request was aborted (/abort_request)"
 SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a 500
 
-ANTHROPIC = "/v1/messages"  # paths that begin so
+ANTHROPIC = "/v1/messages"  # prefix of the paths whose errors have Anthropic's form
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
-SHOWN = 60  # most characters of a client's value that a message repeats
+SHOWN = 60  # maximum number of characters of a client's value in a message
 
 
 class ErrorBody(BaseModel):
@@ -49,7 +49,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """A request that gets an error instead of an answer."""
+    """An error that answers a request."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's form, which OpenAI's fits into."""
+        """Anthropic's form, with OpenAI's error inside."""
         problem = self.body()["error"]
         if self.status != 401:
             usual = "api_error" if self.status >= 500 else "invalid_request_error"
@@ -77,7 +77,7 @@ class ApiError(Exception):
         return {"type": "error", "error": problem}
 
     def response(self, path: str = "") -> JSONResponse:
-        """`path`: of the request, which decides the form."""
+        """The answer. The request's `path` decides its form."""
         body = self.anthropic_body() if path.startswith(ANTHROPIC) else self.body()
         return JSONResponse(body, self.status, headers=self.headers)
 
@@ -87,13 +87,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiError:
-    """`close`: the connection ends with this answer."""
+    """A 503. `close`: close the connection after this answer."""
     headers = {"Retry-After": str(retry_after)} | ({"Connection": "close"} if close else {})
     return ApiError(503, message, code="unavailable", headers=headers)
 
 
 class _Short(reprlib.Repr):
-    """JSON's words, not Python's, for what has no quotes."""
+    """Writes true, false, null, NaN and Infinity as JSON does."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return "true" if value else "false"
@@ -110,5 +110,5 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, SHOWN, S
 
 
 def shown(value: Any) -> str:
-    """A client's value for an error message: at most `SHOWN` characters, without writing out all of a huge one."""
+    """A client's value for an error message, cut to `SHOWN` characters without formatting all of a huge value."""
     return _SHORT.repr(value)[:SHOWN]

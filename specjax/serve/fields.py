@@ -33,15 +33,15 @@ from specjax.verify import LOGPROB_IDS
 logger = logging.getLogger("specjax.serve")
 
 IGNORED_HEADER = "X-Specjax-Ignored-Fields"  # names the fields of the request that had no effect
-MAX_NAMED = 16  # most ignored fields that the header and the log name
-MAX_NAME = 64  # most characters of a field's name that are repeated
+MAX_NAMED = 16  # maximum number of ignored fields in the header and the log
+MAX_NAME = 64  # maximum number of characters of a field's name in headers and messages
 
-MAX_VALUES = 2**20  # most values of a body (numbers, strings, objects, ...), for a batch of prompts of token ids
-MAX_NODES = 2**17  # most lists, objects and members of objects in a body, which cost more than numbers do
-INLINE_BYTES = 2**14  # bodies up to this many bytes are read on the event loop: a thread would take longer
+MAX_VALUES = 2**20  # maximum number of values in a body (numbers, strings, objects, ...): room for batches of token ids
+MAX_NODES = 2**17  # maximum number of lists, objects and members of objects in a body; they cost more than numbers
+INLINE_BYTES = 2**14  # maximum size of a body that is read on the event loop; a thread would take longer
 _PIECE = 2**20  # bytes that are counted at once
 
-# One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
+# One thread: parsing holds Python's global lock, and two large bodies at once would take twice the memory.
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
 
 Values: TypeAlias = tuple[Any, ...]
@@ -49,28 +49,31 @@ Result = TypeVar("Result")
 
 
 class Reading:
-    """State of reading one body: how many JSON values it holds, and its fields that have no effect. The context of
-    pydantic's validation."""
+    """Counts the JSON values of one body, and collects its ignored fields. The context of pydantic's validation.
+
+    Args:
+        strict: refuse unknown fields.
+        size: bytes of the body.
+    """
 
     def __init__(self, *, strict: bool = False, size: int = 0) -> None:
-        self._strict = strict
-        self._size = size  # bytes of the body
+        self._strict, self._size = strict, size
         self._values = self._nodes = 0
-        self._ignored: dict[str, None] = {}  # names in order; one more than are named
+        self._ignored: dict[str, None] = {}  # names in order, at most MAX_NAMED + 1
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls a function whose time grows with the body: in a thread if that is large."""
+        """Calls a function whose run time grows with the body; in a thread if the body is large."""
         if self._size <= INLINE_BYTES:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(_PARSING, function, *arguments)
 
     def parse(self, data: bytes | bytearray) -> object:
-        """Counts the values of one more text of JSON, and parses it. Infinity and NaN pass: fields refuse them by name.
+        """Counts the values of a JSON text, and parses it. Infinity and NaN pass: the fields refuse them by name.
 
-        The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64. So the values
-        are counted first: one body can neither fill the memory nor stop the other requests.
+        The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64. Counting first
+        keeps one body from filling the memory or stopping other requests.
 
-        Raises an ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
+        Raises an ApiError: 413 for too many values in the whole body, 400 for invalid JSON or nesting that is too deep.
         """
         values, nodes = count_values(data)
         self._values += values
@@ -94,27 +97,27 @@ class Reading:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Names of ignored fields, percent-encoded, so that no name can break out of the header."""
+        """The header that names ignored fields, percent-encoded so that no name can add another header."""
         names = [quote(name, safe="[]", errors="replace") or '""' for name in self._ignored]
         names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
         return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
     def log(self, path: str) -> None:
-        """Ignored fields in one line of bounded length. Values are private and not logged."""
+        """Logs ignored fields in one line of bounded length. Values are private and not logged."""
         if self._ignored:
             logger.warning("%s: ignored fields: %s", path, self.headers[IGNORED_HEADER])
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:
-    """(values, nodes): upper bounds of a JSON text's values, and of its lists, objects and members, without parsing.
+    """Upper bounds of the number of values, and of lists, objects and members, of a JSON text, without parsing it.
 
-    Strings count as one value each. In invalid JSON the counts hold up to the first error, where the parser stops.
+    A string is one value. In invalid JSON the counts hold up to the first error, where the parser stops.
     """
     commas = brackets = colons = 0
     inside, left = np.uint8(0), b""
     for start in range(0, len(data), _PIECE):
         piece = left + bytes(data[start : start + _PIECE])
-        # An escape that the next piece completes goes there.
+        # An incomplete escape is moved to the next piece.
         left = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
         piece = piece[: len(piece) - len(left)].replace(b"\\\\", b"").replace(b'\\"', b"")
         if not piece:
@@ -130,12 +133,12 @@ def count_values(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def whole(value: Any) -> Any:
-    """2.0 as 2, since JSON does not tell them apart; other values unchanged."""
+    """2.0 as 2, because JSON does not distinguish them; other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Checks the length of a list or object before its members, so that a huge one costs nothing."""
+    """Checks the length of a list or object before its members, so that a huge one costs no time."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
@@ -147,7 +150,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def finite(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuses infinity and NaN at any depth: an answer that repeats them would be no JSON."""
+    """Refuses infinity and NaN at any depth: an answer that repeats them would be invalid JSON."""
     try:
         json.dumps(given, allow_nan=False)
     except ValueError:
@@ -156,7 +159,13 @@ def finite(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def texts(items: str, wrap: Callable[[str], Any] = str, **more: Any) -> BeforeValidator:
-    """Takes a text for a list of one of these items. `more`: of `BeforeValidator`."""
+    """Accepts a text in place of a list, as its only item.
+
+    Args:
+        items: names the items in messages.
+        wrap: makes an item of the text.
+        more: arguments of `BeforeValidator`.
+    """
 
     def check(value: Any) -> Any:
         if not isinstance(value, str | list):
@@ -187,22 +196,22 @@ StopPattern = Annotated[Text, Field(min_length=1, max_length=MAX_PATTERN)]
 PatternList = Annotated[list[StopPattern], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Patterns = Annotated[PatternList, texts("non-empty strings", json_schema_input_type=StopPattern | PatternList)]
 
-# Fields that no body supports, with the values that change nothing and so pass; null never changes anything.
+# Unsupported fields of all bodies, with the values that change nothing and are accepted. Null always is.
 UNSUPPORTED: dict[str, Values] = {
     # The form of the output.
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "guided_whitespace_pattern": (), "structural_tag": (), "grammar": (),
-    # How tokens are drawn, where the output ends, and how tokens become text.
+    # Sampling, stop conditions and detokenisation.
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
     "custom_params": ({},), "use_beam_search": (False,), "length_penalty": (1,),
     "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,),
-    # Parts of the prompt.
+    # The prompt.
     "truncate_prompt_tokens": (), "prompt_embeds": ([],), "input_embeds": ([],), "image_data": ([],),
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),
-    # Parts of the answer beside the text.
+    # Additional results.
     "prompt_logprobs": (), "logprob_token_ids": (), "token_ids_logprob": ([],), "return_hidden_states": (False,),
     "return_sampling_mask": (False,), "sampling_logprobs_mode": (),
     "return_token_ids": (False,), "return_prompt_token_ids": (False,), "return_tokens_as_token_ids": (False,),
@@ -211,7 +220,7 @@ UNSUPPORTED: dict[str, Values] = {
 
 
 def changes_nothing(value: Any, harmless: Values) -> bool:
-    """Whether a value is null or one of these. Null members of an object count as absent."""
+    """True if a value is null or one of `harmless`. Null members of an object count as absent."""
     if isinstance(value, dict):
         value = {name: member for name, member in value.items() if member is not None}
     return value is None or any(
@@ -295,21 +304,14 @@ def _root(name: str) -> str | None:
 
 def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
     """Pydantic's error in the form "`field` must be ..., got ..."."""
-    limits = error.get("ctx", {})
-    location = [*error["loc"], *([limits["field"]] if error["type"] == "unsupported" else [])]
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location]
-    name = (place + "".join(parts).removeprefix(".")).removesuffix(".")
-    param, code = _root(name), "unsupported" if error["type"] == "unsupported" else None
-    return bad_request(f"{name or 'the body'} {_problem(kind, error)}", param, code)
-
-
-def _problem(kind: type[Body], error: ErrorDetails) -> str:
-    limits = error.get("ctx", {})
+    location, limits, code = [*error["loc"]], error.get("ctx", {}), None
+    got = f", got {shown(error['input'])}"
     match error["type"]:
         case "missing":
-            return "is required"
+            said, got = "is required", ""
         case "unsupported":
-            return error["msg"]
+            said, got, code = error["msg"], "", "unsupported"
+            location.append(limits["field"])
         case "union_tag_invalid":
             said = f"has a type that is not one of {limits['expected_tags']}"
         case "union_tag_not_found":
@@ -328,14 +330,17 @@ def _problem(kind: type[Body], error: ErrorDetails) -> str:
             said = f"must be null: {kind.model_fields[str(error['loc'][0])].description}"
         case _:
             said = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
-    return f"{said.replace('dictionary', 'object')}, got {shown(error['input'])}"
+            said = said.replace("dictionary", "object")
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location]
+    name = (place + "".join(parts).removeprefix(".")).removesuffix(".")
+    return bad_request(f"{name or 'the body'} {said}{got}", _root(name), code)
 
 
 def _range(schema: dict[str, Any]) -> str:
     """The limits of a number, or of an object's numbers, in words."""
-    own = schema.get("anyOf", [schema])  # of a field that must be given, alone
-    forms = [*own, *(each.get("additionalProperties") for each in own)]
-    limits = next(each for each in forms if isinstance(each, dict) and {"minimum", "exclusiveMinimum"} & set(each))
+    choices = schema.get("anyOf", [schema])  # a required field has no `anyOf`
+    forms = [*choices, *(choice.get("additionalProperties") for choice in choices)]
+    limits = next(form for form in forms if isinstance(form, dict) and {"minimum", "exclusiveMinimum"} & set(form))
     high = whole(limits.get("maximum"))
     if "exclusiveMinimum" in limits:
         return f"must be above {whole(limits['exclusiveMinimum'])} and at most {high}"

@@ -1,7 +1,6 @@
-"""How a model calls functions and thinks: found in its chat template, or said by flags.
+"""The form of a model's answers: the format of its function calls and reasoning, from its chat template or flags.
 
-A template that writes functions into the prompt also teaches the model the format of its calls, so the template's own
-words tell which parser reads them.
+A template that writes functions into the prompt also describes the format of calls, so its words select the parser.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2
 from specjax.serve.xml_calls import Glm, QwenCoder
 
 AUTO, NONE = "auto", "none"
-# Words of a template, and the parser of the format that they all belong to; None: one that is not known here.
+# Words of a template, and the parser for a template that has them all; None: an unsupported format.
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
     (("<tool_call>", "<function=", "<parameter="), QwenCoder),
     (("<function=",), None),  # of others
@@ -37,14 +36,14 @@ _PROBE = {"name": "specjax_probe", "description": "d", "parameters": {"type": "o
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What answers of one model may hold beside plain text.
+    """Parts of a model's answers other than plain text.
 
     Attributes:
-        parser: of its calls; None: their format is not known.
-        takes_tools: its chat template writes functions into the prompt.
-        thinks: it may think before it answers.
-        special: markers of calls and thoughts that are special tokens.
-        tokens: ids of those that are tokens at all.
+        parser: reads function calls; None: their format is unsupported.
+        takes_tools: True if the chat template writes functions into the prompt.
+        thinks: True if the model may reason before it answers.
+        special: markers of calls and reasoning that are special tokens.
+        tokens: ids of the markers that are tokens.
     """
 
     parser: type[CallParser] | None = None
@@ -55,12 +54,12 @@ class AnswerForm:
 
     @property
     def end_think(self) -> int | None:
-        """The token that ends thoughts, if there is one."""
+        """The token that ends reasoning, if there is one."""
         return self.tokens.get(END_THINK)
 
     @property
     def refusal(self) -> str | None:
-        """Why functions cannot be given; None: they can."""
+        """Why requests cannot have functions; None: they can."""
         if not self.takes_tools:
             return "the chat template of this model has no place for functions; give one that has (--chat-template)"
         if self.parser is None:
@@ -68,7 +67,7 @@ class AnswerForm:
         return None
 
     def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Messages as the model's template takes earlier calls."""
+        """Messages with earlier calls in the form of the model's template."""
         if self.parser is None:
             return list(messages)
         found = [_adapted(message, self.parser) for message in messages]
@@ -80,8 +79,12 @@ PLAIN = AnswerForm()
 
 
 def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerForm:
-    """The form of a model's answers. `tool_call_parser`: a name of `PARSERS`, or auto or none; `reasoning_parser`:
-    auto, none, or anything else for a model that thinks."""
+    """The form of a model's answers.
+
+    Args:
+        tool_call_parser: a name of `PARSERS`, or auto or none.
+        reasoning_parser: auto, none, or any other value for a model that reasons.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return AnswerForm()
     source = _source(tokenizer)
@@ -104,10 +107,10 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
 
 
 def _source(tokenizer: Any) -> str:
-    """The template that is used where functions are given."""
+    """The chat template for requests with functions."""
     try:
         return tokenizer.get_chat_template(tools=[_PROBE])
-    except Exception:  # of several templates none may be the default
+    except Exception:  # there may be several templates and no default
         return str(tokenizer.chat_template)
 
 
@@ -116,7 +119,7 @@ def _takes_tools(tokenizer: Any, source: str) -> bool:
     tools = [{"type": "function", "function": _PROBE}]
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    except Exception:  # a template is a program, and this one does not like the example
+    except Exception:  # a template is a program, and may refuse the example
         return "tools" in source
     return _PROBE["name"] in text
 
@@ -138,7 +141,7 @@ def _adapted(message: Mapping[str, Any], parser: type[CallParser]) -> Mapping[st
 
 
 def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """With ids of calls, and of their results, that name the function and count the calls of the chat."""
+    """Messages whose ids of calls and results name the function and the number of the call."""
     ids: dict[Any, str] = {}
     found: list[Mapping[str, Any]] = []
     for message in messages:
@@ -159,7 +162,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def short_id(id: str, length: int) -> str:
-    """The id itself, if it has so many letters and digits, else as many that follow from it."""
+    """The id if it has `length` letters and digits, else `length` digits of its hash."""
     if len(id) == length and id.isascii() and id.isalnum():
         return id
     return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()[:length]

@@ -19,7 +19,7 @@ from specjax.serve.task import Rules, Task, read_prompts
 GENERATE_TOKENS = 128  # SGLang's default of `max_new_tokens`
 MAX_ID = 256  # characters of a request's name (`rid`)
 MAX_SAMPLING = 2**14  # objects in a list of `sampling_params`
-NAMES = {"logprob_ids": "token_ids_logprob"}  # of `SamplingParams` to those of the body
+NAMES = {"logprob_ids": "token_ids_logprob"}  # names of `SamplingParams` to names of the body
 
 
 class SamplingBody(SamplingFields):
@@ -35,15 +35,15 @@ class SamplingBody(SamplingFields):
         "cache_salt": ("it belongs to the body", ()),
     }
 
-    json_schema: JsonSchema = Field(None, description="As an object, or its text. JSON is written on one line.")
+    json_schema: JsonSchema = Field(None, description="An object, or its text. JSON is written on one line.")
     max_new_tokens: NewTokensOrNone | None = Field(
-        None, description=f"0: the prompt is read, and nothing drawn. Default: {GENERATE_TOKENS}, or what fits."
+        None, description=f"0: read the prompt, draw no token. Default: {GENERATE_TOKENS}, or as many as fit."
     )
     min_new_tokens: NewTokensOrNone | None = None
 
 
 class LogprobFields(Body):
-    """Which log-probabilities of one prompt and its text are wanted."""
+    """The log-probabilities that are requested for one prompt."""
 
     return_logprob: Flag | None = None
     top_logprobs_num: TopLogprobs | None = None
@@ -107,14 +107,14 @@ class GenerateRequest(TaskBody):
     return_text_in_logprobs: Flag | None = None
     require_reasoning: Flag | None = Field(
         None,
-        description="The text begins inside of thoughts, whatever the prompt ends with: a grammar begins after "
-        "`</think>`, and stop strings and patterns match there. For models whose vocabulary has that token.",
+        description="The text begins inside of reasoning, whatever the prompt ends with: a grammar, stop strings and "
+        "patterns apply after `</think>`. For models whose vocabulary has that token.",
     )
 
     @property
     def is_batch(self) -> bool:
-        given = self.input_ids if self.text is None else self.text
-        return isinstance(given, list) and (self.text is not None or (bool(given) and isinstance(given[0], list)))
+        prompt = self.input_ids if self.text is None else self.text
+        return isinstance(prompt, list) and (self.text is not None or (bool(prompt) and isinstance(prompt[0], list)))
 
     def task(self, rules: Rules) -> Task:
         if (self.text is None) == (self.input_ids is None):
@@ -136,7 +136,7 @@ class GenerateRequest(TaskBody):
         if any((body.n or 1) != choices for body in bodies):
             raise bad_request("n must be the same for all prompts", "sampling_params")
         wanted = self._logprobs(len(prompts))
-        if len(bodies) == len(wanted) == 1:  # one object for all prompts
+        if len(bodies) == len(wanted) == 1:  # the same for all prompts
             sampling = [self._params(first, wanted[0], rules)] * len(prompts)
         else:
             pairs = zip(bodies * (len(prompts) // len(bodies)), wanted * (len(prompts) // len(wanted)), strict=True)
@@ -154,22 +154,23 @@ class GenerateRequest(TaskBody):
         return body.params(rules, **more)
 
     def _logprobs(self, count: int) -> list[LogprobFields]:
-        """One for each of `count` prompts, or a single one for all. Raises an ApiError for a wrong value or length."""
-        given = {name: getattr(self, name) for name in LogprobFields.model_fields}
-        each = {
+        """One item for each of `count` prompts, or a single item for all. Raises an ApiError for a wrong value or
+        length."""
+        values = {name: getattr(self, name) for name in LogprobFields.model_fields}
+        lists = {
             name: value
-            for name, value in given.items()
+            for name, value in values.items()
             if isinstance(value, list)
             and (name != "token_ids_logprob" or (value and all(isinstance(ids, list | None) for ids in value)))
         }
-        for name, value in each.items():
+        for name, value in lists.items():
             if len(value) != count:
                 raise bad_request(f"{name} needs one item for each of the {count} prompts, got {len(value)}", name)
-        own = range(count) if each else range(1)
-        return [LogprobFields.check(given | {name: value[index] for name, value in each.items()}) for index in own]
+        items = [{name: value[index] for name, value in lists.items()} for index in range(count if lists else 1)]
+        return [LogprobFields.check(values | item) for item in items]
 
     def _ids(self, count: int) -> list[str] | None:
-        """The names of `count` prompts."""
+        """The names of `count` prompts. None: the request has none."""
         if self.rid is None:
             return None
         ids = self.rid if isinstance(self.rid, list) else [self.rid]

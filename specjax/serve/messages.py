@@ -1,4 +1,4 @@
-"""Chat messages: as clients send them, and as chat templates take them."""
+"""Chat messages: the form that clients send, and the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specjax.serve.fields import Body, Flag, Text, Values, at_most, texts
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message
 MAX_NAMES = 64  # variables of the chat template
-MAX_VARIABLES = 2**14  # characters of all of them, as JSON
+MAX_VARIABLES = 2**14  # characters of all variables as JSON
 
 
 def _arguments(given: Any, info: Any) -> Any:
-    """Arguments of a call as an object, the form that templates need. OpenAI sends the JSON text that a model wrote.
+    """Arguments of a call as an object, the form that templates take. OpenAI sends the JSON text that a model wrote.
 
-    Text that is no JSON object is passed on unchanged: a model's mistake must not end the conversation.
+    Text that is not a JSON object stays unchanged: a model's mistake must not end the conversation.
     """
     if not isinstance(given, str | dict | None):
         raise PydanticCustomError("arguments", "must be an object or a string")
@@ -77,7 +77,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="Null only beside tool_calls.")
     name: Text | None = None
-    reasoning_content: Text | None = Field(None, description="Thoughts of the assistant; templates may leave them out.")
+    reasoning_content: Text | None = Field(None, description="Reasoning of the assistant; templates may omit it.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     annotations: Any = None  # of an answer that a client sends back; not used
@@ -96,7 +96,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message with a string as content. `developer` is OpenAI's newer word for `system`."""
+        """The message, with a string as content. `developer` is OpenAI's newer name of `system`."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content or ())}
         others = ("name", "tool_call_id", "reasoning_content")
@@ -107,7 +107,7 @@ class Message(Body):
 
 
 def _few_characters(value: Any) -> Any:
-    """Checks the length of template variables before they are looked at."""
+    """Checks the length of the template variables as JSON."""
     if isinstance(value, dict) and len(text := json.dumps(value)) > MAX_VARIABLES:
         said = {"length": len(text), "most": MAX_VARIABLES}
         raise PydanticCustomError(
@@ -120,10 +120,10 @@ class TemplateFields(Body):
     """Arguments of the chat template."""
 
     add_generation_prompt: Flag | None = Field(
-        None, description="Begin the assistant's message. Default: true, but not with `continue_final_message`."
+        None, description="Begin a message of the assistant. Default: true, false with `continue_final_message`."
     )
     continue_final_message: Flag | None = Field(
-        None, description="Go on with the last message, the assistant's, instead of a new one."
+        None, description="Continue the last message, which is the assistant's."
     )
     chat_template_kwargs: (
         Annotated[dict[str, Any], Field(max_length=MAX_NAMES), at_most(MAX_NAMES), AfterValidator(_few_characters)]
@@ -131,7 +131,7 @@ class TemplateFields(Body):
     ) = Field(None, description=f"Variables of the chat template; at most {MAX_VARIABLES} characters of JSON.")
 
     def chat(self, messages: list[Message]) -> Chat:
-        """The prompt. Raises an ApiError if the last message is to be continued and cannot be."""
+        """The prompt. Raises an ApiError if `continue_final_message` is set and the last message cannot continue."""
         if self.continue_final_message:
             if self.add_generation_prompt:
                 problem = "and add_generation_prompt exclude each other: either the last message goes on, or a new one"
@@ -148,8 +148,8 @@ class TemplateFields(Body):
 
 
 def assistant_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them, of interfaces that send thoughts, text and calls of one turn apart: parts
-    of the assistant that follow one another become one message."""
+    """Messages for chat templates: merges consecutive messages of the assistant, because some interfaces send its
+    reasoning, text and calls as separate items."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         last = turns[-1] if turns else {}
@@ -165,7 +165,7 @@ def assistant_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def earlier_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call that the assistant has made."""
+    """A message with a call that the assistant made."""
     function = {"name": name, "arguments": arguments}
     return {
         "role": "assistant",

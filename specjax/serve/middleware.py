@@ -22,26 +22,26 @@ from specjax.serve.replicas import Service
 logger = logging.getLogger("specjax.serve")
 
 MAX_BODY = 32 * 2**20  # bytes of a request body
-MAX_BODIES = 2**30  # bytes of all bodies that are held at once. A body is held until its request has been answered
-WHOLE = 10.0  # a whole request may take this many times as long as one pause in it
-HEALTH = "/health"  # answers in any state, and however many connections are open
-PAGE = "/"  # the playground: a static page without secrets, which asks the person for the key
-OPEN = (HEALTH, PAGE)  # the paths that need no key
-# What tells of the server and is cheap: answers during a drain, too, as routers and Prometheus still ask then.
-TELLING = frozenset(
+MAX_BODIES = 2**30  # bytes of the bodies of all unanswered requests
+WHOLE = 10.0  # maximum time to receive a request, in multiples of the maximum pause
+HEALTH = "/health"  # answers in any state, with any number of open connections
+PAGE = "/"  # the chat page: static and without secrets
+OPEN = (HEALTH, PAGE)  # paths that need no API key
+# Cheap routes that routers and Prometheus call during a drain, and routes that end requests or let them continue.
+IN_DRAIN = frozenset(
     ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/get_load",
-     "/v1/models")
+     "/v1/models", "/abort_request", "/continue_generation")
 )  # fmt: skip
-ABORT = "/abort_request"  # and what ends a drain early, or lets requests go on
-GO_ON = "/continue_generation"
 
-# In the scope's state, set by the connection: how many connections are open, where that is too many.
+# Key of the scope's state, set by the connection: the number of open connections, if there are too many.
 CROWDED = "specjax.crowded"
 CLOSE = {"Connection": "close"}
 INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
+    """Checks every request before its route, limits the size and time of its body, and logs the answer."""
+
     def __init__(self, app: ASGIApp, *, runner: Service, settings: ServerSettings) -> None:
         self._app, self._runner, self._settings = app, runner, settings
         self._held = 0  # bytes of bodies
@@ -55,7 +55,7 @@ class Gate:
         began, size, complete, answered = clock(), 0, False, False
 
         async def receive_limited() -> Message:
-            """The next message of a body, which must come in time and fit the memory."""
+            """The next message of a body. Raises an ApiError if it is late, or the bodies are too large."""
             nonlocal size, complete
             if complete:  # only a disconnect can come now
                 return await receive()
@@ -108,14 +108,14 @@ class Gate:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if not scheme:  # Anthropic's clients
                 scheme, token = "bearer", headers.get("x-api-key", "")
-            # Compares the bytes as they came: headers are decoded as latin-1. All keys, so that time tells nothing.
+            # Headers are decoded as latin-1. Comparing with all keys keeps the time independent of the key.
             given = token.strip().encode("latin-1")
             right = sum(hmac.compare_digest(given, key.encode()) for key in self._settings.api_key) > 0
             if scheme.lower() != "bearer" or not right:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         drains = self._runner.state is State.DRAINING and self._runner.loaded
-        if not (drains and (path in TELLING or path in (ABORT, GO_ON))):
+        if not (drains and path in IN_DRAIN):
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:
@@ -133,13 +133,13 @@ def check_state(runner: Service) -> None:
 
 
 def request_id(headers: Headers) -> str:
-    """The client's, if it is printable ASCII and short; else a new one."""
+    """The client's request id if it is printable ASCII and short, else a new id."""
     given = headers.get("x-request-id", "")
     return given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else secrets.token_hex(12)
 
 
 def shown_id(id: str) -> str:
-    """The id as the log shows it: in quotes if it could be mistaken for something else."""
+    """The id for the log, quoted if it has characters other than letters, digits and `.:/+=@-_`."""
     return id if re.fullmatch(r"[\w.:/+=@-]+", id, re.ASCII) else json.dumps(id)
 
 

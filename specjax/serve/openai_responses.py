@@ -1,7 +1,7 @@
-"""OpenAI's Responses interface, `/v1/responses`: a thin layer over the chat.
+"""Request bodies of OpenAI's Responses interface, `/v1/responses`.
 
-Nothing is stored, so there is no `previous_response_id`. What an answer holds, messages, calls and reasoning, a client
-can send back as `input`. `specjax.serve.responses_answer` makes the answers.
+The server stores nothing, so there is no `previous_response_id`. A client can send the messages, calls and reasoning of
+an answer back as `input`. `specjax.serve.responses_answer` makes the answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TextOrParts = Annotated[
 
 
 class Item(Body):
-    """A part of the conversation."""
+    """An item of the conversation."""
 
     id: Any = None  # of an answer that a client sends back; not used
     status: Any = None
@@ -146,14 +146,14 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
         InputItems,
         texts("input items", lambda text: {"role": "user", "content": text}, json_schema_input_type=Text | InputItems),
     ]
-    instructions: Text | None = Field(None, description="A system message before the input.")
-    max_output_tokens: NewTokens | None = Field(None, description="New tokens. Default: what fits.")
+    instructions: Text | None = Field(None, description="System message before the input.")
+    max_output_tokens: NewTokens | None = Field(None, description="New tokens. Default: as many as fit.")
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
     text: TextOptions | None = Field(None, description="The form of the text. JSON is written on one line.")
     tools: FlatTools | None = Field(None, description="Functions that the model may call; their names differ.")
     tool_choice: FlatToolChoice | None = Field(
         None,
-        description="Default: auto. none = the model is not told of `tools`; required, or a function = it must call.",
+        description="Default: auto. none = leave `tools` out of the prompt; required, or a function = call one.",
     )
     parallel_tool_calls: Flag | None = Field(None, description="false = at most one call.")
     prompt_cache_retention: Text | None = None  # accepted, and not used

@@ -1,4 +1,4 @@
-"""The bodies of requests: their fields, and the task for the engine that follows from them."""
+"""Request bodies of OpenAI's routes and of commands, and the task for the engine that they describe."""
 
 from __future__ import annotations
 
@@ -71,15 +71,17 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields with the same name in all interfaces, and in `SamplingParams`."""
 
-    asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that ask for structured output
-    place: ClassVar[str] = ""  # of the fields in the request, for messages
+    asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that request structured output
+    place: ClassVar[str] = ""  # prefix of the fields in messages
 
-    n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(None, description="Choices; choice i has the seed + i.")
-    stop: Stop | None = Field(None, description="Never in the text. Thoughts that are separated are not searched.")
+    n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(
+        None, description="Number of choices. Choice i uses seed + i."
+    )
+    stop: Stop | None = Field(None, description="The text ends before a stop string. Separated reasoning may hold one.")
     stop_regex: Patterns | None = Field(
         None,
-        description="Regular expressions in RE2's syntax; the text ends before a match, of at most 1,024 characters. "
-        "Thoughts that are separated are not searched.",
+        description="Regular expressions in RE2's syntax. The text ends before a match of at most 1,024 characters. "
+        "Separated reasoning may hold one.",
     )
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="0 = greedy.")
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -88,51 +90,51 @@ class SamplingFields(Body):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=2)] | None = None
-    seed: Seed | None = Field(None, description="The answer names the one used; generated ones are below 2^53.")
+    seed: Seed | None = Field(None, description="The answer has the seed. Default: a random one below 2^53.")
     sampling_seed: Seed | None = Field(None, description="SGLang's name for the seed.")
     logit_bias: Bias | None = Field(None, description="Token ids to numbers that are added to their logits.")
     ignore_eos: Flag | None = None
     stop_token_ids: StopIds | None = Field(
-        None, description="Ids that end the text, also in thoughts. Ids that the model does not have are ignored."
+        None, description="Token ids that end the text, also in reasoning. Ids outside the vocabulary are ignored."
     )
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
-        None, description="Most drafts that a step checks, 0 = none. Changes the speed, never the text."
+        None, description="Maximum number of drafts in a step, 0 = none. Changes the speed, never the text."
     )
     always_draft: Flag | None = Field(
         None,
         description="Draft in each step, even if steps without drafts were measured to be faster. Changes the speed, "
         "never the text. `not_drafted` of the answer gives the reason if a step still did not draft.",
     )
-    regex: Source | None = Field(None, description="That the text matches as a whole.")
+    regex: Source | None = Field(None, description="Regular expression that the whole text matches.")
     ebnf: Source | None = Field(
-        None, description="A grammar of the text: Lark with the rule `start`, or GBNF with the rule `root`."
+        None, description="Grammar of the text: Lark with the rule `start`, or GBNF with the rule `root`."
     )
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of `SamplingParams` to those of the request, where they differ."""
+        """Maps names of `SamplingParams` to names of the request, if they differ."""
         return {"grammar": chosen(self, self.asked, self.place)[0] or "grammar"}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
-        that are no fields of the same name. Raises an ApiError if one is out of range."""
-        found = {"temperature": 1.0, **rules.defaults}
+        without a field of the same name. Raises an ApiError if one is out of range."""
         more.setdefault("grammar", chosen(self, self.asked, self.place)[1])
-        names = {each.name for each in dataclasses.fields(SamplingParams)} & set(type(self).model_fields)
-        own = {name: getattr(self, name) for name in names} | more
+        names = {field.name for field in dataclasses.fields(SamplingParams)} & set(type(self).model_fields)
+        values = {name: getattr(self, name) for name in names} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
                 problem = f"sampling_seed and seed are the same parameter, got {self.sampling_seed} and {self.seed}"
                 raise bad_request(problem, "sampling_seed")
-            own["seed"] = self.sampling_seed
+            values["seed"] = self.sampling_seed
         if self.top_k == 0:
-            own["top_k"] = -1
-        # None is a value of these two, and stands for the default of the others.
-        found |= {name: own[name] for name in own if own[name] is not None or name in ("max_new_tokens", "logprobs")}
+            values["top_k"] = -1
+        # None is a value of these two parameters; of the others it means the default.
+        optional = ("max_new_tokens", "logprobs")
+        values = {name: value for name, value in values.items() if value is not None or name in optional}
         try:
-            return SamplingParams.from_mapping(found)
+            return SamplingParams.from_mapping({"temperature": 1.0, **rules.defaults, **values})
         except ParameterError as error:
             raise refusal(error, self.names) from error
 
@@ -148,13 +150,13 @@ MISPLACED: dict[str, tuple[str, Values]] = {
 
 
 class TaskBody(Body):
-    """A body that sets the engine a task, and how long that may wait and run."""
+    """A body that describes a task for the engine."""
 
     priority: Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
-        None, description="Of waiting requests, those with a higher one run first, as SGLang has it. Default: 0."
+        None, description="Waiting requests with a higher priority run first, as in SGLang. Default: 0."
     )
     timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT)] | None = Field(
-        None, description="Seconds to the end of the answer, then a 408. `--request-timeout` may be shorter."
+        None, description="Seconds until the end of the answer, then a 408. `--request-timeout` may be shorter."
     )
     stream: Flag | None = None
     cache_salt: Salt | None = Field(None, description="Requests with different salts share no cached text.")
@@ -190,7 +192,7 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
     return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`.")
     return_speculative_tokens: Flag | None = Field(
-        None, description="`choices[].speculative.tokens`: their texts, and which were accepted drafts."
+        None, description="`choices[].speculative.tokens`: each token's text, and whether it was an accepted draft."
     )
     return_speculative_tree: Flag | None = Field(
         None,
@@ -205,12 +207,13 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: TopLogprobs | None = Field(
         None,
-        description="Log-probabilities of the prompt, in vLLM's form: of each token and of so many of the likeliest "
-        "ones. Not in streams.",
+        description="Log-probabilities of the prompt in vLLM's form: of each token, and of this number of most likely "
+        "tokens. Not in streams.",
     )
 
     def sampling(self, rules: Rules, logprobs: int | None, **more: Any) -> SamplingParams:
-        """Sampling parameters, once the model and the relations between fields are checked. `more`: as `params`."""
+        """Checks the model and the relations between fields, and returns the sampling parameters. `more`: as
+        `params`."""
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
@@ -268,7 +271,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     def task(self, rules: Rules) -> Task:
         check_capacity(self.n or 1, 1, rules, "messages")
         if self.max_completion_tokens is not None and self.max_tokens is not None and self.max_tokens > rules.room:
-            # It has no effect, but is wrong all the same.
+            # `max_tokens` has no effect here, but a wrong value is still an error.
             problem = f"max_tokens must be from 1 to {rules.room} in a context of {rules.context_length}"
             raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
         if self.top_logprobs and not self.logprobs:
@@ -280,7 +283,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
 
 
 def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]]) -> Chat:
-    """A chat as the model's template takes it: earlier calls in its form, and the functions that it is told of."""
+    """A chat for the model's template: earlier calls in the model's form, and the functions that it may call."""
     return Chat(form.for_template(list(chat)), {**chat.template, **({"tools": offered} if offered else {})})
 
 
@@ -292,19 +295,19 @@ def chat_task(
     make: Callable[..., SamplingParams],
     field: str,
 ) -> Task:
-    """One chat, whose answer may hold calls and thoughts, and may have to follow a grammar.
+    """The task of a chat, whose answer may hold calls and reasoning, and may follow a grammar.
 
     Args:
-        functions: the functions of `body` in the form of chat completions.
+        functions: the functions of `body`, in the form of chat completions.
         chat: makes the prompt.
-        make: the sampling parameters, of a grammar and of special tokens that the text keeps.
-        field: the one that holds the prompt.
+        make: makes the sampling parameters from a grammar and the special tokens that the text keeps.
+        field: name of the field with the prompt.
     """
     form, hide = rules.form, body.skip_special_tokens is not False
     offered = functions.offered(form)
     asks, answer = chosen(body, body.asked)
     grammar = functions.constraint(form, offered, answer, asks)
-    # A grammar waits for the end of thoughts only where that is a token.
+    # A grammar can begin after the reasoning only if a token ends it.
     free = form.end_think is not None or (answer is None and not (offered and functions.must))
     reply = functions.reply(form, offered, hide=hide, reasoning=free)
     kept = () if reply is None else tuple(sorted(reply.hidden))
@@ -323,10 +326,10 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: SkipValidation[Texts | Ids]
     max_tokens: NewTokensOrNone | None = Field(
-        None, description=f"New tokens; 0 with `echo` only. Default: {COMPLETION_TOKENS}, or what fits."
+        None, description=f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."
     )
     best_of: Integer | None = Field(None, description="1, or `n`.")
-    echo: Flag | None = Field(None, description="The prompt before the text, and its `logprobs` before the text's.")
+    echo: Flag | None = Field(None, description="Return the prompt before the text, with its `logprobs`.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
     def task(self, rules: Rules) -> Task:
@@ -344,7 +347,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 class TokenizeRequest(TemplateFields):
-    """SGLang's and vLLM's, for a text, several texts, or a chat as the model's template writes it."""
+    """A text, several texts, or a chat for the model's template. SGLang's and vLLM's."""
 
     model: Text | None = None
     prompt: SkipValidation[Texts | None] = None
@@ -352,7 +355,7 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: Flag | None = Field(None, description="Of texts. Default: true.")
 
     def given(self) -> tuple[list[Any], bool]:
-        """The prompts, and whether they are a list."""
+        """The prompts, and True if the request has a list of them."""
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if self.messages is not None:
@@ -370,7 +373,7 @@ class DetokenizeRequest(Body):
     skip_special_tokens: Flag | None = Field(None, description="Default: true.")
 
     def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
-        """The lists of token ids, and whether there may be several."""
+        """The lists of token ids, and True if the request has a list of lists."""
         many = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
         lists: Any = self.tokens if many else [self.tokens]
         for ids in lists:
@@ -384,7 +387,7 @@ class DetokenizeRequest(Body):
 
 
 class AbortRequest(Body):
-    rid: Text | None = Field(None, description="The request's name; its choices and prompts end, too.")
+    rid: Text | None = Field(None, description="Name of the request; all its choices and prompts end.")
     abort_all: Flag | None = None
     abort_message: Text | None = None  # accepted, and not used
 
@@ -392,8 +395,8 @@ class AbortRequest(Body):
 class PauseRequest(Body):
     mode: Pause | None = Field(
         None,
-        description="Of requests that run or wait: abort (the default) ends them with the text that there is, retract "
-        "frees their pages and in_place keeps them; these go on later.",
+        description="abort (the default): requests end with their text so far. retract: requests free their pages and "
+        "continue later. in_place: requests keep their pages and continue later.",
     )
 
 

@@ -95,28 +95,29 @@ class TokenNames:
 
 @dataclass(frozen=True)
 class Echo:
+    """The prompt as part of a completion's text (`echo`)."""
+
     text: str
-    pieces: tuple[str, ...] = ()  # of the prompt's tokens, if asked for; joined they are the text
+    pieces: tuple[str, ...] = ()  # text of each prompt token, if requested; joined they equal `text`
 
 
 def echo_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Any, *, with_pieces: bool) -> Echo:
-    """The echo of a prompt that is a text or token ids.
+    """The echo of a prompt, which is a text or token ids.
 
-    A character of several tokens belongs to the last of them; special tokens that the tokenizer has added to a text
-    have none. Where the decoded tokens are not the text, as where it was normalised, the tokenizer says which
-    characters a token was made of.
+    A character that spans several tokens is assigned to the last of them. Special tokens that the tokenizer added have
+    an empty piece. If the decoded tokens differ from the text, for example after normalisation, the tokenizer's offset
+    mapping gives the pieces.
     """
-    given = prompt if isinstance(prompt, str) else None
-    text = tokenizer.decode(list(tokens)) if given is None else given
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(list(tokens))
     if not with_pieces:
         return Echo(text)
     for skip in (False, True):
         pieces = _decoded(tokens, tokenizer, skip)
         if "".join(pieces) == text:
             return Echo(text, pieces)
-    if given is not None and (ends := _ends(given, tokens, tokenizer)) is not None:
-        return Echo(text, tuple(given[start:end] for start, end in zip([0, *ends], ends, strict=False)))
-    pieces = _decoded(tokens, tokenizer, given is not None)
+    if isinstance(prompt, str) and (ends := _ends(prompt, tokens, tokenizer)) is not None:
+        return Echo(text, tuple(prompt[start:end] for start, end in zip([0, *ends], ends, strict=False)))
+    pieces = _decoded(tokens, tokenizer, isinstance(prompt, str))
     return Echo("".join(pieces), pieces)
 
 
@@ -128,14 +129,14 @@ def _decoded(tokens: Sequence[int], tokenizer: Any, skip: bool) -> tuple[str, ..
 
 
 def _ends(text: str, tokens: Sequence[int], tokenizer: Any) -> list[int] | None:
-    """Where each token's part of the text ends, the last one's at its end. None: the tokenizer does not say."""
+    """End of each token's characters in the text. None: the tokenizer has no offset mapping."""
     if not getattr(tokenizer, "is_fast", False):
         return None
-    found = tokenizer(text, return_offsets_mapping=True)
-    if list(found["input_ids"]) != list(tokens):
+    encoding = tokenizer(text, return_offsets_mapping=True)
+    if list(encoding["input_ids"]) != list(tokens):
         return None
     ends, last = [], 0
-    for _, end in found["offset_mapping"]:
+    for _, end in encoding["offset_mapping"]:
         last = max(last, end)
         ends.append(last)
     return [*ends[:-1], len(text)]

@@ -47,11 +47,11 @@ Result = TypeVar("Result")
 
 
 class Places:
-    """Counts places of requests that are not queued yet.
+    """Places in the queue, reserved for requests while they are tokenised.
 
     Args:
-        unfinished: gives the sequences that wait or run.
-        capacity: gives the most sequences that may wait or run.
+        unfinished: returns the number of sequences that wait or run.
+        capacity: returns the maximum number of sequences that may wait or run.
     """
 
     def __init__(self, unfinished: Callable[[], int], capacity: Callable[[], int]) -> None:
@@ -60,13 +60,13 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Sequences that are being tokenised, waiting or running."""
+        """Number of sequences that are tokenised, wait or run."""
         return self._unfinished() + self.reserved
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Keeps places for `count` sequences while they are tokenised; queue them before the end. Raises an ApiError, a
-        503, if too many requests wait already."""
+        """Reserves `count` places; queue the sequences before the context ends. Raises an ApiError, a 503, if the queue
+        is full."""
         with self._lock:
             if self.taken + count > (most := self._capacity()):
                 problem = f"{self.taken} requests run or wait; at most {most} may"
@@ -84,10 +84,13 @@ class EngineStuck(RuntimeError):
 
 
 class Watchdog(threading.Thread):
-    """Notices a thread that is stuck: calls `act` once, with the seconds without progress, when they exceed `timeout`.
+    """Detects a stuck thread.
 
-    `beat` gives a number that changes with each progress, None while there is no work; `excused` says whether the work
-    waits for a compiler, which may take its time. `act` is called from this thread, which ends after it.
+    Args:
+        timeout: seconds without progress after which the watched thread is stuck.
+        beat: returns a number that changes with each progress, None while there is no work.
+        excused: returns True while the work waits for a compiler, which has no time limit.
+        act: called once, from this thread, with the seconds without progress. Then this thread ends.
     """
 
     def __init__(
@@ -106,9 +109,10 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
 
     def look(self, elapsed: float) -> float | None:
-        """Looks once, `elapsed` seconds after the last time. Returns the seconds without progress if they are too many.
+        """Checks once, `elapsed` seconds after the previous check. Returns the seconds without progress if they exceed
+        the timeout.
 
-        Only time in which this thread could look counts: a process that was suspended for an hour is not stuck.
+        The time between two checks is capped: a process that was suspended for an hour is not stuck.
         """
         beat = self._beat()
         if beat is None or beat != self._seen or self._excused():
