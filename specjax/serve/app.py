@@ -187,8 +187,9 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
             raise refusal(error, {}, "messages") from error
         return {"input_tokens": count}
 
+    # The inner route answers, the outer one describes it: a route of two methods has one id.
     @app.post("/generate", tags=["SGLang"], responses=STREAM)
-    @app.put("/generate", tags=["SGLang"], responses=STREAM)
+    @app.api_route("/generate", methods=["POST", "PUT"], include_in_schema=False)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         return await respond(request, body, secrets.token_hex(16))
 

@@ -52,8 +52,9 @@ def get(app: FastAPI, *paths: str, **options: Any) -> Callable[[Endpoint], Endpo
 
     def register(endpoint: Endpoint) -> Endpoint:
         for path in paths:
+            # The first route answers, the second one describes it: a route of two methods has one id.
+            app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(endpoint)
             app.get(path, **options)(endpoint)
-            app.head(path, include_in_schema=False)(endpoint)
         return endpoint
 
     return register
@@ -216,8 +217,9 @@ def add_control_routes(
         text, kind = exposition(runner.ranks, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": kind})
 
-    @get(app, "/flush_cache", tags=["SGLang"])
+    @app.get("/flush_cache", tags=["SGLang"])
     @app.post("/flush_cache", tags=["SGLang"])
+    @app.api_route("/flush_cache", methods=["GET", "HEAD", "POST"], include_in_schema=False)
     async def flush_cache() -> dict[str, Any]:
         if not all(await of_each(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")

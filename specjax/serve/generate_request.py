@@ -122,7 +122,7 @@ class GenerateRequest(TaskBody):
         if self.require_reasoning and rules.form.end_think is None:
             problem = "require_reasoning needs a model that thinks; this one has no token </think>"
             raise bad_request(problem, "require_reasoning")
-        bodies = self.sampling_params or SamplingBody()
+        bodies = self.sampling_params or SamplingBody.check({})
         many = isinstance(bodies, list)
         bodies = bodies if isinstance(bodies, list) else [bodies]
         first = bodies[0]
