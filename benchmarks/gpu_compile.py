@@ -1,16 +1,14 @@
-"""Compiles a speculative step for a GPU that is not there: is it one CUDA graph, is the cache updated where it lies?
+"""Cross-compiles a speculative step for a GPU (no GPU required): number of graphs and kernels, bytes, aliased state.
 
     python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend pallas] [--record]
 
-Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is made. XLA compiles for the device that a text file
-describes (`benchmarks/gpu/h200.txtpb`) and writes down what it would launch: the thunk sequence, which this reads. A
-command buffer is a CUDA graph; a loop or a branch outside of one is decided by the host, which waits for the device.
+Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is allocated. XLA compiles for the device described by
+`benchmarks/gpu/h200.txtpb` and dumps its thunk sequence (`thunks.py`). A command buffer is a CUDA graph; the host
+decides loops and branches outside of one, and waits for the device.
 
-Counted here: graphs, kernels, bytes. Nothing is timed, and such a build must not be: its products are not autotuned, so
-on the device some kernels are others (and a split product is two). That a driver takes such a graph, loops and
-branches nested in it, only a device can show.
+Nothing is timed. Products are not autotuned, so some kernels differ on a device, and a split product is two kernels.
 
-Needs the GPU compiler of the very version of jax, about 180 MB, without a driver or CUDA:
+Needs the GPU compiler of the installed version of jax, about 180 MB, without a driver or CUDA:
 
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION
 """
@@ -32,7 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is descr
 
 import jax
 import jax.numpy as jnp
-from llama_shapes import eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
+from model_shapes import eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import counts, dump_options, read_dump, weights_read
@@ -54,15 +52,12 @@ from specjax.tree import DraftTree
 from specjax.verify import Verifier, verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
-OPTIONS: dict[str, dict[str, str]] = {"ours": dict(NVIDIA_OPTIONS), "default": {}}
-"""What the engine compiles with on an NVIDIA GPU, and XLA's own."""
-
 STRAIGHT = partial(verify_tree, straight=True)
 """The verifier as on a device that has the kernels."""
 
 
 class Shapes(NamedTuple):
-    """Everything that is not an array's content."""
+    """Sizes of a step."""
 
     layers: int
     steps: int
@@ -83,15 +78,15 @@ class Shapes(NamedTuple):
 class Program(NamedTuple):
     jitted: Any
     arguments: tuple[Any, ...]
-    state: Any  # what is donated, None: nothing
+    state: Any  # the donated state; None: nothing is donated
 
 
 def programs(
     shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, nodes: int | None = None,
     verify: Verifier = STRAIGHT, config: ModelConfig | None = None,
 ) -> dict[str, Program]:  # fmt: skip
-    """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
-    batch bucket has room for; None: whole trees. `config`: the model; None: Llama-3.1-8B."""
+    """The step and its phases, as jitted functions with the shapes of their arguments. `nodes`: most nodes of a tree;
+    None: whole trees. `config`: the model; None: Llama-3.1-8B."""
     config = llama_8b(shapes.layers) if config is None else config
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
@@ -130,8 +125,7 @@ def programs(
 
 
 def compiled(program: Program, options: dict[str, str], *, weights: bool = True) -> dict[str, Any]:
-    """Compiles one program and reads what came of it. `weights`: also which of them its kernels read, which is not
-    followed into the branches of a choice."""
+    """Compiles one program and reads the dump. `weights`: also the weights that kernels read, except in branches."""
     with tempfile.TemporaryDirectory(prefix="specjax-gpu-") as folder:
         start = time.perf_counter()
         with described_device(program.arguments):
@@ -219,11 +213,9 @@ def main() -> None:
     print(f"{document['compiled_for']}, jax {jax.__version__}, {shapes}")
     print(f"weights that a step reads, each once a forward: {floor}")
 
-    def run(
-        name: str, phase: str, options: str = "ours", *, algorithm: str = "EAGLE3", **changes: Any
-    ) -> dict[str, Any]:
+    def run(name: str, phase: str, *, algorithm: str = "EAGLE3", **changes: Any) -> dict[str, Any]:
         chosen = programs(shapes._replace(**changes), gpu.place, algorithm=algorithm)
-        record = compiled(chosen[phase], OPTIONS[options])
+        record = compiled(chosen[phase], dict(NVIDIA_OPTIONS))
         document["results"][name] = {"algorithm": algorithm, **changes, **record}
         show(name, record)
         return record
@@ -231,7 +223,7 @@ def main() -> None:
     whole = run("step", "step")
     by_phase = {phase: run(f"{phase} phase", phase) for phase in ("draft", "check", "commit")}
     run("plain step", "step", algorithm="NONE")
-    # How it grows: one level and two layers fewer.
+    # Kernels for each level and layer: one level and two layers fewer.
     small = min(shapes.draft_tokens, candidates(shapes.steps - 1, shapes.topk) + 1)
     flatter = run("draft phase, a level fewer", "draft", steps=shapes.steps - 1, draft_tokens=small)
     lower = run("check phase, two layers fewer", "check", layers=shapes.layers - 2)
@@ -243,14 +235,6 @@ def main() -> None:
     }
     document["kernels_for_each_further"] = grows
     print(f"kernels for each further: {grows}")
-    # What breaks it up.
-    run("step, XLA's defaults", "step", "default")
-    run("plain step, XLA's defaults", "step", "default", algorithm="NONE")
-    run("draft phase, XLA's defaults", "draft", "default")
-    other = "xla" if shapes.backend != "xla" else "reference"
-    run(f"step, {other}, XLA's defaults", "step", "default", backend=other)
-    run(f"step, {other}", "step", backend=other)
-    run(f"draft phase, {other}, XLA's defaults", "draft", "default", backend=other)
     finish("gpu-compile", document, record=arguments.record)
 
 

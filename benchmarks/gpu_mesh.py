@@ -1,11 +1,9 @@
-"""Compiles steps of tensor parallelism for GPUs that are not there: what do the devices send each other?
+"""Cross-compiles steps of tensor parallelism (no GPU required) and counts their collective operations.
 
     python benchmarks/gpu_mesh.py [--devices 2 4 8] [--steps plain verification experts] [--gpu h200] [--record [LABEL]]
 
-Shapes are Llama-3.1-8B's, of a few layers, with an EAGLE-3 head's whose matrices are in int8, and Qwen3-30B-A3B's with
-experts over 2 and 4 devices; no array is made. XLA compiles for a host of so many GPUs, and the collective operations
-of its program are counted. That they run, and how fast, only devices can show. Needs the compiler that
-`make gpu-compile` installs, as `gpu_compile.py`.
+Shapes are Llama-3.1-8B's with few layers and an EAGLE-3 head in int8, and Qwen3-30B-A3B's with experts over 2 and 4
+devices; no array is allocated. Needs the compiler that `make gpu-compile` installs, like `gpu_compile.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
 
 import jax
-from gpu_compile import OPTIONS, Program, Shapes, programs
+from gpu_compile import Program, Shapes, programs
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
-from llama_shapes import eagle3_head, llama_8b, qwen3_30b
+from model_shapes import eagle3_head, llama_8b, qwen3_30b
 from ptx import GPUS, WHEELS, missing
 from records import finish, machine
 from specjax_kernels import Quantised
@@ -32,6 +30,7 @@ from specjax_kernels.mesh import AXIS
 
 from specjax import Params, PoolShape, make_target
 from specjax.cache import PageSpec
+from specjax.compiling import NVIDIA_OPTIONS
 from specjax.config import ModelConfig
 from specjax.models import table
 from specjax.models.blocks import key_value_spec
@@ -114,7 +113,7 @@ def compiled(mesh: Mesh, made: Program) -> dict[str, Any]:
     """What the devices send each other, and what each holds."""
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        executable = made.jitted.trace(*made.arguments).lower().compile(compiler_options=OPTIONS["ours"])
+        executable = made.jitted.trace(*made.arguments).lower().compile(compiler_options=dict(NVIDIA_OPTIONS))
     memory = executable.memory_analysis()
     kinds = re.findall(rf" = .* ({'|'.join(KINDS)})(?:-start)?\(", executable.as_text())
     return {

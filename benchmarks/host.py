@@ -1,25 +1,21 @@
-"""The engine's own time: everything in an iteration but the device's work. Its programs compute nothing.
+"""The engine's own time: an iteration without the device's work.
 
-The programs take the arguments of real ones (the leaves of Llama-3.1-8B and an EAGLE-3 head, with tiny matrices), pass
-the donated state on, and emit `--accepted` tokens of a real text for each request. So a step's time is that of the
-scheduler, the inputs, the launch, the copies and the text.
+The compiled programs take the arguments of real ones (the leaves of Llama-3.1-8B and an EAGLE-3 head, with tiny
+matrices), pass the donated state on, and emit `--accepted` tokens of a real text for each request. What remains is the
+time of the scheduler, the inputs, the launch, the copies and the text.
 
     python benchmarks/host.py [--batch 1 16 48 64] [--accepted 4] [--steps 100] [--rounds 3] [--stop] [--adaptive]
         [--record LABEL]
 
-Per batch, medians over all steps: milliseconds of `Engine.step`, and in further rounds, with a clock around each part:
+For each batch: median milliseconds of `Engine.step`, and, in further rounds, of its parts:
 
-    inputs    the arrays of a step made                launch    the call of the compiled program
-    output    the copy of its results to the host      text      tokens taken, ends; with `--stop` their text, too
-    rest      the scheduler and everything else        server    what a server's engine thread does after a step, which
-                                                                 is not part of it: metrics, stream deltas, log lines
+    inputs    arrays of the step                       launch    call of the compiled program
+    output    copy of its results to the host          text      tokens and ends; with `--stop` also their text
+    rest      scheduler and everything else            server    work of a server's engine thread after a step: metrics,
+                                                                 stream deltas, log lines (not part of the step)
 
-A CPU runs such a small program within its launch. So `program` is the time of the same call without the engine, and
-what it takes beyond `call` below is not the host's.
-
-Independent of the batch: an admission (its time and the bytes that it sends), decoding one token beside `DecodeStream`
-of the tokenizers library, and the call alone with its arguments as trees and as flat lists. The last line is one JSON
-document.
+A CPU runs such a small program within its launch. Independent of the batch: time and bytes sent of an admission. The
+last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -39,9 +35,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from llama_shapes import eagle3_head, llama_8b
+from model_shapes import eagle3_head, llama_8b
 from records import DATA, finish, machine
-from tokenizers.decoders import DecodeStream
 
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.cli.flags import ServerSettings
@@ -49,9 +44,7 @@ from specjax.drafters import Eagle3
 from specjax.engine import batch as launching
 from specjax.engine import collect as collecting
 from specjax.engine import programs
-from specjax.engine.arrays import step_input
 from specjax.engine.sequence import Sequence
-from specjax.engine.text import TextStream
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 from specjax.serve.delivery import Listener
@@ -222,21 +215,6 @@ def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: 
     return found | {"rest": sum(samples) / steps - sum(found.values()), "server": 1e3 * served / steps}
 
 
-def program(engine: Engine, text: np.ndarray, batch: int, count: int) -> float:
-    """Milliseconds of a step's call and its fake work, without the engine: the median of `count`."""
-    fill(engine, text, batch, 1500, ())
-    key = min(key for key in engine.programs.compiled() if key.kind == "step" and key.width >= batch)
-    run = engine.programs.get(key)
-    inputs = step_input(engine.scheduler.running(), key.width, engine.run.new_pages, engine.config.max_running_requests)
-    samples = []
-    for _ in range(count):
-        started = time.perf_counter()
-        jax.block_until_ready(engine.device.run(key, run, inputs).packed)
-        samples.append(1e3 * (time.perf_counter() - started))
-    engine.reset("measured")
-    return median(samples)
-
-
 def admission(engine: Engine, text: np.ndarray, count: int) -> dict[str, Any]:
     """Milliseconds and bytes of one of `count` admissions, without their prefill."""
     sent: list[int] = []
@@ -258,64 +236,6 @@ def admission(engine: Engine, text: np.ndarray, count: int) -> dict[str, Any]:
     engine.device.update = update
     engine.reset("measured")
     return {"ms": median(samples[5:]), "bytes": sent[-1], "samples": samples[5:]}
-
-
-def detokenising(tokenizer: Any, text: np.ndarray, accepted: int, rounds: int) -> dict[str, float]:
-    """Microseconds a token, of texts that come in runs of `accepted` tokens."""
-    ids = text.tolist()
-
-    def ours() -> None:
-        stream = TextStream(tokenizer, (), skip_special_tokens=True, keep_stop=False)
-        for start in range(0, len(ids), accepted):
-            stream.extend(ids[start : start + accepted])
-
-    def library() -> None:
-        stream = DecodeStream(skip_special_tokens=True)
-        for token in ids:
-            stream.step(tokenizer.backend_tokenizer, token)
-
-    return interleaved({"TextStream": ours, "DecodeStream": library}, rounds, 1e6 / len(ids))
-
-
-def calls(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Milliseconds of one launch, its arguments as trees and as flat lists."""
-    params, state = engine.params, engine.state
-    leaves, tree = jax.tree.flatten((params, state))
-    count = len(jax.tree.leaves(params))
-
-    def touch(params: Any, state: Any, number: Any) -> Any:
-        *_, number = jax.lax.optimization_barrier((*jax.tree.leaves(params), number))
-        return state, number + 1
-
-    def flat(params: list[Any], state: list[Any], number: Any) -> Any:
-        new, number = touch(*jax.tree.unflatten(tree, [*params, *state]), number)
-        return jax.tree.leaves(new), number
-
-    number = np.zeros(1, np.int32)
-    held: dict[str, Any] = {"trees": (params, jax.tree.map(jnp.copy, state))}
-    held["lists"] = (leaves[:count], jax.tree.map(jnp.copy, leaves[count:]))
-    made = {
-        name: jax.jit(function, donate_argnums=1).lower(*held[name], number).compile()
-        for name, function in (("trees", touch), ("lists", flat))
-    }
-
-    def call(name: str) -> None:
-        state, _ = made[name](*held[name], number)
-        held[name] = held[name][0], state
-
-    found = interleaved({name: partial(call, name) for name in made}, 60 * rounds, 1e3)
-    return {"leaves": len(leaves), "state_leaves": len(leaves) - count, "ms": found}
-
-
-def interleaved(functions: dict[str, Callable[[], None]], rounds: int, scale: float) -> dict[str, float]:
-    """The median time of each, times `scale`; they take turns, and a first tenth does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds + rounds // 10 + 1):
-        for name, function in functions.items():
-            started = time.perf_counter()
-            function()
-            samples[name].append(scale * (time.perf_counter() - started))
-    return {name: median(found[-rounds:]) for name, found in samples.items()}
 
 
 def main() -> None:
@@ -359,16 +279,12 @@ def main() -> None:
         shares = {part: round(median(each[part] for each in clocked[batch]), 4) for part in clocked[batch][0]}
         rows.append({"batch": batch, "ms": round(median(samples[batch]), 4), "parts_ms": shares})
         rows[-1]["min_ms"] = round(min(samples[batch]), 4)
-        shares["program"] = round(program(engine, text, batch, 2 * args.steps), 4)
         figures = "  ".join(f"{part} {value:.3f}" for part, value in shares.items())
         print(f"B = {batch:3d}: {rows[-1]['ms']:.3f} ms a step (at least {rows[-1]['min_ms']:.3f})  {figures}")
         rows[-1]["samples_ms"] = np.round(samples[batch], 3).tolist()
     document["rows"] = rows
     document["admission"] = admission(engine, text, 40)
-    document["detokenising_us"] = detokenising(tokenizer, text, args.accepted, 4 * args.rounds)
-    document["call"] = calls(engine, args.rounds)
-    for name in ("admission", "detokenising_us", "call"):
-        print(name, {key: value for key, value in document[name].items() if key != "samples"})
+    print("admission", {key: value for key, value in document["admission"].items() if key != "samples"})
     finish("host", document, record=args.record)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from traces import Event, Trace
+from timing import Event, Trace
 
 FAR = 3.0  # medians: a longer step is not one of many alike
 

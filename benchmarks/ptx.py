@@ -1,12 +1,12 @@
-"""Compiles the Pallas kernel to PTX, and that to machine code, for a GPU that is not there: what did the compiler make?
+"""Cross-compiles the Pallas kernel to PTX and machine code (no GPU required) and counts instructions and registers.
 
     python benchmarks/ptx.py [--gpu h200 h100_sxm a100_sxm_80] [--spec NAME ...] [--record]
 
-For each spec: tensor-core and asynchronous-copy instructions in the PTX, and what NVIDIA's assembler says of registers
-and of values that did not fit in them (spilled to local memory, which is slow). Nothing is timed: only a device can.
+For each spec: tensor-core and asynchronous-copy instructions in the PTX, and, by NVIDIA's assembler, registers and
+bytes spilled to local memory.
 
-Needs the GPU compiler of the very version of jax and NVIDIA's assembler (`make gpu-compile` installs them into a folder
-of their own), without a driver or CUDA:
+Needs the GPU compiler of the installed version of jax and NVIDIA's assembler (`make gpu-compile` installs them into a
+folder of their own), without a driver or CUDA:
 
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION nvidia-cuda-nvcc-cu12
 """
@@ -52,11 +52,11 @@ ASSEMBLER = "nvidia-cuda-nvcc-cu12"
 
 
 def missing() -> str | None:
-    """What lacks for compiling, None: nothing. The wheels must be of this jax."""
-    found = {name: _version(name) or "not installed" for name in WHEELS}
-    if set(found.values()) == {jax.__version__}:
+    """Why nothing can be compiled; None: the GPU compiler of this jax is installed."""
+    versions = {name: _version(name) or "not installed" for name in WHEELS}
+    if set(versions.values()) == {jax.__version__}:
         return None
-    told = ", ".join(f"{name} is {what}" for name, what in found.items())
+    told = ", ".join(f"{name} is {version}" for name, version in versions.items())
     wanted = " ".join(f"{name}=={jax.__version__}" for name in WHEELS)
     return (
         f"This needs the GPU compiler of jax {jax.__version__}; {told}. Into an environment of its own:\n"
@@ -93,7 +93,7 @@ class Gpu(NamedTuple):
 
 
 def described_device(arguments: Any) -> AbstractContextManager[Any]:
-    """Around lowering: from jax 0.11 on Pallas has to be told for which GPU, that of the arguments' shardings."""
+    """Context for lowering: from jax 0.11 on Pallas needs the GPU of the arguments' shardings."""
     if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
         return nullcontext()
     mesh = jax.tree.leaves(arguments)[0].sharding.mesh
@@ -101,7 +101,7 @@ def described_device(arguments: Any) -> AbstractContextManager[Any]:
 
 
 def arguments_of(spec: Spec) -> tuple[Any, ...]:
-    """The spec's arguments as shapes; nothing is made."""
+    """Shapes of the spec's arguments."""
     dtype = jnp.dtype(spec.dtype)
     B, N, C, K, T = spec.B, spec.N, spec.C, spec.K, spec.T
 
@@ -129,7 +129,7 @@ def assembler() -> Path | None:
 
 
 def assembled(ptx: str, architecture: str, ptxas: Path) -> dict[str, dict[str, int]]:
-    """For each kernel of a PTX text: registers a thread, bytes spilled (stored and loaded), bytes of stack."""
+    """For each kernel of a PTX text: registers per thread, bytes spilled (stored and loaded), bytes of stack."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -150,7 +150,7 @@ def assembled(ptx: str, architecture: str, ptxas: Path) -> dict[str, dict[str, i
 
 
 def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, Any]]:
-    """What one call of `tree_attention` becomes on that GPU: kernel name -> counts."""
+    """Kernels of one call of `tree_attention` on that GPU: name -> counts."""
     options: dict[str, Any] = {"scale": spec.E**-0.5, "window": spec.window, "softcap": spec.softcap}
     options |= {"v_width": spec.v_width} if spec.latent else {}
     attend = functools.partial(tree_attention, **options, implementation="pallas")

@@ -1,10 +1,10 @@
-"""What XLA says it will launch: the thunk sequence that it dumps while it compiles for a GPU.
+"""Reads the thunk sequence that XLA dumps during compilation for a GPU: graphs, kernels, copies, host decisions.
 
     executable = lowered.compile(compiler_options=dump_options(folder))
     counts(*read_dump(folder))
 
-A command buffer is a CUDA graph; a loop or a branch outside of one is decided by the host, which waits for the device.
-Kernels are counted as thunks: a matrix product through cuBLAS is one, even where it runs as two.
+A command buffer is a CUDA graph. The host decides loops and branches outside of one, and waits for the device. A
+kernel is a thunk: a matrix product by cuBLAS counts once, even if it runs as two kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 
 
 def dump_options(folder: str) -> dict[str, Any]:
-    """Compiler options with which a program's texts are written to `folder`."""
+    """Compiler options that write a program's texts to `folder`."""
     return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
 
 
 def read_dump(folder: str) -> tuple[list[Thunk], Places] | None:
-    """Of the largest program in `folder`, the one that was asked for. None: no GPU's program is there (it is a CPU's,
-    or came from a compilation cache)."""
+    """The largest program in `folder`. None: no GPU program was compiled (a CPU, or a hit in the compilation cache)."""
 
     def read(ending: str) -> str | None:
         files = sorted(Path(folder).glob(f"*{ending}"), key=lambda file: file.stat().st_size)
@@ -36,10 +35,10 @@ def read_dump(folder: str) -> tuple[list[Thunk], Places] | None:
 
 
 def weights_read(hlo: str) -> dict[str, int]:
-    """Bytes of the parameters called `params` that kernels of an optimised program read, by name: a parameter's size
-    for each kernel that has it as an operand. A gather, such as an embedding's, reads less than is counted."""
+    """Bytes of the arguments named `params` that kernels of an optimised program read, by name: the size of a parameter
+    for each kernel with that operand. A gather, such as an embedding, reads less than its operand's size."""
     sizes: dict[str, int] = {}
-    origin: dict[str, str] = {}  # an instruction to the parameter that it is another view of
+    origin: dict[str, str] = {}  # instruction -> the parameter that it is a view of
     read: Counter[str] = Counter()
     for name, dtype, shape, kind, operands in re.findall(
         r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", _entry(hlo), re.MULTILINE
@@ -49,26 +48,26 @@ def weights_read(hlo: str) -> dict[str, int]:
             sizes[name] = math.prod(map(int, filter(None, shape.split(",")))) * int(bits) // 8
             origin[name] = name
             continue
-        found = {origin[operand] for operand in re.findall(r"%[\w.-]+", operands) if operand in origin}
+        parameters = {origin[operand] for operand in re.findall(r"%[\w.-]+", operands) if operand in origin}
         if kind == "bitcast":
-            for parameter in found:
+            for parameter in parameters:
                 origin[name] = parameter
-        elif found and kind not in ("fusion", "custom-call"):
-            raise ValueError(f"{name} hands {sorted(found)} to a {kind}, whose kernels are not followed")
+        elif parameters and kind not in ("fusion", "custom-call"):
+            raise ValueError(f"{name} passes {sorted(parameters)} to a {kind}, whose kernels are not followed")
         else:
-            read.update({parameter: sizes[parameter] for parameter in found})
+            read.update({parameter: sizes[parameter] for parameter in parameters})
     return dict(read)
 
 
 def _entry(hlo: str) -> str:
-    """The computation that a program begins with."""
+    """Text of the entry computation."""
     start = hlo.index("\nENTRY ")
     return hlo[start : hlo.index("\n}", start)]
 
 
 def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:
-    """Graphs, kernels and copies, and what is decided where. The number of `kernels_every_call` leaves out those inside
-    branches and loops."""
+    """Numbers of graphs, kernels and copies, and the loops and branches that host and device decide.
+    `kernels_every_call` leaves out kernels inside branches and loops."""
     work = [thunk for thunk in thunks if thunk.kind not in CONTROL]
     kernels = [thunk for thunk in work if thunk.kind not in COPIES]
     outside = [thunk for thunk in thunks if not thunk.in_graph]
@@ -88,7 +87,7 @@ def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:
         "copies_every_call": sum(thunk.always for thunk in work) - sum(thunk.always for thunk in kernels),
         "outside_graphs": dict(Counter(thunk.kind for thunk in outside)),
         "kinds": dict(Counter(thunk.kind for thunk in thunks)),
-        # The host reads a branch's condition back, and a loop's before each trip unless it knows their number.
+        # The host reads back the condition of a branch, and that of a loop unless its number of trips is known.
         "host_decides": [described(thunk) for thunk in decisions if not thunk.in_graph],
         "device_decides": [described(thunk) for thunk in decisions if thunk.in_graph],
     }
@@ -102,8 +101,8 @@ COPIES = ("kCopy", "kMemzero", "kMemset32BitValue", "kDeviceToDeviceCopy")
 class Thunk:
     kind: str
     number: int
-    above: tuple[str, ...]  # kinds of the thunks it is part of, outermost first
-    inside: tuple[int, ...] = ()  # their numbers
+    above: tuple[str, ...]  # kinds of the enclosing thunks, outermost first
+    inside: tuple[int, ...] = ()  # numbers of the enclosing thunks
 
     @property
     def in_graph(self) -> bool:
@@ -111,12 +110,12 @@ class Thunk:
 
     @property
     def always(self) -> bool:
-        """Whether every call runs it, exactly once."""
+        """True if every call runs it exactly once."""
         return "kConditional" not in self.above and "kWhile" not in self.above
 
 
 def read_thunks(text: str) -> list[Thunk]:
-    """The thunk sequence: `<indentation><number>: <kind> ...`; what belongs to another is indented deeper."""
+    """Parses lines `<indentation><number>: <kind> ...`; enclosed thunks are indented deeper."""
     thunks, stack = [], []
     for found in re.finditer(r"^( *)(?:\w+:)?( *)(\d+): (k\w+)", text, re.MULTILINE):
         depth = len(found[1]) + len(found[2])
@@ -129,7 +128,7 @@ def read_thunks(text: str) -> list[Thunk]:
 
 
 class Places:
-    """From a thunk's number to the line of ours that it comes from, by the tables at the head of an HLO text."""
+    """Maps a thunk's number to its source line in this project, by the tables at the head of an HLO text."""
 
     def __init__(self, metadata: str, hlo: str) -> None:
         pairs = re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', metadata)
@@ -146,7 +145,7 @@ class Places:
         return {int(number): rest[0] if len(rest) == 1 else rest for number, *rest in found}
 
     def of(self, thunk: Thunk) -> dict[str, Any]:
-        """The innermost line in specjax or its kernels, and the number of trips if it is a loop with a known one."""
+        """The innermost line in specjax or its kernels, and the number of trips of a loop if it is known."""
         name = self._names.get(thunk.number, "")
         line = re.search(rf"^ *(?:ROOT )?%?{re.escape(name)} = .*$", self._hlo, re.MULTILINE)
         if not name or line is None:

@@ -1,34 +1,41 @@
-"""How times are taken: whole calls, many calls in one region, and a plain copy as the ceiling."""
+"""How the benchmarks measure time: calls, regions of many calls, a copy as the ceiling, traces of `jax.profiler`."""
 
 from __future__ import annotations
 
+import gzip
+import itertools
+import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 WARMUP = 3
-"""Calls whose time does not count: a GPU records its graphs in the first ones."""
+"""Calls before the measurement: a GPU records its graphs in the first calls."""
+
+CACHE_BYTES = 2**28
+"""Bytes that are read before any is read again: several times the largest cache of a CPU or GPU."""
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Of one call, waited for."""
+    """Seconds of one call and its result."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
 class Region(NamedTuple):
-    """Seconds of one of many calls that are waited for together."""
+    """Mean seconds of a call, of many calls that were dispatched one after another."""
 
     total: float
-    dispatch: float  # until the host was free again; near `total`: the host is what is slow
+    dispatch: float  # of the host; close to `total`: the host is the bottleneck
 
 
 def region(call: Callable[[], Any], times: int) -> Region:
-    """Calls one after the other, waiting once: a GPU's calls of microseconds cannot be timed one at a time."""
+    """Dispatches calls and waits once: calls of microseconds on a GPU cannot be timed one at a time."""
     start, out = time.perf_counter(), None
     for _ in range(times):
         out = call()
@@ -38,25 +45,30 @@ def region(call: Callable[[], Any], times: int) -> Region:
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], *, runs: int, region_seconds: float) -> dict[str, list[Region]]:
-    """`runs` regions of each, taking turns, after `WARMUP` calls and a region that do not count."""
+    """Measures `runs` regions of each call, in turns, after `WARMUP` calls and one region."""
     times = {}
     for name, call in calls.items():
         for _ in range(WARMUP):
             jax.block_until_ready(call())
         times[name] = max(1, min(200, round(region_seconds / region(call, 3).total)))
-    found: dict[str, list[Region]] = {name: [] for name in calls}
+    regions: dict[str, list[Region]] = {name: [] for name in calls}
     for turn in range(runs + 1):
         for name, call in calls.items():
-            taken = region(call, times[name])
+            sample = region(call, times[name])
             if turn:
-                found[name].append(taken)
-    return found
+                regions[name].append(sample)
+    return regions
+
+
+def rotating(run: Callable[..., jax.Array], inputs: Sequence[tuple[Any, ...]]) -> Callable[[], jax.Array]:
+    """A call of `run` that takes the next inputs each time."""
+    turn = itertools.cycle(inputs)
+    return lambda: run(*next(turn))
 
 
 def copy_bandwidth(megabytes: int | None = None) -> float:
-    """Bytes moved per second (read and written, each counted) by ``x + 1`` in place on an array larger than caches
-    (None: of 256 MB, and on a GPU of 4096). On a GPU, where a copy takes microseconds, ten are waited for together.
-    """
+    """Bytes read and written per second by ``x + 1`` in place, on an array larger than caches (default: 256 MB, on a
+    GPU 4096 MB). On a GPU ten copies are dispatched together, because one takes microseconds."""
     on_cpu = jax.default_backend() == "cpu"
     megabytes, steps = megabytes or (256 if on_cpu else 4096), 1 if on_cpu else 10
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -69,3 +81,34 @@ def copy_bandwidth(megabytes: int | None = None) -> float:
         array.block_until_ready()
         samples.append(time.perf_counter() - start)
     return 2 * array.nbytes * steps / statistics.median(samples[WARMUP:])
+
+
+Event = dict[str, Any]
+
+
+class Trace:
+    """The newest trace of `jax.profiler` in a folder: its complete events, in microseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.rglob("*.trace.json.gz"), key=lambda file: file.stat().st_mtime)
+        if not files:
+            raise FileNotFoundError(f"there is no *.trace.json.gz in {folder}")
+        self.file = files[-1]
+        events = json.loads(gzip.decompress(self.file.read_bytes()))["traceEvents"]
+        self._processes = {
+            event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"
+        }
+        threads = [event for event in events if event.get("name") == "thread_name"]
+        self._threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in threads}
+        self.on_gpu = any("GPU" in name for name in self._processes.values())
+        self.events: list[Event] = [event for event in events if event.get("ph") == "X"]
+
+    def device(self) -> list[Event]:
+        """Events of the device's streams; on a CPU, of XLA's threads."""
+
+        def of_device(event: Event) -> bool:
+            process = self._processes.get(event["pid"], "")
+            thread = self._threads.get((event["pid"], event["tid"]), "")
+            return ("GPU" in process and "Stream" in thread) if self.on_gpu else ("XLA" in thread or "tf_" in thread)
+
+        return [event for event in self.events if of_device(event)]

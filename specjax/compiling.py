@@ -54,11 +54,11 @@ def compiler_options() -> dict[str, str] | None:
         return None
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
     wanted = NVIDIA_OPTIONS.items()
-    return {name: value for name, value in wanted if name not in given and _known(name, value)} or None
+    return {name: value for name, value in wanted if name not in given and accepts(name, value)} or None
 
 
 @functools.cache
-def _known(name: str, value: str) -> bool:
+def accepts(name: str, value: str) -> bool:
     """Whether this XLA has the option; an unknown one fails every compilation."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()

@@ -16,7 +16,7 @@ from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING, compiler_options
 def on(monkeypatch):
     """Makes this machine look as if it had a GPU; what is compiled is compiled for its CPU, which knows all options."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    compiling._known.cache_clear()
+    compiling.accepts.cache_clear()
 
     def become(version: str) -> None:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -24,7 +24,7 @@ def on(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client)])
 
     yield become
-    compiling._known.cache_clear()
+    compiling.accepts.cache_clear()
 
 
 def test_a_cpu_is_told_nothing():

@@ -26,7 +26,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 GPUS = ("h200", "b200", "h100_sxm", "a100_sxm_80")
 PAGE_SIZE, PAGES, FEW, MORE, ALL = 64, 4096, 4, 6, 32
 
-MODULES = ("gpu_compile", "gpu_mesh", "llama_shapes", "ptx", "records", "thunks")
+MODULES = ("gpu_compile", "gpu_mesh", "model_shapes", "ptx", "records", "thunks")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -97,7 +97,7 @@ def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:
 @pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=slow) for rows in (2, 4, 16, 32))])
 def test_matrices_of_an_eagle3_head_are_never_dequantised_to_memory(rows: int) -> None:
     """Of Llama-3.1-8B, in int8 as a GPU's draft has them."""
-    from llama_shapes import eagle3_head, head_shapes, llama_8b
+    from model_shapes import eagle3_head, head_shapes, llama_8b
     from ptx import described_device
 
     config = llama_8b(4)

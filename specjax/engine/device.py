@@ -81,7 +81,7 @@ class Device:
     """One donated state. Each program takes it over and gives the next; `params` are never donated.
 
     Both are kept as flat lists of leaves, in which a program takes them: with hundreds of leaves a call that flattens
-    trees takes clearly longer (`benchmarks/host.py`).
+    trees takes clearly longer (benchmarks/results/host-2026-11-24-after.json).
 
     `new_state` allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes seconds
     on a CPU, during which programs can be compiled for its shapes. `launch_lock` is held while one is launched.
