@@ -93,21 +93,19 @@ def kernels(monkeypatch):
     import kernels
 
     yield kernels
-    for name in ("kernels", "records", "attention_chains", "timing"):
+    for name in ("kernels", "records", "timing"):
         sys.modules.pop(name, None)
 
 
 def test_on_a_gpu_no_cache_holds_the_pools(kernels, monkeypatch):
-    import attention_chains as chains
-
-    assert {chains.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
-    monkeypatch.setattr(chains.jax, "default_backend", lambda: "gpu")
+    assert {kernels.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
     for spec in SPECS:
         if "bench" in spec.tags:
-            layers = chains.enough_layers(spec)
-            assert layers * chains.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
+            layers = kernels.enough_layers(spec)
+            assert layers * kernels.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
     seen = []
-    call = chains.rotating(lambda *inputs: seen.append(inputs), [(1, 2), (3, 4), (5, 6)])
+    call = kernels.rotating(lambda *inputs: seen.append(inputs), [(1, 2), (3, 4), (5, 6)])
     for _ in range(5):
         call()
     assert seen == [(1, 2), (3, 4), (5, 6), (1, 2), (3, 4)]
@@ -116,16 +114,15 @@ def test_on_a_gpu_no_cache_holds_the_pools(kernels, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backend):
     """One at a time on a CPU; on a GPU many together, over several sets of pools. (XLA's attention runs on both.)"""
-    import attention_chains as chains
     from specjax_kernels.specs import named
     from timing import Region
 
     spec, used, pools = named("decode"), set(), set()
-    monkeypatch.setattr(chains, "CACHES", 3 * 2 * spec.bytes_read)
+    monkeypatch.setattr(kernels, "CACHE_BYTES", 3 * 2 * spec.bytes_read)
     monkeypatch.setattr(kernels.jax, "default_backend", lambda: backend)
-    make_inputs = chains.inputs_of
+    make_inputs = kernels.copied_inputs
 
-    def inputs_of(args, layers, sets):
+    def copied_inputs(args, layers, sets):
         inputs = make_inputs(args, layers, sets)
         pools.update(pool[0].unsafe_buffer_pointer() for each in inputs for pool in each[3])
         return inputs
@@ -138,7 +135,7 @@ def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backe
         used.add("regions")
         return {name: [Region(float(call().sum() * 0) + 1, 0)] * runs for name, call in calls.items()}
 
-    monkeypatch.setattr(chains, "inputs_of", inputs_of)
+    monkeypatch.setattr(kernels, "copied_inputs", copied_inputs)
     monkeypatch.setattr(kernels, "seconds", seconds)
     monkeypatch.setattr(kernels, "interleaved", interleaved)
     (record,) = kernels.measure(spec, ["xla"], 2, 5, 1e9)
