@@ -1,4 +1,4 @@
-"""The speed of two source trees against each other, one request at a time, taking turns in one run.
+"""Compares the speed of two source trees, one request at a time, in turns within one run.
 
     git worktree add ../before REV
     python benchmarks/before_after.py --before ../before --data FOLDER [--algorithms NONE AUTO] [--limit 20] [--record]
@@ -7,18 +7,16 @@
 
     python benchmarks/before_after.py --before . --before-env SPECJAX_CPU_KERNELS=0 [--forward 1 2 4 8]
 
-Each tree and algorithm has a process of its own, in which an engine of that tree waits for prompts; one works at a
-time, in rotating order. Greedy, `--max-new-tokens` each. The ratio of an algorithm is that of the times of the same
-prompt, after by before: the median over all prompts and rounds, with the interval that holds the median with 95%
-(binomial). Texts of both trees are compared. `--forward` times the target's forward of so many new
-tokens of the built-in model instead, behind 300 committed ones: the minimum and median of many short runs in turn. The
-last line is one JSON document.
+Each tree and algorithm has a process of its own with an engine of that tree. One process works at a time, in rotating
+order. Decoding is greedy. The ratio of an algorithm is the time after over the time before, for the same prompt: the
+median over all prompts and rounds, with its 95% interval (binomial). Texts of both trees are compared. `--forward`
+times the target's forward of that many new tokens after 300 committed tokens, for the built-in model: minimum and
+median of many short runs in turns. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import statistics
@@ -31,27 +29,18 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 
 
-def named_algorithm(name: str) -> dict[str, Any]:
-    """The argument of `Engine.from_pretrained`, also of a checkout from before it was called `draft`."""
-    from specjax import Engine
-
-    known = inspect.signature(Engine.from_pretrained).parameters
-    return {"draft" if "draft" in known else "algorithm": name}
-
-
 def one_request() -> Any:
-    """The `EngineConfig` of one request at a time, without a prefix cache: every round has the same prompts."""
+    """Settings for one request at a time, without a prefix cache: every round has the same prompts."""
     from specjax import EngineConfig
 
-    known = inspect.signature(EngineConfig).parameters
-    return EngineConfig(max_running_requests=1, **({"prefix_cache": False} if "prefix_cache" in known else {}))
+    return EngineConfig(max_running_requests=1, prefix_cache=False)
 
 
 def work(algorithm: str, tokens: int) -> None:
-    """Reads prompts, one JSON object a line, and answers with seconds and token ids."""
+    """Reads prompts, one JSON object a line, and writes seconds and token ids."""
     from specjax import Engine, SamplingParams
 
-    engine = Engine.from_pretrained(**named_algorithm(algorithm), config=one_request(), progress=False)
+    engine = Engine.from_pretrained(draft=algorithm, config=one_request(), progress=False)
     engine.warm_up(engine.single_request_keys(), progress=False)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     print(json.dumps({"ready": engine.drafter.name}), flush=True)
@@ -63,7 +52,7 @@ def work(algorithm: str, tokens: int) -> None:
 
 
 def work_forward(dtype: str) -> None:
-    """Reads numbers of rows, one a line, and answers with the seconds of one forward of as many tokens."""
+    """Reads numbers of tokens, one a line, and writes the seconds of one forward of that many tokens."""
     import jax
     import jax.numpy as jnp
     from specjax_kernels import CAUSAL
@@ -71,7 +60,7 @@ def work_forward(dtype: str) -> None:
     from specjax import Engine, PoolShape, init_state
 
     config = one_request()
-    engine = Engine.from_pretrained(**named_algorithm("NONE"), dtype=dtype, config=config, progress=False)
+    engine = Engine.from_pretrained(draft="NONE", dtype=dtype, config=config, progress=False)
     target, params = engine.target, engine.params.target
     cache = init_state(engine.params, target, engine.drafter, rows=1, pool=PoolShape(40, 16)).cache
     table = jnp.arange(40, dtype=jnp.int32)[None]
@@ -93,7 +82,7 @@ def work_forward(dtype: str) -> None:
 
 
 Side = tuple[Path, dict[str, str]]
-"""A source tree, and variables of the environment."""
+"""A source tree and its environment variables."""
 
 
 class Worker:
@@ -126,14 +115,14 @@ class Worker:
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """Order statistics around the median that hold it with 95%."""
+    """95% interval of the median, by order statistics."""
     count, ordered = len(ratios), sorted(ratios)
     reach = int(0.98 * count**0.5) + 1
     return ordered[max(count // 2 - reach, 0)], ordered[min(count // 2 + reach, count - 1)]
 
 
 def heading(before: Side, machine: Any) -> dict[str, Any]:
-    """The head of the record, with the other tree's commit and the settings of XLA, Numba and the other side."""
+    """Head of the record, with the other tree's commit and environment, and the settings of XLA and Numba."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=before[0], capture_output=True, text=True)
     settings = {name: text for name, text in os.environ.items() if name == "XLA_FLAGS" or name.startswith("NUMBA_")}
     heads = {"before": done.stdout.strip(), "before_environment": before[1], "environment": settings}
@@ -141,7 +130,7 @@ def heading(before: Side, machine: Any) -> dict[str, Any]:
 
 
 def compare_forwards(trees: dict[str, Side], widths: list[int], runs: int, dtype: str) -> list[dict[str, Any]]:
-    """Both trees' seconds of a forward of each width, one run of each in turn."""
+    """Seconds of a forward of each width in both trees, in turns."""
     workers = {name: Worker(tree, "--forward", "--dtype", dtype) for name, tree in trees.items()}
     rows = []
     for width in widths:
@@ -167,13 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a source tree; after is the one of this file")
     parser.add_argument("--before-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment of before")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(__file__).parents[1] / "specjax/data/prompts",
-        metavar="FOLDER",
-        help="has mt_bench.jsonl",
-    )
+    data = HERE / "specjax/data/prompts"
+    parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="folder with mt_bench.jsonl")
     parser.add_argument("--algorithms", nargs="+", default=["NONE", "AUTO"])
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--rounds", type=int, default=2)
@@ -191,8 +175,8 @@ def main() -> None:
     if args.forward == []:
         work_forward(args.dtype)
         return
-    if args.before is None or (args.data is None and args.forward is None):
-        parser.error("--before and either --data or --forward are needed")
+    if args.before is None:
+        parser.error("--before is required")
     from records import finish, machine
 
     settings = dict(item.split("=", 1) for item in args.before_env)

