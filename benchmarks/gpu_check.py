@@ -15,7 +15,7 @@
 |   | warm     | the same engine with the compiled programs of `cold` |
 |   | server   | `specjax serve`, cold and warm: seconds to READY |
 |   | products | matrix products of an 8B model by shape and number of rows |
-| c | kernels  | attention and top-p kernels against their definitions |
+| c | kernels  | attention kernels against their definition |
 |   | batch    | steps of Llama-3.1-8B's shape, batch 64 |
 |   | options  | a step with one of XLA's options changed |
 
@@ -259,10 +259,10 @@ def tokens(report: Report, cases: tuple[tuple[str, dict[str, Any]], ...]) -> Non
         name = " ".join([algorithm, *(f"{key}={value}" for key, value in config.items())])
         if report.in_time(name, 15, required=True):
             with report.attempt(name):
-                found = engine_tokens(algorithm, **config)
-                different = [row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
-                say(f"{name:28} {len(found) - len(different)} of {len(found)} rows equal to the CPU's")
-                report.add("tokens", algorithm=algorithm, config=config, rows=len(found), different=different)
+                outputs = engine_tokens(algorithm, **config)
+                different = [row for row, (a, b) in enumerate(zip(outputs, expected, strict=True)) if a != b]
+                say(f"{name:28} {len(outputs) - len(different)} of {len(outputs)} rows equal to the CPU's")
+                report.add("tokens", algorithm=algorithm, config=config, rows=len(outputs), different=different)
                 report.check(len(different) <= MAX_DIFFERENT_ROWS, f"{name}: rows {different} differ from the CPU's")
 
 
@@ -555,7 +555,8 @@ def server(report: Report) -> None:
         elif report.model:
             serve += ["--model", report.model]
         for start, lines in (("cold", (READY, COMPILED)), ("warm", (READY,))):
-            seconds = {line: round(found, 2) for line, (found, _) in measured(serve, environment, lines).items()}
+            times = measured(serve, environment, lines)
+            seconds = {line: round(wall, 2) for line, (wall, _) in times.items()}
             say(f"{start} server: {seconds}")
             report.add("server", start=start, seconds=seconds)
 

@@ -1,9 +1,7 @@
-"""Cross-compiles the Pallas kernel to PTX and machine code (no GPU required) and counts instructions and registers.
+"""Devices to cross-compile for (no GPU required), and counts of the Pallas kernel's instructions and registers.
 
-    python benchmarks/ptx.py [--gpu h200 h100_sxm a100_sxm_80] [--spec NAME ...] [--record]
-
-For each spec: tensor-core and asynchronous-copy instructions in the PTX, and, by NVIDIA's assembler, registers and
-bytes spilled to local memory.
+`kernels_of` compiles a spec to PTX and machine code: tensor-core and asynchronous-copy instructions in the PTX, and, by
+NVIDIA's assembler, registers and bytes spilled to local memory. `tests/test_gpu_compile.py` checks all specs.
 
 Needs the GPU compiler of the installed version of jax and NVIDIA's assembler (`make gpu-compile` installs them into a
 folder of their own), without a driver or CUDA:
@@ -13,13 +11,11 @@ folder of their own), without a driver or CUDA:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import re
 import subprocess
 import tempfile
-import time
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -31,9 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from records import finish, machine
 from specjax_kernels import CAUSAL, tree_attention
-from specjax_kernels.specs import SPECS, Spec, named, tagged
+from specjax_kernels.specs import Spec
 
 GPUS = Path(__file__).parent / "gpu"
 
@@ -174,33 +169,3 @@ def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, 
                 "local_memory": bool(re.search(r"\.local\b", body)),
             } | numbers.get(name, {})  # fmt: skip
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compiles the GPU kernel without a GPU, and looks at the result.")
-    known = sorted(file.stem for file in GPUS.glob("*.txtpb"))
-    parser.add_argument("--gpu", nargs="+", choices=known, default=known)
-    parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/ptx-<date>.json")
-    arguments = parser.parse_args()
-    if problem := missing():
-        parser.exit(1, f"{problem}\n")
-    ptxas = assembler()
-    specs = [named(name) for name in arguments.spec] if arguments.spec else list(tagged("bench"))
-    document: dict[str, Any] = machine("jaxlib", *WHEELS) | {"assembler": ptxas and version(ASSEMBLER), "results": []}
-    for name in arguments.gpu:
-        gpu = Gpu.named(name)
-        print(f"{gpu.kind}, {gpu.architecture}")
-        for spec in specs:
-            start = time.perf_counter()
-            kernels = kernels_of(spec, gpu, ptxas)
-            seconds = round(time.perf_counter() - start, 1)
-            document["results"].append({"gpu": name, "spec": spec.name, "kernels": kernels, "seconds": seconds})
-            for kernel, counts in kernels.items():
-                shown = ", ".join(f"{key} {value}" for key, value in counts.items())
-                print(f"  {spec.name:30} {kernel:24} {shown}", flush=True)
-    finish("ptx", document, record=arguments.record)
-
-
-if __name__ == "__main__":
-    main()

@@ -117,11 +117,11 @@ class Thunk:
 def read_thunks(text: str) -> list[Thunk]:
     """Parses lines `<indentation><number>: <kind> ...`; enclosed thunks are indented deeper."""
     thunks, stack = [], []
-    for found in re.finditer(r"^( *)(?:\w+:)?( *)(\d+): (k\w+)", text, re.MULTILINE):
-        depth = len(found[1]) + len(found[2])
+    for line in re.finditer(r"^( *)(?:\w+:)?( *)(\d+): (k\w+)", text, re.MULTILINE):
+        depth = len(line[1]) + len(line[2])
         while stack and stack[-1][0] >= depth:
             stack.pop()
-        number, kind = int(found[3]), found[4]
+        number, kind = int(line[3]), line[4]
         thunks.append(Thunk(kind, number, tuple(above for _, above, _ in stack), tuple(each for *_, each in stack)))
         stack.append((depth, kind, number))
     return thunks
@@ -141,8 +141,8 @@ class Places:
 
     def _table(self, title: str, row: str) -> dict[int, Any]:
         part = re.search(rf"^{title}\n((?:\d+ .*\n)*)", self._hlo, re.MULTILINE)
-        found = re.findall(rf"^(\d+) {row}", part[1] if part else "", re.MULTILINE)
-        return {int(number): rest[0] if len(rest) == 1 else rest for number, *rest in found}
+        rows = re.findall(rf"^(\d+) {row}", part[1] if part else "", re.MULTILINE)
+        return {int(number): rest[0] if len(rest) == 1 else rest for number, *rest in rows}
 
     def of(self, thunk: Thunk) -> dict[str, Any]:
         """The innermost line in specjax or its kernels, and the number of trips of a loop if it is known."""
@@ -151,7 +151,7 @@ class Places:
         if not name or line is None:
             return {}
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line[0])
-        found: dict[str, Any] = {"trips": int(trips[1])} if trips else {}
+        place: dict[str, Any] = {"trips": int(trips[1])} if trips else {}
         frame = re.search(r"stack_frame_id=(\d+)", line[0])
         number = int(frame[1]) if frame else 0
         while number in self._frames:
@@ -161,6 +161,6 @@ class Places:
             package = next((part for part in ("specjax_kernels", "specjax") if part in path.parts), None)
             if package:
                 inside = path.parts[path.parts.index(package) :]
-                return found | {"place": f"{'/'.join(inside)}:{at} {self._functions[int(function)]}"}
+                return place | {"place": f"{'/'.join(inside)}:{at} {self._functions[int(function)]}"}
             number = int(parent or 0) - 1  # the text counts parents from 1, 1 being none
-        return found
+        return place
