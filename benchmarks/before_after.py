@@ -134,13 +134,13 @@ def compare_forwards(trees: dict[str, Side], widths: list[int], runs: int, dtype
     workers = {name: Worker(tree, "--forward", "--dtype", dtype) for name, tree in trees.items()}
     rows = []
     for width in widths:
-        found: dict[str, list[float]] = {name: [] for name in trees}
+        samples: dict[str, list[float]] = {name: [] for name in trees}
         for turn in range(runs):
             for name in (list(trees), list(trees)[::-1])[turn % 2]:
-                found[name].append(workers[name].run(rows=width)["seconds"])
-        least = {name: min(seconds) for name, seconds in found.items()}
-        medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-        rows.append({"tokens": width, "dtype": dtype, "least": least, "median": medians, "seconds": found})
+                samples[name].append(workers[name].run(rows=width)["seconds"])
+        least = {name: min(seconds) for name, seconds in samples.items()}
+        medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+        rows.append({"tokens": width, "dtype": dtype, "least": least, "median": medians, "seconds": samples})
         print(
             f"{dtype}, {width} tokens: least {1e3 * least['before']:.1f} ms before, {1e3 * least['after']:.1f} after, "
             f"ratio {least['after'] / least['before']:.3f}; medians {1e3 * medians['before']:.1f} and "
@@ -198,11 +198,11 @@ def main() -> None:
     for turn in range(args.rounds):
         for at, messages in enumerate(prompts):
             shift = (turn * len(prompts) + at) % len(keys)
-            found = {key: workers[key].run(messages=messages) for key in (*keys[shift:], *keys[:shift])}
+            answers = {key: workers[key].run(messages=messages) for key in (*keys[shift:], *keys[:shift])}
             for key in keys:
-                seconds[key].append(found[key]["seconds"])
+                seconds[key].append(answers[key]["seconds"])
             for algorithm in args.algorithms:
-                equal[algorithm] += found["before", algorithm]["ids"] == found["after", algorithm]["ids"]
+                equal[algorithm] += answers["before", algorithm]["ids"] == answers["after", algorithm]["ids"]
     rows = []
     for algorithm in args.algorithms:
         pairs = zip(seconds["before", algorithm], seconds["after", algorithm], strict=True)

@@ -58,7 +58,7 @@ CONTEXT = 8192
 
 
 def corpus(tokenizer: Any) -> np.ndarray:
-    """Token ids of the questions of MT-bench, one after another."""
+    """Token ids of all questions of MT-bench."""
     rows = map(json.loads, (DATA / "mt_bench.jsonl").read_text().splitlines())
     return np.array(tokenizer("\n".join(turn for row in rows for turn in row["turns"]))["input_ids"], np.int32)
 
@@ -66,8 +66,8 @@ def corpus(tokenizer: Any) -> np.ndarray:
 def fake_step(
     params: Params, state: DecodeState, inputs: Any, *, text: np.ndarray, accepted: int, depth: int, **_: Any
 ) -> tuple[DecodeState, StepOutput]:
-    """A step or a prefill that reads and computes nothing: row r continues at `text[root[r]]`. All `params` remain
-    arguments of the program."""
+    """A step or a prefill without computation: row r continues at `text[root[r]]`. All `params` stay arguments of the
+    program."""
     *_, slots = jax.lax.optimization_barrier((*jax.tree.leaves(params), inputs[0]))
     width = depth + 1 if isinstance(inputs, StepInput) else 1
     rows = state.root.shape[0]
@@ -75,8 +75,7 @@ def fake_step(
     active = inputs.active & (slots < rows)
     at = state.root[index] + 37 * index
     tokens = jnp.asarray(text)[(at[:, None] + jnp.arange(width)) % len(text)]
-    row = jax.tree.map(lambda leaf: leaf[index], (state.rows.generated, state.rows.limit))
-    left = row[1] - row[0]
+    left = state.rows.limit[index] - state.rows.generated[index]
     emitted = jnp.where(active, jnp.minimum(min(accepted, width), left), 0)
     if isinstance(inputs, PrefillInput):
         emitted = jnp.where(inputs.next_token < 0, emitted, 0)
@@ -93,7 +92,7 @@ def fake_step(
 
 
 def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptive: bool) -> Engine:
-    """An engine over fake programs."""
+    """An engine with fake programs."""
     config = replace(
         llama_8b(32), hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4, dtype="float32"
     )
@@ -109,12 +108,12 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
     engine = Engine(target, params, tokenizer, drafter, config=options)
     if engine.policy is not None:
-        engine.policy._ratio = lambda batch: 1.0  # drafts cost nothing here
+        engine.policy._ratio = lambda batch: 1.0  # drafting is free here
     return engine
 
 
 class Clock:
-    """Adds up the seconds that functions take, each under the name of its part."""
+    """Sums the seconds spent in functions, by the name of their part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -122,18 +121,18 @@ class Clock:
 
     def around(self, owner: Any, name: str, part: str) -> None:
         function = getattr(owner, name)
-        own = name in vars(owner)
+        defined = name in vars(owner)  # not inherited
 
-        def timed(*arguments: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
             started = time.perf_counter()
             try:
-                return function(*arguments, **named)
+                return function(*arguments, **keywords)
             finally:
                 self.seconds[part] += time.perf_counter() - started
 
         self.seconds.setdefault(part, 0.0)
         setattr(owner, name, timed)
-        self._undo.append(lambda: setattr(owner, name, function) if own else delattr(owner, name))
+        self._undo.append(lambda: setattr(owner, name, function) if defined else delattr(owner, name))
 
     def stop(self) -> None:
         while self._undo:
@@ -150,7 +149,7 @@ def parts(engine: Engine) -> Clock:
 
 
 class Server:
-    """A server's engine thread, but for its loop, and an event loop that reads the streams when it is told to."""
+    """A server's engine thread without its loop, and an event loop that reads the streams in `read`."""
 
     def __init__(self, engine: Engine) -> None:
         settings = ServerSettings()
@@ -181,7 +180,7 @@ class Server:
 
 
 def fill(engine: Engine, text: np.ndarray, batch: int, most: int, stop: tuple[str, ...], server: Any = None) -> None:
-    """Starts `batch` requests and runs them until all are past their prompts and a few steps further."""
+    """Starts `batch` requests, and runs them until a few steps after all prompts are read."""
     for i in range(batch):
         params = SamplingParams(max_new_tokens=most, ignore_eos=True, stop=stop)
         sequence = engine.intake.sequence(text[13 * i :][:PROMPT].tolist(), params)
@@ -191,7 +190,7 @@ def fill(engine: Engine, text: np.ndarray, batch: int, most: int, stop: tuple[st
 
 
 def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: int, stop: Any, *, clock: bool) -> Any:
-    """A round: milliseconds of each step; with `clock` those of its parts as a mean, and the server's after it."""
+    """Milliseconds of each step of a round; with `clock` mean milliseconds of the parts and of the server."""
     server = Server(engine) if clock else None
     fill(engine, text, batch, (steps + batch + 30) * accepted, stop, server)
     watch = parts(engine) if clock else Clock()
@@ -211,18 +210,18 @@ def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: 
     if server is None:
         return samples
     server.stop()
-    found = {part: 1e3 * seconds / steps for part, seconds in watch.seconds.items()}
-    return found | {"rest": sum(samples) / steps - sum(found.values()), "server": 1e3 * served / steps}
+    shares = {part: 1e3 * seconds / steps for part, seconds in watch.seconds.items()}
+    return shares | {"rest": sum(samples) / steps - sum(shares.values()), "server": 1e3 * served / steps}
 
 
 def admission(engine: Engine, text: np.ndarray, count: int) -> dict[str, Any]:
-    """Milliseconds and bytes of one of `count` admissions, without their prefill."""
+    """Milliseconds and bytes of an admission without its prefill, the median of `count`."""
     sent: list[int] = []
     update = engine.device.update
 
-    def counted(change: Any, *arguments: Any, **told: Any) -> None:
+    def counted(change: Any, *arguments: Any, **keywords: Any) -> None:
         sent.append(sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arguments)))
-        update(change, *arguments, **told)
+        update(change, *arguments, **keywords)
 
     engine.device.update = counted
     samples = []
@@ -244,9 +243,9 @@ def main() -> None:
     parser.add_argument("--accepted", type=int, default=4, help="tokens of each request in a step, 1 to 8")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stop", action="store_true", help="requests have a stop string, which needs their text")
-    parser.add_argument("--adaptive", action="store_true", help="as in a server: choose whether each step drafts")
-    parser.add_argument("--profile", type=int, metavar="BATCH", help="print what takes the time, and measure nothing")
+    parser.add_argument("--stop", action="store_true", help="requests have a stop string, so steps decode text")
+    parser.add_argument("--adaptive", action="store_true", help="choose for each step whether it drafts")
+    parser.add_argument("--profile", type=int, metavar="BATCH", help="print a profile of steps, and measure nothing")
     parser.add_argument("--record", metavar="LABEL", help="write benchmarks/results/host-<date>-LABEL.json")
     args = parser.parse_args()
     if not 1 <= args.accepted <= 8 or (args.steps + 100) * args.accepted > 1500:
@@ -264,8 +263,8 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return
 
-    given = {name: getattr(args, name) for name in ("accepted", "steps", "stop", "adaptive")}
-    document = machine("jaxlib", "tokenizers") | given
+    settings = {name: getattr(args, name) for name in ("accepted", "steps", "stop", "adaptive")}
+    document = machine("jaxlib", "tokenizers") | settings
     samples: dict[int, list[float]] = {batch: [] for batch in args.batch}
     clocked: dict[int, list[dict[str, float]]] = {batch: [] for batch in args.batch}
     for turn in range(args.rounds + 1):

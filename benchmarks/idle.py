@@ -1,18 +1,17 @@
-"""How long the device has nothing to do in a step, beside the host's work, from a trace of a server's.
+"""The device's idle time in a step, and the host's work, from a trace of a server.
 
     specjax serve --profile FOLDER ...      # then requests: the first 100 steps are traced
     python benchmarks/idle.py FOLDER
 
-A step is the time from the start of one iteration of the engine to that of the next. Medians in milliseconds:
+A step lasts from the start of one iteration of the engine to the start of the next. Medians in milliseconds:
 
-    step      that time                       device    when at least one of its kernels ran
-    engine    the engine's own work           idle      when none did; its share of all steps together
-    server    what the server's engine thread does after it: metrics, stream deltas
-    wait      for the output of the step before
+    step      duration of the step            device    time in which at least one kernel ran
+    engine    the engine's own work           idle      time in which no kernel ran, and its share of all steps
+    server    work of the server's engine thread after the iteration: metrics, stream deltas
+    wait      wait for the output of the step before
 
-Iterations without a decoding step beside them, those around a prefill and those that waited for a request are left out
-where they are told by more than three times the median. A CPU's device is XLA's threads. The last line is one JSON
-document.
+Steps longer than three times the median are left out, such as prefills and waits for requests. On a CPU the device is
+XLA's threads. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from typing import Any
 
 from timing import Event, Trace
 
-FAR = 3.0  # medians: a longer step is not one of many alike
+MAX_STEP_RATIO = 3.0  # longest step that counts, in medians
 
 
 def joined(events: list[Event]) -> list[tuple[float, float]]:
-    """The time in which at least one of these runs, as disjoint intervals in order."""
-    found: list[tuple[float, float]] = []
+    """The union of the events' times, as disjoint intervals in order."""
+    intervals: list[tuple[float, float]] = []
     for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if intervals and begin <= intervals[-1][1]:
+            intervals[-1] = intervals[-1][0], max(intervals[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            intervals.append((begin, end))
+    return intervals
 
 
 def within(intervals: list[tuple[float, float]], begin: float, end: float) -> float:
-    """How much of the time between `begin` and `end` they cover."""
+    """Length of the intervals' part between `begin` and `end`."""
     first = max(bisect_left(intervals, (begin,)) - 1, 0)
     covered = 0.0
     for start, stop in intervals[first:]:
@@ -73,23 +72,24 @@ def idle(trace: Trace) -> dict[str, Any]:
         )
     if not rows:
         raise ValueError(f"{trace.file} has {len(steps)} steps; two are needed")
-    most = FAR * median(row["step"] for row in rows)
-    kept = [row for row in rows if row["step"] <= most]
-    found = {name: round(median(row[name] for row in kept) / 1e3, 4) for name in kept[0]}
-    share = sum(row["idle"] for row in kept) / sum(row["step"] for row in kept)
-    return {"steps": len(kept), "left_out": len(rows) - len(kept), **found, "idle_share": round(share, 4)}
+    most = MAX_STEP_RATIO * median(row["step"] for row in rows)
+    typical = [row for row in rows if row["step"] <= most]
+    medians = {name: round(median(row[name] for row in typical) / 1e3, 4) for name in typical[0]}
+    share = sum(row["idle"] for row in typical) / sum(row["step"] for row in typical)
+    return {"steps": len(typical), "left_out": len(rows) - len(typical), **medians, "idle_share": round(share, 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of traces; the newest is read")
+    parser.add_argument("folder", type=Path, help="folder of traces, the newest of which is read")
     trace = Trace(parser.parse_args().folder)
-    found = idle(trace)
-    print(f"{trace.file}: {found['steps']} steps, {found['left_out']} left out; a {'GPU' if trace.on_gpu else 'CPU'}")
+    summary = idle(trace)
+    device = "GPU" if trace.on_gpu else "CPU"
+    print(f"{trace.file}: {summary['steps']} steps, {summary['left_out']} left out; a {device}")
     for name in ("step", "device", "idle", "engine", "server", "wait"):
-        print(f"{name:8} {found[name]:9.3f} ms")
-    print(f"idle in {found['idle_share']:.1%} of the time")
-    print(json.dumps(found))
+        print(f"{name:8} {summary[name]:9.3f} ms")
+    print(f"idle in {summary['idle_share']:.1%} of the time")
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":
