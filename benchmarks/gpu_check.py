@@ -253,7 +253,6 @@ def cpu_tokens(report: Report) -> list[list[int]]:
 
 
 def tokens(report: Report, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
-    compiling.use_compilation_cache()
     expected = cpu_tokens(report)
     for algorithm, config in cases:
         name = " ".join([algorithm, *(f"{key}={value}" for key, value in config.items())])
@@ -495,7 +494,6 @@ def in_dtype(arguments: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
 
 def engine(report: Report) -> None:
     """An engine of Llama-3.1-8B's shape: READY, two streams while it compiles in the background, peak memory."""
-    compiling.use_compilation_cache()
     model = Model(report, llama_8b)
     begun = time.perf_counter()
     drafter = make_drafter(Eagle3(), target=model.target, head=model.head)
@@ -590,6 +588,8 @@ def run_section(arguments: argparse.Namespace) -> None:
         )
     report = Report(arguments.section, arguments)
     report.machine = machine("jaxlib", "flax") | {"backend": jax.default_backend(), "nvidia_smi": nvidia_smi()}
+    if arguments.tiny or arguments.section in CACHED:
+        compiling.use_compilation_cache()
     with report.attempt(arguments.section):
         SECTIONS[arguments.section](report)
     report.done = True
@@ -689,6 +689,7 @@ def main() -> int:
         run_section(arguments)
         return 0
     if arguments.export:  # without drafts, which must not change tokens
+        compiling.use_compilation_cache()
         arguments.export.write_text(json.dumps(engine_tokens("NONE")) + "\n")
         return 0
     if arguments.part is None:

@@ -37,14 +37,14 @@ def gpu_check(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def report_of(gpu_check, folder: Path, seconds: float = 600):
-    arguments = argparse.Namespace(
-        tiny=False, model=None, reference=None, output=folder / "section.json", seconds=seconds
-    )
-    return gpu_check.Report("kernels", arguments)
+def report_of(gpu_check, folder: Path, *, tiny: bool = False):
+    output = folder / "section.json"
+    arguments = argparse.Namespace(tiny=tiny, model=None, reference=None, output=output, seconds=600)
+    return gpu_check.Report("section", arguments)
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["a", "b", "c"])
 def test_a_part_in_its_tiny_form(gpu_check, tmp_path, part):
     done = run(
@@ -90,6 +90,13 @@ def test_xla_accepts_every_option(gpu_check):
         for name, value in values.items():
             assert name == gpu_check.UPDATE_MODE or compiling.accepts(name, value), change
     assert len(options) >= 6
+
+
+def test_a_section_in_its_tiny_form(gpu_check, tmp_path):
+    report = report_of(gpu_check, tmp_path, tiny=True)
+    gpu_check.SECTIONS["products"](report)
+    assert {row["shape"] for row in report.rows} == {"qkv", "o", "gate-up", "down", "output"}
+    assert all(row["microseconds"] > 0 for row in report.rows) and not report.errors + report.skipped
 
 
 def test_parts_fit_into_ten_minutes(gpu_check):
