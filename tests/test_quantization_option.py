@@ -120,5 +120,5 @@ def test_the_built_in_model_is_quantised_already():
 
 
 def test_training_reads_float_weights():
-    with pytest.raises(ValueError, match=r"^--quantization int8 is no use here: a head learns from"):
+    with pytest.raises(ValueError, match=r"^--quantization int8 does not apply to training"):
         run.prepare(TrainOptions(model=flags.ModelSettings(quantization="int8")))
