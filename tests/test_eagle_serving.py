@@ -294,7 +294,7 @@ def test_nothing_is_drafted_beyond_the_heads_positions(given, limit, caplog, tmp
         tmp_path, "eagle3", tensors={"d2t": OFFSETS, "t2d": MASK}, config={"max_position_embeddings": 20}, **SHAPE
     )
     engine = make(Eagle3(str(tmp_path), None, *WHOLE, positions=given), max_running_requests=1, trace=True)
-    warned = "the draft has 20 positions, texts may have 128 tokens; nothing is drafted beyond the draft's"
+    warned = "has 20 positions, texts may have 128 tokens; nothing is drafted beyond the draft's positions"
     assert (warned in caplog.text) == (given is None)
     assert (f"; within the first {limit} tokens of a text" in engine.drafter.note) == (limit is not None)
     done = engine.generate([[20, 21, 22]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
@@ -325,7 +325,7 @@ def test_the_server_says_what_was_chosen(caplog):
         "\n  tree       up to 8 tokens; 5 steps, top-k 4, 8 draft tokens (automatic)"
         f"\n  head       {head('eagle3-fused')}"
         "\n  drafts     in steps of one request where that is measured to be faster; larger batches are faster without "
-        "drafts here, and draft only if --speculative-num-draft-tokens is given"
+        "drafts here, and draft only if the number of draft tokens is set"
     )
 
 
@@ -441,14 +441,14 @@ def test_a_head_of_the_other_kind_names_the_flag_that_works(refused, name, diale
             "EAGLE3",
             "eagle3",
             {"target_hidden_size": 24},
-            ("[16, 72] is for another target", "[16, 48] is needed", "hidden_size 16"),
+            ("[16, 72] is for another target", "[16, 48] is needed", "auxiliary layers 1, 2, 3"),
         ),
         ("EAGLE3", "eagle3", {"hidden_size": 24}, ("no embed_tokens.weight", "is 16 wide, the draft head 24")),
         (
             "EAGLE3",
             "eagle3",
             {"aux_layers": 2},
-            ("[16, 32] is for another target", "[16, 48] is needed, for 3 auxiliary layers (1, 2, 3)"),
+            ("[16, 32] is for another target", "[16, 48] is needed, for the auxiliary layers 1, 2, 3"),
         ),
         ("EAGLE3", "eagle3", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
     ],
@@ -465,10 +465,10 @@ def test_a_head_that_does_not_fit(refused, name, dialect, changes, parts):
     [
         ([5, VOCABULARY], f"entry 1 is {VOCABULARY}, outside the target's vocabulary 0..{VOCABULARY - 1}"),
         ([-1], "entry 0 is -1, outside"),
-        ([5, 6, 5], "entry 2 is 5, as is entry 0; ids must differ"),
-        ([], "it is empty; at least one id is needed"),
-        ([1.5], "entry 0 is 1.5, not an integer"),
-        ({"a": 1}, "it holds a dict"),
+        ([5, 6, 5], "ids must differ; repeated: 5"),
+        ([], "it holds []; a list or a tensor of token ids is needed"),
+        ([1.5], "it holds [1.5]; a list or a tensor of token ids is needed"),
+        ({"a": 1}, "it holds {'a': 1}; a list or a tensor of token ids is needed"),
     ],
 )
 def test_a_bad_token_map(refused, ids, message, tmp_path):
