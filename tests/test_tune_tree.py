@@ -222,7 +222,10 @@ def test_a_search_of_several_batch_sizes(tune, similar, tmp_path):
         (["--speculative-algorithm", "NONE"], "NONE has no tree to tune"),
         (["--speculative-algorithm", "my_drafter:make"], "my_drafter:make: the tree of a custom drafter"),
         (["--batch-sizes", "8"], "--batch-sizes 8: mine has 4 conversations that fit; give more (--limit)"),
-        (["--speculative-algorithm", "STANDALONE"], "needs a draft model: --speculative-draft-model-path"),
+        (
+            ["--speculative-algorithm", "STANDALONE"],
+            "--speculative-draft-model-path is missing: STANDALONE needs a draft model",
+        ),
     ],
 )
 def test_a_wrong_command_measures_nothing(given, problem, tune, tmp_path, capsys):
