@@ -87,6 +87,11 @@ class Quantised:
         """The number of inputs that share a scale; all inputs without scales."""
         return self.depth if self.scale is None else self.depth // self.scale.shape[-1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, as of one array."""
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(self))
+
     def __getitem__(self, ids: Any) -> Quantised:
         """The leaf with these outputs of the first axis (an int array of any shape). `embed` gives their weights."""
         if self.rows == 1:
