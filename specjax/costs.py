@@ -49,7 +49,7 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
             drafted += drafter.depth * (level / device.bandwidth + LEVEL_KERNELS * KERNEL)
         return drafted / plain
     tokens, seconds = list(CPU_STEP), list(CPU_STEP.values())
-    plain, checked = np.interp([batch, batch * drafter.width], tokens, seconds)
+    plain, checked = np.interp([batch, batch * drafter.width], tokens, seconds).tolist()
     if not drafter.runs_model:
         return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
     (level, _), (forward, _) = (_reads(part, None, batch) for part in (params.draft, params.target))
