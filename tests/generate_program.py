@@ -12,11 +12,11 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 2)
 
-from specjax.cli import generate  # noqa: E402
+from specjax.cli import build, generate  # noqa: E402
 from specjax.engine import Engine  # noqa: E402
 
 ENGINES: list[Engine] = []
-make_engines = generate.make_engines
+make_engines = build.make_engines
 
 
 def remembered(*args, **config) -> list[Engine]:
@@ -31,7 +31,7 @@ def devices(engine: Engine) -> list[int]:
 
 
 if __name__ == "__main__":
-    generate.make_engines = remembered
+    build.make_engines = remembered
     for argv in map(json.loads, sys.argv[1:]):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = generate.main(argv)

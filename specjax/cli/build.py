@@ -55,9 +55,11 @@ def make_engine(
 def check_devices(chosen: Settings) -> None:
     """Raises ValueError, which names the flags, if JAX has too few devices for the replicas."""
     split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
+    if replicas == 1:
+        return  # asking for devices starts the backend, which several hosts must join first
     most = jax.local_device_count() // split
     advice = f"; at most {most} replicas fit" if most else ""
-    if replicas > 1 and (problem := missing_devices(split * replicas, advice)):
+    if problem := missing_devices(split * replicas, advice):
         tensor_parallel = f" with {place_of(chosen.engine, 'tensor_parallel_size')} {split}" if split > 1 else ""
         raise ValueError(f"{place_of(chosen.server, 'data_parallel_size')} {replicas}{tensor_parallel} {problem}")
 
