@@ -266,11 +266,7 @@ class EngineContender:
 
     def note(self) -> str:
         """Why some steps may not draft; may be empty."""
-
-        def as_written(reason: str) -> str:
-            return reason.replace("TreeShape.nodes", "nodes=N").replace("EngineConfig.adaptive", "adaptive=on")
-
-        return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0, as_written)["not_drafted"] or ""
+        return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0)["not_drafted"] or ""
 
     def phases(self) -> PhaseTimes:
         times = self.engine.programs.phase_times

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -61,12 +61,9 @@ def not_drafted(buckets: Buckets, key: Key, sequence: Sequence) -> str:
     return SLOWER
 
 
-def drafting_summary(
-    drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int, name_options: Callable[[str], str] = str
-) -> dict[str, Any]:
+def drafting_summary(drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int) -> dict[str, Any]:
     """`drafted_steps`, the steps of single requests that could draft, and `not_drafted`, the reason why others could
-    not; None: all could, or there is no drafter. `name_options` puts an interface's names of options into the reason.
-    """
+    not; None: all could, or there is no drafter."""
     reason = None
     if drafter.width > 1 and drafted_steps < verify_steps:
         reason = NOT_ASKED
@@ -74,7 +71,7 @@ def drafting_summary(
             reason = SLOWER
         elif buckets.most_drafting < buckets.batches[-1]:
             reason = _too_many(buckets)
-    return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}
+    return {"drafted_steps": drafted_steps, "not_drafted": reason}
 
 
 def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
