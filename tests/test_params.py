@@ -24,11 +24,12 @@ from specjax.models.params import (
     Table,
     Tensor,
     dimensions,
+    leaves_of,
     map_leaves,
-    parameter_bytes,
     placements,
     tensors_of,
 )
+from specjax.parallel.shares import held_bytes
 
 ROPE = RopeConfig()
 MODEL = ModelConfig("llama", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False, True, True, True)
@@ -96,7 +97,7 @@ def test_fused_tensors_stacked_experts_and_layers_that_differ():
     assert tensors["1.experts.2.up.weight"].shape == (24, 16)
     assert len(tensors) == 2 + 6 + 1
     numbers = 2 * 16 * 2 * 4 * 8 + 3 * 16 * 2 * 24
-    assert parameter_bytes(declared, sizes, "bfloat16") == 2 * numbers + 4 * 16 * 3
+    assert held_bytes(leaves_of(declared), sizes, "bfloat16") == 2 * numbers + 4 * 16 * 3
 
 
 def test_the_models_have_what_is_declared():
@@ -111,7 +112,7 @@ def test_the_models_have_what_is_declared():
             head_table(config), lambda leaf, sizes=sizes: leaf.shape(sizes)
         )
         bytes_ = sum(leaf.nbytes for leaf in params.values())
-        assert parameter_bytes(head_table(config), sizes, "float32") == bytes_
+        assert held_bytes(leaves_of(head_table(config)), sizes, "float32") == bytes_
 
 
 def test_what_a_declaration_says():

@@ -265,11 +265,6 @@ class Bits(NamedTuple):
     channel: int = 0  # bytes of the scales of each output
 
 
-def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, bits: Bits | None = None) -> int:
-    """Bytes of all leaves; those that one of several devices has: `specjax.parallel.shares.held_bytes`."""
-    return sum(leaf_bytes(leaf, sizes, dtype, bits) for leaf in leaves_of(table))
-
-
 def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -> int:
     shape, each = leaf.shape(sizes), np.dtype(leaf.dtype or dtype).itemsize
     if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes) and (bits.embed or leaf.name != "embed"):
