@@ -39,12 +39,12 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --d
 test: setup
 	$(PYTEST) -m "not (slow or process or optimized or real_model or gpu_compile)"
 	XLA_FLAGS= $(PYTEST) -m "(optimized or real_model) and not slow" \
-		$$(grep -lE 'mark\.(optimized|real_model)' tests/test_*.py)
+		$$(grep -lE 'mark\.(optimized|real_model)' tests/*/test_*.py)
 
 # Servers and training runs that are killed and go on, notebooks, several devices: whatever starts processes. About 3
 # minutes.
 test-processes: setup
-	$(PYTEST) -m "process and not slow" $$(grep -l 'mark\.process' tests/test_*.py)
+	$(PYTEST) -m "process and not slow" $$(grep -l 'mark\.process' tests/*/test_*.py)
 
 # Everything there is, with XLA's own settings: tests that repeat a case (marked `slow`), the other Python, the GPUs, the
 # generated requests. More than an hour.
@@ -56,7 +56,8 @@ test-all: setup
 # `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
 	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
-		tests/test_imports.py tests/test_triton_kernel.py tests/test_kernels.py tests/test_pallas_kernel.py
+		tests/core/test_imports.py tests/kernels/test_triton_kernel.py tests/kernels/test_kernels.py \
+		tests/kernels/test_pallas_kernel.py
 
 $(SMOKE_VENV)/.installed: pyproject.toml
 	@test -x $(SMOKE_VENV)/bin/python || $(SMOKE_PYTHON) -m venv $(SMOKE_VENV)
@@ -68,8 +69,8 @@ $(SMOKE_VENV)/.installed: pyproject.toml
 # folder of its own, where it cannot change what `make test` sees. One GPU and few layers; all three and 32 layers:
 # `make gpu-compile-all`. The suite's XLA_FLAGS would hold for the GPU's compiler, too: they are left empty.
 GPU_PYTEST = PYTHONPATH=$(GPU_COMPILER) XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 \
-	tests/test_gpu_compile.py tests/test_gpu_draft.py \
-	tests/test_gpu_quantised.py tests/test_gpu_mesh.py
+	tests/kernels/test_gpu_compile.py tests/kernels/test_gpu_draft.py \
+	tests/kernels/test_gpu_quantised.py tests/kernels/test_gpu_mesh.py
 
 gpu-compile: setup $(GPU_COMPILER)/.installed
 	$(GPU_PYTEST) -m "gpu_compile and not slow"
@@ -88,7 +89,7 @@ $(GPU_COMPILER)/.installed: pyproject.toml | setup
 # minute.
 gpu-compile-newest: $(NEWEST_GPU_COMPILER)/.installed
 	PYTHONPATH=$(NEWEST_GPU_COMPILER) XLA_FLAGS= $(SMOKE_VENV)/bin/python -m pytest -n 2 --durations=20 \
-		tests/test_gpu_compile.py -m newest_jax
+		tests/kernels/test_gpu_compile.py -m newest_jax
 
 $(NEWEST_GPU_COMPILER)/.installed: pyproject.toml | $(SMOKE_VENV)/.installed
 	rm -rf $(NEWEST_GPU_COMPILER)
@@ -111,7 +112,7 @@ $(SCHEMATHESIS)/.installed: Makefile
 # where `make .routers/sglang-router/.installed` has installed it.
 routers: setup $(ROUTERS)/sglang-router/.installed $(ROUTERS)/litellm/.installed
 	SPECJAX_ROUTERS=$(abspath $(ROUTERS)) SPECJAX_ROUTER_REQUESTS=500 $(BIN)/python -m pytest -n 0 \
-		tests/test_routers.py tests/test_litellm.py
+		tests/wings/test_routers.py tests/wings/test_litellm.py
 
 $(ROUTERS)/sglang-router/.installed: Makefile
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
@@ -123,7 +124,7 @@ $(ROUTERS)/litellm/.installed: Makefile
 	$(@D)/bin/python -m pip install --quiet 'litellm[proxy]==1.108.7'
 	@touch $@
 
-# The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/test_deploy.py checks what they
+# The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/wings/test_deploy.py checks what they
 # name. Overlays are put together where there is a kubectl.
 deploy-check: $(DEPLOY_LINT)/.installed
 	$(DEPLOY_LINT)/bin/hadolint deploy/Dockerfile
@@ -143,7 +144,7 @@ $(DEPLOY_LINT)/.installed: Makefile
 # imports, only the package is installed, without its dependencies (see tests/ray_types). Minutes.
 ray: $(RAY_VENV)/.installed
 	PYTHONPATH=.:kernels:tests/ray_types:$(RAY_VENV)/sglang JAX_PLATFORMS=cpu \
-		$(RAY_VENV)/bin/python -m pytest -n 0 -W default --durations=5 tests/test_ray.py
+		$(RAY_VENV)/bin/python -m pytest -n 0 -W default --durations=5 tests/wings/test_ray.py
 
 $(RAY_VENV)/.installed: pyproject.toml Makefile
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)

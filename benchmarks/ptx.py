@@ -1,7 +1,7 @@
 """Devices to cross-compile for (no GPU required), and counts of the Pallas kernel's instructions and registers.
 
 `kernels_of` compiles a spec to PTX and machine code: tensor-core and asynchronous-copy instructions in the PTX, and, by
-NVIDIA's assembler, registers and bytes spilled to local memory. `tests/test_gpu_compile.py` checks all specs.
+NVIDIA's assembler, registers and bytes spilled to local memory. `tests/kernels/test_gpu_compile.py` checks all specs.
 
 Needs the GPU compiler of the installed version of jax and NVIDIA's assembler (`make gpu-compile` installs them into a
 folder of their own), without a driver or CUDA:

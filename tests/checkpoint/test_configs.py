@@ -1,0 +1,422 @@
+"""The files of `configs/sglang`, one for each launch command of SGLang's documentation: they hold its numbers, and are
+served. A small random checkpoint of the same architecture and dialect stands for the weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import openai
+import pytest
+from engine_helpers import VOCABULARY, byte_ids, tokenizer
+from quantised_formats import FORMATS
+from safetensors.numpy import load_file, save_file
+from server_helpers import Running, running
+from specjax_kernels import Quantised
+from tiny_checkpoints import save_model, save_mtp
+from tiny_heads import save_head
+
+from specjax.checkpoint import model_config, mtp_config, resolve
+from specjax.cli import build, flags
+from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
+from specjax.hardware import dry_run
+from specjax.serve import command
+from specjax.settings import Parser, add_flags, parse
+
+FOLDER = Path(__file__).parents[2] / "configs" / "sglang"
+LLAMA_2, LLAMA_3, LLAMA_31 = (
+    "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"
+)  # fmt: skip
+MIMO, QWEN, SMALL_QWEN, DEEPSEEK = (
+    "XiaomiMiMo/MiMo-7B-RL", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "deepseek-ai/DeepSeek-V3-0324"
+)  # fmt: skip
+EAGLE_2, EAGLE_LLAMA_3 = "lmsys/sglang-EAGLE-llama2-chat-7B", "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B"
+EAGLE_3 = "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B"
+TOKEN_MAP = "thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"
+
+
+class Launch(NamedTuple):
+    """A launch command: the settings that are not a default of the server's, and what they make run."""
+
+    model: str
+    draft: DraftOptions
+    ran: str  # the algorithm
+    depth: int
+    width: int
+    others: dict[str, Any]  # dtype and the share of memory, where the command gives them
+
+
+def launch(model: str, draft: Any, *, ran: str = "", **others: Any) -> Launch:
+    if isinstance(draft, Ngram):
+        return Launch(model, draft, "NGRAM", 15, 16, others)
+    return Launch(model, draft, ran or draft.algorithm, draft.steps, draft.nodes, others)
+
+
+HALF = {"dtype": "float16"}
+LAUNCHES: dict[str, Launch] = {
+    "llama-2-7b-chat-eagle2": launch(LLAMA_2, Eagle(EAGLE_2, None, 3, 4, 16)),
+    "llama-2-7b-chat-eagle2-wide": launch(LLAMA_2, Eagle(EAGLE_2, None, 5, 8, 64), mem_fraction_static=0.6),
+    "llama-3-8b-instruct-fr-spec": launch(
+        LLAMA_3, Eagle(EAGLE_LLAMA_3, None, 5, 8, 64, token_map=TOKEN_MAP), mem_fraction_static=0.7, **HALF
+    ),
+    "llama-3.1-8b-instruct-eagle3": launch(
+        LLAMA_31, Eagle3(EAGLE_3, None, 5, 8, 32), mem_fraction_static=0.6, **HALF
+    ),
+    "llama-3.1-8b-instruct-eagle3-chain": launch(
+        LLAMA_31, Eagle3(EAGLE_3, None, 7, 1, 8), mem_fraction_static=0.6, **HALF
+    ),
+    "mimo-7b-rl-mtp": launch(MIMO, Eagle(None, None, 1, 1, 2), ran="MTP", mem_fraction_static=0.5),
+    "qwen2.5-7b-standalone": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 2, 7), mem_fraction_static=0.7),
+    "qwen2.5-7b-standalone-overlap": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 1, 5), mem_fraction_static=0.7),
+    "qwen2.5-7b-ngram": launch(QWEN, Ngram(nodes=16, max_match=12, max_breadth=10), mem_fraction_static=0.7),
+    "deepseek-v3-nextn": launch(DEEPSEEK, Mtp(None, None, 1, 1, 2)),
+}  # fmt: skip
+
+
+def read(name: str, *argv: Any) -> flags.Settings:
+    """As `specjax serve --config FILE ...` reads it."""
+    parser = Parser(prog="specjax serve")
+    add_flags(parser, flags.Settings())
+    dry_run.add_flags(parser)
+    return parse(parser, ["--config", str(FOLDER / f"{name}.toml"), *map(str, argv)], flags.Settings())[1]
+
+
+# The files.
+
+
+def test_every_file_is_in_the_table():
+    assert {file.name for file in FOLDER.iterdir()} == {f"{name}.toml" for name in LAUNCHES}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_numbers_are_those_of_the_command(name, caplog):
+    wanted, found = LAUNCHES[name], read(name)
+    assert build.draft_options(found) == wanted.draft
+    assert not caplog.records, "each key has an effect"
+    given = {
+        field.name: getattr(group, field.name)
+        for group in (found.model, found.engine, found.server)
+        for field in fields(group)
+        if getattr(group, field.name) != field.default
+    }
+    assert given == {"model": wanted.model} | wanted.others
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_key_has_a_comment(name):
+    lines = (FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    assert re.fullmatch(r"# .+", lines[0]), "what it is"
+    for i, line in enumerate(lines):
+        if line and not line.startswith(("# ", "[")):
+            assert re.fullmatch(r"[a-z-]+ = .+", line) and re.fullmatch(r"# .+\.", lines[i - 1]), line
+
+
+# Checkpoints.
+
+LETTERS = byte_ids(b"aeinorst")
+"""What the models mostly write, so that random drafts are right now and then; and the ids of token maps."""
+PADDED = VOCABULARY + 23
+SIZES: dict[str, Any] = {
+    "vocab_size": PADDED, "max_position_embeddings": 256, "initializer_range": 0.3, "bos_token_id": 0,
+    "eos_token_id": 2, "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+HEAD: dict[str, Any] = {
+    "hidden_size": 32,
+    "target_hidden_size": 32,
+    "target_vocab_size": PADDED,
+    "draft_vocab_size": len(LETTERS),
+}
+ROPE_31 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+NEXTN = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10, "head_dim": 8, "n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+@functools.cache
+def root() -> Path:
+    return Path(tempfile.mkdtemp(prefix="specjax-configs-"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidy():
+    yield
+    shutil.rmtree(root())
+
+
+def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: np.ascontiguousarray(tensor) for name, tensor in edit(tensors).items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def literate(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With larger logits of LETTERS."""
+    tied = "lm_head.weight" not in tensors
+    for name in tensors:
+        if name.endswith("embed_tokens.weight" if tied else ("lm_head.weight", "shared_head.head.weight")):
+            tensors[name][LETTERS] *= 4
+    return tensors
+
+
+def fp8(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With those matrices quantised that are in DeepSeek's files."""
+    rng, written = np.random.default_rng(0), {}
+    for name, tensor in tensors.items():
+        if re.search(r"(self_attn|mlp)\..*_proj\w*\.weight$", name):
+            parts = FORMATS["fp8 blocks"].write(tensor, rng).tensors
+            written |= {name.removesuffix("weight") + part: array for part, array in parts.items()}
+        else:
+            written[name] = tensor
+    return written
+
+
+@functools.cache
+def model(name: str) -> Path:
+    """The folder of a random model of the architecture that `name` has on the hub."""
+    folder = root() / name.replace("/", "-")
+    if name == DEEPSEEK:
+        save_mtp(folder, "DeepseekV3ForCausalLM", "deepseek", **SIZES | NEXTN)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = FORMATS["fp8 blocks"].config
+        (folder / "config.json").write_text(json.dumps(config))
+    elif name == MIMO:
+        save_mtp(folder, "MiMoForCausalLM", "mimo", num_nextn_predict_layers=1, **SIZES)
+    elif name == SMALL_QWEN:  # 151936 rows, where the large one has 152064
+        small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCABULARY + 7, "tie_word_embeddings": True}
+        save_model(folder, "Qwen2ForCausalLM", seed=1, **SIZES | small)
+    else:
+        architecture, changes = {
+            LLAMA_2: ("Llama", {"num_key_value_heads": 4}),
+            LLAMA_3: ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+            LLAMA_31: ("Llama", {"rope_parameters": ROPE_31, "num_hidden_layers": 7}),  # EAGLE-3 reads three of seven
+            QWEN: ("Qwen2", {}),
+        }[name]
+        save_model(folder, f"{architecture}ForCausalLM", **SIZES | changes)
+    change(folder, lambda tensors: fp8(literate(tensors)) if name == DEEPSEEK else literate(tensors))
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def draft_model(name: str) -> Path:
+    """As `model`, of what drafts."""
+    folder = root() / name.replace("/", "-")
+    if name == SMALL_QWEN:
+        return model(name)
+    if name == EAGLE_3:
+        own = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
+        save_head(folder, "eagle3", tensors=own, **HEAD)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+    else:
+        dialect, kv_heads = ("eagle", 4) if name == EAGLE_2 else ("eagle-nobias", 2)
+        named = {"architectures": ["LlamaForCausalLMEagle"]}
+        save_head(folder, "eagle", dialect=dialect, config=named, kv_heads=kv_heads, **HEAD)
+    return folder
+
+
+def token_map(ids: list[int]) -> Path:
+    import torch
+
+    file = root() / f"freq_{len(ids)}.pt"
+    torch.save(ids, file)
+    return file
+
+
+# Served.
+
+SMALL = ("--dtype", "float32", "--max-running-requests", 2, "--max-total-tokens", 512, "--chunked-prefill-size", 16)
+WANTED: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
+METERED = WANTED | {"extra_body": {"ignore_eos": True, "return_speculative_metrics": True}}
+SLOW = {"llama-2-7b-chat-eagle2-wide"}
+"""Another has its tree, another its models."""
+MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
+
+
+def with_checkpoints(name: str) -> flags.Settings:
+    """The file's settings; flags win, and name the checkpoints."""
+    file = read(name)
+    argv = ["--model", model(file.model.model), *SMALL, "--no-speculative-adaptive"]  # so that every step drafts
+    if path := file.speculative.speculative_draft_model_path:
+        argv += ["--speculative-draft-model-path", draft_model(path)]
+    if file.speculative.speculative_token_map:
+        argv += ["--speculative-token-map", token_map(LETTERS)]
+    return read(name, *argv)
+
+
+@contextmanager
+def served(settings: flags.Settings) -> Iterator[tuple[Running, openai.OpenAI]]:
+    name = settings.model.model
+    with (
+        running(command.load(settings), settings.server, model=name) as server,
+        openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield server, client
+
+
+class Answers(NamedTuple):
+    texts: list[Any]  # with the reason of the end and the usage
+    histogram: list[int]  # of accepted drafts, over those that were asked for it
+
+
+def ask(client: openai.OpenAI, name: str) -> Answers:
+    """A chat, a chat as a stream, and completions, greedy and seeded."""
+    client.chat.completions.create(model=name, messages=MESSAGES, **METERED)  # the next two find as much in the cache
+    chat = client.chat.completions.create(model=name, messages=MESSAGES, **METERED)
+    pieces, usage, reason = "", None, None
+    options: Any = {"include_usage": True}
+    for chunk in client.chat.completions.create(
+        model=name, messages=MESSAGES, stream=True, stream_options=options, **WANTED
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+    greedy = client.completions.create(model=name, prompt="an oar, an oat", **METERED)
+    seeded = client.completions.create(model=name, prompt="rain", seed=5, **METERED | {"temperature": 1})
+    said = chat.choices[0].message.content
+    assert (said, chat.choices[0].finish_reason, chat.usage) == (pieces, reason, usage), "the stream is the same text"
+    texts = [(said, reason, usage)]
+    texts += [(each.choices[0].text, each.choices[0].finish_reason, each.usage) for each in (greedy, seeded)]
+    metered: list[Any] = [chat, greedy, seeded]
+    metrics = [each.metadata["speculative"] for each in metered]
+    assert all(each["spec_verify_ct"] > 0 for each in metrics)
+    return Answers(texts, np.sum([each["spec_accept_histogram"] for each in metrics], axis=0).tolist())
+
+
+@functools.cache
+def plain(model: flags.ModelSettings, engine: flags.EngineSettings) -> Answers:
+    """Without drafts."""
+    none = flags.SpeculativeSettings(speculative_algorithm="NONE")
+    with served(flags.Settings(model, engine, none)) as (server, client):
+        assert server.engine.drafter.width == 1
+        return ask(client, model.model)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAUNCHES]
+)
+def test_the_answers_are_those_without_drafts(name):
+    wanted, settings = LAUNCHES[name], with_checkpoints(name)
+    with served(settings) as (server, client):
+        engine = server.engine
+        assert (engine.drafter.name, engine.drafter.depth, engine.drafter.width) == (
+            wanted.ran, wanted.depth, wanted.width
+        )  # fmt: skip
+        assert engine.target.config.dtype == "float32" and engine.config.overlap
+        assert engine.config.mem_fraction == wanted.others.get("mem_fraction_static", 0.85)
+        leaves = jax.tree.leaves(engine.params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+        assert any(isinstance(leaf, Quantised) for leaf in leaves) == (wanted.model == DEEPSEEK)
+        if getattr(wanted.draft, "path", None) == EAGLE_3 or getattr(wanted.draft, "token_map", None):
+            assert engine.params.draft["ids"].tolist() == LETTERS
+        found = ask(client, settings.model.model)
+        assert engine.counters.drafted_steps == engine.counters.verifications > 0
+    assert found.texts == plain(settings.model, replace(settings.engine, mem_fraction_static=0.85)).texts
+    assert len({text for text, *_ in found.texts}) == 3 and all(len(set(text)) > 3 for text, *_ in found.texts)
+    assert sum(found.histogram[1:]) > 0, "some drafts were accepted"
+
+
+# The sizes of the real models, without weights.
+
+
+def config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    """A published config.json; `sizes`: vocabulary, hidden, intermediate, layers, heads, key/value heads, positions."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings",
+    )  # fmt: skip
+    common = {"architectures": [architecture], "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    return common | dict(zip(names, sizes, strict=True)) | others
+
+
+ROPE_LLAMA_31 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+REAL: dict[str, dict[str, Any]] = {
+    LLAMA_2: config("LlamaForCausalLM", 32000, 4096, 11008, 32, 32, 32, 4096, torch_dtype="float16"),
+    EAGLE_2: config("LlamaForCausalLMEagle", 32000, 4096, 11008, 1, 32, 32, 4096, torch_dtype="float16"),
+    LLAMA_3: config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 8192, rope_theta=500000.0),
+    EAGLE_LLAMA_3: config("LlamaForCausalLMEagle", 128256, 4096, 14336, 1, 32, 8, 8192, bias=False),
+    LLAMA_31: config(
+        "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 131072, rope_theta=500000.0, rope_scaling=ROPE_LLAMA_31
+    ),
+    EAGLE_3: config("LlamaForCausalLMEagle3", 128256, 4096, 14336, 1, 32, 8, 2048, draft_vocab_size=32000),
+    MIMO: config(
+        "MiMoForCausalLM", 151680, 4096, 11008, 36, 32, 8, 32768, model_type="mimo", rope_theta=640000,
+        attention_bias=True, head_dim=128, num_nextn_predict_layers=1,
+    ),
+    QWEN: config("Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4, 32768, rope_theta=1000000.0),
+    SMALL_QWEN: config(
+        "Qwen2ForCausalLM", 151936, 1536, 8960, 28, 12, 2, 32768, rope_theta=1000000.0, tie_word_embeddings=True
+    ),
+    DEEPSEEK: config(
+        "DeepseekV3ForCausalLM", 129280, 7168, 18432, 61, 128, 128, 163840, model_type="deepseek_v3",
+        moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=256, routed_scaling_factor=2.5,
+        kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        topk_method="noaux_tc", n_group=8, topk_group=4, num_experts_per_tok=8, moe_layer_freq=1,
+        first_k_dense_replace=3, norm_topk_prob=True, scoring_func="sigmoid", num_nextn_predict_layers=1,
+        rope_theta=10000, rope_scaling=YARN,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+}  # fmt: skip
+PARAMETERS = {
+    LLAMA_2: 6_738_415_616, LLAMA_3: 8_030_261_248, LLAMA_31: 8_030_261_248, QWEN: 7_615_616_512,
+    DEEPSEEK: 671_026_419_200,
+}  # fmt: skip
+"""Of the published checkpoints, MTP layers aside. All have two bytes, but four if they are DeepSeek's router biases."""
+
+
+def described(name: str) -> Path:
+    """A folder with the config.json and nothing else."""
+    folder = root() / "real" / name.replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(REAL[name]))
+    return folder
+
+
+@pytest.mark.parametrize("name", [MIMO, DEEPSEEK])
+def test_mtp_layers_are_described_by_config_json_as_by_tensors(name):
+    files = resolve(str(model(name)), progress=False)
+    target = model_config(files.config)
+    found = mtp_config(files, target)
+    assert found is not None and found == mtp_config(replace(files, weights=()), target)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_dry_run_of_the_real_sizes(name, capsys, monkeypatch):
+    monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would take the place of pytest's
+    wanted, file = LAUNCHES[name], FOLDER / f"{name}.toml"
+    argv = ["--dry-run", "--json", "--assume-device", "H200", "--config", file, "--model", described(wanted.model)]
+    if path := getattr(wanted.draft, "path", None):
+        argv += ["--speculative-draft-model-path", described(path)]
+    if getattr(wanted.draft, "token_map", None):
+        argv += ["--speculative-token-map", token_map(list(range(32768)))]
+    status = command.main([str(each) for each in argv])
+    printed = capsys.readouterr()
+    assert status == (1 if wanted.model == DEEPSEEK else 0), printed  # of which no device holds the weights
+    document = json.loads(printed.out)
+    assert document["drafter"] == {"name": wanted.ran, "nodes": wanted.width, "levels": wanted.depth}
+    assert document["dtype"] == wanted.others.get("dtype", REAL[wanted.model]["torch_dtype"])
+    if count := PARAMETERS.get(wanted.model):
+        weights = document["memory"]["weights"]
+        # DeepSeek's matrices are fp8; its embedding, output matrix, router and what makes keys and values are not.
+        assert 1.0 < weights / count < 1.01 if wanted.model == DEEPSEEK else weights == 2 * count

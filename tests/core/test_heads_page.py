@@ -1,0 +1,93 @@
+"""docs/heads.md: an entry for every draft that ships or that a file names, and the tests that it names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from test_configs import LAUNCHES
+from tiny_heads import DIALECTS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "heads.md").read_text(encoding="utf-8")
+FIELDS = ("For", "Published", "Licence", "Dialect", "Named by", "Tested by")
+ENTRIES: dict[str, str] = dict(re.findall(r"^### ([^\n]+)\n\n(.*?)(?=^##|\Z)", PAGE, flags=re.M | re.S))
+
+
+def settings(file: Path) -> dict[str, object]:
+    """The keys of all tables of a TOML file."""
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {key: value for table in tables.values() for key, value in table.items()}
+
+
+def drafts(file: Path) -> set[str]:
+    """The drafts that a file of configs/ names; of those in configs/train/, what the file makes."""
+    found = settings(file)
+    if file.parent.name == "train":
+        return {re.sub(r"-\d$", "", Path(str(found["output"])).name)}
+    named = {str(found["speculative-draft-model-path"])} if "speculative-draft-model-path" in found else set()
+    if "speculative-token-map" in found:
+        named.add(str(found["speculative-token-map"]).rpartition("/")[0])
+    if not named and found.get("speculative-algorithm") in ("EAGLE", "MTP", "NEXTN"):  # layers of its own
+        named.add(str(found["model"]))
+    return named
+
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.relative_to(ROOT / "configs").as_posix())
+def test_drafts_of_a_config(file):
+    missing = drafts(file) - ENTRIES.keys()
+    assert not missing, f"docs/heads.md has no entry for {missing}"
+    for name in drafts(file):
+        path = file.relative_to(ROOT).as_posix()
+        assert path in ENTRIES[name] or "configs/train" in ENTRIES[name], f"the entry of {name} does not name {path}"
+
+
+def test_what_ships():
+    data = ROOT / "specjax" / "data"
+    shipped = {folder.name for folder in (data / "heads").iterdir() if folder.is_dir()}
+    shipped |= {file.stem for file in data.glob("*.npy")}
+    assert shipped <= ENTRIES.keys()
+    for name in shipped:
+        card = data / "heads" / name / "README.md"
+        if card.is_file():  # which says the same of the licence
+            (licence,) = re.findall(r'^license: "?([\w.-]+)', card.read_text(encoding="utf-8"), flags=re.M)
+            assert licence.lower() in ENTRIES[name].lower()
+
+
+def test_heads_of_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (
+        set(re.findall(r"--speculative-draft-model-path (\w[\w.-]+/(?!mine)[\w.-]+)(?=\s)", readme)) <= ENTRIES.keys()
+    )
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_fields(name):
+    assert tuple(re.findall(r"^- \*\*(.+?)\*\*: \S", ENTRIES[name], flags=re.M)) == FIELDS
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_named_tests_exist(name):
+    tested = ENTRIES[name].partition("**Tested by**")[2]
+    found = re.findall(r"`tests/(\w+)\.py(?:::(\w+)(?:\[(.+?)\])?)?`", tested)
+    assert found
+    for module, function, case in found:
+        tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text(encoding="utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert not function or function in functions
+        if case:
+            assert module == "test_configs" and name in drafts(ROOT / "configs" / "sglang" / f"{case}.toml")
+            assert case in LAUNCHES
+
+
+def test_dialects():
+    table = PAGE.partition("## Dialects")[2]
+    assert {
+        name for row in re.findall(r"^\| (`.+?) \|", table, flags=re.M) for name in re.findall(r"`(.+?)`", row)
+    } == set(DIALECTS)

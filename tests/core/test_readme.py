@@ -1,0 +1,45 @@
+"""The README's examples run as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from server_helpers import running
+
+from specjax import Engine, checkpoint
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+CURL = next(block for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL) if "curl" in block)
+
+ADDRESS = "http://127.0.0.1:30000"
+
+
+@pytest.mark.real_model
+def test_the_python_example_runs(capsys):
+    names: dict = {}
+    exec(compile(BLOCKS[0], "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert len(printed.split()) > 5
+    accept = float(re.search(r"# an accept length of ([\d.]+)", BLOCKS[0])[1])
+    assert names["done"].spec_accept_length == pytest.approx(accept, abs=0.02) and accept > 2
+
+
+@pytest.mark.real_model
+def test_the_curl_example_runs():
+    engine = Engine.from_pretrained(draft="NONE", progress=False)
+    with running(engine, model=checkpoint.BUILT_IN_MODEL) as server:
+        assert ADDRESS in CURL
+        done = subprocess.run(
+            CURL.replace(ADDRESS, server.base), shell=True, capture_output=True, check=True, timeout=60
+        )
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_there_is_an_example():
+    assert len(BLOCKS) == 1

@@ -1,0 +1,280 @@
+"""Drafters that live in this file only: the step and the engine take them as they are. And who may import whom."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from engine_helpers import VOCABULARY, check_idle, make_engine, outcome, shared_engine, toy
+from oracle import Sampling
+from toy_models import Runner, as_arrays, random_tree
+
+import specjax
+from specjax.drafters.base import Drafter
+from specjax.engine import SamplingParams
+from specjax.tree import chain
+
+DEPTH = 5
+LENGTH = 64
+PROMPT = [70, 71, 72, 9]
+
+
+def replay(text, *, offset: int = 0) -> Drafter:
+    """Proposes what `text` (prompt and continuation) has at the next positions, each token moved by `offset`."""
+
+    def init(params, rows, pool):
+        known = np.pad(np.asarray(text, np.int32), (0, LENGTH - len(text)))
+        return jnp.asarray((known + offset) % VOCABULARY)  # as state: all of these compile to one program
+
+    def propose(params, state, context):
+        at = context.prefix_length[:, None] + 1 + jnp.arange(DEPTH, dtype=jnp.int32)[None, :]
+        tokens = state[jnp.minimum(at, LENGTH - 1)]
+        length = jnp.where(context.active, DEPTH, 0)
+        return chain(context.root, tokens, length, jnp.zeros(tokens.shape, jnp.float32)), state
+
+    def observe(params, state, context, observation):
+        return state
+
+    return Drafter(f"REPLAY+{offset}", None, DEPTH + 1, DEPTH, init, propose, observe)
+
+
+def random_trees(text, width: int = 8, depth: int = 3) -> Drafter:
+    """Bushy trees of random shape; in each level one node of some has the right token, the others are wrong."""
+    trees = [random_tree(0, width, VOCABULARY, np.random.default_rng(seed), depth) for seed in range(16)]
+    listed = as_arrays([tree for tree in trees if len(tree.tokens) == width], width)
+    first = jnp.argmax(listed.depth[:, None, :] == listed.depth[:, :, None], axis=2) == jnp.arange(width)[None, :]
+    lucky = first & (jnp.arange(width) % 3 != 0)[None, :]
+
+    def init(params, rows, pool):
+        return jnp.asarray(np.pad(np.asarray(text, np.int32), (0, LENGTH - len(text))))
+
+    def propose(params, state, context):
+        which = context.prefix_length % lucky.shape[0]
+        tree = jax.tree.map(lambda leaf: leaf[which], listed)
+        right = state[jnp.minimum(context.prefix_length[:, None] + tree.depth, LENGTH - 1)]
+        # Wrong tokens differ from the right one and from one another, so siblings do too.
+        wrong = (right + 1 + jnp.arange(width, dtype=jnp.int32)[None, :]) % VOCABULARY
+        tokens = jnp.where(lucky[which], right, wrong)
+        return tree._replace(tokens=tokens.at[:, 0].set(context.root)), state
+
+    def observe(params, state, context, observation):
+        return state
+
+    return Drafter("RANDOM TREES", None, width, depth, init, propose, observe)
+
+
+def known_text(count: int, **sampling) -> list[int]:
+    return PROMPT + oracle.generate_plain(toy().logits, PROMPT, Sampling(max_tokens=count, **sampling)).tokens
+
+
+# Through the step alone.
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 5)])
+def test_a_perfect_drafter_in_the_step(temperature, seed):
+    request = Sampling(max_tokens=1 + 4 * (DEPTH + 1), temperature=temperature, seed=seed)
+    text = known_text(request.max_tokens + DEPTH, temperature=temperature, seed=seed)
+    runner = Runner(toy(), replay(text), rows=1, pages_a_row=16)
+    (found,) = runner.generate([(PROMPT, request)])
+    assert found.tokens == text[len(PROMPT) :][: request.max_tokens]
+    assert found.emitted == [DEPTH + 1] * 4
+
+
+# Through the engine.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_perfect_drafter_reaches_the_whole_depth(temperature):
+    sampling = {"temperature": temperature, "seed": 5}
+    text = known_text(60, **sampling)
+    engine = make_engine(toy(), replay(text), max_running_requests=1)
+    expected = shared_engine("NONE")
+    for steps in (1, 2, 7):
+        params = SamplingParams(max_new_tokens=1 + steps * (DEPTH + 1), **sampling)
+        done = engine.generate(PROMPT, params)
+        assert outcome(done) == outcome(expected.generate(PROMPT, params))
+        assert done.spec_accept_length == DEPTH + 1
+        assert done.spec_verify_ct == steps
+        assert done.spec_accept_histogram == [0] * DEPTH + [steps]
+    check_idle(engine)
+
+
+def test_a_wrong_drafter_costs_nothing_but_time():
+    text = known_text(60)
+    engine = make_engine(toy(), replay(text, offset=1), max_running_requests=1)
+    params = SamplingParams(max_new_tokens=30)
+    done = engine.generate(PROMPT, params)
+    assert outcome(done) == outcome(shared_engine("NONE").generate(PROMPT, params))
+    assert done.spec_accept_length == 1.0
+    assert done.spec_accept_histogram == [29] + [0] * DEPTH
+
+
+def test_random_trees_change_no_text():
+    engine = make_engine(toy(), random_trees(known_text(60)), max_running_requests=3)
+    prompts = [PROMPT, [5, 6], [40] * 17, PROMPT]
+    params = [
+        SamplingParams(max_new_tokens=50),
+        SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, frequency_penalty=0.4),
+        SamplingParams(max_new_tokens=20, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=33, stop=["e"]),
+    ]
+    found = engine.generate(prompts, params)
+    expected = shared_engine("NONE").generate(prompts, params)
+    assert [outcome(done) for done in found] == [outcome(done) for done in expected]
+    assert found[0].spec_accept_length > 1.3, "some of its guesses are right"
+    check_idle(engine)
+
+
+# The code's own rules.
+
+ROOT = Path(specjax.__file__).parent
+FILES = {path: path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))}
+OURS = Path(__file__).parents[2] / "kernels" / "specjax_kernels"
+
+ASKS = re.compile(
+    r"""algorithm\w*\s*(==|!=|\bin\b)|(==|!=)\s*["'](NGRAM|EAGLE\w*|MTP|NONE|STANDALONE)\b"""
+    r"""|isinstance\([^)]*[Dd]rafter|is_(eagle|ngram|mtp|none|standalone)\b|drafter\.name\s*(==|!=|\bin\b)"""
+)
+
+
+def test_the_pattern_finds_what_it_should():
+    for line in ('if algorithm == "X":', "isinstance(x, Drafter)", "if x.is_eagle():", 'name == "NGRAM"'):
+        assert ASKS.search(line), line
+    assert not ASKS.search("algorithm_name: str")
+
+
+def test_nothing_but_the_table_asks_which_algorithm_runs():
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for path, name in FILES.items()
+        if not name.startswith("drafters/")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if ASKS.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+KINDS = re.compile(r"""\bkind\s*(==|!=)(?!\s*\w+\.kind\b)|\bif\b.*\bkind in\b""")  # two kinds may be compared
+HEADS = re.compile(r"""["'](eagle3|mtp)["']""")
+DECLARED = {"models/head_spec.py", "config.py", "drafters/__init__.py"}  # specs, `MtpConfig`, names of modules
+
+
+def test_nothing_but_the_specification_asks_for_the_kind_of_a_head():
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for path, name in FILES.items()
+        if name not in DECLARED
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if HEADS.search(line)
+        or ((name.startswith(("models/", "drafters/", "train/", "checkpoint/", "load"))) and KINDS.search(line))
+    ]
+    assert not found, "\n".join(found)
+
+
+def imports(path: Path, package: str) -> set[str]:
+    """Full names of all that a file imports, lazily or not; `from a import b` gives both a and a.b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base]).rstrip(".")
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return names
+
+
+LAYERS = [  # a module may import those of its own row and of the rows below
+    {"__main__", "serve", "cli", "generate", "bench", "ray_data", "fleet", "hardware", "viz"},
+    {"engine"},
+    {"costs"},
+    {"load"},
+    {"step"},
+    {"trace"},
+    {"state"},
+    {"drafters", "verify", "tree", "sampling", "thresholds"},
+    {"models", "parallel"},
+    {"cache"},
+    {"settings"},
+    {"types", "config", "limits", "compiling", "progress", "devices", "gpu"},
+]
+
+
+def part(module: str) -> str | None:
+    """`specjax.engine.buckets` -> engine. None: not ours, or the package itself."""
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "specjax" and len(pieces) > 1 else None
+
+
+def our_imports() -> list[tuple[str, str]]:
+    found = []
+    for path, name in FILES.items():
+        package = ".".join(["specjax", *name.split("/")[:-1]])
+        source = name.split("/")[0].removesuffix(".py")
+        if source != "__init__":
+            found += [(source, target) for module in imports(path, package) if (target := part(module))]
+    assert ("engine", "step") in found and ("step", "models") in found, "the parser finds what is there"
+    return found
+
+
+def test_imports_go_one_way():
+    level = {name: row for row, names in enumerate(LAYERS) for name in names}
+    public = {"checkpoint", "train", "__init__", "__version__", "py"}
+    for source, target in our_imports():
+        if source in level and target in level:
+            assert level[target] >= level[source], f"{source} imports {target}"
+        else:
+            assert source in level or source in public, f"which layer is {source}?"
+
+
+def test_the_side_rules_of_imports():
+    for source, target in our_imports():
+        if source in ("types", "config", "limits", "settings"):
+            assert target == source or target == "limits", f"{source} imports {target}"
+        if source == "checkpoint":
+            assert target in ("checkpoint", "models", "parallel", "config", "types", "limits", "progress"), (
+                f"checkpoint imports {target}"
+            )
+        if target == "checkpoint":
+            sources = (
+                "checkpoint",
+                "compiling",
+                "load",
+                "engine",
+                "fleet",
+                "hardware",
+                "train",
+                "cli",
+                "serve",
+                "bench",
+                "viz",
+            )
+            assert source in sources, f"{source} imports it"
+        if target in ("serve", "train"):
+            assert source == target, f"{source} imports {target}"
+
+
+def test_kernels_know_nothing_of_specjax():
+    for path in OURS.rglob("*.py"):
+        names = imports(path, "specjax_kernels")
+        assert not any(name.split(".")[0] == "specjax" for name in names), path
+
+
+def test_no_torch_but_to_compare_with_and_no_web_framework_below_serve():
+    for path in [*FILES, *OURS.rglob("*.py")]:
+        top = {name.split(".")[0] for name in imports(path, "specjax")}
+        if FILES.get(path, "") != "bench/methods.py":  # which imports it when transformers is a method
+            assert not top & {"torch", "torchvision", "tensorflow"}, path
+        if not FILES.get(path, "").startswith("serve/"):
+            assert not top & {"fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "flask"}, path
+
+
+def test_kernels_is_no_package():
+    """transformers probes for a package of that name (docs/design.md)."""
+    assert not (OURS.parent / "__init__.py").exists()

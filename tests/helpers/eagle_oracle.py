@@ -1,0 +1,531 @@
+"""EAGLE and MTP once more, slowly: draft heads and EAGLE-2's tree, after docs/algorithms.md.
+
+Plain Python and numpy, one item, one head and one node at a time, no cache: every node of a tree is computed from the
+committed tokens anew. Nothing here imports jax or specjax.
+
+    python tests/helpers/eagle_oracle.py --write-golden    writes tests/golden/eagle_trees.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+
+NO_PARENT = -1
+NO_TOKEN = -1
+GOLDEN = Path(__file__).parents[1] / "golden" / "eagle_trees.json"
+
+Tensors = Mapping[str, np.ndarray]  # by the names of FORMATS.md, torch's layout [out, in]
+TokenPath = tuple[int, ...]  # tokens below the root, target ids
+LogProbsFn = Callable[[TokenPath], Sequence[float] | np.ndarray]  # of the token after root + path, over the draft's ids
+
+
+# The head.
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What the tensors do not say themselves."""
+
+    kind: str  # "eagle" (EAGLE-1 and EAGLE-2), "eagle3" or "mtp" (MiMo's)
+    num_heads: int
+    head_dim: int
+    eps: float = 1e-6
+    rope_theta: float = 10000.0  # the head's own, whatever the target uses
+    norm_before_residual: bool = False  # eagle3 only
+
+    @property
+    def layer(self) -> str:
+        return {"eagle": "layers.0", "eagle3": "midlayer", "mtp": "model.mtp_layers.0"}[self.kind]
+
+
+def linear(tensors: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+    """With a bias if there is one: presence of the key decides."""
+    result = tensors[f"{name}.weight"].astype(x.dtype) @ x
+    return result + tensors[f"{name}.bias"].astype(x.dtype) if f"{name}.bias" in tensors else result
+
+
+def rms(tensors: Tensors, name: str, x: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x) + x.dtype.type(eps)) * tensors[f"{name}.weight"].astype(x.dtype)
+
+
+def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """RoPE of one head's vector [E]: dimension i turns together with i + E/2."""
+    half = len(x) // 2
+    turned = x.copy()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        cos, sin = x.dtype.type(math.cos(angle)), x.dtype.type(math.sin(angle))
+        turned[i] = x[i] * cos - x[i + half] * sin
+        turned[i + half] = x[i + half] * cos + x[i] * sin
+    return turned
+
+
+def head_forward(
+    tensors: Tensors,
+    spec: HeadSpec,
+    embeddings: Sequence[np.ndarray] | np.ndarray,
+    features: Sequence[np.ndarray] | np.ndarray,
+    positions: Sequence[int],
+    visible: np.ndarray | Sequence[Collection[int]],
+    recurrent: Sequence[bool],
+    dtype: type = np.float32,
+) -> np.ndarray:
+    """All items at once: the vectors [n, M] that serve as logits' input and as the children's feature.
+
+    Args:
+        embeddings: [n, M], of each item's token.
+        features: one vector an item: the target's, or the parent's output where `recurrent`. For eagle3 these differ
+            in width, as only the target's go through `fc`: then a list.
+        visible: which items each item attends to, itself included: [n, n] of bool, or a set of indices for each.
+    """
+    at = f"{spec.layer}.self_attn"
+    size, num_heads = spec.head_dim, spec.num_heads
+    num_kv_heads = tensors[f"{at}.k_proj.weight"].shape[0] // size  # not the target's number
+    residuals, queries, keys, values = [], [], [], []
+    for embedding, feature, position, again in zip(embeddings, features, positions, recurrent, strict=True):
+        e, f = np.asarray(embedding, dtype), np.asarray(feature, dtype)
+        if spec.kind == "eagle":  # no norm before attention
+            x = residual = linear(tensors, "fc", np.concatenate([e, f]))
+        elif spec.kind == "mtp":  # the feature first; an item at position 0 has no embedding
+            e = rms(tensors, f"{spec.layer}.token_layernorm", e if position else np.zeros_like(e), spec.eps)
+            f = rms(tensors, f"{spec.layer}.hidden_layernorm", f, spec.eps)
+            residual = linear(tensors, f"{spec.layer}.input_proj", np.concatenate([f, e]))
+            x = rms(tensors, f"{spec.layer}.input_layernorm", residual, spec.eps)
+        else:
+            g = f if again else linear(tensors, "fc", f)
+            normed = rms(tensors, f"{spec.layer}.hidden_norm", g, spec.eps)
+            x = np.concatenate([rms(tensors, f"{spec.layer}.input_layernorm", e, spec.eps), normed])
+            residual = normed if spec.norm_before_residual else g
+        q, k, v = (
+            linear(tensors, f"{at}.{name}_proj", x).reshape(heads, size)
+            for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads))
+        )
+        residuals.append(residual)
+        queries.append([rotate(head, position, spec.rope_theta) for head in q])
+        keys.append([rotate(head, position, spec.rope_theta) for head in k])
+        values.append(v)
+
+    outs = []
+    for item, residual in enumerate(residuals):
+        row = visible[item]
+        seen = np.flatnonzero(row).tolist() if isinstance(visible, np.ndarray) else sorted(row)
+        heads = []
+        for head in range(num_heads):
+            kv = head // (num_heads // num_kv_heads)
+            scores = np.array([queries[item][head] @ keys[key][kv] for key in seen], dtype) / dtype(math.sqrt(size))
+            weights = np.exp(scores - scores.max())
+            weights = weights / weights.sum()
+            heads.append(sum(weight * values[key][kv] for weight, key in zip(weights, seen, strict=True)))
+        a = residual + linear(tensors, f"{at}.o_proj", np.concatenate(heads))
+        x = rms(tensors, f"{spec.layer}.post_attention_layernorm", a, spec.eps)
+        gate, up = (linear(tensors, f"{spec.layer}.mlp.{name}_proj", x) for name in ("gate", "up"))
+        out = a + linear(tensors, f"{spec.layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        outs.append(rms(tensors, f"{spec.layer}.final_layernorm", out, spec.eps) if spec.kind == "mtp" else out)
+    return np.stack(outs)
+
+
+def draft_logits(
+    tensors: Tensors,
+    spec: HeadSpec,
+    out: np.ndarray,
+    target_head: np.ndarray,
+    token_map: Sequence[int] | None = None,
+) -> np.ndarray:
+    """[W]: logits of one item over the draft's own ids. `target_head` is [V, M].
+
+    EAGLE has no norm after its layer, MTP's is part of it; with a token map (FR-Spec) both score only the map's rows of
+    the target's head.
+    """
+    if spec.kind != "eagle3":
+        rows = target_head if token_map is None else target_head[list(token_map)]
+        return rows.astype(out.dtype) @ out
+    rows = tensors.get("lm_head.weight", target_head)
+    return rows.astype(out.dtype) @ rms(tensors, "norm", out, spec.eps)
+
+
+def target_ids(tensors: Tensors, spec: HeadSpec, vocab_size: int, token_map: Sequence[int] | None = None) -> np.ndarray:
+    """[W]: the target's id of each of the draft's. EAGLE-3 heads bring their own map, as offsets."""
+    if spec.kind != "eagle3":
+        return np.arange(vocab_size) if token_map is None else np.asarray(token_map, int)
+    size = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab_size
+    return np.arange(size) + np.asarray(tensors.get("d2t", 0), int)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+# The tree.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    token: int  # the target's id
+    parent: int  # index into the pool; NO_PARENT: the root
+    depth: int  # 1 for a child of the root
+    score: float  # cumulative log-probability, as float32 has it
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """N nodes, parents before children; the invalid ones come last and hold the sentinels."""
+
+    tokens: list[int]
+    parents: list[int]
+    depth: list[int]
+    valid: list[bool]
+    scores: list[float]  # 0 for the root, -inf where invalid
+    positions: list[int]  # in the target: prefix_length + depth
+    ancestors: np.ndarray  # bool [N, N]: [i, j]: j is i or above it
+    pool: list[Candidate]  # without impossible ones
+    chosen: list[int]  # the pool's indices of nodes 1, 2, ...
+    beams: list[list[int]]  # the pool's indices of the nodes that were expanded, by level from 1, best first
+    gap: float
+    """How close a decision was: the smallest difference of scores, over every top-k, beam and rerank, between one
+    taken and one left. Exact ties are settled by index and do not count. Above the error of an implementation, that
+    implementation has the same set of paths."""
+    order_gap: float
+    """At most `gap`: also counts neighbours among those taken by a top-k or a beam, whose order is that of the pool.
+    Above the error of an implementation, that implementation has the same arrays."""
+
+    @property
+    def size(self) -> int:
+        """Valid nodes, the root included."""
+        return sum(self.valid)
+
+    def path(self, node: int) -> TokenPath:
+        """Tokens below the root down to `node`; empty for the root."""
+        return () if node == 0 else (*self.path(self.parents[node]), self.tokens[node])
+
+    def paths(self) -> set[TokenPath]:
+        """The tree without its node numbers."""
+        return {self.path(node) for node in range(1, self.size)}
+
+
+class _Gaps:
+    def __init__(self) -> None:
+        self.gap = self.order_gap = math.inf
+
+    def best(self, scores: Sequence[np.float32], count: int, ordered: bool) -> list[int]:
+        """Indices of the `count` highest, best first; ties to the lower index (`sorted` is stable)."""
+        ranked = sorted(range(len(scores)), key=lambda i: -scores[i])
+        taken, left = ranked[:count], ranked[count:]
+        across = [abs(float(scores[i]) - float(scores[j])) for i in taken for j in left]
+        among = [abs(float(scores[i]) - float(scores[j])) for i, j in pairwise(taken)] if ordered else []
+        self.gap = min([self.gap, *filter(None, across)])
+        self.order_gap = min([self.order_gap, *filter(None, across), *filter(None, among)])
+        return taken
+
+
+def grow_tree(
+    log_probs: LogProbsFn,
+    root: int,
+    steps: int,
+    topk: int,
+    width: int,
+    *,
+    prefix_length: int = 0,
+    target_ids: Sequence[int] | np.ndarray | None = None,
+) -> DraftTree:
+    """EAGLE-2's tree of `width` nodes, the root included, from log-probabilities alone.
+
+    Ties go to the lower draft id within a node's continuations, and to the lower pool index between candidates.
+    Continuations of probability 0, and those that a vocabulary smaller than `topk` lacks, are no candidates.
+
+    Args:
+        log_probs: path below the root -> log-probabilities [W] of the next token, in the draft's ids.
+        target_ids: [W], the target's id of each; None: the same.
+
+    Raises:
+        ValueError: more nodes than the pool can ever hold.
+    """
+    places = topk + (steps - 1) * topk * topk
+    if width - 1 > places:
+        raise ValueError(f"{width - 1} nodes below the root, but a pool of {places}")
+    gaps = _Gaps()
+    pool: list[Candidate] = []
+
+    def path_of(index: int) -> TokenPath:
+        return () if index == NO_PARENT else (*path_of(pool[index].parent), pool[index].token)
+
+    beams: list[list[int]] = []
+    beam = [NO_PARENT]
+    for level in range(1, steps + 1):
+        first = len(pool)
+        for parent in beam:
+            score = np.float32(0) if parent == NO_PARENT else np.float32(pool[parent].score)
+            following = np.asarray(log_probs(path_of(parent)), np.float32)
+            possible = [i for i in range(len(following)) if following[i] > -np.inf]
+            for i in gaps.best([following[i] for i in possible], topk, ordered=True):
+                draft_id = possible[i]
+                token = draft_id if target_ids is None else int(target_ids[draft_id])
+                pool.append(Candidate(token, parent, level, float(score + following[draft_id])))
+        if level < steps:
+            new = list(range(first, len(pool)))
+            beam = [new[i] for i in gaps.best([np.float32(pool[j].score) for j in new], topk, ordered=True)]
+            beams.append(beam)
+    chosen = sorted(gaps.best([np.float32(candidate.score) for candidate in pool], width - 1, ordered=False))
+
+    node_of = {NO_PARENT: 0} | {index: node for node, index in enumerate(chosen, 1)}
+    missing = width - 1 - len(chosen)
+    parents = [NO_PARENT, *(node_of[pool[i].parent] for i in chosen), *[NO_PARENT] * missing]
+    depth = [0, *(pool[i].depth for i in chosen), *[0] * missing]
+    ancestors = np.zeros((width, width), bool)
+    for node in range(width):
+        above = node
+        while above != NO_PARENT:
+            ancestors[node, above] = True
+            above = parents[above]
+    return DraftTree(
+        tokens=[root, *(pool[i].token for i in chosen), *[NO_TOKEN] * missing],
+        parents=parents,
+        depth=depth,
+        valid=[True] * (width - missing) + [False] * missing,
+        scores=[0.0, *(pool[i].score for i in chosen), *[-math.inf] * missing],
+        positions=[prefix_length + d for d in depth],
+        ancestors=ancestors,
+        pool=pool,
+        chosen=chosen,
+        beams=beams,
+        gap=gaps.gap,
+        order_gap=gaps.order_gap,
+    )
+
+
+def draft_tree(
+    tensors: Tensors,
+    spec: HeadSpec,
+    tokens: Sequence[int],
+    root: int,
+    features: np.ndarray,
+    *,
+    embedding: np.ndarray,
+    head: np.ndarray,
+    steps: int,
+    topk: int,
+    width: int,
+    token_map: Sequence[int] | None = None,
+    dtype: type = np.float32,
+) -> DraftTree:
+    """What the head proposes after `tokens` (committed, x_0..x_{n-1}) and `root` (x_n).
+
+    Slot t is (features[t], embedding of x_{t+1}) at RoPE position t; the last slot predicts the root's children. A node
+    of level l is (its parent's output, embedding of its token) at position n + l - 1, and attends to the n slots, its
+    ancestors and itself. The parent of a level-1 node is the last slot.
+
+    Args:
+        features: [n, F], the target's: after its final norm; for EAGLE-3 the auxiliary layers side by side.
+        embedding, head: [V, M]; the target's, as far as the draft has none of its own.
+    """
+    n = len(tokens)
+    shifted = [*tokens[1:], root]
+    ids = target_ids(tensors, spec, len(embedding), token_map)
+    known: dict[TokenPath, np.ndarray] = {}
+
+    def output(path: TokenPath) -> np.ndarray:
+        """Of the item that reads the path's last token; of the last slot for the empty path."""
+        if path not in known:
+            above = [output(path[:i]) for i in range(len(path))]
+            size = n + len(path)
+            known[path] = head_forward(
+                tensors,
+                spec,
+                embedding[[*shifted, *path]],
+                [*features, *above],
+                list(range(size)),
+                [set(range(item + 1)) for item in range(size)],  # along one path, the tree is a causal sequence
+                [False] * n + [True] * len(path),
+                dtype,
+            )[-1]
+        return known[path]
+
+    return grow_tree(
+        lambda path: log_softmax(draft_logits(tensors, spec, output(path), head, token_map)),
+        root,
+        steps,
+        topk,
+        width,
+        prefix_length=n,
+        target_ids=ids,
+    )
+
+
+def expected_accepted(tree: DraftTree, target_probs: Callable[[TokenPath], Sequence[float] | np.ndarray]) -> float:
+    """E[accepted drafts]: the sum over the nodes below the root of the product of p along the node's path.
+
+    Args:
+        target_probs: path below the root -> the target's probabilities [V] of the next token.
+    """
+    total = 0.0
+    for node in range(1, tree.size):
+        path = tree.path(node)
+        total += math.prod(float(target_probs(path[:i])[path[i]]) for i in range(len(path)))
+    return total
+
+
+def llama_features(
+    params: Mapping, config, tokens: Sequence[int], aux_layers: Sequence[int] | None = None
+) -> np.ndarray:
+    """[n, F], float32: the outputs of layers `aux_layers` (0-based) side by side, or for None the final norm's output.
+
+    `params` and `config` are the target's, as in `oracle.llama_states`.
+    """
+    states = oracle.llama_states(params, config, tokens)
+    return (states[-1] if aux_layers is None else np.concatenate([states[i + 1] for i in aux_layers], axis=-1)).astype(
+        np.float32
+    )
+
+
+# Golden trees. The draft is a table: log-probabilities given the last token, so that a tree can be checked by eye.
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    why: str
+    steps: int
+    topk: int
+    width: int
+    root: int
+    log_probs: np.ndarray  # float32 [V, W]: row = the last token's target id, column = the next one's draft id
+    prefix_length: int = 0
+    target_ids: tuple[int, ...] | None = None  # [W]
+
+    def grow(self) -> DraftTree:
+        return grow_tree(
+            lambda path: self.log_probs[path[-1] if path else self.root],
+            self.root,
+            self.steps,
+            self.topk,
+            self.width,
+            prefix_length=self.prefix_length,
+            target_ids=self.target_ids,
+        )
+
+
+def _rounded(log_probs: np.ndarray) -> np.ndarray:
+    return np.round(np.asarray(log_probs, np.float64), 6).astype(np.float32)
+
+
+def _random_table(seed: int, rows: int, columns: int | None = None, decimals: int = 2) -> np.ndarray:
+    logits = np.round(np.random.default_rng(seed).normal(size=(rows, columns or rows)) * 1.5, decimals)
+    return _rounded([log_softmax(row) for row in logits])
+
+
+def _probabilities(*rows: Sequence[float]) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return _rounded(np.log(np.array(rows)))
+
+
+def golden_cases() -> list[Case]:
+    worked = _probabilities([0.5, 0.3, 0.2, 0], [0.1, 0.1, 0.1, 0.7], [0.25, 0.25, 0.25, 0.25], [0.6, 0.4, 0, 0])
+    certain = _probabilities([0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0])
+    forked = _probabilities([0, 0.5, 0.5, 0], [0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0])
+    return [
+        Case("worked", "the tree drawn in test_eagle_oracle.py", 2, 2, 6, 0, worked, 7),
+        Case("chain", "top-k 1: one child a node", 4, 1, 5, 2, _random_table(208, 6), 3),
+        Case("short chain", "a chain cut by the number of draft tokens", 4, 1, 3, 2, _random_table(208, 6), 3),
+        Case("one step", "no expansion at all", 1, 4, 4, 1, _random_table(18, 6), 1),
+        Case("root only", "no draft tokens", 2, 2, 1, 3, _random_table(18, 6), 4),
+        Case("even odds", "all equal: lower ids, lower pool indices", 2, 2, 5, 0, np.full_like(worked, worked[2, 0])),
+        Case("certain", "p = 1 on one path: as deep as the steps, the rest invalid", 4, 2, 8, 0, certain, 2),
+        Case("certain children", "p = 1 ties a child with its parent: the parent first", 3, 2, 4, 0, forked, 5),
+        Case(
+            "few tokens", "a vocabulary of 3 and top-k 5: 12 candidates, 7 invalid", 2, 5, 20, 1, _random_table(77, 3)
+        ),
+        Case("whole pool", "every candidate is a node: 2 + 3 * 4", 4, 2, 15, 4, _random_table(52, 7), 9),
+        Case("3 2 6", "a small tree", 3, 2, 6, 5, _random_table(9, 8), 12),
+        Case("5 4 8", "SGLang's choice for Llama", 5, 4, 8, 0, _random_table(226, 9), 40),
+        Case("5 8 32", "a large tree", 5, 8, 32, 3, _random_table(2, 12), 100),
+        Case("mapped", "a draft vocabulary of its own order", 3, 3, 9, 6, _random_table(61, 8, 5), 6, (6, 0, 3, 7, 1)),
+        Case(
+            "mapped ties",
+            "to the lower draft id: token 3 is draft id 0",
+            2,
+            2,
+            4,
+            2,
+            np.full_like(worked, worked[2, 0]),
+            1,
+            (3, 1, 0, 2),
+        ),
+    ]
+
+
+def tree_record(tree: DraftTree) -> dict[str, Any]:
+    def finite(value: float) -> float | None:
+        return round(value, 6) if math.isfinite(value) else None
+
+    return {
+        "tokens": tree.tokens,
+        "parents": tree.parents,
+        "depth": tree.depth,
+        "valid": tree.valid,
+        "scores": [finite(score) for score in tree.scores],
+        "positions": tree.positions,
+        "gap": finite(tree.gap),
+        "order_gap": finite(tree.order_gap),
+    }
+
+
+def case_record(case: Case) -> dict[str, Any]:
+    table = [[round(float(x), 6) if x > -np.inf else None for x in row] for row in case.log_probs]
+    return {
+        "name": case.name,
+        "why": case.why,
+        "steps": case.steps,
+        "topk": case.topk,
+        "width": case.width,
+        "prefix_length": case.prefix_length,
+        "root": case.root,
+        "target_ids": None if case.target_ids is None else list(case.target_ids),
+        "log_probs": table,
+        "tree": tree_record(case.grow()),
+    }
+
+
+def golden_text() -> str:
+    about = (
+        "EAGLE-2 trees from tables, written by tests/helpers/eagle_oracle.py. "
+        "log_probs[last token's target id][draft id]; null: impossible. scores: null where invalid. gap, order_gap: how near another tree was; null: no other."
+    )
+    text = json.dumps({"about": about, "cases": [case_record(case) for case in golden_cases()]}, indent=1)
+    flat = re.sub(
+        r"\[[^\[\]{}]*\]", lambda match: " ".join(match.group().split()), text
+    )  # one row of numbers, one line
+    return flat.replace("[ ", "[").replace(" ]", "]") + "\n"
+
+
+def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
+    """The cases with their expected trees, impossible log-probabilities and invalid nodes' scores being -inf."""
+    found = []
+    for record in json.loads(path.read_text())["cases"]:
+        expected = record.pop("tree")
+        expected["scores"] = [-math.inf if score is None else score for score in expected["scores"]]
+        for key in ("gap", "order_gap"):
+            expected[key] = math.inf if expected[key] is None else expected[key]
+        table = [[-math.inf if x is None else x for x in row] for row in record.pop("log_probs")]
+        ids = record.pop("target_ids")
+        ids = None if ids is None else tuple(ids)
+        found.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write-golden"]:
+        sys.exit(__doc__)
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(golden_text())
+    print(f"{len(golden_cases())} trees in {GOLDEN}")

@@ -1,0 +1,224 @@
+"""Engines over several CPU devices, for tests/core/test_mesh.py.
+
+A separate process: the device count must be set before JAX starts. Prints one line of JSON a case.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if not jax.distributed.is_initialized():  # else hosts_program.py has asked
+    jax.config.update("jax_num_cpu_devices", 4)
+
+from engine_helpers import NGRAM, tokenizer
+from specjax_kernels import CAUSAL
+
+from specjax.cache import PoolShape, init_cache
+from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
+from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter
+from specjax.drafters.mtp import mtp_drafter
+from specjax.drafters.standalone import standalone_drafter
+from specjax.drafters.table import options_of
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.engine.grammar import Grammar
+from specjax.engine.placing import place_params
+from specjax.fleet.hosts import Group
+from specjax.models import init_params, make_target
+from specjax.models.draft_head import init_head_params, with_token_map
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
+from specjax.models.params import map_leaves
+from specjax.parallel.sharding import empty_state, everywhere, local_bytes, make_mesh, under
+
+VOCABULARY = 268
+CONFIG = ModelConfig(
+    family="llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=8,
+    num_kv_heads=4, head_dim=8, norm_epsilon=1e-5, max_positions=256, tied_embeddings=False,
+    rope=RopeConfig(theta=100.0), attention_bias=True,
+)  # fmt: skip
+HEAD = HeadConfig(
+    kind="eagle", hidden_size=32, feature_size=32, intermediate_size=48, num_heads=4, num_kv_heads=4, head_dim=8,
+    norm_epsilon=1e-5, vocab_size=VOCABULARY, fc_bias=True, rope=RopeConfig(theta=100.0),
+)  # fmt: skip
+HEAD3 = HeadConfig(
+    kind="eagle3", hidden_size=32, feature_size=64, intermediate_size=48, num_heads=4, num_kv_heads=4, head_dim=8,
+    norm_epsilon=1e-5, vocab_size=12, aux_layers=(0, 1), own_embedding=True, own_head=True, mapped=True,
+    rope=RopeConfig(theta=100.0),
+)  # fmt: skip
+FEW = np.arange(70, 82, dtype=np.int32)
+"""Tokens to which requests are biased, so that heads that propose nothing else are right now and then."""
+TREE, CHAIN = TreeShape(2, 3, 6), TreeShape(2, 1, 3)
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+COLLECTIVE = re.compile(rf" = \(?(\w+)\[([\d,]*)\].* ({'|'.join(KINDS)})(?:-start)?\(")
+
+
+def drawn(weights: Any, seed: int) -> dict[str, Any]:
+    """Parameters wide enough for logits that differ."""
+    rng = np.random.default_rng(seed)
+
+    def one(path: Any, leaf: Any) -> Any:
+        if path[-1].key == "ids":
+            return jnp.asarray(FEW)
+        center = 1.0 if path[-1].key.endswith("norm") else 0.0
+        return jnp.asarray(rng.normal(center, 0.3, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, dict(weights))
+
+
+target = make_target(CONFIG)
+weights = drawn(init_params(CONFIG, jax.random.key(0)), 0)
+
+
+def head(config: HeadConfig) -> dict[str, Any]:
+    return drawn(init_head_params(config, target, jax.random.key(1)), 1)
+
+
+def none() -> tuple[Any, ...]:
+    return make_drafter("NONE"), None, None
+
+
+def ngram() -> tuple[Any, ...]:
+    return make_drafter(NGRAM), None, None
+
+
+def eagle() -> tuple[Any, ...]:
+    return eagle_drafter(target, HEAD, CHAIN), head(HEAD), HEAD
+
+
+def eagle3() -> tuple[Any, ...]:
+    return eagle_drafter(target, HEAD3, TREE), head(HEAD3), HEAD3
+
+
+def token_map() -> tuple[Any, ...]:
+    config, params = with_token_map(HEAD, head(HEAD), target, weights, FEW)
+    return eagle_drafter(target, config, TREE), params, config
+
+
+def standalone() -> tuple[Any, ...]:
+    rng = np.random.default_rng(2)
+    noisy = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.02, leaf.shape).astype(np.float32), weights)
+    return standalone_drafter(target, target, TREE), StandaloneParams(noisy), target
+
+
+def mtp() -> tuple[Any, ...]:
+    config = MtpConfig("mimo", replace(CONFIG, num_layers=1), CONFIG.num_layers, 2, VOCABULARY)
+    sizes = mtp_sizes(config)
+    shapes = map_leaves(mtp_table(config), lambda leaf: jnp.zeros(leaf.shape(sizes)))
+    return mtp_drafter(target, config, CHAIN), drawn(shapes, 3), config
+
+
+CASES = {f.__name__: f for f in (none, ngram, eagle, eagle3, token_map, standalone, mtp)}
+
+PROMPTS = [list(range(60, 72)), [60, 61, 62, 63, 9, 8], [*range(60, 72), 7], [100, 101]]
+BIAS = {str(token): 40.0 for token in FEW}
+SAMPLING = [
+    SamplingParams(max_new_tokens=16, ignore_eos=True, logit_bias=BIAS),
+    SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=0.8, seed=3, top_p=0.9),
+    SamplingParams(max_new_tokens=12, ignore_eos=True, frequency_penalty=0.3),
+    SamplingParams(max_new_tokens=12, grammar=Grammar("regex", "[a-c]{4}[0-9]+x")),
+]
+
+
+def settings(count: int) -> EngineConfig:
+    return EngineConfig(
+        max_running_requests=1, page_size=4, max_total_tokens=512, context_length=64, chunked_prefill_size=16,
+        tensor_parallel=count,
+    )  # fmt: skip
+
+
+def collectives(program: Any) -> list[tuple[str, ...]]:
+    """Dtype, shape and kind of each that a compiled program has, branches included."""
+    return [match.groups() for line in program.as_text().splitlines() if (match := COLLECTIVE.search(line))]
+
+
+def run(engine: Engine) -> dict[str, Any]:
+    """The texts of all requests, what the program of a step is like, and where the engine's arrays lie."""
+    done = [engine.generate(prompt, one) for prompt, one in zip(PROMPTS, SAMPLING, strict=True)]
+    engine.check_integrity()
+    state = engine.device.state
+    kept = jax.tree.leaves((state.decode.cache, state.decode.draft))
+    pools = [leaf for leaf in kept if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
+    (program,) = [program for key, program in engine.programs._programs.items() if key.kind == "step"]
+    return {
+        "algorithm": engine.drafter.name,
+        "texts": [one.output_ids for one in done],
+        "accepted": engine.counters.accepted,
+        "cached": engine.counters.cached_tokens,
+        "collectives": collectives(program),
+        "aliased": program.memory_analysis().alias_size_in_bytes,
+        "state": local_bytes(state),
+        "pool shares": sorted({leaf.addressable_shards[0].data.nbytes / leaf.nbytes for leaf in pools}),
+        "weights": local_bytes(engine.params.target),
+    }
+
+
+def in_memory(case: str, count: int, group: Group | None = None) -> Engine:
+    drafter, draft, description = CASES[case]()
+    params = Params(weights, draft)
+    more: dict[str, Any] = {"draft_model": description, "group": group}
+    return Engine(target, params, tokenizer(), drafter, config=settings(count), **more)
+
+
+def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Engine:
+    draft = options_of(algorithm, **({"path": path} if path else {}))
+    config = settings(count)
+    return Engine.from_pretrained(folder, draft=draft, config=config, compilation_cache=False, progress=False)
+
+
+def forward(family: str, count: int, width: int) -> dict[str, Any]:
+    """How far the logits of a forward of `width` tokens are from those of one device, and what the program sends."""
+    experts = Experts(8, 2, 24, (1,))
+    latent = Latent(rank=16, query_rank=24, nope_dim=12, rope_dim=8, value_dim=10)
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"experts": experts},
+        "deepseek_v3": {
+            "experts": replace(experts, scoring="sigmoid", shared_width=24),
+            "latent": latent,
+            "query_scale": 0.2,
+        },
+        "gemma2": {"windows": (4, None), "attention_softcap": 2.0, "logit_softcap": 8.0},
+    }
+    config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
+    model, mesh = make_target(config), make_mesh(count)
+    given = drawn(init_params(config, jax.random.key(0)), 0)
+    assert mesh is not None
+    return compared(model, mesh, given, width)[0]
+
+
+def compared(model: Any, mesh: Any, given: Any, width: int) -> tuple[dict[str, Any], Any]:
+    """Logits of `width` tokens on the mesh beside those of one device, and the weights on the mesh."""
+    tokens = np.arange(width, dtype=np.int32)[None] * 7 % model.config.vocab_size
+
+    def logits(given: Any, cache: Any, tokens: Any) -> Any:
+        positions = jnp.arange(width, dtype=jnp.int32)[None]
+        past = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+        output = model.forward(given, model.embed(given, tokens), positions, CAUSAL, cache, *past, features=None)
+        return model.unembed(given, output.hidden)
+
+    expected = jax.jit(logits)(given, init_cache(model.pages, PoolShape(1, 4)), tokens)
+    placed = place_params(mesh, Params(given), model, None).target
+    cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4)))
+    with under(mesh):
+        program = jax.jit(logits).lower(placed, cache, tokens).compile()
+    found = program(placed, cache, jax.device_put(tokens, everywhere(mesh)))
+    return {
+        "difference": float(np.max(np.abs(np.asarray(found) - np.asarray(expected)))),
+        "largest": float(np.max(np.abs(expected))),
+        "collectives": collectives(program),
+    }, placed
+
+
+if __name__ == "__main__":
+    for argument in map(json.loads, sys.argv[1:]):  # arguments of `in_memory`, `forward` or `from_files`
+        if len(argument) == 3:
+            print(json.dumps(forward(*argument)), flush=True)
+            continue
+        engine = in_memory(*argument) if len(argument) == 2 else from_files(*argument)
+        print(json.dumps(run(engine)), flush=True)

@@ -1,0 +1,141 @@
+"""Quantised weights over several CPU devices, for tests/core/test_mesh_quantised.py.
+
+A separate process. Prints one line of JSON an argument.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mesh_program import CONFIG, collectives, compared, drawn, run, settings
+from specjax_kernels import Quantised, embed, linear, quantise
+from specjax_kernels.quantised import shared, split_axes
+from test_quantised import leaf_of, read_by_numpy
+
+from specjax.config import Experts, Latent, ModelConfig
+from specjax.drafters import Params
+from specjax.drafters.table import options_of
+from specjax.engine import Engine
+from specjax.engine.placing import place_params
+from specjax.models import init_params, make_target, table
+from specjax.models.params import input_letters, is_product, output_major
+from specjax.parallel.sharding import everywhere, local_bytes, make_mesh, under
+
+SPLITS = {"outputs": -4, "last outputs": -2, "inputs": -1}
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def product(name: str, count: int, split: str, rows: int) -> dict[str, Any]:
+    """How far the product is from one in float64, relative to the largest number, and what the program sends."""
+    leaf, mesh = leaf_of(name, (4, 2, 12), 512), make_mesh(count)
+    assert mesh is not None
+    found = shared(leaf, SPLITS[split], count)
+    if found is None:
+        return {"split": False}
+    x = np.random.default_rng(1).normal(size=(1, rows, leaf.depth)).astype(np.float32)
+    expected = np.einsum("bnm,kqem->bnkqe", x.astype(np.float64), read_by_numpy(leaf))
+    with under(mesh):
+        placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(found), found)
+        program = jax.jit(linear).lower(jax.device_put(x, everywhere(mesh)), placed).compile()
+    result = np.asarray(program(jax.device_put(x, everywhere(mesh)), placed))
+    return {
+        "split": True,
+        "error": float(np.abs(result - expected).max() / np.abs(expected).max()),
+        "collectives": [kind for *_, kind in collectives(program)],
+        "share": local_bytes(placed) / found.nbytes,
+    }
+
+
+def _on(mesh: Any, axis: int) -> Any:
+    from specjax_kernels.mesh import on_axis
+
+    return jax.sharding.NamedSharding(mesh, on_axis(axis))
+
+
+def rows_of_a_table(name: str, count: int) -> dict[str, Any]:
+    """How far rows of an embedding are from those of one device, and what the program sends."""
+    leaf, mesh = leaf_of(name, (32,), 64), make_mesh(count)
+    assert mesh is not None
+    ids = np.asarray([[0, 31, 7, 8, 15, 16]], np.int32)
+    found = shared(leaf, -2, count)
+    assert found is not None
+    with under(mesh):
+        placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(found), found)
+        program = jax.jit(embed).lower(placed, jax.device_put(ids, everywhere(mesh))).compile()
+    result = program(placed, jax.device_put(ids, everywhere(mesh)))
+    return {
+        "error": float(np.abs(np.asarray(result) - np.asarray(embed(leaf, jnp.asarray(ids)))).max()),
+        "collectives": [kind for *_, kind in collectives(program)],
+    }
+
+
+def in_few_bits(weights: dict[str, Any], config: ModelConfig, kind: str) -> dict[str, Any]:
+    """All matrices of a model quantised, as loading would store them."""
+    found = {name: dict(part) if isinstance(part, dict) else part for name, part in weights.items()}
+    for scope in table(config):
+        place = found[scope.name] if scope.name else found
+        for leaf in filter(is_product, scope.leaves):
+            inputs, outputs = input_letters(leaf), output_major(leaf).dims[:-1]
+            axes = [leaf.dims.index(letter) for letter in (*outputs, *inputs)]
+            value = np.asarray(place[leaf.name]).transpose(axes)
+            place[leaf.name] = quantise(value.reshape(*value.shape[: len(outputs)], -1), kind)
+    return found
+
+
+def forward(family: str, count: int, kind: str, width: int) -> dict[str, Any]:
+    """How far the logits of a forward are from those of one device with the same weights, and what it sends."""
+    experts = Experts(8, 2, 64, (1,))
+    latent = Latent(rank=32, query_rank=32, nope_dim=8, rope_dim=8, value_dim=16)
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"experts": experts},
+        "deepseek_v3": {
+            "experts": replace(experts, scoring="sigmoid", shared_width=64), "latent": latent, "query_scale": 0.2
+        },
+    }  # fmt: skip
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 8, "head_dim": 8}
+    config = replace(CONFIG, family=family, attention_bias=False, **shape, **changes.get(family, {}))
+    model, mesh = make_target(config), make_mesh(count)
+    assert mesh is not None
+    given = in_few_bits(drawn(init_params(config, jax.random.key(0)), 0), config, kind)
+    found, placed = compared(model, mesh, given, width)
+    again = place_params(mesh, Params(placed), model, None).target
+    assert jax.tree.structure(again) == jax.tree.structure(placed)
+    leaves = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return found | {
+        "collectives": [kind for *_, kind in found["collectives"]],
+        "quantised": sum(isinstance(leaf, Quantised) for leaf in leaves),
+        "weights": local_bytes(placed),
+    }
+
+
+def engine(folder: str, count: int, quantization: str, algorithm: str, draft: dict[str, Any]) -> dict[str, Any]:
+    made = Engine.from_pretrained(
+        folder, draft=options_of(algorithm, **draft), config=settings(count), quantization=quantization,
+        compilation_cache=False, progress=False,
+    )  # fmt: skip
+    drafts = jax.tree.leaves(made.params.draft, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return run(made) | {"quantised draft": sum(isinstance(leaf, Quantised) for leaf in drafts)}
+
+
+if __name__ == "__main__":
+    handler = Warnings()
+    logging.getLogger("specjax").addHandler(handler)
+    for name, *arguments in map(json.loads, sys.argv[1:]):
+        functions: dict[str, Any] = {f.__name__: f for f in (product, rows_of_a_table, forward, engine)}
+        handler.texts.clear()
+        print(json.dumps(functions[name](*arguments) | {"warnings": handler.texts}), flush=True)

@@ -1,0 +1,106 @@
+"""A tiny target on disk, tiny data, and training runs over them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from engine_helpers import END, VOCABULARY, tokenizer
+from specjax_kernels.cpu import object_code
+from tiny_checkpoints import save_llama
+from toy_models import Toy
+
+from specjax import checkpoint
+from specjax.checkpoint import ModelFiles
+from specjax.train.head import TargetSource
+
+SMALL: dict[str, Any] = {
+    "steps": 6, "batch-size": 2, "row-length": 64, "rounds": 2, "held-back": 4, "warmup-steps": 2,
+    "learning-rate": 0.01, "checkpoint-every": 2, "log-every": 3, "measure-prompts": 0, "compute-dtype": "float32",
+}  # fmt: skip
+"""Options of a run that takes a second after compiling."""
+
+MAIN = "import sys; from specjax.train.__main__ import main; sys.exit(main())"
+
+
+def save_model(folder: Path, **changes: Any) -> Path:
+    """Four layers; its tokenizer's end token ends its texts."""
+    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=4, head_dim=8, eos_token_id=END, **changes)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_data(file: Path, lines: int = 24, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    words = ["the", "hello", "12", "cat", "end"]
+    rows = [
+        {"prompt": " ".join(rng.choice(words, 6)), "response": " ".join(rng.choice(words, 8))} for _ in range(lines)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str]:
+    """SMALL with changes; underscores stand for dashes, None leaves a flag out, a tuple gives several values."""
+    flags = {"model": model, "data": data, "output": output} | SMALL
+    flags |= {name.replace("_", "-"): value for name, value in changes.items()}
+    found = []
+    for name, value in flags.items():
+        if value is not None:
+            found += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return found
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Of subprocesses: this checkout, and the suite's caches of programs and of CPU kernels."""
+    root = Path(__file__).parents[2]
+    found = dict(os.environ) | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
+    }
+    if object_code._folder is not None:
+        found.setdefault("SPECJAX_CACHE", str(object_code._folder.parent))
+    return found | {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def with_kernels(cache: Path) -> Path:
+    """Put the suite's CPU kernels into a new cache folder: each takes seconds to compile."""
+    (cache / "kernels").mkdir(parents=True)
+    for file in object_code._folder.glob("*") if object_code._folder else ():
+        if not file.name.startswith("new-"):  # which another process is writing
+            shutil.copy(file, cache / "kernels")
+    return cache
+
+
+def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess.Popen:
+    """`specjax train` in a process of its own; `program` may prepare it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *command], env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
+def target_source(toy: Toy, tokenizer: Any) -> TargetSource:
+    """The toy as a target to train heads for."""
+    c = toy.target.config
+    described = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "head_dim": c.head_dim,
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "rms_norm_eps": c.norm_epsilon,
+        "max_position_embeddings": c.max_positions, "rope_theta": c.rope.theta,
+        "tie_word_embeddings": c.tied_embeddings,
+    }  # fmt: skip
+    files = ModelFiles("toy", Path("/nowhere"), described, ())
+    return TargetSource(files, tokenizer, checkpoint.model_config(described, dtype="float32"), (END,))

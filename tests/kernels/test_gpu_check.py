@@ -1,0 +1,153 @@
+"""`benchmarks/gpu_check.py`, the plan for machines with a GPU, in its tiny form on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from train_helpers import with_kernels
+
+from specjax import compiling
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
+ABSENT = ("fastapi", "uvicorn", "pydantic", "openai", "gguf", "tokenizers", "beartype")
+"""Packages that a borrowed machine with a GPU may lack."""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "JAX_PLATFORMS": "cpu"}
+    variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the time is compilation
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=os.environ | variables | environment
+    )
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    yield importlib.import_module("gpu_check")
+    for name in ("gpu_check", "model_shapes", "records", "timing"):
+        sys.modules.pop(name, None)
+
+
+def report_of(gpu_check, folder: Path, *, tiny: bool = False):
+    output = folder / "section.json"
+    arguments = argparse.Namespace(tiny=tiny, model=None, reference=None, output=output, seconds=600)
+    return gpu_check.Report("section", arguments)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["a", "b", "c"])
+def test_a_part_in_its_tiny_form(gpu_check, tmp_path, part):
+    done = run(
+        str(SCRIPT), "--part", part, "--tiny", "--minutes", "30", "--save", str(tmp_path / "results"),
+        SPECJAX_CACHE=str(with_kernels(tmp_path / "cache")), TMPDIR=str(tmp_path),
+    )  # fmt: skip
+    print(done.stdout, done.stderr[-4000:])
+    assert done.returncode == 0
+    (file,) = (tmp_path / "results").iterdir()
+    assert file.name.startswith(f"gpu-check-{part}-cpu-")
+    document = json.loads(file.read_text())
+    assert document["right"] and document["commit"] and document["versions"]["jax"]
+    assert f"--part {part}" in document["command"] and "--section" not in document["command"]
+    sections = document["sections"]
+    assert [*sections] == [*gpu_check.PARTS[part]]
+    for name, report in sections.items():
+        assert report["done"] and report["rows"] and not report["errors"] + report["skipped"], name
+    rows = {name: report["rows"] for name, report in sections.items()}
+    if part == "a":
+        assert {row["algorithm"] for row in rows["draws"]} == {"NONE", "NGRAM", "EAGLE3"}
+        assert all(row["different"] == [] for row in rows["draws"]), "both are this CPU"
+        assert [row["tree"] for row in rows["qwen"]] == [None, [7, 1, 8]]
+        assert all(row["milliseconds"] > 0 and row["kernels"] > 0 for row in rows["llama"] + rows["qwen"])
+    if part == "b":
+        assert all(row["different"] == [] for row in rows["tokens"]), "both are this CPU"
+        cold, warm = ({row["kind"]: row for row in rows[name]} for name in ("cold", "warm"))
+        assert cold["ready"]["seconds"] > warm["ready"]["seconds"], "programs come from the cache"
+        assert cold["streams during compilation"]["p99_ms"] > 0 and cold["memory"]["estimated_bytes"] > 0
+        assert [row["start"] for row in rows["server"]] == ["cold", "warm"]
+    if part == "c":
+        assert {row["name"].split()[1] for row in rows["kernels"]} == {"bfloat16", "float32", "float16"}
+        assert {row["name"].split()[2] for row in rows["kernels"]} == {"pallas"}
+        assert {row["batch"] for row in rows["batch"]} == {2}
+        assert len(rows["options"]) == 4
+
+
+def test_xla_accepts_every_option(gpu_check):
+    """In each version of jax one of the modes of graph updates exists."""
+    options = dict(pair for change in gpu_check.OPTIONS.values() for pair in change.items())
+    modes = [change[gpu_check.UPDATE_MODE] for change in gpu_check.OPTIONS.values() if gpu_check.UPDATE_MODE in change]
+    assert any(compiling.accepts(gpu_check.UPDATE_MODE, mode) for mode in modes)
+    for change, values in gpu_check.OPTIONS.items():
+        for name, value in values.items():
+            assert name == gpu_check.UPDATE_MODE or compiling.accepts(name, value), change
+    assert len(options) >= 6
+
+
+def test_a_section_in_its_tiny_form(gpu_check, tmp_path):
+    report = report_of(gpu_check, tmp_path, tiny=True)
+    gpu_check.SECTIONS["products"](report)
+    assert {row["shape"] for row in report.rows} == {"qkv", "o", "gate-up", "down", "output"}
+    assert all(row["microseconds"] > 0 for row in report.rows) and not report.errors + report.skipped
+
+
+def test_parts_fit_into_ten_minutes(gpu_check):
+    for sections in gpu_check.PARTS.values():
+        assert sum(sections.values()) == 9 and set(sections) <= set(gpu_check.SECTIONS)
+
+
+def test_without_a_gpu_it_says_what_it_needs(tmp_path):
+    done = run(str(SCRIPT), "--part", "a", "--save", str(tmp_path), TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "needs an NVIDIA GPU" in done.stderr and "--tiny" in done.stderr
+    assert not [*tmp_path.glob("gpu-check-*.json")]
+
+
+def test_errors_and_skipped_entries_of_a_report(gpu_check, tmp_path):
+    report = report_of(gpu_check, tmp_path)
+    report.add("step", milliseconds=1.0)
+    with report.attempt("a step"):
+        raise ValueError("too slow")
+    assert report.in_time("a check", 5, required=True)
+    report._start -= 700
+    assert not report.in_time("a measurement") and not report.in_time("another check", required=True)
+    written = json.loads(report.file.read_text())
+    assert written["rows"] == [{"kind": "step", "milliseconds": 1.0}]
+    assert written["errors"][0].startswith("a step: ValueError: too slow (test_gpu_check.py:")
+    assert written["errors"][1:] == ["another check: not checked, no time left"]
+    assert written["skipped"] == ["a measurement: no time left"] and not written["done"]
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(60, "ended with status 3"), (-7, "exceeded its time and was killed")])
+def test_a_process_that_ends_early_is_an_error(gpu_check, monkeypatch, tmp_path, seconds, reason):
+    program = tmp_path / "program.py"
+    sleep = "" if seconds > 0 else "import time; time.sleep(60)\n"
+    program.write_text(
+        "import json, pathlib, sys\n"
+        "report = dict(rows=[1], errors=[], skipped=[], done=False, machine={})\n"
+        "pathlib.Path(sys.argv[-1]).write_text(json.dumps(report))\n" + sleep + "sys.exit(3)\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(program))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    report = gpu_check.run_process("kernels", seconds, tmp_path / "kernels.json", tiny=True)
+    assert report["errors"] == [f"kernels: the process {reason}"]
+
+
+@pytest.mark.process
+def test_it_needs_no_web_framework_no_gguf_and_no_tokenizers():
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({ABSENT!r})
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu_check, specjax.engine, specjax.checkpoint
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,274 @@
+"""What the GPU compiler makes of the kernel and of whole steps, for GPUs that are not there.
+
+A step of its own (`make gpu-compile`), for its 600 MB of compiler: without that, everything here is skipped. Nothing is
+run and nothing is timed. What is marked `slow` repeats a case for another GPU or with more layers
+(`make gpu-compile-all`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from specjax_kernels.specs import SPECS, named, tagged
+
+from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING
+from specjax.tree import DraftTree
+from specjax.verify import Verdict, find_verdict
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+GPUS = ("h200", "b200", "h100_sxm", "a100_sxm_80")
+PAGE_SIZE, PAGES, FEW, MORE, ALL = 64, 4096, 4, 6, 32
+
+MODULES = ("gpu_compile", "gpu_mesh", "model_shapes", "ptx", "records", "thunks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks():
+    """The benchmarks' modules, as their scripts see them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import ptx
+
+        if problem := ptx.missing():
+            pytest.skip(problem)
+        if os.environ.get("XLA_FLAGS"):
+            pytest.skip("XLA_FLAGS of the suite hold for the GPU compiler too; `make gpu-compile` leaves them empty")
+        # What is compiled for a GPU that is not there can be written to the cache and not read back.
+        cached = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)
+        yield
+        jax.config.update("jax_enable_compilation_cache", cached)
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+pytestmark = pytest.mark.gpu_compile
+slow, newest = pytest.mark.slow, pytest.mark.newest_jax
+
+
+@functools.cache
+def gpu(name: str):
+    from ptx import Gpu
+
+    return Gpu.named(name)
+
+
+# The kernel
+
+FEW_SPECS = [named(name) for name in ("llama8b-decode-1000", "llama8b-tree-32", "llama8b-prefill-1024", "heads-256")]
+QUICK = {*FEW_SPECS, *tagged("bench")}
+KERNELS = [pytest.param("h200", spec, marks=() if spec in QUICK else slow) for spec in SPECS]
+KERNELS += [pytest.param("a100_sxm_80", spec, marks=slow) for spec in tagged("bench")]
+KERNELS += [pytest.param("h100_sxm", spec, marks=slow) for spec in FEW_SPECS]
+KERNELS += [pytest.param("b200", spec, marks=() if spec in FEW_SPECS else slow) for spec in SPECS]
+
+
+@pytest.mark.parametrize(("device", "spec"), KERNELS, ids=lambda x: getattr(x, "name", x))
+def test_kernels_use_what_the_gpu_has(device: str, spec) -> None:
+    """Tensor cores for half precision, tiles fetched ahead of their use, and no value spilled to memory."""
+    from ptx import assembler, kernels_of
+    from specjax_kernels.launch import launch_for
+
+    ptxas = assembler()
+    assert ptxas is not None, "make gpu-compile installs the assembler beside the compiler"
+    kernels = kernels_of(spec, gpu(device), ptxas)
+    launch = launch_for(
+        spec.dtype, max(spec.E, spec.v_width), spec.N * spec.H // spec.K, spec.B * spec.K, spec.T * spec.S
+    )
+    assert set(kernels) - {"tree_attention"} == ({"tree_attention_combine"} if launch.splits > 1 else set())
+    attend = kernels["tree_attention"]
+    assert (attend["mma"] + attend["wgmma"] + attend["tcgen05"] > 0) == (spec.dtype != "float32")
+    assert (attend["async_copies"] > 0) == (launch.stages > 1)
+    own = {"h200": "wgmma", "h100_sxm": "wgmma", "b200": "tcgen05"}.get(device)
+    if own and launch.rows == 64:
+        assert attend[own] > 0, "a tile of 64 rows takes the generation's own instruction"
+    for name, counts in kernels.items():
+        assert counts["spilled_bytes"] == counts["stack_bytes"] == 0, name
+        assert not counts["local_memory"], name
+        assert counts["registers"] <= 255
+
+
+# Whole steps of Llama-3.1-8B's shape
+
+TREES = {
+    "plain": ("NONE", (2, 1, 3)),
+    "short chain": ("EAGLE3", (3, 1, 4)),
+    "chain": ("EAGLE3", (7, 1, 8)),
+    "float chain": ("EAGLE3", (7, 1, 8)),
+    "short tree": ("EAGLE3", (3, 8, 32)),
+    "tree": ("EAGLE3", (5, 8, 32)),
+}
+"""Name: algorithm, and its (steps, top-k, draft tokens). A short one has every kind of level, in half the time to
+compile."""
+
+FORWARD, COMMIT = 12, 2
+"""Kernels of a further target layer: norm, qkv, rotation, attention, combine, output, add, norm, gate and up, their
+product, down, add; and a scatter each for the keys and the values. The naive layer had 23."""
+
+SAMPLING = 40
+"""Kernels of a step's draws with top-k, top-p, min-p, penalties and biases, for any tree."""
+
+
+@functools.cache
+def step(
+    device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas", left_out: str | None = None
+) -> dict:
+    """Compiled as `make_steps` does it on a GPU, without the option `left_out`."""
+    from gpu_compile import compiled
+
+    options = {name: value for name, value in NVIDIA_OPTIONS.items() if name != left_out}
+    return compiled(programs_of(device, shape, batch, layers, backend)["step"], options)
+
+
+def programs_of(
+    device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas", **options: Any
+) -> Any:
+    from gpu_compile import Shapes, programs
+
+    from specjax import PoolShape
+
+    algorithm, tree = TREES[shape]
+    pool, kind = PoolShape(PAGES, PAGE_SIZE), "none" if shape.startswith("float") else None
+    shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, pool, backend, kind)
+    return programs(shapes, gpu(device).place, algorithm=algorithm, **options)
+
+
+def greedily(tree: DraftTree, logits: Any, *_: Any, depth: int, allowed: None) -> Verdict:
+    """A verifier without a branch for sampling, which takes most of the time to compile."""
+    del allowed
+    return find_verdict(tree, jnp.argmax(logits, axis=-1).astype(jnp.int32), depth)
+
+
+def verification(shape: str, batch: int, layers: int) -> dict:
+    """The forward over given trees and the commit, compiled for an H200."""
+    from gpu_compile import compiled
+
+    program = programs_of("h200", shape, batch, layers, verify=greedily)["verify"]
+    return compiled(program, dict(NVIDIA_OPTIONS))
+
+
+def check(record: dict) -> None:
+    assert record["one_graph"], record["outside_graphs"]
+    assert record["host_decides"] == []
+    assert record["all_state_aliased"]
+    # Rows that sample: one branch, a fixed number of kernels, at all nodes of a tree at once.
+    assert "kWhile" not in record["kinds"]
+    branches = {decision["place"].split()[-1]: decision for decision in record["device_decides"]}
+    assert set(branches) == {"verify_tree", "path_logprobs"} and len(record["device_decides"]) == 2
+    assert all(decision["within"] == 0 for decision in branches.values())
+    assert branches["verify_tree"]["kernels"] <= SAMPLING
+    one_layers_pages = PAGES * PAGE_SIZE * 8 * 128 * 2  # its keys alone
+    assert record["temp_bytes"] < one_layers_pages
+    assert record["target_pool_bytes"] >= 2 * FEW * one_layers_pages
+
+
+STEPS = [pytest.param("plain", 1, FEW, marks=newest), ("plain", 8, FEW),
+         pytest.param("short chain", 1, FEW, marks=newest), ("short tree", 1, FEW)]  # fmt: skip
+MORE_STEPS = [(shape, batch, ALL) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "layers"), [*STEPS, *(pytest.param(*case, marks=slow) for case in MORE_STEPS)]
+)
+def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, batch: int, layers: int) -> None:
+    record = step("h200", shape, batch, layers)
+    check(record)
+    print(f"{shape}, batch {batch}: {record['kernels_every_call']} kernels, {record['copies_every_call']} copies, "
+          f"{record['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+
+
+LAYERS = {("plain", 1): newest, ("chain", 8): ()}
+MORE_LAYERS = [(shape, batch) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch"), [pytest.param(*case, marks=LAYERS.get(case, slow)) for case in MORE_LAYERS]
+)
+def test_kernels_of_a_further_layer(shape: str, batch: int) -> None:
+    more, few = (verification(shape, batch, layers) for layers in (MORE, FEW))
+    assert more["one_graph"] and more["all_state_aliased"]
+    found = (more["kernels_every_call"] - few["kernels_every_call"]) / (MORE - FEW)
+    print(f"{shape}, batch {batch}: {found} kernels a layer")
+    assert round(found) <= FORWARD + COMMIT
+
+
+def weight_bytes(record: dict, layers: int = ALL) -> int:
+    """What a step of so many layers reads of weights, of which `record` has `FEW`. An embedding is read by rows."""
+    read = {name: size for name, size in record["weights_read"].items() if "__embed__" not in name}
+    each = [sum(size for name, size in read.items() if f"layers_{i}__" in name) for i in range(FEW)]
+    assert len(set(each)) == 1 and each[0] > 0
+    return sum(read.values()) + (layers - FEW) * each[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "least", "most"),
+    [
+        ("short chain", 1.07, 1.09),
+        pytest.param("chain", 1.17, 1.19, marks=slow),
+        pytest.param("float chain", 1.35, 1.37, marks=slow),
+    ],
+)
+def test_bytes_of_a_chain_beside_those_of_a_plain_step(shape: str, least: float, most: float) -> None:
+    """At batch 1, of the 32 layers of Llama-3.1-8B: draft weights in int8, the default, against bfloat16. No matrix
+    is dequantised to memory, where the smallest would take 33.6 MB."""
+    chain, plain = step("h200", shape, 1, FEW), step("h200", "plain", 1, FEW)
+    assert weight_bytes(plain) == pytest.approx(15.01e9, rel=1e-3)
+    print(f"{shape}: {weight_bytes(chain) / weight_bytes(plain):.4f} of a plain step's {weight_bytes(plain)} bytes")
+    assert least < weight_bytes(chain) / weight_bytes(plain) < most
+    assert chain["temp_bytes"] < 2 * 4096 * 4096
+
+
+def test_the_default_is_the_same_program(monkeypatch) -> None:
+    """What suits the device is chosen where it is compiled for; nothing of the choice is left in the program."""
+    monkeypatch.setattr(sys.modules["specjax_kernels.attention"], "default_implementation", lambda: "pallas")
+    named, default = (step("h200", "plain", 1, FEW, backend) for backend in ("pallas", None))
+    check(default)
+    for key in ("kernels", "kernels_every_call", "kinds", "temp_bytes"):
+        assert default[key] == named[key], key
+
+
+def test_concurrent_nodes_cost_little_memory() -> None:
+    """What runs side by side cannot share a buffer: that is of the size of activations, not of weights or pages."""
+    concurrent, serial = step("h200", "plain", 1, FEW), step("h200", "plain", 1, FEW, left_out=SCHEDULING)
+    print(f"temporaries {serial['temp_bytes'] / 1e6:.2f} -> {concurrent['temp_bytes'] / 1e6:.2f} MB")
+    assert concurrent["options"].keys() - serial["options"].keys() == {SCHEDULING}
+    assert concurrent["one_graph"] and serial["one_graph"]
+    assert concurrent["kernels_every_call"] == serial["kernels_every_call"]
+    assert concurrent["temp_bytes"] - serial["temp_bytes"] < 2**23
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "batch"),
+    [("b200", "plain", 1),
+     *(pytest.param(device, *case, marks=slow) for device in GPUS[1:] for case in (("plain", 8), ("tree", 1)))],
+)  # fmt: skip
+def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
+    check(step(device, shape, batch, FEW))
+
+
+def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
+    from ptx import described_device
+
+    from specjax.verify import LOGPROB_IDS, Verdict, path_logprobs
+
+    vocab, (rows, levels, nodes) = 128256, (2, 3, 4)
+    shape = jax.ShapeDtypeStruct
+    integers = [shape((rows, *size), "int32") for size in ((levels,), (), (levels,), (nodes,))]
+    ids = shape((rows, LOGPROB_IDS), "int32")
+    given = shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool"), ids
+    arguments = gpu("h200").place(given)
+
+    def found(logits, verdict, wanted, ids):
+        return path_logprobs(logits, verdict.path, verdict, wanted, ids)
+
+    with described_device(arguments):
+        lowered = jax.jit(found).trace(*arguments).lower()
+    text = lowered.compile().as_text()
+    assert " sort(" not in text and text.count("__gpu$TopK") == 2

@@ -1,0 +1,462 @@
+"""Several processes that share a model write what one writes, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from engine_helpers import tokenizer
+from family_helpers import save_family
+from mesh_helpers import environment, run
+from server_helpers import SECONDS, wait_until
+from tiny_checkpoints import save_llama
+
+from specjax.checkpoint.weights import read_folder
+from specjax.cli import build, flags
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.fleet.agreement import file_facts
+from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
+from specjax.settings import Parser, add_flags, parse
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "hosts_program.py"
+ALGORITHMS = {
+    "none": "NONE", "ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "standalone": "STANDALONE", "mtp": "MTP"
+}  # fmt: skip
+MOST = 900.0  # seconds for all that a pair computes: only what hangs takes so long, however busy the machine is
+ENDS = 60.0
+"""Seconds in which a process must have ended after another; on an idle machine it takes less than one."""
+
+
+def free_address() -> str:
+    """Of which the next port is free as well."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return f"127.0.0.1:{port}"
+
+
+class Together:
+    """Processes of one group, rank 0 first."""
+
+    def __init__(self, folder: Path, count: int, command: Callable[[int, str], list[str]]) -> None:
+        folder.mkdir()
+        self.folder, address = folder, free_address()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(count):
+            with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
+                arguments = [sys.executable, *command(rank, address)]
+                self.processes.append(subprocess.Popen(arguments, stdout=out, stderr=err, env=environment()))
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"err{rank}").read_text(errors="replace")
+
+    def lines(self) -> list[Any]:
+        """JSON that the leader has printed; other libraries print, too."""
+        found = (self.folder / "out0").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in found if line.startswith("{") and line.endswith("\n")]
+
+    def running(self) -> None:
+        for rank, process in enumerate(self.processes):
+            assert process.poll() is None, self.log(rank)
+
+    def wait_for(self, true: Callable[[], Any]) -> None:
+        def done() -> Any:
+            found = true()
+            if not found:
+                self.running()
+            return found
+
+        wait_until(done, MOST)
+
+    def kill(self, rank: int) -> dict[int, str]:
+        """The logs of the others, by rank, after one was killed and they have ended with a status that is not 0."""
+        self.running()
+        self.processes[rank].kill()
+        others = {other: process for other, process in enumerate(self.processes) if other != rank}
+        for other, process in others.items():
+            assert process.wait(ENDS) != 0, self.log(other)
+        return {other: self.log(other) for other in others}
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Together]]:
+    """Starts `count` processes; `command` of each gets its rank and the address."""
+    made: list[Together] = []
+
+    def start(command: Callable[[int, str], list[str]], count: int = 2) -> Together:
+        made.append(Together(tmp_path / f"group{len(made)}", count, command))
+        return made[-1]
+
+    yield start
+    for each in made:
+        for process in each.processes:
+            process.kill()
+            process.wait()
+
+
+def program(count: int, devices: int, *mode_and_cases: str) -> Callable[[int, str], list[str]]:
+    """The command of a process, for `start`."""
+    return lambda rank, address: [str(PROGRAM), str(rank), address, str(count), str(devices), *mode_and_cases]
+
+
+def check_texts(together: Together, cases: Sequence[str], devices: int) -> None:
+    """Waits until the leader has written what one process does, with each case."""
+    (alone,) = run(["none", 1])
+    together.wait_for(lambda: len(together.lines()) == len(cases))
+    for found, case in zip(together.lines(), cases, strict=True):
+        assert found["algorithm"] == ALGORITHMS[case]
+        assert found["texts"] == alone["texts"], case
+        assert found["pool shares"] == [1 / devices] and found["aliased"] == found["state"]
+        assert found["cached"] == alone["cached"] > 0
+
+
+def names_the_leader(log: str) -> bool:
+    """Whether a follower's log says that the leader is gone. JAX may notice it first."""
+    return bool(re.search("Node rank 0 of . is gone", log)) or "JAX distributed service" in log
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "cases",
+    [("none", "eagle3"), pytest.param(("ngram", "eagle", "standalone", "mtp"), marks=pytest.mark.slow)],
+    ids=["plain and EAGLE-3", "others"],
+)
+def test_algorithms_then_a_dead_leader(start, cases):
+    """Biased, sampled and penalised requests, a grammar, and a prompt of which pages are reused."""
+    both = start(program(2, 1, "agrees", *cases))
+    check_texts(both, cases, 2)
+    log = both.kill(0)[1]
+    assert names_the_leader(log), log
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_two_processes_with_two_devices_each(start):
+    both = start(program(2, 2, "agrees", "eagle3"))
+    check_texts(both, ["eagle3"], 4)
+    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 2])
+def test_four_processes_then_a_dead_one(start, dead):
+    four = start(program(4, 1, "agrees", "none"), 4)
+    check_texts(four, ["none"], 4)
+    logs = four.kill(dead)
+    if dead:
+        assert "Node rank 2 of 4 is gone: " in logs.pop(0)
+        assert all("Node rank 2 of 4 is gone: " in log for log in logs.values()), logs
+    else:
+        assert all(map(names_the_leader, logs.values())), logs
+
+
+@pytest.mark.process
+def test_a_divergence_ends_both(start):
+    both = start(program(2, 1, "diverges", "none"))
+    assert [process.wait(MOST) for process in both.processes] == [1, 1]
+    assert "Node rank 1 has diverged: a step of 1 requests" in both.log(0)
+    assert "The leader has ended the group: Node rank 1 has diverged" in both.log(1)
+    assert not both.lines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("hosts") / "llama"
+    save_llama(path, num_attention_heads=8, num_key_value_heads=2, initializer_range=0.2, shard="60KB")
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+SIZES: dict[str, Any] = {"max_running_requests": 2, "context_length": 128, "chunked_prefill_size": 64}
+SAMPLED = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+
+
+def served(folder: str, *more: Any) -> Callable[[int, str], list[str]]:
+    """The command of a server on two processes, for `start`."""
+    given = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
+    given += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
+
+    def command(rank: int, address: str) -> list[str]:
+        return ["-m", "specjax.serve", *map(str, given), "--dist-init-addr", address, "--node-rank", str(rank)]
+
+    return command
+
+
+def url(both: Together) -> str:
+    both.wait_for(lambda: "ready to roll" in both.log(0))
+    return both.log(0).partition("ready to roll! ")[2].split()[0]
+
+
+def check_answers(both: Together, folder: str) -> None:
+    """The leader answers what one process does, also from pages that it has kept."""
+    prompts = ["hello hello hello", "a b a b a"]
+    alone = Engine.from_pretrained(folder, config=EngineConfig(**SIZES), compilation_cache=False, progress=False)
+    expected = [alone.generate(prompt, SamplingParams(**SAMPLED)).output_ids for prompt in prompts]
+    with httpx.Client(base_url=url(both), timeout=SECONDS) as client:
+        answer = client.post("/generate", json={"text": prompts, "sampling_params": SAMPLED})
+        assert [one["output_ids"] for one in answer.json()] == expected, answer.text
+        assert client.post("/flush_cache").status_code == 200
+        answer = client.post("/generate", json={"text": prompts[0], "sampling_params": SAMPLED})
+        assert answer.json()["output_ids"] == expected[0]
+
+
+@pytest.mark.process
+def test_servers(start, folder):
+    """With adaptive n-grams; SIGTERM to a follower ends both with 0, and a dead one ends the leader."""
+    command = served(folder)
+    both = start(command)
+    check_answers(both, folder)
+    both.processes[1].send_signal(signal.SIGTERM)
+    assert [process.wait(MOST) for process in both.processes] == [0, 0]
+
+    both = start(command)
+    url(both)
+    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
+    assert both.processes[0].returncode == 1
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_servers_with_experts(start, tmp_path):
+    """Each process has half of the experts."""
+    folder = tmp_path / "qwen3_moe"
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
+    save_family(folder, "qwen3_moe", num_key_value_heads=4, **sizes)
+    tokenizer().save_pretrained(folder)
+    both = start(served(str(folder), "--ep", 2))
+    check_answers(both, str(folder))
+    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
+
+
+# What needs no processes.
+
+
+def group_of(*given: Any) -> Any:
+    parser = Parser(prog="program")
+    add_flags(parser, flags.Settings())
+    return build.make_group(parse(parser, list(map(str, given)), flags.Settings())[1])
+
+
+ADDRESS = ("--dist-init-addr", "127.0.0.1:5000")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (ADDRESS, "--dist-init-addr 127.0.0.1:5000 needs --nnodes of at least 2"),
+        (("--node-rank", 1), "--node-rank 1 needs --nnodes of at least 2"),
+        (("--nnodes", 2, "--tp", 2), "--nnodes 2 needs --dist-init-addr HOST:PORT"),
+        (("--nnodes", 2, "--tp", 2, "--node-rank", 2, *ADDRESS), "--node-rank 2 must be from 0 to 1, with --nnodes 2"),
+        (
+            ("--nnodes", 2, "--node-rank", 1, *ADDRESS),
+            "--tensor-parallel-size 1 must be the number of devices of all 2",
+        ),
+        (("--nnodes", 2, "--node-rank", 1, "--tp", 3, *ADDRESS), "--tensor-parallel-size 3 must be"),
+        (("--nnodes", 2, "--tp", 2, "--dist-init-addr", "here"), "--dist-init-addr 'here' is not HOST:PORT"),
+        (("--nnodes", 2, "--tp", 2, "--dist-init-addr", "203.0.113.1:5000"), "the leader cannot listen at 203.0.113.1"),
+    ],
+)
+def test_flags_that_are_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        group_of(*given)
+
+
+def test_flags():
+    assert group_of("--tp", 2) is None
+    found = group_of("--tp", 4, "--nnodes", 2, "--node-rank", 1, *ADDRESS)
+    assert isinstance(found, Follower) and found.place == (("127.0.0.1", 5000), 2, 1)
+    assert found.settings["--tensor-parallel-size"] == "4" and found.settings["--context-length"] == "not set"
+    assert found.settings["--speculative-adaptive"] == "not set" and "--model" not in found.settings
+
+
+def test_addresses():
+    assert Address.parse("host-0.pods:5000") == ("host-0.pods", 5000)
+    six = Address.parse("[fd00::1]:80")
+    assert six == ("fd00::1", 80) and str(six) == "[fd00::1]:80" and str(six.next) == "[fd00::1]:81"
+    for wrong in ("", ":5", "host", "host:", "host:0", "host:65535", "host:x", "host:-1", "fd00::1", "a:b:5", "host:٣"):
+        with pytest.raises(ValueError, match="is not HOST:PORT"):
+            Address.parse(wrong)
+
+
+@pytest.fixture
+def ends(monkeypatch) -> list[str]:
+    """The messages with which groups of this process, which have no devices, would end it."""
+    found: list[str] = []
+
+    def end(self: Group, message: str) -> None:
+        found.append(message)
+        raise SystemExit
+
+    monkeypatch.setattr(Group, "_connect_devices", lambda self: None)
+    monkeypatch.setattr(Group, "end", end)
+    monkeypatch.setattr("specjax.fleet.hosts.JOIN", SECONDS)
+    return found
+
+
+@contextlib.contextmanager
+def closing(*groups: Group) -> Iterator[None]:
+    yield
+    for group in groups:
+        group._leaving = True
+    for group in groups:
+        for connection in group._connections.values():
+            connection.close()
+
+
+@pytest.fixture
+def joined(ends) -> Iterator[tuple[Leader, Follower, list[str]]]:
+    """A leader and a follower in this process, and `ends`."""
+    address = Address.parse(free_address())
+    leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
+    joining = threading.Thread(target=follower.join)
+    with socket.create_connection(address.next) as stray:  # it is turned away
+        stray.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        joining.start()
+        leader.join()
+    joining.join()
+    with closing(leader, follower):
+        yield leader, follower, ends
+
+
+def test_followers_that_are_refused(ends):
+    """Before a model is loaded."""
+    plain = {"--page-size": "16", "--context-length": "not set"}
+    for ranks, settings, message in (
+        ([1], plain | {"--page-size": "32"}, "other settings than the leader: --page-size 32 there, 16 on the leader"),
+        ([1, 1], plain, "two processes were started with --node-rank 1"),
+    ):
+        address = Address.parse(free_address())
+        leader = Leader(Place(address, 3, 0), plain)
+        followers = [Follower(Place(address, 3, rank), settings) for rank in ranks]
+        for follower in followers:
+            follower.join()
+        with closing(leader, *followers), pytest.raises(SystemExit):
+            leader.join()
+        assert ends.pop().endswith(message)
+
+
+def test_processes_that_do_not_come(ends, monkeypatch):
+    address = Address.parse(free_address())
+    monkeypatch.setattr("specjax.fleet.hosts.JOIN", 1.0)
+    with pytest.raises(TimeoutError, match=f"no leader at {address.next} within 1 s: .*refused"):
+        Follower(Place(address, 3, 1)).join()
+    leader, follower = Leader(Place(address, 3, 0)), Follower(Place(address, 3, 1))
+    follower.join()
+    with closing(leader, follower):
+        with pytest.raises(TimeoutError, match="--node-rank 2 did not join within 1 s"):
+            leader.join()
+        assert leader._connections.keys() == {1}
+    assert not ends
+
+
+def test_a_follower_that_is_stopped_before_it_finds_its_leader(monkeypatch):
+    statuses: list[int] = []
+    monkeypatch.setattr("specjax.fleet.hosts.os._exit", lambda status: (statuses.append(status), sys.exit()))
+    with pytest.raises(SystemExit):
+        Follower(Place(Address.parse(free_address()), 2, 1)).ask_to_stop()
+    assert statuses == [0]
+
+
+def test_a_leader_that_is_slow_to_accept(ends, monkeypatch):
+    """It listens before it prepares its device, so a follower's connection is made, and nothing comes."""
+    address = Address.parse(free_address())
+    leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
+    monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 1.5)
+    with closing(leader, follower):
+        follower.join()
+        time.sleep(4)
+        leader.join()
+    assert not ends
+
+
+def test_files_are_compared_before_weights_are_read(folder, monkeypatch):
+    class Compared(Exception):
+        pass
+
+    class Alone(Group):
+        def agree(self, facts: Mapping[str, str], number: int) -> int:
+            raise Compared(*facts)
+
+    monkeypatch.setattr("specjax.engine.engine.load", None)
+    with pytest.raises(Compared, match="files of the weights"):
+        Engine.from_pretrained(
+            folder, group=Alone(Place(Address("", 1), 1, 0)), compilation_cache=False, progress=False
+        )
+
+
+def test_facts_of_files(tmp_path):
+    """Two models of one shape and with the same norms differ, whichever tensor does."""
+    save_llama(tmp_path / "a", shard="60KB")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    one, other = (read_folder(name, tmp_path / name) for name in "ab")
+    assert len(one.weights) > 1 and file_facts(one) == file_facts(other)
+    entry = one.headers["model.layers.1.mlp.up_proj.weight"]
+    with (tmp_path / "b" / entry.file.name).open("r+b") as file:
+        file.seek(entry.start + 100)
+        file.write(b"\x77")
+    found = file_facts(other)
+    assert found.keys() == file_facts(one).keys() == {"files of the weights"} and found != file_facts(one)
+
+
+def test_agreement(joined):
+    leader, follower, ends = joined
+    for own, other in ((7, 5), (5, 7)):
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(follower.agree, {"model": "a"}, other)
+            assert leader.agree({"model": "a"}, own) == found.result() == 5
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(follower.agree, {"model": "a", "weights": "x"}, 1)
+        with pytest.raises(SystemExit):
+            leader.agree({"model": "a", "weights": "y"}, 1)
+        leader.send("agree", number=1)
+    assert ends == ["Node rank 1 differs from the leader: weights x there, y on the leader"]
+
+
+def test_messages_and_digests(joined):
+    leader, follower, ends = joined
+    sent = np.arange(6, dtype=np.int32).reshape(2, 3)
+    leader.send("run", sent, key=["step", 1])
+    kind, fields, array = follower.receive()
+    assert (kind, fields) == ("run", {"key": ["step", 1]})
+    assert array is not None and array.dtype == np.int32
+    np.testing.assert_array_equal(array, sent)
+    for each in ("a", "b", "c"):
+        follower.report(each)
+    leader.compare("a", "a step")
+    leader.compare("b", "a step")
+    with pytest.raises(SystemExit):
+        leader.compare("d", "a prefill")
+    assert ends == ["Node rank 1 has diverged: a prefill gave other tokens there (digest c) than on the leader (d)"]
+
+
+def test_silence(joined, monkeypatch):
+    """A connection that stays open, and on which nothing comes."""
+    assert joined
+    lost: list[tuple[int, str]] = []
+    monkeypatch.setattr(Group, "_lost", lambda self, rank, reason: lost.append((rank, reason)))
+    monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 2.5)
+    time.sleep(4)
+    assert not lost
+    monkeypatch.setattr("specjax.fleet.hosts._Connection.send", lambda *_, **__: None)
+    wait_until(lambda: len(lost) == 2)
+    assert sorted(lost) == [(rank, "no sign of life for 2.5 s") for rank in (0, 1)]
