@@ -75,14 +75,14 @@ def test_fields(name):
 @pytest.mark.parametrize("name", ENTRIES)
 def test_named_tests_exist(name):
     tested = ENTRIES[name].partition("**Tested by**")[2]
-    found = re.findall(r"`tests/(\w+)\.py(?:::(\w+)(?:\[(.+?)\])?)?`", tested)
-    assert found
-    for module, function, case in found:
-        tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text(encoding="utf-8"))
+    references = re.findall(r"`(tests/\w+/\w+\.py)(?:::(\w+)(?:\[(.+?)\])?)?`", tested)
+    assert references
+    for path, function, case in references:
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert not function or function in functions
         if case:
-            assert module == "test_configs" and name in drafts(ROOT / "configs" / "sglang" / f"{case}.toml")
+            assert path.endswith("/test_configs.py") and name in drafts(ROOT / "configs" / "sglang" / f"{case}.toml")
             assert case in LAUNCHES
 
 

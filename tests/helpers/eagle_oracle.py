@@ -499,7 +499,8 @@ def case_record(case: Case) -> dict[str, Any]:
 def golden_text() -> str:
     about = (
         "EAGLE-2 trees from tables, written by tests/helpers/eagle_oracle.py. "
-        "log_probs[last token's target id][draft id]; null: impossible. scores: null where invalid. gap, order_gap: how near another tree was; null: no other."
+        "log_probs[last token's target id][draft id]; null: impossible. "
+        "scores: null where invalid. gap, order_gap: how near another tree was; null: no other."
     )
     text = json.dumps({"about": about, "cases": [case_record(case) for case in golden_cases()]}, indent=1)
     flat = re.sub(
