@@ -2,12 +2,12 @@
 
     python benchmarks/batch.py [--requests 4 16] [--algorithms AUTO NGRAM] [--sets mt_bench gsm8k] [--record]
 
-Each contender is an engine in a process of its own; it drafts where that is measured to be faster, as a server does
-without flags for the tree. In a round every contender completes the same prompts, all at
-once; contenders take turns, and their order rotates. A round takes the next prompts of the set, in an order drawn
-once. The caches are flushed between rounds. The first `--warm-up` rounds do not count. Background compilation that
-starts in a round is finished before the next contender runs. Each request emits exactly `--max-new-tokens` tokens;
-above `--temperature 0` it has a seed of its own.
+Each contender is an engine in a process of its own. It drafts where that is measured to be faster, as a server does
+without flags for the tree. In a round every contender completes the same prompts, all at once; contenders take turns,
+and their order rotates. A round takes the next prompts of the set, in an order drawn once. The caches are flushed
+between rounds. The first `--warm-up` rounds do not count. Background compilation that starts in a round is finished
+before the next contender runs. Each request emits exactly `--max-new-tokens` tokens; above `--temperature 0` it has a
+seed of its own.
 
 Prints the median tokens / second, the median ratio of tokens / second and of processor seconds to the engine without
 drafts, the accept length, and the number of texts that equal those without drafts. `NONE` among the `--algorithms` is
@@ -121,9 +121,7 @@ def main() -> None:
     print(f"{'set':>10}{'requests':>9}{'contender':>10}{'tok/s':>8}{'to none':>9}{'cpu':>6}{'accept':>8}{'same':>6}")
     for requests in args.requests:
         pool = requests * (args.longest + args.max_new_tokens + 64)
-        config = EngineConfig(
-            max_running_requests=requests, max_total_tokens=pool, prefix_cache=False, adaptive=True
-        )
+        config = EngineConfig(max_running_requests=requests, max_total_tokens=pool, prefix_cache=False, adaptive=True)
         contenders = {name: Contender(args.model, name.upper(), config) for name in ["none", *args.algorithms]}
         for set_name in args.sets:
             texts = [text for _, text in read_prompts(args.data / f"{set_name}.jsonl", None)]
