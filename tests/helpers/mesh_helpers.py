@@ -14,9 +14,8 @@ import jax
 
 def environment() -> dict[str, str]:
     """Of a process on the CPU that finds both packages and these helpers, and what was compiled before."""
-    helpers = Path(__file__).parent
-    root = helpers.parents[1]
-    paths = [root, root / "kernels", helpers]
+    root = Path(__file__).parents[2]
+    paths = [root, root / "kernels", *(folder for folder in (root / "tests").iterdir() if folder.is_dir())]
     found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     found |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
     return found | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

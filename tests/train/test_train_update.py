@@ -141,7 +141,8 @@ def test_two_devices_are_as_one(tmp_path):
     from pathlib import Path
 
     settings = environment()
-    settings |= {"PYTHONPATH": f"{settings['PYTHONPATH']}:{Path(__file__).parent}"}
+    folder = Path(__file__).parent
+    settings |= {"PYTHONPATH": f"{settings['PYTHONPATH']}:{folder}:{folder.parent / 'helpers'}"}
     done = subprocess.run(
         [sys.executable, "-c", DEVICES], capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=300
     )
