@@ -22,7 +22,7 @@ import multiprocessing
 import random
 import statistics
 import time
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,23 +40,22 @@ class Round(NamedTuple):
     texts: list[list[int]]
 
 
-def serve_rounds(connection: Connection, model: str, algorithm: str, config: EngineConfig) -> None:
-    """A contender's process: `("encode", texts)` is answered by tokens, a round's arguments by its `Round`."""
+engine: Engine
+"""A contender's engine, in the contender's process."""
+
+
+def load(model: str, algorithm: str, config: EngineConfig) -> None:
+    global engine
     engine = Engine.from_pretrained(model, draft=algorithm, config=config)
     engine.warm_up_in_background(progress=False).join()
-    connection.send("ready")
-    for request, *arguments in iter(connection.recv, None):
-        if request == "encode":
-            (texts,) = arguments
-            connection.send([engine.encode([{"role": "user", "content": text}]) for text in texts])
-            continue
-        connection.send(complete(engine, *arguments))
-        while engine.programs.pending:
-            time.sleep(0.05)
-        connection.send("idle")
 
 
-def complete(engine: Engine, prompts: list[list[int]], count: int, temperature: float) -> Round:
+def encode(texts: list[str]) -> list[list[int]]:
+    return [engine.encode([{"role": "user", "content": text}]) for text in texts]
+
+
+def complete(prompts: list[list[int]], count: int, temperature: float) -> Round:
+    """Returns when nothing compiles in the background any more."""
     if not engine.flush_cache():
         raise RuntimeError("requests of the last round still run")
     engine.wait_until_allocated()  # clearing a drafter's state on the device must not count as decoding
@@ -69,31 +68,9 @@ def complete(engine: Engine, prompts: list[list[int]], count: int, temperature: 
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
     forwards = sum(completion.spec_verify_ct for completion in completions)
     accept_length = len(prompts) * (count - 1) / forwards
+    while engine.programs.pending:
+        time.sleep(0.05)
     return Round(seconds, processor, accept_length, [completion.output_ids for completion in completions])
-
-
-class Contender:
-    def __init__(self, model: str, algorithm: str, config: EngineConfig) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve_rounds, args=(other, model, algorithm, config), daemon=True)
-        self.process.start()
-        other.close()
-        self.connection.recv()
-
-    def ask(self, *request: object) -> object:
-        self.connection.send(request)
-        return self.connection.recv()
-
-    def run(self, prompts: list[list[int]], count: int, temperature: float) -> Round:
-        result = self.ask("round", prompts, count, temperature)
-        assert isinstance(result, Round)
-        self.connection.recv()  # until nothing compiles in the background
-        return result
-
-    def close(self) -> None:
-        self.connection.send(None)
-        self.process.join()
 
 
 def main() -> None:
@@ -119,14 +96,17 @@ def main() -> None:
     document |= {"model": args.model, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
     document |= {"warm_up": args.warm_up, "runs": []}
     print(f"{'set':>10}{'requests':>9}{'contender':>10}{'tok/s':>8}{'to none':>9}{'cpu':>6}{'accept':>8}{'same':>6}")
+    spawn = multiprocessing.get_context("spawn")
     for requests in args.requests:
         pool = requests * (args.longest + args.max_new_tokens + 64)
         config = EngineConfig(max_running_requests=requests, max_total_tokens=pool, prefix_cache=False, adaptive=True)
-        contenders = {name: Contender(args.model, name.upper(), config) for name in ["none", *args.algorithms]}
+        contenders = {
+            name: ProcessPoolExecutor(1, spawn, load, (args.model, name.upper(), config))
+            for name in ["none", *args.algorithms]
+        }
         for set_name in args.sets:
             texts = [text for _, text in read_prompts(args.data / f"{set_name}.jsonl", None)]
-            encoded = contenders["none"].ask("encode", texts)
-            assert isinstance(encoded, list)
+            encoded = contenders["none"].submit(encode, texts).result()
             prompts = [tokens for tokens in encoded if len(tokens) <= args.longest]
             if not prompts:
                 parser.error(f"{set_name} has no prompts of up to {args.longest} tokens")
@@ -136,12 +116,12 @@ def main() -> None:
             for index in range(args.warm_up + args.rounds):
                 batch, turn = list(itertools.islice(cycle, requests)), index % len(contenders)
                 for name in [*contenders][turn:] + [*contenders][:turn]:
-                    result = contenders[name].run(batch, args.max_new_tokens, args.temperature)
+                    result = contenders[name].submit(complete, batch, args.max_new_tokens, args.temperature).result()
                     if index >= args.warm_up:
                         rounds[name].append(result)
             document["runs"] += summarise(set_name, requests, args.max_new_tokens, rounds)
         for contender in contenders.values():
-            contender.close()
+            contender.shutdown()
     finish("batch", document, record=args.record)
 
 
