@@ -17,7 +17,7 @@ import numpy as np
 
 KNOWN_CODE = {"specjax", "specjax_kernels", "jax", "flax", "functools"}
 # The tests' own modules do not change while they run.
-KNOWN_CODE |= {file.stem for file in Path(__file__).parents[1].glob("*/*.py")}
+KNOWN_CODE |= {file.stem for file in Path(__file__).parents[1].rglob("*.py")}
 
 
 class Unknown(Exception):

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mesh_helpers import environment
 from toy_models import tiny_llama
-from train_helpers import environment
 
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.draft_head import draft_head
@@ -138,13 +138,8 @@ def lists(tree) -> list[list[float]]:
 
 @pytest.mark.process
 def test_two_devices_are_as_one(tmp_path):
-    from pathlib import Path
-
-    settings = environment()
-    folder = Path(__file__).parent
-    settings |= {"PYTHONPATH": f"{settings['PYTHONPATH']}:{folder}:{folder.parent / 'helpers'}"}
     done = subprocess.run(
-        [sys.executable, "-c", DEVICES], capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=300
+        [sys.executable, "-c", DEVICES], capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300
     )
     assert done.returncode == 0, done.stderr
     two, whole, devices = json.loads(done.stdout.splitlines()[-1])
