@@ -124,8 +124,8 @@ $(ROUTERS)/litellm/.installed: Makefile
 	$(@D)/bin/python -m pip install --quiet 'litellm[proxy]==1.108.7'
 	@touch $@
 
-# The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/wings/test_deploy.py checks what they
-# name. Overlays are put together where there is a kubectl.
+# The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/wings/test_deploy.py checks what
+# they name. Overlays are put together where there is a kubectl.
 deploy-check: $(DEPLOY_LINT)/.installed
 	$(DEPLOY_LINT)/bin/hadolint deploy/Dockerfile
 	$(DEPLOY_LINT)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml deploy/compose.cuda.yaml
