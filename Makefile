@@ -56,8 +56,7 @@ test-all: setup
 # `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
 	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
-		tests/core/test_imports.py tests/kernels/test_triton_kernel.py tests/kernels/test_kernels.py \
-		tests/kernels/test_pallas_kernel.py
+		tests/core/test_imports.py tests/kernels/test_gpu_kernels.py tests/kernels/test_kernels.py
 
 $(SMOKE_VENV)/.installed: pyproject.toml
 	@test -x $(SMOKE_VENV)/bin/python || $(SMOKE_PYTHON) -m venv $(SMOKE_VENV)

@@ -107,7 +107,7 @@ SLOWEST_FIRST = (
     "test_step.py",
     "test_mtp.py",
     "test_eagle_cache.py",
-    "test_pallas_kernel.py",
+    "test_gpu_kernels.py",
     "test_train_generate.py",
     "test_engine.py",
     "test_trace.py",
