@@ -1,4 +1,4 @@
-"""The default device, and branches by platform: all are traced, or only the default device's."""
+"""Branches by platform, and the generation of the default device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def branching(traced: list[str]):
     return lambda x: by_platform(x, **branches)
 
 
-def test_all_branches_are_traced_for_unknown_platforms() -> None:
+def test_all_branches_are_traced() -> None:
     traced: list[str] = []
     function = jax.jit(branching(traced)).trace(jnp.ones(4))
     texts = [function.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")]
@@ -34,7 +34,7 @@ def test_all_branches_are_traced_for_unknown_platforms() -> None:
     assert ["multiply" in text for text in texts] == [False, True]
 
 
-def test_only_the_default_devices_branch_is_traced() -> None:
+def test_one_branch_is_traced_for_the_default_device() -> None:
     traced: list[str] = []
     with of_default_device():
         assert jax.jit(branching(traced))(jnp.ones(())) == 2
@@ -43,14 +43,14 @@ def test_only_the_default_devices_branch_is_traced() -> None:
     assert sorted(traced) == ["cpu", "cpu", "default"]
 
 
-def test_an_engine_traces_its_own_platform_alone(monkeypatch) -> None:
+def test_an_engine_traces_the_branch_of_its_platform(monkeypatch) -> None:
     compile_, seen = jax.stages.Lowered.compile, []
 
-    def noted(lowered, *arguments, **options):
+    def recording(lowered, *arguments, **options):
         seen.append(platforms._only.get())
         return compile_(lowered, *arguments, **options)
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", recording)
     engine = make_engine(toy(), "NONE", warm=False)
     engine.programs.get(engine.buckets.all_keys()[0])
     assert seen == [jax.default_backend()]
@@ -60,7 +60,7 @@ def test_an_engine_traces_its_own_platform_alone(monkeypatch) -> None:
     ("backend", "version", "expected"),
     [("cpu", "", None), ("gpu", "PJRT C API\ncuda 12090", "9.0"), ("gpu", "PJRT C API\nrocm 60200", None)],
 )
-def test_the_generation_is_the_devices(monkeypatch, backend, version, expected):
+def test_generation(monkeypatch, backend, version, expected):
     device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version=version), compute_capability="9.0")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [device])
