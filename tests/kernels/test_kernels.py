@@ -31,6 +31,7 @@ from specjax_kernels import (
 from specjax_kernels import xla as xla_path
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code, runtime
+from specjax_kernels.platforms import generation
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 COMPARED = ("xla", "operations", "pallas")  # "operations": xla without the CPU kernel; pallas is interpreted on a CPU
@@ -149,16 +150,9 @@ def test_outside_of_any_program() -> None:
 
 
 SMALL = (
-    "mixed-prefix",
-    "inactive-tree",
-    "page-size-5",
-    "holes",
-    "beam",
-    "random-mask",
-    "gqa-3",
-    "latent-tree",
+    "mixed-prefix", "inactive-tree", "page-size-5", "holes", "beam", "random-mask", "gqa-3", "latent-tree",
     "window-tree-holes",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*SMALL, "softcap-window-beam", "window-1"])
@@ -410,6 +404,7 @@ def test_default_implementation(monkeypatch, backend: str, version: str, capabil
         patch.setattr(jax, "default_backend", lambda: backend)
         patch.setattr(jax, "devices", lambda: [device])
         assert default_implementation() == expected
+        assert generation() == (capability if version == CUDA else None)
         if expected == "xla" and backend != "cpu":
             with pytest.raises(NotImplementedError, match=r"'pallas' .* of compute capability 8.0 .*Ampere"):
                 tree_attention(*args, **options, implementation="pallas")
@@ -494,14 +489,11 @@ def test_a_commit_in_the_same_program_does_not_copy_the_pool(way: str) -> None:
     ("prefix", "window", "trips"),
     [
         ((0, 0), None, 0),
-        ((1, 0), None, 1),
         ((128, 3), None, 1),
         ((129, 3), None, 2),
-        ((1000, 5), None, 8),
-        ((1024, 1024), None, 8),
+        ((1024, 5), None, 8),
         ((1000, 990), 100, 2),
         ((1000, 0), 100, 8),
-        ((1000, 1000), 5000, 8),
     ],
 )
 def test_trips_follow_the_committed_tokens(prefix: tuple[int, int], window: int | None, trips: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from specjax_kernels import launch
 from specjax_kernels.launch import Blocks, launch_for, power_of_two, rule_of_thumb
-from specjax_kernels.specs import SPECS, named, tagged
+from specjax_kernels.specs import SPECS, tagged
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BLOCKS = Blocks(rows=16, tokens=32, warps=2, stages=5, programs=8)
@@ -103,35 +103,3 @@ def test_pools_exceed_every_cache(kernels, monkeypatch):
     for spec in tagged("bench"):
         layers = kernels.enough_layers(spec)
         assert layers * kernels.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
-
-
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_attention_is_timed_as_the_device_needs(kernels, monkeypatch, backend):
-    """Single calls on a CPU; on a GPU regions of many calls, which rotate through several sets of pools."""
-    from timing import Region
-
-    spec, used, pools = named("decode"), set(), set()
-    monkeypatch.setattr(kernels, "CACHE_BYTES", 3 * 2 * spec.bytes_read)
-    monkeypatch.setattr(kernels.jax, "default_backend", lambda: backend)
-    make_inputs = kernels.copied_inputs
-
-    def copied_inputs(args, layers, sets):
-        inputs = make_inputs(args, layers, sets)
-        pools.update(pool[0].unsafe_buffer_pointer() for arrays in inputs for pool in arrays[3])
-        return inputs
-
-    def seconds(call):
-        used.add("seconds")
-        return float(call().sum() * 0) + 1
-
-    def interleaved(calls, *, runs, region_seconds):
-        used.add("regions")
-        return {name: [Region(float(call().sum() * 0) + 1, 0)] * runs for name, call in calls.items()}
-
-    for replacement in (copied_inputs, seconds, interleaved):
-        monkeypatch.setattr(kernels, replacement.__name__, replacement)
-    (record,) = kernels.measure(spec, ["xla"], 2, 5, 1e9)
-    assert used == {"seconds" if backend == "cpu" else "regions"}
-    assert record["sets"] == (1 if backend == "cpu" else 3)
-    assert len(pools) == 2 * record["sets"]
-    assert record["samples"] == [500_000] * 5

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ from specjax_kernels import linear, reference, unembed
 from specjax_kernels.cpu import rows as cpu_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """One shape of `linear` or `unembed`."""
 
     name: str
@@ -24,20 +22,20 @@ class Product:
     x: tuple[int, ...]  # [B, N, M]
     weight: tuple[int, ...]  # [M, *out]; transposed [W, M]
     dtype: str = "float32"  # of x
-    stored: str = ""  # dtype of the weight; "": that of x
+    stored: str | None = None  # dtype of the weight; None: that of x
 
     @property
     def rows(self) -> int:
         return math.prod(self.x[:-1])
 
-    def arguments(self, seed: int = 0) -> tuple[Array, Array]:
+    def arguments(self) -> tuple[Array, Array]:
         """x and weight, standard normals."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         x, weight = (rng.standard_normal(shape, dtype=np.float32) for shape in (self.x, self.weight))
         return jnp.asarray(x, self.dtype), jnp.asarray(weight, self.stored or self.dtype)
 
 
-PRODUCTS: tuple[Product, ...] = (
+PRODUCTS = (
     Product("qkv", "linear", (1, 1, 96), (96, 3, 5, 16)),
     Product("down", "linear", (1, 1, 1536), (1536, 576)),
     Product("indivisible-depth", "linear", (1, 1, 90), (90, 64)),
@@ -46,16 +44,16 @@ PRODUCTS: tuple[Product, ...] = (
     Product("nine-rows", "linear", (3, 3, 96), (96, 64)),
     Product("several-tiles", "linear", (1, 2, 96), (96, 2, 4089)),
     Product("no-rows", "linear", (0, 3, 16), (16, 8)),
-    Product("bfloat16", "linear", (1, 4, 96), (96, 2, 40), dtype="bfloat16"),
-    Product("bfloat16-one-row", "linear", (1, 1, 576), (576, 64), dtype="bfloat16"),
-    Product("float16", "linear", (1, 4, 96), (96, 40), dtype="float16"),
+    Product("bfloat16", "linear", (1, 4, 96), (96, 2, 40), "bfloat16"),
+    Product("bfloat16-one-row", "linear", (1, 1, 576), (576, 64), "bfloat16"),
+    Product("float16", "linear", (1, 4, 96), (96, 40), "float16"),
     Product("stored-bfloat16", "linear", (1, 5, 576), (576, 96), stored="bfloat16"),
     Product("stored-float16", "linear", (1, 3, 576), (576, 96), stored="float16"),
     Product("stored-bfloat16-many-rows", "linear", (1, 9, 96), (96, 40), stored="bfloat16"),
     Product("head", "unembed", (1, 3, 64), (64, 1000)),
     Product("tied", "transposed", (2, 3, 60), (1100, 60)),
     Product("tied-stored-bfloat16", "transposed", (1, 4, 64), (700, 64), stored="bfloat16"),
-    Product("tied-bfloat16-many-rows", "transposed", (1, 9, 64), (100, 64), dtype="bfloat16"),
+    Product("tied-bfloat16-many-rows", "transposed", (1, 9, 64), (100, 64), "bfloat16"),
 )
 
 ULP = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
