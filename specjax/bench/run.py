@@ -201,7 +201,7 @@ class Experiment:
                     runs[method].append(self._complete(contenders[method], group, temperature))
                     bar.update()
         baseline = contenders[self.plan.baseline]
-        gap = partial(_logit_gap, baseline) if isinstance(baseline, EngineContender) and temperature == 0 else None
+        gap = partial(logit_gap, baseline) if isinstance(baseline, EngineContender) and temperature == 0 else None
         return [
             asdict(replace(sample, method=method, repeat=repeat, texts=compare_texts(turns, baseline_turns, gap)))
             for method in methods
@@ -309,7 +309,7 @@ def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conve
 def compare_texts(
     turns: Sequence[Turn], baseline: Sequence[Turn], gap: Callable[[list[int], set[int]], float] | None
 ) -> dict[str, int]:
-    """Number of turns by verdict. `gap`: see `_logit_gap`; None: no near ties."""
+    """Number of turns by verdict. `gap`: see `logit_gap`; None: no near ties."""
     counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
     for (prompt, answer), (other_prompt, other) in zip(turns, baseline, strict=True):
         verdict = "equal" if answer.tokens == other.tokens else "different"
@@ -324,7 +324,7 @@ def compare_texts(
     return counts
 
 
-def _logit_gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
+def logit_gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
     """Difference of the two largest logits after a context; infinite unless their tokens are `tokens`."""
     sampling = SamplingParams(max_new_tokens=1, logprobs=2, ignore_eos=True)
     logprobs = baseline.engine.generate(context, sampling).logprobs
