@@ -4,7 +4,7 @@
 
 The lines between `<!-- full table -->` and `<!-- end -->` become a row for each method: speed-up over the baseline and
 accept length over all sets, by temperature, and a second table of speed-ups by set. The record is copied to
-benchmarks/results/bench-full-DATE.json. One batch size, the first. No figure is computed here.
+benchmarks/results/bench-full-DATE.json. Only the first batch size is shown. No figure is computed here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- full table -->", "<!-- end -->"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def table(rows: list[list[str]]) -> str:
+    """In Markdown. The first row is the header."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def section(document: dict[str, Any], record: str) -> str:
-    """The text between the marks. `record`: the file's name.
-
-    Raises:
-        ValueError: a comparison of one set has no row over all.
-    """
+    """The text between the marks. `record`: the file's name. Raises ValueError without rows over all sets."""
     batch = document["batch_sizes"][0]
     cells = {(r["set"], r["temperature"], r["method"]): r for r in document["results"] if r["batch"] == batch}
     sets, temperatures, methods = (list(dict.fromkeys(key[i] for key in cells)) for i in range(3))
@@ -44,26 +39,25 @@ def section(document: dict[str, Any], record: str) -> str:
         raise ValueError("a comparison of one set has no row over all sets; compare more sets")
     sets.remove(ALL)
 
-    def shown(key: tuple[Any, ...], whole: bool) -> list[str]:
-        row = cells.get(key)
+    def shown(row: dict[str, Any] | None) -> list[str]:
         if row is None:
-            return ["", "", ""] if whole else [""]
-        if not whole:
-            return [f"{row['speed_up']['value']:.2f}"]
+            return ["", "", ""]
         speed = f"{row['tokens_per_second']['value']:.1f}"
         return [speed, interval_text(row["speed_up"], 2), f"{row['accept_length']:.2f}"]
 
-    header = ["over all sets", *(f"T = {t:g}: {name}" for t in temperatures
-                                 for name in ("tokens/s", "speed-up", "accept length"))]  # fmt: skip
-    whole = [[method, *(cell for t in temperatures for cell in shown((ALL, t, method), True))] for method in methods]
-    parts = [table(header, whole)]
+    columns = [f"T = {t:g}: {name}" for t in temperatures for name in ("tokens/s", "speed-up", "accept length")]
+    whole = [
+        [method, *(cell for t in temperatures for cell in shown(cells.get((ALL, t, method))))] for method in methods
+    ]
+    parts = [table([["over all sets", *columns], *whole])]
     for t in temperatures:
-        rows = [
-            [method, *(cell for name in sets for cell in shown((name, t, method), False))]
-            for method in methods
-            if any((name, t, method) in cells for name in sets)
+        rows = [[method, *(cells.get((name, t, method)) for name in sets)] for method in methods]
+        speeds = [
+            [method, *("" if row is None else f"{row['speed_up']['value']:.2f}" for row in cells_of_sets)]
+            for method, *cells_of_sets in rows
+            if any(cells_of_sets)
         ]
-        parts.append(table([f"speed-up, T = {t:g}", *titles(sets)], rows))
+        parts.append(table([[f"speed-up, T = {t:g}", *titles(sets)], *speeds]))
     texts = dict.fromkeys(("equal", "near tie", "different"), 0)
     for (name, *_), row in cells.items():
         for verdict in texts:
@@ -78,7 +72,7 @@ def section(document: dict[str, Any], record: str) -> str:
 
 
 def put(page: str, text: str, begin: str = BEGIN) -> str:
-    """The page with this text between `begin` and the next end mark. Raises ValueError if they are missing."""
+    """The page with this text between the marks. Raises ValueError if they are missing."""
     before, start, rest = page.partition(begin)
     _, end, after = rest.partition(END)
     if not start or not end:

@@ -4,11 +4,11 @@
     python benchmarks/kernels.py products [--rows 1 2 4 8] [--formats float32 Q4_1] [--record]
 
 `attention`: a call of one layer takes microseconds, so a program of `--layers` calls is timed. Each call has its own
-pool, and its queries depend on the output of the call before, as in a decoder. On a GPU many programs are dispatched
-together and rotate through sets of pools that no cache holds. The ceiling is the bandwidth of a copy.
+pool, and its queries depend on the previous output, as in a decoder. On a GPU many programs are dispatched together and
+rotate through sets of pools that exceed every cache. The ceiling is the bandwidth of a copy.
 
 `products`: products of few rows on a CPU, with SmolLM2-135M's shapes: 30 layers of four products, and the output layer.
-A program multiplies by the weights of `PRODUCT_LAYERS` layers and rotates through sets of weights that no cache holds.
+A program multiplies by the weights of `PRODUCT_LAYERS` layers and rotates through sets that exceed every cache.
 The ceiling is the bandwidth of sums over a large array by all threads. "model" is all products of a forward.
 
 Implementations and formats alternate. The figure is the median. The last line is one JSON document with all samples.
@@ -29,14 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from records import finish, machine
-from specjax_kernels import (
-    IMPLEMENTATIONS,
-    Quantised,
-    default_implementation,
-    linear,
-    quantise,
-    tree_attention,
-)
+from specjax_kernels import IMPLEMENTATIONS, Quantised, default_implementation, linear, quantise, tree_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, rotating, seconds
 
@@ -46,7 +39,7 @@ REGION_SECONDS = 0.02
 
 
 def enough_layers(spec: Spec) -> int:
-    """Calls in one program on a GPU; more where a call is short, so that the host is not the bottleneck."""
+    """Calls in one program on a GPU; more short calls, so that the host is not the bottleneck."""
     return 4 if spec.bytes_read > 2**24 else 16
 
 
@@ -57,7 +50,7 @@ def enough_sets(spec: Spec, layers: int) -> int:
 
 def chain(implementation: str, options: dict[str, Any]) -> Any:
     """jitted (q, k_block, v_block, pools, rest) -> q, with one call of `tree_attention` for each pool."""
-    # Jitted, so that it is lowered once instead of once a layer: lowering takes a third of a second.
+    # Jitted, so that it is lowered once instead of once a layer.
     attend = jax.jit(functools.partial(tree_attention, **options, implementation=implementation))
 
     @jax.jit
@@ -153,7 +146,7 @@ def weight_of(name: str, depth: int, outputs: int) -> Any:
 
 @jax.jit
 def multiply(x: jax.Array, weights: list[Any]) -> jax.Array:
-    """Products, each of which depends on the result of the one before."""
+    """Products in sequence: each depends on the result before it."""
     for weight in weights:
         x = x + linear(x, weight)[..., :1] * 1e-6
     return x
