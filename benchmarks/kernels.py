@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -31,7 +28,7 @@ import numpy as np
 from records import finish, machine
 from specjax_kernels import IMPLEMENTATIONS, Quantised, default_implementation, linear, quantise, tree_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, rotating, seconds
+from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, read_bandwidth, rotating, seconds
 
 REGION_SECONDS = 0.02
 
@@ -152,39 +149,23 @@ def multiply(x: jax.Array, weights: list[Any]) -> jax.Array:
     return x
 
 
-def read_bandwidth() -> float:
-    """Bytes of 512 MB that all threads together read per second, the best of ten runs."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    array = np.ones((threads, 2**27 // threads), np.float32)
-    samples = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(10):
-            start = time.perf_counter()
-            list(pool.map(np.sum, array))
-            samples.append(time.perf_counter() - start)
-    return array.nbytes / min(samples)
-
-
 def products(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     ceiling = read_bandwidth()
     print(f"read ceiling {ceiling / 1e9:.1f} GB/s")
     results: list[dict[str, Any]] = []
     model: dict[str, float] = {}
     for shape, (depth, outputs) in SHAPES.items():
-        stored = {}
+        sizes, copies = {}, {}
         for name in arguments.formats:
             weight = weight_of(name, depth, outputs)
-            size = sum(array.nbytes for array in jax.tree.leaves(weight))
+            sizes[name] = size = sum(array.nbytes for array in jax.tree.leaves(weight))
             sets = -(-CACHE_BYTES // (size * PRODUCT_LAYERS))
-            copies = [[jax.tree.map(jnp.copy, weight) for _ in range(PRODUCT_LAYERS)] for _ in range(sets)]
-            stored[name] = size, copies
+            copies[name] = [[jax.tree.map(jnp.copy, weight) for _ in range(PRODUCT_LAYERS)] for _ in range(sets)]
         for rows in arguments.rows:
             x = jnp.asarray(np.random.default_rng(1).standard_normal((1, rows, depth), np.float32))
-            calls = {
-                name: rotating(multiply, [(x, weights) for weights in copies]) for name, (_, copies) in stored.items()
-            }
+            calls = {name: rotating(multiply, [(x, weights) for weights in sets]) for name, sets in copies.items()}
             for name, regions in interleaved(calls, runs=arguments.runs, region_seconds=0.05).items():
-                size = stored[name][0]
+                size = sizes[name]
                 samples = [region.total / PRODUCT_LAYERS for region in regions]
                 median, best = statistics.median(samples), min(samples)
                 key = f"{name}, {rows} rows"
@@ -205,9 +186,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operation", choices=("attention", "products"))
     parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
-    parser.add_argument(
-        "--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=[default_implementation()]
-    )
+    chosen = [default_implementation()]
+    parser.add_argument("--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=chosen)
     parser.add_argument("--layers", type=int, help="calls in one program (default: 30 or 4; on a GPU 16 or 4)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))

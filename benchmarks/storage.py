@@ -36,11 +36,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from gguf.quants import quantize
 from records import DATA, finish, machine, read_prompts
+from timing import read_bandwidth
 from tqdm import tqdm
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
@@ -160,20 +160,6 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
                 size = sum(parameter.nbytes for parameter in model.parameters())
                 contenders[name] = contender(TransformersContender(model, options, ()), size)
         yield contenders, engines
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of reductions of an array that fits no cache: the best of 20."""
-    array = jnp.ones(2**27, jnp.float32)
-    seconds = []
-    for reduce in (jnp.sum, jnp.max):
-        run = jax.jit(reduce)
-        run(array).block_until_ready()
-        for _ in range(10):
-            started = perf_counter()
-            run(array).block_until_ready()
-            seconds.append(perf_counter() - started)
-    return array.nbytes / min(seconds)
 
 
 def summary(runs: dict[str, Answer], weight_bytes: int, bandwidth: float) -> dict[str, Any]:

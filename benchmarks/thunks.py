@@ -4,7 +4,7 @@
     counts(*read_dump(folder))
 
 A command buffer is a CUDA graph. The host decides loops and branches outside of one, and waits for the device. A
-kernel is a thunk: a matrix product by cuBLAS counts once, even if it runs as two kernels.
+matrix product by cuBLAS is one kernel thunk, even if it runs as two kernels.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_thunks(text: str) -> list[Thunk]:
         while stack and stack[-1][0] >= depth:
             stack.pop()
         number, kind = int(line[3]), line[4]
-        thunks.append(Thunk(kind, number, tuple(above for _, above, _ in stack), tuple(each for *_, each in stack)))
+        thunks.append(Thunk(kind, number, tuple(above for _, above, _ in stack), tuple(above for *_, above in stack)))
         stack.append((depth, kind, number))
     return thunks
 

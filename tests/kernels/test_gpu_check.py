@@ -39,7 +39,7 @@ def gpu_check(monkeypatch):
 
 def report_of(gpu_check, folder: Path, *, tiny: bool = False):
     output = folder / "section.json"
-    arguments = argparse.Namespace(tiny=tiny, model=None, reference=None, output=output, seconds=600)
+    arguments = argparse.Namespace(tiny=tiny, model=None, output=output, seconds=600)
     return gpu_check.Report("section", arguments)
 
 

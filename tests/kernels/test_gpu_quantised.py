@@ -1,4 +1,4 @@
-"""Quantised products, cross-compiled for GPUs (see `test_gpu_compile.py`): no step writes an array of the weights' size."""
+"""Quantised products, cross-compiled for GPUs (see `test_gpu_compile.py`): weights are never dequantised to memory."""
 
 from __future__ import annotations
 
