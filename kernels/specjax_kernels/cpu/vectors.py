@@ -1,4 +1,4 @@
-"""LLVM vectors for the code of kernels. LLVM maps them to the vectors of any processor."""
+"""LLVM vectors for kernels. LLVM maps them to the vectors of any processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lanes() -> int:
 
 
 class Vectors:
-    """Adds to an LLVM builder float32 vectors of this processor's width, loads from addresses, and variables."""
+    """An LLVM builder with float32 vectors of this processor's width, loads from addresses, and variables."""
 
     def __init__(self, b: Any) -> None:
         self.b = b
@@ -63,7 +63,7 @@ class Vectors:
         return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
 
     def total(self, lanes: Any) -> Any:
-        """The sum of a vector: its halves are added until one number is left."""
+        """The sum of a vector, by adding halves."""
         count = lanes.type.count
         while count > 1:
             count //= 2
@@ -83,7 +83,7 @@ class Vectors:
         return vectors[0]
 
     def shuffled(self, one: Any, other: Any, places: list[int]) -> Any:
-        """The numbers of two vectors at these places; the second vector's places follow the first's."""
+        """The numbers at these places of two concatenated vectors."""
         kind = self.ir.VectorType(self.ir.IntType(32), len(places))
         return self.b.shuffle_vector(one, other, self.ir.Constant(kind, places))
 
