@@ -37,8 +37,8 @@ def from_awq(words: np.ndarray, out: np.ndarray) -> bool:
 
 
 def magnitudes(matrix: np.ndarray, out: np.ndarray) -> bool:
-    """The largest magnitude of each row of a C-contiguous float matrix, to float32 [rows]; not finite for rows with infinity
-    or NaN."""
+    """The largest magnitude of each row of a C-contiguous float matrix, to float32 [rows]. Rows with infinity or NaN
+    have a magnitude that is not finite."""
     kind = _KINDS.get(matrix.dtype.name)
     return kind is not None and _call("magnitudes", matrix, kind, *matrix.shape, out)
 
