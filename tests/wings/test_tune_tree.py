@@ -210,11 +210,3 @@ def test_errors_before_a_measurement(problem, tune, tmp_path, capsys):
         assert tune(*MISTAKES[problem]) == 2
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["tune-tree", "--help"])
-    assert done.value.code == 0
-    out = capsys.readouterr().out
-    assert "specjax bench tune-tree" in out and all(f"--{name}" in out for name in ("topks", "best", "sets"))
