@@ -161,8 +161,7 @@ class Report:
             temporary.replace(self.file)
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+say = partial(print, flush=True)
 
 
 # Tokens of an engine on a GPU and on a CPU.
@@ -482,11 +481,8 @@ def in_dtype(arguments: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, arguments)
 
 
-# An engine, and a server.
-
-
 def engine(report: Report) -> None:
-    """An engine of Llama-3.1-8B's shape: READY, two streams while it compiles in the background, peak memory."""
+    """An engine of Llama-3.1-8B's shape: READY, two streams during background compilation, peak memory."""
     model = Model(report, llama_8b)
     begun = time.perf_counter()
     drafter = make_drafter(Eagle3(), target=model.target, head=model.head)
@@ -566,9 +562,6 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "batch": partial(steps, shape=llama_8b, batch=64, trees=((3, 1, 4), CHAIN)),
     "options": options,
 }
-
-
-# Parts.
 
 
 def run_section(arguments: argparse.Namespace) -> None:

@@ -6,11 +6,10 @@ Random checkpoints of Llama's layout, 0.4 to 0.9 GB in a file or several, are wr
 built-in model. Every measurement is a fresh process:
 
     read    all bytes of the weights' files, one after another, into one buffer of 8 MiB
-    hold    all bytes into memory that holds them all
     load    `checkpoint.resolve`, `model_config` and `load_params`, until the weights are on the device
 
 They take turns, cold (`posix_fadvise(DONTNEED)` on the files first; a virtual machine's host may still cache them) and
-warm. A share is the median seconds of read, or of hold, divided by those of load; the aim is 0.7 for cold files. "peak"
+warm. A share is the median seconds of read divided by those of load; the aim is 0.7 for cold files. "peak"
 is the growth of anonymous memory (RssAnon, sampled every 2 ms) during a further load, divided by the bytes of the
 leaves; the aim is at most 1.15. New memory is slow on virtual machines whose host provides pages at their first use.
 """
@@ -112,17 +111,13 @@ def written(folder: Path, case: Case) -> Path:
     return folder
 
 
-def read(files: list[str], *, hold: bool) -> dict[str, Any]:
-    import numpy as np
-
+def read(files: list[str]) -> dict[str, Any]:
     total, started = 0, time.perf_counter()
-    buffer = memoryview(np.empty(sum(map(os.path.getsize, files)) if hold else ONCE, np.uint8))
+    buffer = bytearray(ONCE)
     for file in files:
         with open(file, "rb", buffering=0) as stream:
-            place = total if hold else 0
-            while count := stream.readinto(buffer[place : place + ONCE]):
+            while count := stream.readinto(buffer):
                 total += count
-                place += count if hold else 0
     return {"seconds": time.perf_counter() - started, "bytes": total}
 
 
@@ -194,7 +189,6 @@ def cool(files: list[str]) -> None:
 def measured(model: str, files: list[str], options: tuple[str, str], runs: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], dict[str, Any]]] = {
         "read": lambda: child("read", *files),
-        "hold": lambda: child("hold", *files),
         "load": lambda: child("load", model, *options),
     }
     result: dict[str, Any] = {}
@@ -209,7 +203,6 @@ def measured(model: str, files: list[str], options: tuple[str, str], runs: int) 
         medians = {name: statistics.median(row["seconds"] for row in rows) for name, rows in samples.items()}
         result[state] = {
             "share_of_read": medians["read"] / medians["load"],
-            "share_of_hold": medians["hold"] / medians["load"],
             **{f"{name}_seconds": median for name, median in medians.items()},
             **{f"{name}_gb_per_second": samples["read"][0]["bytes"] / 1e9 / medians[name] for name in medians},
             "samples": samples,
@@ -249,13 +242,13 @@ def main() -> None:
     use_compilation_cache()
     repacking.prepare(every=True)  # as a first start does in the background
     document: dict[str, Any] = machine("jaxlib", "numpy") | {"cases": {}}
-    columns = ("read GB/s", "load GB/s", "of read", "of hold")
+    columns = ("read GB/s", "load GB/s", "of read")
     print(f"{'':10}{'MB':>6}{'cold:':>7}{''.join(f'{c:>11}' for c in columns)}{'warm:':>7}", end="")
     print(f"{''.join(f'{c:>11}' for c in columns)}{'peak':>7}")
     for name, model, options in models(args.cases):
         files = [str(file.resolve()) for file in checkpoint.resolve(model, progress=False).weights]
         row = document["cases"][name] = measured(model, files, options, args.runs)
-        shown = ("read_gb_per_second", "load_gb_per_second", "share_of_read", "share_of_hold")
+        shown = ("read_gb_per_second", "load_gb_per_second", "share_of_read")
         cold, warm = ("".join(f"{row[state][key]:>11.2f}" for key in shown) for state in ("cold", "warm"))
         print(f"{name:10}{row['file_bytes'] / 1e6:>6.0f}{'':7}{cold}{'':7}{warm}{row['peak']:>7.2f}", flush=True)
     finish("loading", document, record=args.record)
@@ -264,6 +257,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         kind, *rest = sys.argv[2:]
-        print(json.dumps(load(*rest) if kind == "load" else read(rest, hold=kind == "hold")))
+        print(json.dumps(load(*rest) if kind == "load" else read(rest)))
     else:
         main()

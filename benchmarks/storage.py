@@ -2,12 +2,12 @@
 
     PYTHONPATH=FOLDER_WITH_LLAMA_CPP python benchmarks/storage.py [--storages f32 f16 q8_0 q4_1] [--limit 10] [--record]
 
-The built-in model's GGUF (Q4_1) is dequantised and written again as F32, F16 and Q8_0; all engines read the same files.
-The weights of f32 and q4_1 are equal, those of f16 differ by its rounding, so their texts should be equal, too.
+The built-in model's GGUF (Q4_1) is dequantised and written as F32, F16 and Q8_0; all engines read the same files. The
+texts of f32, q4_1 and f16 should be equal: f32 and q4_1 have equal weights, and f16 rounds them slightly.
 
     none, ngram, auto   specjax
     llama.cpp           llama-cpp-python; llama.cpp-lookup: with its prompt lookup
-    transformers        in float32 and bfloat16 with the dequantised weights; lookup: with prompt lookup
+    transformers        with the dequantised weights in float32 and bfloat16; lookup: with prompt lookup
 
 Greedy, one request at a time, 128 tokens a prompt. Contenders take turns in a rotating order. Columns of the table:
 
