@@ -24,11 +24,12 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -109,16 +110,15 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     return engine
 
 
-class Clock:
-    """Sums the seconds spent in functions, by the name of their part."""
+class Clock(ExitStack):
+    """Sums the seconds spent in functions, by the name of their part, until it is closed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seconds: dict[str, float] = {}
-        self._undo: list[Callable[[], None]] = []
 
     def around(self, owner: Any, name: str, part: str) -> None:
         function = getattr(owner, name)
-        defined = name in vars(owner)  # not inherited
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             started = time.perf_counter()
@@ -128,12 +128,7 @@ class Clock:
                 self.seconds[part] += time.perf_counter() - started
 
         self.seconds.setdefault(part, 0.0)
-        setattr(owner, name, timed)
-        self._undo.append(lambda: setattr(owner, name, function) if defined else delattr(owner, name))
-
-    def stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self.enter_context(mock.patch.object(owner, name, timed))
 
 
 def parts(engine: Engine) -> Clock:
@@ -202,7 +197,7 @@ def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: 
             server.after_step(changed)
             served += time.perf_counter() - ended
             server.read()
-    watch.stop()
+    watch.close()
     engine.reset("the round has ended")
     if server is None:
         return samples
