@@ -32,8 +32,7 @@ SMALL = [
     "--context-length", "1024", "--max-running-requests", "16", "--speculative-algorithm", "NGRAM",
     "--speculative-num-draft-tokens", "4", "--speculative-ngram-capacity", "4096",
 ]  # fmt: skip
-SECONDS = 600.0
-"""Longest duration of a start or a request."""
+SECONDS = 600.0  # longest duration of a start or a request
 
 
 def tiny_model(folder: Path) -> Path:

@@ -184,7 +184,7 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 DRAFT_VOCABULARY = 32
 MAX_DIFFERENT_ROWS = 1
-"""Rows that may differ from the CPU's, because another order of summation can decide a near tie."""
+"""Rows that may differ: another order of summation can decide a near tie."""
 
 
 class TokenIds:

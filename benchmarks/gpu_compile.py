@@ -7,9 +7,7 @@ Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is allocated. XLA com
 decides loops and branches outside of one, and waits for the device. Nothing is timed. Products are not autotuned, so
 some kernels differ on a device.
 
-Needs the GPU compiler of the installed version of jax, about 180 MB, without a driver or CUDA:
-
-    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION
+Needs the GPU compiler of the installed version of jax (see `ptx.py`).
 """
 
 from __future__ import annotations

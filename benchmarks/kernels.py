@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,14 +70,10 @@ def copied_inputs(args: Sequence[Any], layers: int, sets: int) -> list[tuple[Any
     return [(q, k_block, v_block, pools(), rest) for _ in range(sets)]
 
 
-def program(spec: Spec, implementation: str, layers: int, sets: int) -> Callable[[], jax.Array]:
-    args, options = spec.arguments()
-    return rotating(chain(implementation, options), copied_inputs(args, layers, sets))
-
-
 def measure(spec: Spec, implementations: list[str], layers: int, runs: int, bandwidth: float) -> list[dict[str, Any]]:
     sets = enough_sets(spec, layers)
-    programs = {name: program(spec, name, layers, sets) for name in implementations}
+    args, options = spec.arguments()
+    programs = {n: rotating(chain(n, options), copied_inputs(args, layers, sets)) for n in implementations}
     samples: dict[str, list[float]] = {name: [] for name in implementations}
     if jax.default_backend() == "cpu":
         for index in range(WARMUP + runs):

@@ -40,8 +40,10 @@ def weights_read(hlo: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}  # instruction -> the parameter that it is a view of
     read: Counter[str] = Counter()
+    start = hlo.index("\nENTRY ")
+    entry = hlo[start : hlo.index("\n}", start)]
     for name, dtype, shape, kind, operands in re.findall(
-        r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", _entry(hlo), re.MULTILINE
+        r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", entry, re.MULTILINE
     ):
         if kind == "parameter" and name.startswith("%params"):
             bits = re.sub(r"\D*(\d+).*", r"\1", dtype)
@@ -57,12 +59,6 @@ def weights_read(hlo: str) -> dict[str, int]:
         else:
             read.update({parameter: sizes[parameter] for parameter in parameters})
     return dict(read)
-
-
-def _entry(hlo: str) -> str:
-    """Text of the entry computation."""
-    start = hlo.index("\nENTRY ")
-    return hlo[start : hlo.index("\n}", start)]
 
 
 def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:
