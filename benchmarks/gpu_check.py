@@ -183,8 +183,7 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("NGRAM", {"retract_every": 3}),
 )
 DRAFT_VOCABULARY = 32
-MAX_DIFFERENT_ROWS = 1
-"""Rows that may differ: another order of summation can decide a near tie."""
+MAX_DIFFERENT_ROWS = 1  # another order of summation can decide a near tie
 
 
 class TokenIds:

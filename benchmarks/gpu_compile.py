@@ -42,8 +42,7 @@ from specjax.tree import DraftTree
 from specjax.verify import Verifier, verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
-STRAIGHT = partial(verify_tree, straight=True)
-"""The verifier of a device with GPU kernels."""
+STRAIGHT = partial(verify_tree, straight=True)  # the verifier of a device with GPU kernels
 
 
 class Shapes(NamedTuple):
