@@ -87,9 +87,6 @@ from specjax.drafters import Ngram, make_drafter
 
 def make(target):
     return make_drafter(Ngram(nodes=4, capacity={}))
-
-def nothing(target):
-    return 7
 """
 
 
@@ -125,12 +122,3 @@ def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_draf
     os.utime(weights, ns=(1, 1))
     assert main(command) == 2
     assert f"another files: {{'{other}'" in capsys.readouterr().err
-
-
-def test_a_factory_that_returns_no_drafter(bench, own_drafter, capsys):
-    assert bench("--plots", "none", methods=("none", "my_own_drafter:nothing")) == 2
-    assert "my_own_drafter:nothing' returned 7; it must return a Drafter" in capsys.readouterr().err
-    own_drafter.write_text("def make(target:\n")
-    sys.modules.pop("my_own_drafter", None)
-    assert bench("--plots", "none", methods=("none", "my_own_drafter:make")) == 2
-    assert "cannot import my_own_drafter" in capsys.readouterr().err
