@@ -210,8 +210,8 @@ def test_a_prefill_chunk_equals_its_tokens_in_turn() -> None:
 
     whole = attend(q, k_block, v_block, 6)
     for i in range(5):
-        one = slice(i, i + 1)
-        alone = attend(q[:, one], k_block[:, one], v_block[:, one], 6 + i)
+        token = slice(i, i + 1)
+        alone = attend(q[:, token], k_block[:, token], v_block[:, token], 6 + i)
         np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=0, atol=1e-5)
 
 

@@ -92,19 +92,21 @@ def test_unavailable_methods(tmp_path, monkeypatch):
 
 def test_shipped_sets():
     categories = sets.read_sets(["spec_bench"])
-    assert [one.name for one in categories] == [f"spec_bench/{name}" for name in sets.SPEC_BENCH]
-    assert [len(one.conversations) for one in categories] == [40] * 6
-    assert {len(one.turns) for one in categories[0].conversations} == {2}
-    assert [one.name for one in sets.read_sets(["spec_bench/rag", "mt_bench"])] == ["spec_bench/rag", "mt_bench"]
+    assert [group.name for group in categories] == [f"spec_bench/{name}" for name in sets.SPEC_BENCH]
+    assert [len(group.conversations) for group in categories] == [40] * 6
+    assert {len(conversation.turns) for conversation in categories[0].conversations} == {2}
+    assert [group.name for group in sets.read_sets(["spec_bench/rag", "mt_bench"])] == ["spec_bench/rag", "mt_bench"]
     assert set(sets.set_names()) >= {"mt_bench", "gsm8k", "humaneval", "eagle_sum", "spec_bench"}
     for prompts in sets.read_sets(sets.set_names()):
-        assert prompts.conversations and all(one.turns for one in prompts.conversations)
+        assert prompts.conversations and all(conversation.turns for conversation in prompts.conversations)
 
 
 def test_limits_of_conversations_and_turns():
     (whole,), (part,) = sets.read_sets(["mt_bench"]), sets.read_sets(["mt_bench"], limit=4, turns=1)
-    assert [one.id for one in part.conversations] == [whole.conversations[i].id for i in (0, 10, 20, 30)]
-    assert {len(one.turns) for one in part.conversations} == {1}
+    assert [conversation.id for conversation in part.conversations] == [
+        whole.conversations[i].id for i in (0, 10, 20, 30)
+    ]
+    assert {len(conversation.turns) for conversation in part.conversations} == {1}
     assert part.digest != whole.digest
 
 
@@ -114,7 +116,7 @@ def test_files(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text('{"id": null, "prompt": "a"}\n\n{"id": 7, "turns": ["b", "c"]}\n')
     prompts = sets.read_sets(map(str, files))
-    assert [one.name for one in prompts] == ["test", str(files[1]), str(files[2])]
+    assert [group.name for group in prompts] == ["test", str(files[1]), str(files[2])]
     assert [*prompts[0].conversations] == [("test-1", ("a",)), ("7", ("b", "c"))]
     with pytest.raises(ValueError, match="twice"):
         sets.read_sets([str(files[0]), str(files[1]), str(files[1])])
@@ -124,7 +126,7 @@ def test_a_set_without_one_of_its_categories(tmp_path):
     (tmp_path / "spec_bench.jsonl").write_text('{"prompt": "a", "category": "rag"}\n')
     with pytest.raises(ValueError, match="has no conversation of mt_bench, translation"):
         sets.read_sets(["spec_bench"], data=tmp_path)
-    assert [one.name for one in sets.read_sets(["spec_bench/rag"], data=tmp_path)] == ["spec_bench/rag"]
+    assert [group.name for group in sets.read_sets(["spec_bench/rag"], data=tmp_path)] == ["spec_bench/rag"]
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,16 @@ def test_acceptance_by_depth():
     assert results.add_histograms([[1], [0, 2, 0], []]) == [1, 2]
 
 
-def row(own, base, phases=None, **where):
-    where = {"set": "s", "temperature": 0.0, "batch": 1, "method": own[0].method} | where
-    return results.row(own, base, where=where, phases=phases)
+def row(samples, base, phases=None, **where):
+    where = {"set": "s", "temperature": 0.0, "batch": 1, "method": samples[0].method} | where
+    return results.row(samples, base, where=where, phases=phases)
 
 
 def test_a_row_and_its_table():
     base = [sample("NONE", str(i), 2.0) for i in range(3)]
     texts, phases = {"equal": 1, "near tie": 1}, {"draft": 1.0, "verify": 2.0, "commit": 0.5}
     ours = [sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts=texts) for i in range(3)]
-    rows = [row(own, base, phases) for own in (base, ours)]
+    rows = [row(samples, base, phases) for samples in (base, ours)]
     assert rows[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
     assert rows[1]["acceptance_by_depth"] == [0.3333] and rows[1]["texts"]["near tie"] == 3
     markdown = results.as_markdown(rows)
@@ -79,12 +79,14 @@ def test_the_table_fits_a_terminal(name):
     rows = []
     for method in METHODS:
         texts = {"equal": 100, "near tie": 20}
-        own = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
-        rows.append(row(own, own, set=name, temperature=0.75, batch=128))
+        samples = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
+        rows.append(row(samples, samples, set=name, temperature=0.75, batch=128))
     lines = results.as_text(rows).splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 100
     assert lines[0].split() == ["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]
-    assert all(str(one["tokens_per_second"]["value"])[:6] in line for one, line in zip(rows, lines[1:], strict=True))
+    assert all(
+        str(cells["tokens_per_second"]["value"])[:6] in line for cells, line in zip(rows, lines[1:], strict=True)
+    )
     assert "EAGLE3" in lines[3] and "one" in lines[3] and lines[3].endswith("900/1080")
 
 
@@ -92,9 +94,9 @@ def test_drafted_steps():
     """Of transformers unknown; a note says why a method did not draft."""
     base = [replace(sample("x", "1", 1.0, histogram=(4,)), note="large batches")]
     rows = [row([replace(base[0], drafted_steps=count)], base) for count in (4, 1, None)]
-    assert [one["drafted_steps"] for one in rows] == [4, 1, None]
-    assert [results.cells(one)[8] for one in rows] == ["100%", "25%", ""]
-    assert [one["not_drafted"] for one in rows] == ["", "large batches", ""]
+    assert [cells["drafted_steps"] for cells in rows] == [4, 1, None]
+    assert [results.cells(cells)[8] for cells in rows] == ["100%", "25%", ""]
+    assert [cells["not_drafted"] for cells in rows] == ["", "large batches", ""]
 
 
 def test_short_titles_of_sets():
@@ -110,8 +112,8 @@ def test_pictures(tmp_path):
     for temperature in (0.0, 1.0):
         for name in [*(f"set {i}" for i in range(9)), "all"]:
             for method in methods:
-                own = [sample(method, group, 1.0, histogram=(4, 2)) for group in "ab"[: 1 + (name != "set 0")]]
-                rows.append(row(own, own, set=name, temperature=temperature))
+                samples = [sample(method, group, 1.0, histogram=(4, 2)) for group in "ab"[: 1 + (name != "set 0")]]
+                rows.append(row(samples, samples, set=name, temperature=temperature))
     files = results.draw(tmp_path, "svg", rows)
     assert [file.name for file in files] == ["picture-T0-batch1.svg", "picture-T1-batch1.svg"]
     text = files[0].read_text()
