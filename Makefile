@@ -56,8 +56,7 @@ test-all: setup
 # `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
 	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
-		tests/core/test_imports.py tests/kernels/test_triton_kernel.py tests/kernels/test_kernels.py \
-		tests/kernels/test_pallas_kernel.py
+		tests/core/test_imports.py tests/kernels/test_gpu_kernels.py tests/kernels/test_kernels.py
 
 $(SMOKE_VENV)/.installed: pyproject.toml
 	@test -x $(SMOKE_VENV)/bin/python || $(SMOKE_PYTHON) -m venv $(SMOKE_VENV)
@@ -69,8 +68,7 @@ $(SMOKE_VENV)/.installed: pyproject.toml
 # folder of its own, where it cannot change what `make test` sees. One GPU and few layers; all three and 32 layers:
 # `make gpu-compile-all`. The suite's XLA_FLAGS would hold for the GPU's compiler, too: they are left empty.
 GPU_PYTEST = PYTHONPATH=$(GPU_COMPILER) XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 \
-	tests/kernels/test_gpu_compile.py tests/kernels/test_gpu_draft.py \
-	tests/kernels/test_gpu_quantised.py tests/kernels/test_gpu_mesh.py
+	tests/kernels/test_gpu_compile.py tests/kernels/test_gpu_quantised.py tests/kernels/test_gpu_mesh.py
 
 gpu-compile: setup $(GPU_COMPILER)/.installed
 	$(GPU_PYTEST) -m "gpu_compile and not slow"

@@ -1,14 +1,11 @@
-"""Fuzz the server with schemathesis, from its OpenAPI document: valid and invalid requests, never a 5xx.
+"""Fuzzes the server with schemathesis from its OpenAPI document: valid and invalid requests, never a 5xx.
 
     make schemathesis
     python benchmarks/api_fuzz.py --schemathesis .schemathesis/bin/st [--examples 200] [--model MODEL]
 
-The document has no rules between fields and no limits of the served model, so the server may refuse a request that it
-allows.
-
-Starts `specjax serve` three times: as it is, with an API key, and with --strict-fields. Without --model
-the target is a random Llama of one layer, so that thousands of requests take minutes. Fails if there is a finding. The
-last line is one JSON document.
+Starts `specjax serve` three times: as it is, with an API key, and with --strict-fields. The document has no rules
+between fields and no limits of the served model, so the server may refuse a request that the document allows. Without
+--model the target is a random Llama of one layer. Fails if there is a finding. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ SMALL = [
     "--context-length", "1024", "--max-running-requests", "16", "--speculative-algorithm", "NGRAM",
     "--speculative-num-draft-tokens", "4", "--speculative-ngram-capacity", "4096",
 ]  # fmt: skip
-SECONDS = 600.0
-"""Most that a start or a request may take."""
+SECONDS = 600.0  # longest duration of a start or a request
 
 
 def tiny_model(folder: Path) -> Path:
@@ -45,22 +41,20 @@ def tiny_model(folder: Path) -> Path:
     from engine_helpers import VOCABULARY, tokenizer
     from tiny_checkpoints import save_llama
 
-    save_llama(
-        folder, vocab_size=VOCABULARY, num_hidden_layers=1, eos_token_id=2, max_position_embeddings=1024,
-    )  # fmt: skip
+    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, eos_token_id=2, max_position_embeddings=1024)
     tokenizer().save_pretrained(folder)
     return folder
 
 
 @contextmanager
 def server(model: str, flags: list[str]) -> Iterator[str]:
-    """The address of a server that is ready and has compiled what log-probabilities need."""
+    """The address of a server that is ready and has compiled its programs for log-probabilities."""
     command = [sys.executable, "-m", "specjax.serve", "--model", model, "--port", "0", *SMALL, *flags]
     with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen([*command, "--served-model-name", "fuzzed"], stderr=log)
         try:
             base = _address(process, Path(log.name))
-            # Of a kept connection a request may be lost: a server that is busy loading closes it when it has been idle.
+            # A server that is busy loading closes idle connections, so each request opens its own.
             while httpx.get(f"{base}/health", timeout=SECONDS).status_code != 200:
                 assert process.poll() is None, Path(log.name).read_text()
                 time.sleep(0.5)
@@ -87,7 +81,7 @@ def run(schemathesis: str, base: str, examples: int) -> dict[str, object]:
     command += ["--exclude-checks", "positive_data_acceptance"]
     command += ["--max-examples", str(examples), "--continue-on-failure", "--request-timeout", str(SECONDS)]
     command += ["--max-response-time", str(SECONDS), "--header", f"Authorization: Bearer {KEY}"]
-    # After the one requests wait, as they should; the other needs --profile.
+    # Requests wait after the first; the second needs --profile.
     command += ["--exclude-path", "/pause_generation", "--exclude-path", "/start_profile"]
     environment = os.environ | {"NO_COLOR": "1"}
     started = time.perf_counter()

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def one_request() -> Any:
-    """Settings for one request at a time, without a prefix cache: every round has the same prompts."""
+    """Settings for one request at a time, without a prefix cache, because every round has the same prompts."""
     from specjax import EngineConfig
 
     return EngineConfig(max_running_requests=1, prefix_cache=False)
@@ -129,23 +129,59 @@ def heading(before: Side, machine: Any) -> dict[str, Any]:
     return machine("jaxlib") | heads
 
 
-def compare_forwards(trees: dict[str, Side], widths: list[int], runs: int, dtype: str) -> list[dict[str, Any]]:
+def compare_forwards(trees: dict[str, Side], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds of a forward of each width in both trees, in turns."""
-    workers = {name: Worker(tree, "--forward", "--dtype", dtype) for name, tree in trees.items()}
+    workers = {name: Worker(tree, "--forward", "--dtype", args.dtype) for name, tree in trees.items()}
     rows = []
-    for width in widths:
+    for width in args.forward:
         samples: dict[str, list[float]] = {name: [] for name in trees}
-        for turn in range(runs):
+        for turn in range(args.runs):
             for name in (list(trees), list(trees)[::-1])[turn % 2]:
                 samples[name].append(workers[name].run(rows=width)["seconds"])
-        least = {name: min(seconds) for name, seconds in samples.items()}
-        medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
-        rows.append({"tokens": width, "dtype": dtype, "least": least, "median": medians, "seconds": samples})
+        row: dict[str, Any] = {"tokens": width, "dtype": args.dtype}
+        figures = []
+        for kind, of in (("least", min), ("median", statistics.median)):
+            row[kind] = {name: of(seconds) for name, seconds in samples.items()}
+            before, after = row[kind].values()
+            figures.append(f"{kind} {1e3 * before:.1f} ms before, {1e3 * after:.1f} after, ratio {after / before:.3f}")
+        print(f"{args.dtype}, {width} tokens: {'; '.join(figures)}", flush=True)
+        rows.append(row | {"seconds": samples})
+    for worker in workers.values():
+        worker.close()
+    return rows
+
+
+def compare_texts(trees: dict[str, Side], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds and texts of the prompts by each algorithm in both trees, in turns."""
+    lines = (args.data / "mt_bench.jsonl").read_text().splitlines()[: args.limit]
+    prompts = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    workers = {
+        (name, algorithm): Worker(tree, "--work", algorithm, "--max-new-tokens", str(args.max_new_tokens))
+        for algorithm in args.algorithms
+        for name, tree in trees.items()
+    }
+    keys = list(workers)
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
+    equal = dict.fromkeys(args.algorithms, 0)
+    for number, messages in enumerate(prompts * args.rounds):
+        first = number % len(keys)
+        answers = {key: workers[key].run(messages=messages) for key in (*keys[first:], *keys[:first])}
+        for key in keys:
+            seconds[key].append(answers[key]["seconds"])
+        for algorithm in args.algorithms:
+            equal[algorithm] += answers["before", algorithm]["ids"] == answers["after", algorithm]["ids"]
+    rows = []
+    for algorithm in args.algorithms:
+        samples = {name: seconds[name, algorithm] for name in trees}
+        ratios = [after / before for before, after in zip(*samples.values(), strict=True)]
+        ratio, (low, high) = statistics.median(ratios), interval(ratios)
+        speeds = {name: args.max_new_tokens * len(ratios) / sum(times) for name, times in samples.items()}
+        row = {"algorithm": algorithm, "drafter": workers["after", algorithm].drafter, "time_after_by_before": ratio}
+        row |= {"interval": [low, high], "tokens_per_second": speeds, "equal_texts": equal[algorithm]}
+        rows.append(row | {"texts": len(ratios), "seconds": samples})
         print(
-            f"{dtype}, {width} tokens: least {1e3 * least['before']:.1f} ms before, {1e3 * least['after']:.1f} after, "
-            f"ratio {least['after'] / least['before']:.3f}; medians {1e3 * medians['before']:.1f} and "
-            f"{1e3 * medians['after']:.1f}, ratio {medians['after'] / medians['before']:.3f}",
-            flush=True,
+            f"{algorithm}: {speeds['before']:.1f} tok/s before, {speeds['after']:.1f} after; time after / before "
+            f"{ratio:.4f} ({low:.3f} to {high:.3f}); {equal[algorithm]} of {len(ratios)} texts equal"
         )
     for worker in workers.values():
         worker.close()
@@ -181,53 +217,7 @@ def main() -> None:
 
     settings = dict(item.split("=", 1) for item in args.before_env)
     trees: dict[str, Side] = {"before": (args.before.resolve(), settings), "after": (HERE, {})}
-    if args.forward is not None:
-        rows = compare_forwards(trees, args.forward, args.runs, args.dtype)
-        finish("before-after", heading(trees["before"], machine) | {"rows": rows}, record=args.record)
-        return
-    lines = (args.data / "mt_bench.jsonl").read_text().splitlines()[: args.limit]
-    prompts = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
-    workers = {
-        (name, algorithm): Worker(tree, "--work", algorithm, "--max-new-tokens", str(args.max_new_tokens))
-        for algorithm in args.algorithms
-        for name, tree in trees.items()
-    }
-    keys = list(workers)
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
-    equal = dict.fromkeys(args.algorithms, 0)
-    for turn in range(args.rounds):
-        for at, messages in enumerate(prompts):
-            shift = (turn * len(prompts) + at) % len(keys)
-            answers = {key: workers[key].run(messages=messages) for key in (*keys[shift:], *keys[:shift])}
-            for key in keys:
-                seconds[key].append(answers[key]["seconds"])
-            for algorithm in args.algorithms:
-                equal[algorithm] += answers["before", algorithm]["ids"] == answers["after", algorithm]["ids"]
-    rows = []
-    for algorithm in args.algorithms:
-        pairs = zip(seconds["before", algorithm], seconds["after", algorithm], strict=True)
-        ratios = [after / before for before, after in pairs]
-        low, high = interval(ratios)
-        speeds = {name: args.max_new_tokens * len(ratios) / sum(seconds[name, algorithm]) for name in trees}
-        rows.append(
-            {
-                "algorithm": algorithm,
-                "drafter": workers["after", algorithm].drafter,
-                "time_after_by_before": statistics.median(ratios),
-                "interval": [low, high],
-                "tokens_per_second": speeds,
-                "equal_texts": equal[algorithm],
-                "texts": len(ratios),
-                "seconds": {name: seconds[name, algorithm] for name in trees},
-            }
-        )
-        ratio = statistics.median(ratios)
-        print(
-            f"{algorithm}: {speeds['before']:.1f} tok/s before, {speeds['after']:.1f} after; time after / before "
-            f"{ratio:.4f} ({low:.3f} to {high:.3f}); {equal[algorithm]} of {len(ratios)} texts equal"
-        )
-    for worker in workers.values():
-        worker.close()
+    rows = (compare_texts if args.forward is None else compare_forwards)(trees, args)
     finish("before-after", heading(trees["before"], machine) | {"rows": rows}, record=args.record)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/coupling.py [--trees 5,1,6 5,8,32] [--settings 0 0.3 0.7 1 0.7/0.8/20] [--limit 4] [--record]
 
-A setting is a temperature, a top-p and a top-k. The engine decodes each prompt with each tree, with the same seed, so
-that all drafters see the same texts (up to near ties). Accept length counts the bonus token. "Kept" is the share of
-its accept length at the first setting that a tree keeps. No time is measured. The last line is one JSON document.
+A setting is a temperature, a top-p and a top-k. The engine decodes each prompt with each tree and the same seed: all
+drafters see the same texts (up to near ties). Accept length counts the bonus token; "kept" is its share of the
+accept length at the first setting. No time is measured. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def methods_of(args: argparse.Namespace) -> list[Method]:
         path = [f"path={args.draft}"] if args.draft else []
         options = ",".join([f"steps={steps},topk={topk},nodes={nodes}", *path, *args.options])
         title = tree.replace(",", "/")
-        methods += [f"{args.algorithm}:{options},coupling={each},name={title} {each}" for each in COUPLINGS]
+        methods += [f"{args.algorithm}:{options},coupling={name},name={title} {name}" for name in COUPLINGS]
     return parse_methods(methods)
 
 
@@ -53,26 +53,21 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     config = EngineConfig(max_running_requests=1, max_total_tokens=MAX_TOKENS + 256, prefix_cache=False)
     for method in methods_of(args):
         contender, loaded = EngineContender(source.engine(method, config)), source.first
-        for each in read_sets(args.sets, data=args.data, limit=args.limit, turns=1):
+        for prompt_set in read_sets(args.sets, data=args.data, limit=args.limit, turns=1):
             prompts = {
-                conversation.id: encode(
-                    [{"role": "user", "content": conversation.turns[0]}], loaded.tokenizer,
-                    loaded.target.config.vocab_size,
-                )
-                for conversation in each.conversations
-            }  # fmt: skip
+                id: encode([{"role": "user", "content": turn}], loaded.tokenizer, loaded.target.config.vocab_size)
+                for id, (turn,) in prompt_set.conversations
+            }
             prompts = {id: ids for id, ids in prompts.items() if len(ids) + args.max_new_tokens <= MAX_TOKENS}
             for text in args.settings:
-                answers = {
-                    id: contender.run(
-                        [ids],
-                        [SamplingParams(max_new_tokens=args.max_new_tokens, seed=crc32(id.encode()), **setting(text))],
-                    ).answers[0]
-                    for id, ids in tqdm(prompts.items(), desc=f"{method.name}, {each.name} {text}", disable=None)
-                }
+                answers = {}
+                for id, ids in tqdm(prompts.items(), desc=f"{method.name}, {prompt_set.name} {text}", disable=None):
+                    seed = crc32(id.encode())
+                    sampling = SamplingParams(max_new_tokens=args.max_new_tokens, seed=seed, **setting(text))
+                    answers[id] = contender.run([ids], [sampling]).answers[0]
                 histogram = add_histograms(answer.histogram for answer in answers.values())
                 rows.append({
-                    "set": each.name, "setting": text, "method": method.name, "prompts": len(answers),
+                    "set": prompt_set.name, "setting": text, "method": method.name, "prompts": len(answers),
                     "tokens": sum(len(answer.tokens) for answer in answers.values()), "histogram": histogram,
                     "samples": {id: answer.histogram for id, answer in answers.items()},
                     "accept_length": round(accept_length(histogram), 4),
@@ -81,18 +76,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], settings: list[str]) -> None:
-    """The sets together."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    """Prints accept lengths over all sets."""
     print("| tree and coupling | " + " | ".join(f"{text} | kept" for text in settings) + " |")
     print("|---|" + "---|---|" * len(settings))
-    for method in methods:
-        lengths = [
-            accept_length(
-                add_histograms(row["histogram"] for row in rows if (row["method"], row["setting"]) == (method, text))
-            )
-            for text in settings
-        ]
-        print(f"| {method} | " + " | ".join(f"{one:.2f} | {one / lengths[0]:.0%}" for one in lengths) + " |")
+    for method in dict.fromkeys(row["method"] for row in rows):
+        parts = [[row["histogram"] for row in rows if (row["method"], row["setting"]) == (method, t)] for t in settings]
+        lengths = [accept_length(add_histograms(histograms)) for histograms in parts]
+        print(f"| {method} | " + " | ".join(f"{value:.2f} | {value / lengths[0]:.0%}" for value in lengths) + " |")
 
 
 def main() -> None:

@@ -19,17 +19,13 @@
 |   | batch    | steps of Llama-3.1-8B's shape, batch 64 |
 |   | options  | a step with one of XLA's options changed |
 
-Each section runs in a process of its own and has a share of `--minutes`; time that a section does not use goes to the
-next ones. Each part writes one JSON file to `--save`, with the command, commit, versions and device, also after errors.
-The exit status is 1 if a result was wrong, a measurement failed, or a correctness check did not fit into the time.
+Each section runs in a process of its own within its share of `--minutes`; unused time goes to later sections. Each part
+writes one JSON file to `--save`, with the command, commit, versions and device, also after errors. The exit status is 1
+if a result was wrong, a measurement failed, or a correctness check did not fit into the time.
 
 Models have random weights and prompts are token ids, so nothing is downloaded; only `server` serves `--model`, and is
-skipped without FastAPI. Reference tokens come from this machine's CPU, or from a file that another machine wrote:
-
-    python benchmarks/gpu_check.py --export tokens.json
-    python benchmarks/gpu_check.py --part a --reference tokens.json
-
-`--tiny` runs everything with small shapes on any device; its times are meaningless.
+skipped without FastAPI. Reference tokens come from this machine's CPU. `--tiny` runs everything with small shapes on
+any device; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ from specjax_kernels import default_implementation, linear, tree_attention
 from specjax_kernels.specs import SPECS, Spec, tagged
 from timing import CACHE_BYTES, WARMUP, Trace, copy_bandwidth, interleaved, rotating
 
-from specjax import (
+from specjax import (  # fmt: skip
     Eagle3,
     Engine,
     EngineConfig,
@@ -97,22 +93,20 @@ PARTS: dict[str, dict[str, float]] = {
 """Part -> section -> minutes."""
 
 CACHED = {"draws": "tokens", "tokens": "tokens", "cold": "engine", "warm": "engine", "server": "server"}
-"""Sections that keep compiled programs, and the folder. The others keep XLA's autotuning results, which would make a
-cold start warm."""
+"""Section -> folder of its compiled programs. The other sections keep XLA's autotuning results."""
 
 SCRATCH = Path(tempfile.gettempdir(), "specjax-gpu-check")
 
 
 class Report:
-    """Results of one section, shared by threads. Each entry rewrites the file, so a crash loses nothing."""
+    """Results of one section, shared by threads. Each entry rewrites the file."""
 
     def __init__(self, section: str, arguments: argparse.Namespace) -> None:
         self.section, self.tiny, self.model = section, arguments.tiny, arguments.model
-        self.reference, self.file = arguments.reference, arguments.output
+        self.file = arguments.output
         self.machine: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
-        self.errors: list[str] = []
-        self.skipped: list[str] = []
+        self.errors, self.skipped = list[str](), list[str]()
         self.done = False
         self._lock = threading.Lock()
         self._start = time.monotonic()
@@ -141,7 +135,7 @@ class Report:
 
     @contextlib.contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Turns an exception into an error, after which the section continues."""
+        """Records an exception as an error; the section continues."""
         try:
             yield
         except Exception as error:  # compilers and drivers raise any type
@@ -150,14 +144,13 @@ class Report:
             self.check(False, f"{name}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
 
     def in_time(self, name: str, seconds: float = 0, *, required: bool = False) -> bool:
-        """True if `seconds` are left. Otherwise `name` is skipped; skipping a `required` check is an error."""
-        if self.seconds_left >= (0 if self.tiny else seconds):
-            return True
-        if required:
+        """True if `seconds` are left. Otherwise skips `name`, which is an error if it is `required`."""
+        left = self.seconds_left >= (0 if self.tiny else seconds)
+        if not left and required:
             self.check(False, f"{name}: not checked, no time left")
-        else:
+        elif not left:
             self.skip(f"{name}: no time left")
-        return False
+        return left
 
     def write(self) -> None:
         with self._lock:
@@ -168,11 +161,10 @@ class Report:
             temporary.replace(self.file)
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+say = partial(print, flush=True)
 
 
-# Sections: tokens of an engine against those of a CPU.
+# Tokens of an engine on a GPU and on a CPU.
 
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
@@ -191,12 +183,11 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("NGRAM", {"retract_every": 3}),
 )
 DRAFT_VOCABULARY = 32
-MAX_DIFFERENT_ROWS = 1
-"""Rows that may differ from the CPU's: another order of summation can decide a near tie."""
+MAX_DIFFERENT_ROWS = 1  # another order of summation can decide a near tie
 
 
 class TokenIds:
-    """The parts of a tokenizer that an engine needs for prompts given as token ids."""
+    """The parts of a tokenizer that an engine needs for token ids."""
 
     added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
     unk_token_id = None
@@ -212,8 +203,8 @@ class TokenIds:
 
 
 def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
-    """Tokens of one request for each entry of `SAMPLING`, in float32. The requests run twice, the second time with the
-    pages of the first in the prefix cache. Weights are numpy's, so they are equal on every device."""
+    """Tokens of one request for each entry of `SAMPLING`, in float32. The requests run twice, then with a filled prefix
+    cache. numpy draws the weights, so they are equal on every device."""
     jax.config.update("jax_default_matmul_precision", "highest")
     shape = (4096, 128, 256, 4, 4, 2, 32)
     model = ModelConfig("llama", *shape, 1e-5, RopeConfig(), 512, tied_embeddings=False, dtype="float32")
@@ -229,7 +220,7 @@ def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
 
     key = jax.random.key(0)
     weights = jax.tree.map(random, jax.eval_shape(partial(init_params, model), key))
-    # Texts consist of the draft vocabulary, so that some drafts are accepted.
+    # Texts consist of the draft vocabulary: some drafts are accepted.
     weights |= {"head": weights["head"].at[:, DRAFT_VOCABULARY:].multiply(0.2)}
     draft = jax.tree.map(random, jax.eval_shape(partial(init_head_params, head, target), key))
     prompts = [rng.integers(0, model.vocab_size, 5).tolist() * (row + 1) for row in range(len(SAMPLING))]
@@ -243,12 +234,12 @@ def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
 
 
 def cpu_tokens(report: Report) -> list[list[int]]:
-    """Reference tokens, from `--reference` or from a process on this machine's CPU."""
+    """Reference tokens from a process on this machine's CPU."""
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        file = report.reference or Path(folder, "tokens.json")
-        if report.reference is None:
-            export = [sys.executable, __file__, "--export", str(file)]
-            subprocess.run(export, env=dict(os.environ, JAX_PLATFORMS="cpu"), check=True, timeout=report.seconds_left)
+        file = Path(folder, "tokens.json")
+        environment = dict(os.environ, JAX_PLATFORMS="cpu")
+        command = [sys.executable, __file__, "--export", str(file)]
+        subprocess.run(command, env=environment, check=True, timeout=report.seconds_left)
         return json.loads(file.read_text())
 
 
@@ -302,10 +293,10 @@ class Model:
         return sum(weights.values()) + cached_tokens * (kv_bytes(self.config) + levels * kv_bytes(self.head))
 
     def measure_steps(self, tree: Tree | None, batch: int) -> dict[str, Any]:
-        """Times of an engine's steps. Untrained drafts are seldom accepted, which does not change a step's time."""
+        """Times of an engine's steps, which do not depend on the number of accepted drafts."""
         drafter = self.drafter(tree)
         context, count = (24, 4) if self.tiny else (1024, 32)
-        # Requests that are ready first go on while the others' prompts are read, 256 tokens an iteration.
+        # The first requests decode while the prompts of the others are read, 256 tokens an iteration.
         limit = 3 * (2 * count + WARMUP + batch * context // 256)
         room = context + limit + 2 * (drafter.depth + 1)
         config = EngineConfig(batch, context_length=room, max_total_tokens=batch * (room + 16), prefix_cache=False)
@@ -371,7 +362,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "serial graph nodes": {SCHEDULING: "SERIALIZE"},
     "no control flow in graphs": {LOOPS: IN_GRAPHS.removesuffix(",CONDITIONAL")},
     "no graphs": {LOOPS: ""},
-    "graph updates skip temporaries": {UPDATE_MODE: "SKIP_TEMP"},  # from jax 0.12 on
+    "graph updates skip temporaries": {UPDATE_MODE: "SKIP_TEMP"},  # jax 0.12 and later
     "graphs are never updated": {UPDATE_MODE: "NEVER_UPDATE"},  # jax 0.10
     "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": "True"},
     "cuBLAS only": {"xla_gpu_enable_triton_gemm": "False"},
@@ -382,7 +373,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 
 
 def options(report: Report) -> None:
-    """Steps with one option changed. Options that this XLA does not have are skipped."""
+    """Steps with one option changed. Options that this XLA lacks are skipped."""
     model, ours = Model(report, llama_8b), compiling.NVIDIA_OPTIONS
     changes = dict(list(OPTIONS.items())[:2]) if report.tiny else OPTIONS
     for tree in (None, (7, 1, 8)):
@@ -406,7 +397,7 @@ PRODUCT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 
 
 def products(report: Report) -> None:
-    """XLA's product with each matrix of a layer and of the output, over weights that no cache holds."""
+    """XLA's products with each matrix of a layer and of the output, over weights that exceed every cache."""
     config = model_of(report, llama_8b)
     m, inner = config.hidden_size, config.intermediate_size
     heads = config.num_heads + 2 * config.num_kv_heads
@@ -444,8 +435,8 @@ COMPILE_THREADS = max(1, min(8, (os.cpu_count() or 2) // 2))
 
 
 def kernels(report: Report) -> None:
-    """Every spec of `tree_attention` in three dtypes against its definition in float32 on the CPU. Inputs
-    that must not be read are NaN. On a CPU the kernels are interpreted."""
+    """Every spec of `tree_attention` in three dtypes against its definition in float32 on the CPU. Inputs that must not
+    be read are NaN. A CPU interprets the kernels."""
     implementation = "pallas" if report.tiny else default_implementation()
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
         list(pool.map(partial(check_spec, report, implementation), tagged("test")[::24] if report.tiny else SPECS))
@@ -489,11 +480,8 @@ def in_dtype(arguments: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, arguments)
 
 
-# An engine, and a server.
-
-
 def engine(report: Report) -> None:
-    """An engine of Llama-3.1-8B's shape: READY, two streams while it compiles in the background, peak memory."""
+    """An engine of Llama-3.1-8B's shape: READY, two streams during background compilation, peak memory."""
     model = Model(report, llama_8b)
     begun = time.perf_counter()
     drafter = make_drafter(Eagle3(), target=model.target, head=model.head)
@@ -537,7 +525,7 @@ def engine(report: Report) -> None:
 
 
 def server(report: Report) -> None:
-    """`specjax serve`, cold and warm: seconds to READY, and of a cold start until all programs are compiled."""
+    """`specjax serve`, cold and warm: seconds to READY, and after a cold start until all programs are compiled."""
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
         report.skip(f"server: {', '.join(missing)} is not installed")
         return
@@ -575,9 +563,6 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
 }
 
 
-# Parts.
-
-
 def run_section(arguments: argparse.Namespace) -> None:
     """Runs one section in this process."""
     if not arguments.tiny and jax.default_backend() != "gpu":
@@ -604,7 +589,7 @@ def nvidia_smi() -> str | None:
 
 
 def environment_of(section: str, *, tiny: bool) -> dict[str, str]:
-    """The environment of a section's process: the folder of its programs, or of XLA's autotuning results."""
+    """Environment of a section's process, with the folder of its programs or of XLA's autotuning results."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     if not tiny:
         environment.pop("JAX_PLATFORMS", None)  # the CPU computes references
@@ -614,7 +599,7 @@ def environment_of(section: str, *, tiny: bool) -> dict[str, str]:
     elif not tiny:
         flag = f"--xla_gpu_per_fusion_autotune_cache_dir={SCRATCH / 'autotune'}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
-    if section == "server":  # its own process leaves the memory to the server
+    if section == "server":  # the server needs the memory
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     elif not tiny:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -622,7 +607,7 @@ def environment_of(section: str, *, tiny: bool) -> dict[str, str]:
 
 
 def run_process(section: str, seconds: float, output: Path, *, tiny: bool) -> dict[str, Any]:
-    """The report of a section that ran in a process of its own."""
+    """Runs a section in its own process. Returns its report."""
     output.unlink(missing_ok=True)
     child = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--section", section]
     child += ["--seconds", str(seconds), "--output", str(output)]
@@ -678,9 +663,8 @@ def main() -> int:
     flags.add_argument("--minutes", type=float, default=9.0, help="time limit of the part (default: %(default)s)")
     flags.add_argument("--tiny", action="store_true", help="small shapes, on any device")
     flags.add_argument("--model", help="model of the server (default: the built-in model)")
-    flags.add_argument("--reference", type=Path, metavar="FILE", help="tokens that --export wrote on another machine")
-    flags.add_argument("--export", type=Path, metavar="FILE", help="write reference tokens, and do nothing else")
     flags.add_argument("--save", type=Path, default=Path(), metavar="DIR", help="folder of the results (default: .)")
+    flags.add_argument("--export", type=Path, help=argparse.SUPPRESS)  # write reference tokens
     flags.add_argument("--section", help=argparse.SUPPRESS)  # run one section in this process
     flags.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # time limit of that section
     flags.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # result file of that section
@@ -693,7 +677,7 @@ def main() -> int:
         arguments.export.write_text(json.dumps(engine_tokens("NONE")) + "\n")
         return 0
     if arguments.part is None:
-        flags.error("--part a, b or c, or --export FILE")
+        flags.error("--part must be a, b or c")
     return run_part(arguments)
 
 

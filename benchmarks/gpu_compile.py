@@ -4,13 +4,10 @@
 
 Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is allocated. XLA compiles for the device described by
 `benchmarks/gpu/h200.txtpb` and dumps its thunk sequence (`thunks.py`). A command buffer is a CUDA graph; the host
-decides loops and branches outside of one, and waits for the device.
+decides loops and branches outside of one, and waits for the device. Nothing is timed. Products are not autotuned, so
+some kernels differ on a device.
 
-Nothing is timed. Products are not autotuned, so some kernels differ on a device, and a split product is two kernels.
-
-Needs the GPU compiler of the installed version of jax, about 180 MB, without a driver or CUDA:
-
-    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION
+Needs the GPU compiler of the installed version of jax (see `ptx.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the device is described, not present
 
 import jax
 import jax.numpy as jnp
@@ -40,20 +37,12 @@ from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.table import options_of
 from specjax.drafters.tree_shape import candidates
 from specjax.models import init_params
-from specjax.step import (
-    StepConfig,
-    check_phase,
-    commit_phase,
-    draft_phase,
-    speculate_step,
-    verify_phase,
-)
+from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, verify_phase
 from specjax.tree import DraftTree
 from specjax.verify import Verifier, verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
-STRAIGHT = partial(verify_tree, straight=True)
-"""The verifier as on a device that has the kernels."""
+STRAIGHT = partial(verify_tree, straight=True)  # the verifier of a device with GPU kernels
 
 
 class Shapes(NamedTuple):
@@ -85,8 +74,8 @@ def programs(
     shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, nodes: int | None = None,
     verify: Verifier = STRAIGHT, config: ModelConfig | None = None,
 ) -> dict[str, Program]:  # fmt: skip
-    """The step and its phases, as jitted functions with the shapes of their arguments. `nodes`: most nodes of a tree;
-    None: whole trees. `config`: the model; None: Llama-3.1-8B."""
+    """The step and its phases. `nodes`: most nodes of a tree; None: whole trees. `config`: the model; None:
+    Llama-3.1-8B."""
     config = llama_8b(shapes.layers) if config is None else config
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
@@ -125,7 +114,7 @@ def programs(
 
 
 def compiled(program: Program, options: dict[str, str], *, weights: bool = True) -> dict[str, Any]:
-    """Compiles one program and reads the dump. `weights`: also the weights that kernels read, except in branches."""
+    """Counts and bytes of a compiled program. `weights`: also the weights that kernels read, except in branches."""
     with tempfile.TemporaryDirectory(prefix="specjax-gpu-") as folder:
         start = time.perf_counter()
         with described_device(program.arguments):
@@ -162,11 +151,6 @@ def show(name: str, record: dict[str, Any]) -> None:
     )
 
 
-def bandwidth_of(spec: str) -> float | None:
-    found = re.search(r"memory_bandwidth: (\d+)", spec)
-    return float(found[1]) if found else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles a speculative step for a GPU without having one.")
     parser.add_argument("--layers", type=int, default=32, help="of the target; fewer to be quick")
@@ -185,7 +169,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
     if arguments.layers < 4 or arguments.steps < 2:
-        parser.error("at least 4 layers and 2 steps: what each further one costs is found by leaving some out")
+        parser.error("--layers must be at least 4 and --steps at least 2: differences give the kernels of each")
     if problem := missing():
         sys.exit(problem)
     spec, gpu = arguments.gpu_spec.read_text(), Gpu.described(arguments.gpu_spec)
@@ -197,13 +181,13 @@ def main() -> None:
         PoolShape(arguments.pages or 4 * table * arguments.batch, arguments.page_size), arguments.backend,
         arguments.draft_quantization,
     )  # fmt: skip
-    wanted = machine("jaxlib", *WHEELS)
-    wanted |= {"compiled_for": gpu.kind, "gpu_spec": spec.strip().splitlines()}
+    document = machine("jaxlib", *WHEELS)
+    document |= {"compiled_for": gpu.kind, "gpu_spec": spec.strip().splitlines()}
     model = llama_8b(shapes.layers)
     floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps, quantization=shapes.head_weights))
-    if bandwidth := bandwidth_of(spec):
-        floor["milliseconds_to_read_them"] = round(1e3 * sum(floor.values()) / bandwidth, 2)
-    document = wanted | {
+    if bandwidth := re.search(r"memory_bandwidth: (\d+)", spec):
+        floor["milliseconds_to_read_them"] = round(1e3 * sum(floor.values()) / float(bandwidth[1]), 2)
+    document |= {
         "shapes": shapes._replace(pool=shapes.pool._asdict())._asdict(),
         "aux_layers": eagle3_head(model).aux_layers,
         "least": floor,
@@ -223,7 +207,6 @@ def main() -> None:
     whole = run("step", "step")
     by_phase = {phase: run(f"{phase} phase", phase) for phase in ("draft", "check", "commit")}
     run("plain step", "step", algorithm="NONE")
-    # Kernels for each level and layer: one level and two layers fewer.
     small = min(shapes.draft_tokens, candidates(shapes.steps - 1, shapes.topk) + 1)
     flatter = run("draft phase, a level fewer", "draft", steps=shapes.steps - 1, draft_tokens=small)
     lower = run("check phase, two layers fewer", "check", layers=shapes.layers - 2)

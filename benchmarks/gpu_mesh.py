@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the devices are described, not present
 
 import jax
 from gpu_compile import Program, Shapes, programs
@@ -46,14 +46,14 @@ STEPS = {
     "verification": (llama_8b, "EAGLE3", "verify"),
     "experts": (qwen3_30b, "NONE", "step"),
 }
-"""Name: model, algorithm, and the part of `gpu_compile.programs`. A verification is the target's forward over a given
-chain of eight, the choice of tokens, and the writes to pages; experts: a plain step of a mixture."""
+"""Name -> model, algorithm, and the part of `gpu_compile.programs`. A verification is the target's forward over a chain
+of eight, the choice of tokens, and the writes to pages; experts: a plain step of a mixture."""
 SPREADS = {2: (2,), 4: (2, 4)}
-"""Devices, and the groups of them over which experts are spread."""
+"""Number of devices -> numbers of groups that share experts."""
 
 
 def described_mesh(name: str, count: int, groups: int = 1) -> Mesh:
-    """So many GPUs of one host, in groups that share experts, by the name of their description in `benchmarks/gpu/`."""
+    """A mesh of `count` GPUs of one host in `groups` groups. `name`: their description in `benchmarks/gpu/`."""
     text = (GPUS / f"{name}.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{count}")
     return topologies.make_mesh(topology, (groups, count // groups), AXIS)
@@ -64,13 +64,13 @@ def placed(mesh: Mesh, tree: Any, config: ModelConfig) -> Any:
     if isinstance(tree, Params):
         draft = None if tree.draft is None else _weights(mesh, tree.draft, head_table(eagle3_head(config)))
         return Params(_weights(mesh, tree.target, table(config)), draft)
-    found = jax.tree.map(lambda x: _struct(x, everywhere(mesh)), tree)
+    shapes = jax.tree.map(lambda x: _struct(x, everywhere(mesh)), tree)
     if isinstance(tree, DecodeState):
-        found = found._replace(cache=_pages(mesh, tree.cache, make_target(config).pages))
+        shapes = shapes._replace(cache=_pages(mesh, tree.cache, make_target(config).pages))
         if hasattr(tree.draft, "cache"):
             pages = _pages(mesh, tree.draft.cache, key_value_spec(eagle3_head(config)))
-            found = found._replace(draft=found.draft._replace(cache=pages))
-    return found
+            shapes = shapes._replace(draft=shapes.draft._replace(cache=pages))
+    return shapes
 
 
 def _struct(x: Any, where: NamedSharding) -> Any:
@@ -81,9 +81,9 @@ def _weights(mesh: Mesh, shapes: Any, declared: Table) -> Any:
     def place(leaf: Leaf, x: Any) -> Any:
         if not isinstance(x, Quantised):
             return _struct(x, place_of(mesh, leaf.axes, x.shape))
-        found = split_quantised(x, leaf, mesh.size, group_count(mesh))
-        assert found is not None, f"{leaf.name} has no form that {mesh.size} devices share"
-        return jax.tree.map(_struct, found, places_of(mesh, found, leaf))
+        parts = split_quantised(x, leaf, mesh.size, group_count(mesh))
+        assert parts is not None, f"{leaf.name} cannot be split over {mesh.size} devices"
+        return jax.tree.map(_struct, parts, places_of(mesh, parts, leaf))
 
     return jax.tree.map(place, map_leaves(declared, lambda leaf: leaf), shapes)
 
@@ -96,32 +96,30 @@ def _pages(mesh: Mesh, cache: Any, specs: Any) -> Any:
 
 
 def program(mesh: Mesh, step: str, layers: int, verify: Verifier = verify_tree) -> Program:
-    """One of `STEPS` on the mesh, with the shapes that it is called with."""
+    """One of `STEPS` on the mesh, with the shapes of its arguments."""
     model, algorithm, part = STEPS[step]
     shapes = Shapes(layers, 7, 1, 8, 1, 64, 4096, PoolShape(256, 64), "pallas")
     config = fitted(model(layers), mesh.size, groups=group_count(mesh))
-    made = programs(
-        shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, verify=verify,
-        config=config,
-    )[part]  # fmt: skip
-    where = jax.tree.map(lambda x: x.sharding, made.state)
-    jitted = jax.jit(made.jitted.__wrapped__, donate_argnums=1, out_shardings=(where, everywhere(mesh)))
-    return made._replace(jitted=jitted)
+    whole = programs(shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, verify=verify, config=config)
+    phase = whole[part]
+    where = jax.tree.map(lambda x: x.sharding, phase.state)
+    jitted = jax.jit(phase.jitted.__wrapped__, donate_argnums=1, out_shardings=(where, everywhere(mesh)))
+    return phase._replace(jitted=jitted)
 
 
-def compiled(mesh: Mesh, made: Program) -> dict[str, Any]:
-    """What the devices send each other, and what each holds."""
+def compiled(mesh: Mesh, program: Program) -> dict[str, Any]:
+    """Collective operations, and bytes on each device."""
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        executable = made.jitted.trace(*made.arguments).lower().compile(compiler_options=dict(NVIDIA_OPTIONS))
+        executable = program.jitted.trace(*program.arguments).lower().compile(compiler_options=dict(NVIDIA_OPTIONS))
     memory = executable.memory_analysis()
     kinds = re.findall(rf" = .* ({'|'.join(KINDS)})(?:-start)?\(", executable.as_text())
     return {
         "collectives": dict(Counter(kinds)),
-        "state_bytes": local_bytes(made.state),
+        "state_bytes": local_bytes(program.state),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "weight_bytes": local_bytes(made.arguments[0]),
+        "weight_bytes": local_bytes(program.arguments[0]),
         "seconds_to_compile": round(time.perf_counter() - start, 1),
     }
 
@@ -147,10 +145,10 @@ def main() -> None:
     ]
     for count, groups, step in cases:
         mesh = described_mesh(arguments.gpu, count, groups)
-        found = {"devices": count, "groups": groups, "step": step}
-        found |= compiled(mesh, program(mesh, step, arguments.layers))
-        document["results"].append(found)
-        print(found, flush=True)
+        row = {"devices": count, "groups": groups, "step": step}
+        row |= compiled(mesh, program(mesh, step, arguments.layers))
+        document["results"].append(row)
+        print(row, flush=True)
     finish("gpu-mesh", document, record=arguments.record)
 
 

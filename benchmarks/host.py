@@ -1,8 +1,8 @@
-"""The engine's own time: an iteration without the device's work.
+"""Times the engine's own work: a step without the device's computation.
 
-The compiled programs take the arguments of real ones (the leaves of Llama-3.1-8B and an EAGLE-3 head, with tiny
-matrices), pass the donated state on, and emit `--accepted` tokens of a real text for each request. What remains is the
-time of the scheduler, the inputs, the launch, the copies and the text.
+The compiled programs have the arguments of real ones (the leaves of Llama-3.1-8B and an EAGLE-3 head, with tiny
+matrices), return the donated state, and emit `--accepted` tokens of a real text for each request. The rest is the time
+of the scheduler, the inputs, the launch, the copies and the text.
 
     python benchmarks/host.py [--batch 1 16 48 64] [--accepted 4] [--steps 100] [--rounds 3] [--stop] [--adaptive]
         [--record LABEL]
@@ -14,23 +14,22 @@ For each batch: median milliseconds of `Engine.step`, and, in further rounds, of
     rest      scheduler and everything else            server    work of a server's engine thread after a step: metrics,
                                                                  stream deltas, log lines (not part of the step)
 
-A CPU runs such a small program within its launch. Independent of the batch: time and bytes sent of an admission. The
-last line is one JSON document.
+A CPU runs the small program within its launch. Also measured: milliseconds and bytes of an admission. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import json
-import pstats
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +65,7 @@ def corpus(tokenizer: Any) -> np.ndarray:
 def fake_step(
     params: Params, state: DecodeState, inputs: Any, *, text: np.ndarray, accepted: int, depth: int, **_: Any
 ) -> tuple[DecodeState, StepOutput]:
-    """A step or a prefill without computation: row r continues at `text[root[r]]`. All `params` stay arguments of the
-    program."""
+    """A step or a prefill without computation: row r continues at `text[root[r]]`. XLA must keep all arguments."""
     *_, slots = jax.lax.optimization_barrier((*jax.tree.leaves(params), inputs[0]))
     width = depth + 1 if isinstance(inputs, StepInput) else 1
     rows = state.root.shape[0]
@@ -108,20 +106,19 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
     engine = Engine(target, params, tokenizer, drafter, config=options)
     if engine.policy is not None:
-        engine.policy._ratio = lambda batch: 1.0  # drafting is free here
+        engine.policy._ratio = lambda batch: 1.0  # drafts cost nothing here
     return engine
 
 
-class Clock:
-    """Sums the seconds spent in functions, by the name of their part."""
+class Clock(ExitStack):
+    """Sums the seconds spent in functions, by the name of their part, until it is closed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seconds: dict[str, float] = {}
-        self._undo: list[Callable[[], None]] = []
 
     def around(self, owner: Any, name: str, part: str) -> None:
         function = getattr(owner, name)
-        defined = name in vars(owner)  # not inherited
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             started = time.perf_counter()
@@ -131,12 +128,7 @@ class Clock:
                 self.seconds[part] += time.perf_counter() - started
 
         self.seconds.setdefault(part, 0.0)
-        setattr(owner, name, timed)
-        self._undo.append(lambda: setattr(owner, name, function) if defined else delattr(owner, name))
-
-    def stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self.enter_context(mock.patch.object(owner, name, timed))
 
 
 def parts(engine: Engine) -> Clock:
@@ -149,7 +141,7 @@ def parts(engine: Engine) -> Clock:
 
 
 class Server:
-    """A server's engine thread without its loop, and an event loop that reads the streams in `read`."""
+    """A server's engine thread without its loop, and an event loop that reads the streams."""
 
     def __init__(self, engine: Engine) -> None:
         settings = ServerSettings()
@@ -180,7 +172,7 @@ class Server:
 
 
 def fill(engine: Engine, text: np.ndarray, batch: int, most: int, stop: tuple[str, ...], server: Any = None) -> None:
-    """Starts `batch` requests, and runs them until a few steps after all prompts are read."""
+    """Starts `batch` requests and runs the steps of their prompts."""
     for i in range(batch):
         params = SamplingParams(max_new_tokens=most, ignore_eos=True, stop=stop)
         sequence = engine.intake.sequence(text[13 * i :][:PROMPT].tolist(), params)
@@ -190,7 +182,7 @@ def fill(engine: Engine, text: np.ndarray, batch: int, most: int, stop: tuple[st
 
 
 def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: int, stop: Any, *, clock: bool) -> Any:
-    """Milliseconds of each step of a round; with `clock` mean milliseconds of the parts and of the server."""
+    """Milliseconds of each step of a round; with `clock` mean milliseconds of each part and of the server."""
     server = Server(engine) if clock else None
     fill(engine, text, batch, (steps + batch + 30) * accepted, stop, server)
     watch = parts(engine) if clock else Clock()
@@ -205,7 +197,7 @@ def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: 
             server.after_step(changed)
             served += time.perf_counter() - ended
             server.read()
-    watch.stop()
+    watch.close()
     engine.reset("the round has ended")
     if server is None:
         return samples
@@ -245,24 +237,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stop", action="store_true", help="requests have a stop string, so steps decode text")
     parser.add_argument("--adaptive", action="store_true", help="choose for each step whether it drafts")
-    parser.add_argument("--profile", type=int, metavar="BATCH", help="print a profile of steps, and measure nothing")
     parser.add_argument("--record", metavar="LABEL", help="write benchmarks/results/host-<date>-LABEL.json")
     args = parser.parse_args()
     if not 1 <= args.accepted <= 8 or (args.steps + 100) * args.accepted > 1500:
-        parser.error("--accepted must be 1 to 8, and --steps such that 1500 tokens suffice")
+        parser.error("--accepted must be 1 to 8, and (--steps + 100) * --accepted at most 1500")
     tokenizer = checkpoint.load_tokenizer(checkpoint.resolve(checkpoint.BUILT_IN_MODEL))
     text = corpus(tokenizer)
     engine = build(tokenizer, text, max(args.batch), args.accepted, adaptive=args.adaptive)
     stop = ("\n\nUser:",) if args.stop else ()
     run = partial(measure, engine, text, steps=args.steps, accepted=args.accepted, stop=stop)
-    if args.profile:
-        fill(engine, text, args.profile, 1500, stop)
-        with cProfile.Profile() as profile:
-            for _ in range(args.steps):
-                engine.step()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-        return
-
     settings = {name: getattr(args, name) for name in ("accepted", "steps", "stop", "adaptive")}
     document = machine("jaxlib", "tokenizers") | settings
     samples: dict[int, list[float]] = {batch: [] for batch in args.batch}
@@ -275,7 +258,7 @@ def main() -> None:
                 clocked[batch].append(shares)
     rows = []
     for batch in args.batch:
-        shares = {part: round(median(each[part] for each in clocked[batch]), 4) for part in clocked[batch][0]}
+        shares = {part: round(median(row[part] for row in clocked[batch]), 4) for part in clocked[batch][0]}
         rows.append({"batch": batch, "ms": round(median(samples[batch]), 4), "parts_ms": shares})
         rows[-1]["min_ms"] = round(min(samples[batch]), 4)
         figures = "  ".join(f"{part} {value:.3f}" for part, value in shares.items())

@@ -1,6 +1,6 @@
-"""The device's idle time in a step, and the host's work, from a trace of a server.
+"""Reads the device's idle time and the host's work in a step from a trace of a server.
 
-    specjax serve --profile FOLDER ...      # then requests: the first 100 steps are traced
+    specjax serve --profile FOLDER ...      # the first 100 steps of requests are traced
     python benchmarks/idle.py FOLDER
 
 A step lasts from the start of one iteration of the engine to the start of the next. Medians in milliseconds:
@@ -10,8 +10,8 @@ A step lasts from the start of one iteration of the engine to the start of the n
     server    work of the server's engine thread after the iteration: metrics, stream deltas
     wait      wait for the output of the step before
 
-Steps longer than three times the median are left out, such as prefills and waits for requests. On a CPU the device is
-XLA's threads. The last line is one JSON document.
+Steps longer than three medians, such as prefills, are left out. On a CPU the device is XLA's threads. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -60,16 +60,8 @@ def idle(trace: Trace) -> dict[str, Any]:
     for step, following in pairwise(steps):
         begin, end, after = step["ts"], step["ts"] + step["dur"], following["ts"]
         waited, worked = within(waits, begin, end), within(busy, begin, after)
-        rows.append(
-            {
-                "step": after - begin,
-                "device": worked,
-                "idle": after - begin - worked,
-                "engine": end - begin - waited,
-                "server": after - end,
-                "wait": waited,
-            }
-        )
+        row = {"step": after - begin, "device": worked, "idle": after - begin - worked}
+        rows.append(row | {"engine": end - begin - waited, "server": after - end, "wait": waited})
     if not rows:
         raise ValueError(f"{trace.file} has {len(steps)} steps; two are needed")
     most = MAX_STEP_RATIO * median(row["step"] for row in rows)
@@ -81,7 +73,7 @@ def idle(trace: Trace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of traces, the newest of which is read")
+    parser.add_argument("folder", type=Path, help="folder of traces; the newest is read")
     trace = Trace(parser.parse_args().folder)
     summary = idle(trace)
     device = "GPU" if trace.on_gpu else "CPU"

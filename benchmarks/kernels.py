@@ -4,11 +4,11 @@
     python benchmarks/kernels.py products [--rows 1 2 4 8] [--formats float32 Q4_1] [--record]
 
 `attention`: a call of one layer takes microseconds, so a program of `--layers` calls is timed. Each call has its own
-pool, and its queries depend on the output of the call before, as in a decoder. On a GPU many programs are dispatched
-together and rotate through sets of pools that no cache holds. The ceiling is the bandwidth of a copy.
+pool, and its queries depend on the previous output, as in a decoder. On a GPU many programs are dispatched together and
+rotate through sets of pools that exceed every cache. The ceiling is the bandwidth of a copy.
 
 `products`: products of few rows on a CPU, with SmolLM2-135M's shapes: 30 layers of four products, and the output layer.
-A program multiplies by the weights of `PRODUCT_LAYERS` layers and rotates through sets of weights that no cache holds.
+A program multiplies by the weights of `PRODUCT_LAYERS` layers and rotates through sets that exceed every cache.
 The ceiling is the bandwidth of sums over a large array by all threads. "model" is all products of a forward.
 
 Implementations and formats alternate. The figure is the median. The last line is one JSON document with all samples.
@@ -18,27 +18,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from records import finish, machine
-from specjax_kernels import (
-    IMPLEMENTATIONS,
-    Quantised,
-    default_implementation,
-    linear,
-    quantise,
-    tree_attention,
-)
+from specjax_kernels import IMPLEMENTATIONS, Quantised, default_implementation, linear, quantise, tree_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, rotating, seconds
+from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, read_bandwidth, rotating, seconds
 
 REGION_SECONDS = 0.02
 
@@ -46,7 +36,7 @@ REGION_SECONDS = 0.02
 
 
 def enough_layers(spec: Spec) -> int:
-    """Calls in one program on a GPU; more where a call is short, so that the host is not the bottleneck."""
+    """Calls in one program on a GPU; more short calls, so that the host is not the bottleneck."""
     return 4 if spec.bytes_read > 2**24 else 16
 
 
@@ -57,7 +47,7 @@ def enough_sets(spec: Spec, layers: int) -> int:
 
 def chain(implementation: str, options: dict[str, Any]) -> Any:
     """jitted (q, k_block, v_block, pools, rest) -> q, with one call of `tree_attention` for each pool."""
-    # Jitted, so that it is lowered once instead of once a layer: lowering takes a third of a second.
+    # Jitted, so that it is lowered once instead of once a layer.
     attend = jax.jit(functools.partial(tree_attention, **options, implementation=implementation))
 
     @jax.jit
@@ -80,14 +70,10 @@ def copied_inputs(args: Sequence[Any], layers: int, sets: int) -> list[tuple[Any
     return [(q, k_block, v_block, pools(), rest) for _ in range(sets)]
 
 
-def program(spec: Spec, implementation: str, layers: int, sets: int) -> Callable[[], jax.Array]:
-    args, options = spec.arguments()
-    return rotating(chain(implementation, options), copied_inputs(args, layers, sets))
-
-
 def measure(spec: Spec, implementations: list[str], layers: int, runs: int, bandwidth: float) -> list[dict[str, Any]]:
     sets = enough_sets(spec, layers)
-    programs = {name: program(spec, name, layers, sets) for name in implementations}
+    args, options = spec.arguments()
+    programs = {n: rotating(chain(n, options), copied_inputs(args, layers, sets)) for n in implementations}
     samples: dict[str, list[float]] = {name: [] for name in implementations}
     if jax.default_backend() == "cpu":
         for index in range(WARMUP + runs):
@@ -153,23 +139,10 @@ def weight_of(name: str, depth: int, outputs: int) -> Any:
 
 @jax.jit
 def multiply(x: jax.Array, weights: list[Any]) -> jax.Array:
-    """Products, each of which depends on the result of the one before."""
+    """Products in sequence: each depends on the result before it."""
     for weight in weights:
         x = x + linear(x, weight)[..., :1] * 1e-6
     return x
-
-
-def read_bandwidth() -> float:
-    """Bytes of 512 MB that all threads together read per second, the best of ten runs."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    array = np.ones((threads, 2**27 // threads), np.float32)
-    samples = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(10):
-            start = time.perf_counter()
-            list(pool.map(np.sum, array))
-            samples.append(time.perf_counter() - start)
-    return array.nbytes / min(samples)
 
 
 def products(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -178,20 +151,17 @@ def products(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     results: list[dict[str, Any]] = []
     model: dict[str, float] = {}
     for shape, (depth, outputs) in SHAPES.items():
-        stored = {}
+        sizes, copies = {}, {}
         for name in arguments.formats:
             weight = weight_of(name, depth, outputs)
-            size = sum(array.nbytes for array in jax.tree.leaves(weight))
+            sizes[name] = size = sum(array.nbytes for array in jax.tree.leaves(weight))
             sets = -(-CACHE_BYTES // (size * PRODUCT_LAYERS))
-            copies = [[jax.tree.map(jnp.copy, weight) for _ in range(PRODUCT_LAYERS)] for _ in range(sets)]
-            stored[name] = size, copies
+            copies[name] = [[jax.tree.map(jnp.copy, weight) for _ in range(PRODUCT_LAYERS)] for _ in range(sets)]
         for rows in arguments.rows:
             x = jnp.asarray(np.random.default_rng(1).standard_normal((1, rows, depth), np.float32))
-            calls = {
-                name: rotating(multiply, [(x, weights) for weights in copies]) for name, (_, copies) in stored.items()
-            }
+            calls = {name: rotating(multiply, [(x, weights) for weights in sets]) for name, sets in copies.items()}
             for name, regions in interleaved(calls, runs=arguments.runs, region_seconds=0.05).items():
-                size = stored[name][0]
+                size = sizes[name]
                 samples = [region.total / PRODUCT_LAYERS for region in regions]
                 median, best = statistics.median(samples), min(samples)
                 key = f"{name}, {rows} rows"
@@ -212,9 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operation", choices=("attention", "products"))
     parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
-    parser.add_argument(
-        "--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=[default_implementation()]
-    )
+    chosen = [default_implementation()]
+    parser.add_argument("--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=chosen)
     parser.add_argument("--layers", type=int, help="calls in one program (default: 30 or 4; on a GPU 16 or 4)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))

@@ -1,19 +1,17 @@
-"""Loading weights beside reading their files: seconds, GB/s, the share of reading's speed, and peak memory.
+"""Compares loading weights with reading their files: seconds, GB/s, share of the reading speed, and peak memory.
 
     python benchmarks/loading.py [--cases float32 bfloat16 fp8 gptq awq int8 q4_1] [--runs 5] [--record]
 
 Random checkpoints of Llama's layout, 0.4 to 0.9 GB in a file or several, are written to a temporary folder; q4_1 is the
-built-in model, whose converted folder is in specjax's cache. Every measurement is a fresh process:
+built-in model. Every measurement is a fresh process:
 
     read    all bytes of the weights' files, one after another, into one buffer of 8 MiB
-    hold    the same into memory that holds them all, as weights must be held
     load    `checkpoint.resolve`, `model_config` and `load_params`, until the weights are on the device
 
-They take turns, cold (`posix_fadvise(DONTNEED)` on the files first; a virtual machine's host may still hold them) and
-warm. A share is the median seconds of read, or of hold, divided by load's: 0.7 is wanted of cold files. Imports and the
-start of jax are reported apart. "peak" is the largest anonymous memory of a further load (RssAnon, sampled from outside
-every 2 ms; pages of mapped files belong to the page cache) above that before it, divided by the bytes of the leaves: at
-most 1.15 is wanted. New memory is slow on some virtual machines, whose host gives pages at their first use.
+They take turns, cold (`posix_fadvise(DONTNEED)` on the files first; a virtual machine's host may still cache them) and
+warm. A share is the median seconds of read divided by those of load; the aim is 0.7 for cold files. "peak"
+is the growth of anonymous memory (RssAnon, sampled every 2 ms) during a further load, divided by the bytes of the
+leaves; the aim is at most 1.15. New memory is slow on virtual machines whose host provides pages at their first use.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ONCE = 2**23
-"""Bytes that are read at a time."""
+ONCE = 2**23  # bytes of one read
 WAIT = "ready"
 
 
@@ -64,7 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def written(folder: Path, case: Case) -> Path:
-    """A random checkpoint; of quantised matrices the codes are any bits."""
+    """A random checkpoint. Codes of quantised matrices are random bits."""
     import ml_dtypes
     import numpy as np
 
@@ -114,26 +111,22 @@ def written(folder: Path, case: Case) -> Path:
     return folder
 
 
-def read(files: list[str], *, hold: bool) -> dict[str, Any]:
-    import numpy as np
-
+def read(files: list[str]) -> dict[str, Any]:
     total, started = 0, time.perf_counter()
-    buffer = memoryview(np.empty(sum(map(os.path.getsize, files)) if hold else ONCE, np.uint8))
+    buffer = bytearray(ONCE)
     for file in files:
         with open(file, "rb", buffering=0) as stream:
-            place = total if hold else 0
-            while count := stream.readinto(buffer[place : place + ONCE]):
+            while count := stream.readinto(buffer):
                 total += count
-                place += count if hold else 0
     return {"seconds": time.perf_counter() - started, "bytes": total}
 
 
 def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
     started = time.perf_counter()
     import jax
-    import specjax_kernels  # noqa: F401 (as the engine has it before it loads)
+    import specjax_kernels  # noqa: F401 (the engine imports it before it loads)
 
-    import specjax.models.llama  # noqa: F401 (the same: its target is made first)
+    import specjax.models.llama  # noqa: F401 (the engine makes its target first)
     from specjax import checkpoint
     from specjax.compiling import use_compilation_cache
 
@@ -157,7 +150,7 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
 
 
 def child(*arguments: str, peak: bool = False) -> dict[str, Any]:
-    """What `read` or `load` measures in a fresh process, and with `peak` the growth of its anonymous memory."""
+    """Result of `read` or `load` in a fresh process; with `peak` also the growth of its anonymous memory."""
     command = [sys.executable, __file__, "--child", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -177,7 +170,7 @@ def child(*arguments: str, peak: bool = False) -> dict[str, Any]:
 
 
 def anonymous(process: int) -> int:
-    """Bytes of a process that no file backs; 0 once it has ended."""
+    """Bytes of a process without a file; 0 after its end."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -196,10 +189,9 @@ def cool(files: list[str]) -> None:
 def measured(model: str, files: list[str], options: tuple[str, str], runs: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], dict[str, Any]]] = {
         "read": lambda: child("read", *files),
-        "hold": lambda: child("hold", *files),
         "load": lambda: child("load", model, *options),
     }
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     calls["load"]()  # fills caches of jax and Python
     for state in ("cold", "warm"):
         samples: dict[str, list[dict[str, Any]]] = {name: [] for name in calls}
@@ -209,24 +201,23 @@ def measured(model: str, files: list[str], options: tuple[str, str], runs: int) 
                     cool(files)
                 samples[name].append(call())
         medians = {name: statistics.median(row["seconds"] for row in rows) for name, rows in samples.items()}
-        found[state] = {
+        result[state] = {
             "share_of_read": medians["read"] / medians["load"],
-            "share_of_hold": medians["hold"] / medians["load"],
             **{f"{name}_seconds": median for name, median in medians.items()},
             **{f"{name}_gb_per_second": samples["read"][0]["bytes"] / 1e9 / medians[name] for name in medians},
             "samples": samples,
         }
     rows = samples["load"]
     fixed = ("import_seconds", "jax_start_seconds", "resolve_seconds")
-    found |= {name: statistics.median(row[name] for row in rows) for name in fixed}
+    result |= {name: statistics.median(row[name] for row in rows) for name in fixed}
     largest = child("load", model, *options, peak=True)
     file_bytes, leaf_bytes = samples["read"][0]["bytes"], largest["bytes"]
     peak = largest["peak_bytes"] / leaf_bytes
-    return found | {"file_bytes": file_bytes, "leaf_bytes": leaf_bytes, "peak": peak}
+    return result | {"file_bytes": file_bytes, "leaf_bytes": leaf_bytes, "peak": peak}
 
 
 def models(names: list[str]) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    """Name, model and options of each case; checkpoints are there until the next."""
+    """Name, model and options of each case. A checkpoint is removed before the next case."""
     for name in names:
         if name == BUILT_IN:
             yield name, "smollm2-135m-instruct", ("auto", "auto")
@@ -249,15 +240,15 @@ def main() -> None:
     from specjax.compiling import use_compilation_cache
 
     use_compilation_cache()
-    repacking.prepare(every=True)  # as a first start does beside its work
+    repacking.prepare(every=True)  # as a first start does in the background
     document: dict[str, Any] = machine("jaxlib", "numpy") | {"cases": {}}
-    columns = ("read GB/s", "load GB/s", "of read", "of hold")
+    columns = ("read GB/s", "load GB/s", "of read")
     print(f"{'':10}{'MB':>6}{'cold:':>7}{''.join(f'{c:>11}' for c in columns)}{'warm:':>7}", end="")
     print(f"{''.join(f'{c:>11}' for c in columns)}{'peak':>7}")
     for name, model, options in models(args.cases):
         files = [str(file.resolve()) for file in checkpoint.resolve(model, progress=False).weights]
         row = document["cases"][name] = measured(model, files, options, args.runs)
-        shown = ("read_gb_per_second", "load_gb_per_second", "share_of_read", "share_of_hold")
+        shown = ("read_gb_per_second", "load_gb_per_second", "share_of_read")
         cold, warm = ("".join(f"{row[state][key]:>11.2f}" for key in shown) for state in ("cold", "warm"))
         print(f"{name:10}{row['file_bytes'] / 1e6:>6.0f}{'':7}{cold}{'':7}{warm}{row['peak']:>7.2f}", flush=True)
     finish("loading", document, record=args.record)
@@ -266,6 +257,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         kind, *rest = sys.argv[2:]
-        print(json.dumps(load(*rest) if kind == "load" else read(rest, hold=kind == "hold")))
+        print(json.dumps(load(*rest) if kind == "load" else read(rest)))
     else:
         main()

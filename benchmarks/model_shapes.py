@@ -81,8 +81,8 @@ def kv_bytes(config: ModelConfig | HeadConfig) -> int:
 
 
 def random_target(config: ModelConfig, seed: int = 0) -> Any:
-    """Normal weights of a target, scaled so that products keep their scale. Leaves are made one by one on the device:
-    the model never needs more memory than itself and one leaf."""
+    """Normal weights of a target, scaled so that products keep their scale. The device makes leaves in turn, which
+    needs memory for the model and one leaf."""
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     return _fill(shapes, jax.random.key(seed))
 
@@ -107,11 +107,6 @@ def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none
     return map_leaves(head_table(head), shape)
 
 
-def normal(shape: Any, key: jax.Array, scale: float = 1.0) -> jax.Array:
-    """Random normals with the shape and dtype of `shape`."""
-    return _normal(key, jnp.float32(scale), tuple(shape.shape), jnp.dtype(shape.dtype))
-
-
 @partial(jax.jit, static_argnums=(2, 3))
 def _normal(key: jax.Array, scale: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * scale.astype(dtype)
@@ -129,7 +124,7 @@ def _fill(shapes: Any, key: jax.Array) -> Any:
         if len(shape.shape) == 1:
             return jnp.ones(shape.shape, shape.dtype)
         inputs = {"embed": 1, "output": prod(shape.shape[:-1])}.get(name, shape.shape[0])
-        return normal(shape, jax.random.fold_in(key, index), inputs**-0.5)
+        return _normal(jax.random.fold_in(key, index), jnp.float32(inputs**-0.5), shape.shape, shape.dtype)
 
     paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
     return jax.tree.unflatten(tree, [leaf(path, shape, index) for index, (path, shape) in enumerate(paths)])

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the device is described, not present
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +47,14 @@ ASSEMBLER = "nvidia-cuda-nvcc-cu12"
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled; None: the GPU compiler of this jax is installed."""
+    """The reason why nothing can be compiled; None: the GPU compiler of this jax is installed."""
     versions = {name: _version(name) or "not installed" for name in WHEELS}
     if set(versions.values()) == {jax.__version__}:
         return None
-    told = ", ".join(f"{name} is {version}" for name, version in versions.items())
+    installed = ", ".join(f"{name} is {version}" for name, version in versions.items())
     wanted = " ".join(f"{name}=={jax.__version__}" for name in WHEELS)
     return (
-        f"This needs the GPU compiler of jax {jax.__version__}; {told}. Into an environment of its own:\n"
+        f"This needs the GPU compiler of jax {jax.__version__}; {installed}. In an environment of its own:\n"
         f"    pip install --no-deps {wanted}"
     )
 
@@ -132,16 +132,16 @@ def assembled(ptx: str, architecture: str, ptxas: Path) -> dict[str, dict[str, i
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
-    found = {}
+    kernels = {}
     for name, text in re.findall(
         r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", done.stderr, re.DOTALL
     ):
         numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
         registers = re.search(r"Used (\d+) registers", text)
-        assert numbers and registers, f"what does the assembler say of {name}?\n{done.stderr}"
+        assert numbers and registers, f"unknown output for {name}:\n{done.stderr}"
         stack, stores, loads = map(int, numbers.groups())
-        found[name] = {"registers": int(registers[1]), "spilled_bytes": stores + loads, "stack_bytes": stack}
-    return found
+        kernels[name] = {"registers": int(registers[1]), "spilled_bytes": stores + loads, "stack_bytes": stack}
+    return kernels
 
 
 def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, Any]]:
@@ -156,16 +156,16 @@ def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, 
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
     if not texts:
-        raise RuntimeError(f"XLA of jax {jax.__version__} wrote no PTX: that of 0.10.2 does, that of 0.11.2 does not")
-    found: dict[str, dict[str, Any]] = {}
+        raise RuntimeError(f"XLA of jax {jax.__version__} wrote no PTX; jax 0.10.2 does, 0.11.2 does not")
+    kernels: dict[str, dict[str, Any]] = {}
     for text in texts:
         numbers = assembled(text, gpu.architecture, ptxas) if ptxas and ".entry" in text else {}
         for name, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", text, re.DOTALL):
-            found[name] = {
+            kernels[name] = {
                 "mma": len(re.findall(r"\bmma\.sync", body)),
                 "wgmma": len(re.findall(r"\bwgmma\.mma_async", body)),
                 "tcgen05": len(re.findall(r"\btcgen05\.mma", body)),
                 "async_copies": len(re.findall(r"\bcp\.async\.c[ag]", body)),
                 "local_memory": bool(re.search(r"\.local\b", body)),
             } | numbers.get(name, {})  # fmt: skip
-    return found
+    return kernels

@@ -1,4 +1,4 @@
-"""Where the benchmarks read prompts and write records; a record's head is `specjax.bench.provenance`'s."""
+"""Prompts and records of the benchmarks. The head of a record is `specjax.bench.provenance.machine`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def finish(name: str, document: dict[str, Any], *, record: bool | str | None) -> None:
-    """Prints a document as one JSON line, the last of the output; with `record` also writes it under results/: a day's
-    one of this name or, where `record` is a label, of this name and label."""
+    """Prints a document as one JSON line, the last of the output. With `record` also writes results/NAME-DATE.json, or
+    results/NAME-DATE-LABEL.json if it is a label."""
     if record is not None and record is not False:
         RESULTS.mkdir(exist_ok=True)
         label = f"-{record}" if isinstance(record, str) and record else ""

@@ -1,20 +1,19 @@
-"""The server under load: latency and throughput of streams, as its clients see them.
+"""Measures latency and throughput of streams of a server under load, from the client's side.
 
     python benchmarks/serving.py load [--sets mt_bench gsm8k] [--requests 64] [--concurrency 16 | --rate 2.5]
     python benchmarks/serving.py turns [--conversations 8]
     python benchmarks/serving.py beside [--prompt-tokens 5500]
     python benchmarks/serving.py burst [--requests 64]
 
-`load`: prompts of the sets, as many at once as `--concurrency` says (closed loop), or arriving at random with `--rate`
-a second (open loop, Poisson). `turns`: conversations, all turns of a prompt one after the other, each with all that was
-said before; beside them the tokens that a perfect cache would compute. `beside`: a long prompt arrives while a stream
-runs, and a short request right behind it; the same stream and the same short request alone. `burst`: all requests at
-once.
+`load`: prompts of the sets, `--concurrency` at once (closed loop), or arriving at random with `--rate` a second (open
+loop, Poisson). `turns`: conversations of several turns, each with all earlier messages; also the number of tokens that
+a perfect cache would compute. `beside`: a long prompt arrives while a stream runs, then a short request; for comparison
+the stream and the short request alone. `burst`: all requests at once.
 
 `--algorithms` compares several in one run, `--before FOLDER` a checkout of another commit; their servers take turns,
 `--rounds` times, each with an empty cache. Times in seconds: to the first token (ttft), between two events of a stream
 (gap), of a whole request (e2e), as p50, p90 and p99; output tokens a second of the whole run; accept length; the share
-of prompt tokens that came from the cache; errors. The last line is one JSON document.
+of prompt tokens from the cache; errors. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from records import DATA, finish, machine
 
 HERE = Path(__file__).resolve().parents[1]
 URL = re.compile(rb"Listening on (http://\S+);")
-START = 600  # seconds for a server to start and compile all
+START = 600  # seconds for a server to start and compile all programs
 
 
 @dataclass
 class Stream:
-    """One request as its client saw it."""
+    """One request, from its client's side."""
 
     sent: float
-    events: list[float] = field(default_factory=list)  # when text came
+    events: list[float] = field(default_factory=list)  # arrival times of text
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class Stream:
 
 @contextmanager
 def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[tuple[str, int]]:
-    """The address and the process id of a server of a source tree that has compiled everything."""
+    """Address and process id of a server of a source tree that has compiled all programs."""
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}"}
     command = [sys.executable, "-m", "specjax.serve", "--port", "0", "--speculative-algorithm", algorithm, *flags]
     with tempfile.TemporaryFile() as log:
@@ -78,8 +77,8 @@ def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[tuple[str, 
             while time.monotonic() < deadline:
                 assert process.poll() is None, os.pread(log.fileno(), 1 << 20, 0).decode()[-2000:]
                 if base is None:
-                    found = URL.search(os.pread(log.fileno(), 1 << 20, 0))
-                    base = found and found[1].decode()
+                    address = URL.search(os.pread(log.fileno(), 1 << 20, 0))
+                    base = address and address[1].decode()
                 else:
                     try:
                         if httpx.get(f"{base}/get_model_info", timeout=5).json().get("compiling") == 0:
@@ -95,12 +94,12 @@ def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[tuple[str, 
 
 
 async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens: int, **fields: Any) -> Stream:
-    """One streamed chat of exactly `tokens` tokens, greedy unless `fields` of the body say otherwise."""
+    """One streamed chat of exactly `tokens` tokens, greedy unless `fields` replace fields of the body."""
     body = {
         "model": "default", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True}, "return_speculative_metrics": True,
     } | fields  # fmt: skip
-    found = Stream(time.perf_counter())
+    stream = Stream(time.perf_counter())
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -111,17 +110,17 @@ async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))
-                found.usage = event.get("usage") or found.usage
-                found.speculation = (event.get("metadata") or {}).get("speculative") or found.speculation
+                stream.usage = event.get("usage") or stream.usage
+                stream.speculation = (event.get("metadata") or {}).get("speculative") or stream.speculation
                 if event["choices"] and (text := event["choices"][0]["delta"].get("content")):
-                    found.events.append(time.perf_counter())
-                    found.text += text
-        if not found.events:
-            raise RuntimeError("no text came")
+                    stream.events.append(time.perf_counter())
+                    stream.text += text
+        if not stream.events:
+            raise RuntimeError("no text arrived")
     except (httpx.HTTPError, RuntimeError) as error:
-        found.error = str(error) or type(error).__name__
-    found.done = time.perf_counter()
-    return found
+        stream.error = str(error) or type(error).__name__
+    stream.done = time.perf_counter()
+    return stream
 
 
 def messages_of(turns: list[str]) -> list[dict[str, str]]:
@@ -139,28 +138,28 @@ async def load(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> l
         return [await task for task in tasks]
     free = asyncio.Semaphore(args.concurrency)
 
-    async def one(prompt: list[dict[str, str]]) -> Stream:
+    async def limited(prompt: list[dict[str, str]]) -> Stream:
         async with free:
             return await chat(client, prompt, args.max_tokens)
 
-    return list(await asyncio.gather(*map(one, prompts)))
+    return list(await asyncio.gather(*map(limited, prompts)))
 
 
 async def turns(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
     """Conversations, `--concurrency` at once."""
     free = asyncio.Semaphore(args.concurrency)
 
-    async def one(said: list[str]) -> list[Stream]:
-        messages, found = [], []
+    async def converse(questions: list[str]) -> list[Stream]:
+        messages, streams = [], []
         async with free:
-            for turn in said:
-                messages.append({"role": "user", "content": turn})
-                found.append(await chat(client, messages, args.max_tokens))
-                messages.append({"role": "assistant", "content": found[-1].text})
-        return found
+            for question in questions:
+                messages.append({"role": "user", "content": question})
+                streams.append(await chat(client, messages, args.max_tokens))
+                messages.append({"role": "assistant", "content": streams[-1].text})
+        return streams
 
     several = [row for row in rows if len(row) > 1][: args.conversations]
-    return [stream for found in await asyncio.gather(*map(one, several)) for stream in found]
+    return [stream for streams in await asyncio.gather(*map(converse, several)) for stream in streams]
 
 
 async def burst(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
@@ -170,7 +169,7 @@ async def burst(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> 
 
 
 async def beside(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> dict[str, Any]:
-    """What a stream and a short request notice of a long prompt."""
+    """Effect of a long prompt on a stream and a short request."""
     words = " ".join(text for row in rows for text in row).split()
     long = [{"role": "user", "content": " ".join((words * 9)[: int(args.prompt_tokens / 1.35)])}]
     short, other = messages_of(["What is the capital of Portugal?"]), messages_of(["Tell me about the sea."])
@@ -203,35 +202,34 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {f"p{p}": round(float(np.percentile(values, p)), 4) for p in (50, 90, 99)} if values else {}
 
 
-def summary(found: list[Stream], seconds: float) -> dict[str, Any]:
-    good = [stream for stream in found if stream.error is None]
+def summary(streams: list[Stream], seconds: float) -> dict[str, Any]:
+    good = [stream for stream in streams if stream.error is None]
     prompt = sum(stream.usage["prompt_tokens"] for stream in good)
     cached = sum(stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in good)
-    made = sum(stream.usage["completion_tokens"] for stream in good)
+    generated = sum(stream.usage["completion_tokens"] for stream in good)
     steps = sum(stream.speculation.get("spec_verify_ct", 0) for stream in good)
     return {
-        "requests": len(found),
-        "errors": sorted({stream.error for stream in found if stream.error}),
+        "requests": len(streams),
+        "errors": sorted({stream.error for stream in streams if stream.error}),
         "seconds": round(seconds, 2),
-        "output_tokens_per_second": round(made / seconds, 2),
+        "output_tokens_per_second": round(generated / seconds, 2),
         "ttft": percentiles([stream.ttft for stream in good]),
         "gap": percentiles([gap for stream in good for gap in stream.gaps]),
         "e2e": percentiles([stream.done - stream.sent for stream in good]),
-        "accept_length": round((made - len(good)) / steps, 3) if steps else None,
+        "accept_length": round((generated - len(good)) / steps, 3) if steps else None,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
-        "texts": [stream.text for stream in found],
+        "texts": [stream.text for stream in streams],
     }
 
 
-def perfect(found: list[Stream]) -> int:
-    """Prompt tokens that a cache of whole texts would leave to compute, in conversations of several turns, from the
-    counts that the server gives: of each turn those after the turn before and its answer."""
-    total, known = 0, 0
-    for stream in found:
+def perfect(streams: list[Stream]) -> int:
+    """Prompt tokens that a perfect cache computes: in each turn those after the previous turn and its answer."""
+    total, cached = 0, 0
+    for stream in streams:
         prompt = stream.usage["prompt_tokens"]
-        total += prompt - known if prompt > known else prompt
-        known = prompt + stream.usage["completion_tokens"]
+        total += prompt - cached if prompt > cached else prompt
+        cached = prompt + stream.usage["completion_tokens"]
     return total
 
 
@@ -243,24 +241,24 @@ async def run(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
         if args.mode == "beside":
             return await beside(client, args, rows)
         before = time.perf_counter()
-        found = await {"load": load, "turns": turns, "burst": burst}[args.mode](client, args, rows)
-        result = summary(found, time.perf_counter() - before)
+        streams = await {"load": load, "turns": turns, "burst": burst}[args.mode](client, args, rows)
+        result = summary(streams, time.perf_counter() - before)
         if args.mode == "turns" and not result["errors"]:
             computed = result["prompt_tokens"] - result["cached_tokens"]
-            result |= {"computed_tokens": computed, "perfect_tokens": perfect(found)}
+            result |= {"computed_tokens": computed, "perfect_tokens": perfect(streams)}
         return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("load", "turns", "beside", "burst"))
-    parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="of specjax/data/prompts/")
+    parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="sets of prompts")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--rate", type=float, default=None, help="requests a second, instead of --concurrency")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=5500, help="of the long prompt, roughly")
+    parser.add_argument("--prompt-tokens", type=int, default=5500, help="approximate tokens of the long prompt")
     parser.add_argument("--algorithms", nargs="+", default=["AUTO"])
     parser.add_argument("--before", type=Path, help="a checkout of another commit, compared in the same run")
     parser.add_argument("--rounds", type=int, default=1)
@@ -282,7 +280,7 @@ def main() -> int:
             shown = {key: value for key, value in result.items() if key != "texts"}
             print(f"{name} {algorithm}: {json.dumps(shown)}", flush=True)
     if args.mode != "beside":
-        texts = [tuple(each.pop("texts")) for each in document["runs"]]
+        texts = [tuple(result.pop("texts")) for result in document["runs"]]
         document["different_texts"] = [sum(a != b for a, b in zip(texts[0], other, strict=True)) for other in texts[1:]]
         print("texts that differ from the first run's:", document["different_texts"])
     finish("serving", document, record=args.record)

@@ -1,15 +1,14 @@
-"""SGLang's own server tests, its "kits", against a running server.
+"""Runs SGLang's own server tests, its "kits", against a running server.
 
     pip download sglang --no-deps --dest kits && unzip -q kits/sglang-*.whl 'sglang/test/*' -d kits
     specjax serve &
     python benchmarks/sglang_kits.py kits [--base http://127.0.0.1:30000] [--only PATTERN] [--all]
 
-The kits are mixins of tests over HTTP. They need little of SGLang itself, which is not installed: what they import of
-it is replaced by mocks, but for the kits and a few functions of its `test_utils` and fixtures, whose source is read.
+The kits are mixins of tests over HTTP. SGLang is not installed: imports from it are replaced by mocks, except the kits
+and a few functions of its `test_utils` and fixtures, whose source is read.
 
-Left out, unless --all: tests of models or features that are not this server's (`OTHERS`), and those whose server must
-be started in a special way. Tests that the built-in model of 135M parameters fails by what it writes are listed in
-`MODEL`; they run, and are reported apart. Fails if any other test does.
+Tests of other models or features and of servers with special flags (`OTHERS`) are left out, unless --all is given.
+Tests that the text of the built-in model fails (`MODEL`) run and are reported separately. Fails if any other test does.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ OTHERS = {
     r"HiddenStates|SamplingMask": "hidden states and masks of sampling in answers, which are refused by name",
     r"test_tool_result_image": "SGLang's classes, without a server",
 }
-"""Patterns of tests to what they need."""
+"""Pattern of tests -> their requirement."""
 
 MODEL = {
     r"test_concurrent_requests": "eight capitals, of which the model knows fewer than seven",
@@ -55,13 +54,13 @@ MODEL = {
     r"test_finish_stop_str": "a newline in the answer to a chat",
     r"test_constrained_decoding": "a string that it ends",
 }
-"""Patterns of tests to what they want of a model's text."""
+"""Pattern of tests -> what they require of the text."""
 
 FIXTURE = "send_request", "send_requests_abort", "run_decode"
 
 
 class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the kits from `root`, and mocks everything else of SGLang."""
+    """Imports the kits from `root` and mocks the rest of SGLang."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -84,8 +83,8 @@ class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def taken(file: Path, *names: str) -> dict[str, Any]:
-    """Functions and constants of these names in a file that cannot be imported, wherever they are in it."""
-    named: list[ast.stmt] = [
+    """Functions and constants of a file that cannot be imported."""
+    nodes: list[ast.stmt] = [
         node
         for node in ast.walk(ast.parse(file.read_text()))
         if (isinstance(node, ast.FunctionDef) and node.name in names)
@@ -93,7 +92,7 @@ def taken(file: Path, *names: str) -> dict[str, Any]:
     ]
     space: dict[str, Any] = {"requests": requests, "random": random, "time": time, "unittest": unittest}
     space |= {"Tuple": tuple, "List": list}
-    exec(compile(ast.Module(named, []), str(file), "exec"), space)
+    exec(compile(ast.Module(nodes, []), str(file), "exec"), space)
     return {name: space[name] for name in names}
 
 
@@ -106,7 +105,7 @@ def suite(root: Path, base: str, model: str, wanted: str, everything: bool) -> u
     fixture = taken(tests / "server_fixtures" / "spec_eagle_fixture.py", "PROMPTS", *FIXTURE)
 
     class Process:
-        """Of the server, as far as tests ask whether it has ended."""
+        """Tells the tests that the server runs."""
 
         def poll(self) -> int | None:
             return None if requests.get(f"{base}/health", timeout=10).ok else 1
@@ -118,7 +117,7 @@ def suite(root: Path, base: str, model: str, wanted: str, everything: bool) -> u
         "batch_accept_len_thres": 0.99, "accept_length_thres": 0.99, "acc_length_thres": 0.99, "bs_1_speed_thres": 0,
         **{name: fixture[name] for name in FIXTURE},
     }  # fmt: skip
-    found = unittest.TestSuite()
+    tests_of_kits = unittest.TestSuite()
     for file in sorted((tests / "kits").glob("*_kit*.py")):
         try:
             kit = importlib.import_module(f"sglang.test.kits.{file.stem}")
@@ -132,8 +131,8 @@ def suite(root: Path, base: str, model: str, wanted: str, everything: bool) -> u
             for test in unittest.defaultTestLoader.loadTestsFromTestCase(case):
                 assert isinstance(test, unittest.TestCase)
                 if re.search(wanted, test.id()) and (everything or reason(test, OTHERS) is None):
-                    found.addTest(test)
-    return found
+                    tests_of_kits.addTest(test)
+    return tests_of_kits
 
 
 def reason(test: unittest.TestCase, table: dict[str, str]) -> str | None:
@@ -145,12 +144,11 @@ def main() -> int:
     parser.add_argument("kits", type=Path, help="the folder with sglang/test")
     parser.add_argument("--base", default="http://127.0.0.1:30000")
     parser.add_argument("--model", default="default", help="its name")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="of the names of tests")
-    parser.add_argument("--all", action="store_true", help="with those that need something else")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression of test names")
+    parser.add_argument("--all", action="store_true", help="also run the tests of OTHERS")
     args = parser.parse_args()
-    result = unittest.TextTestRunner(verbosity=2, buffer=True).run(
-        suite(args.kits, args.base, args.model, args.only, args.all)
-    )
+    tests = suite(args.kits, args.base, args.model, args.only, args.all)
+    result = unittest.TextTestRunner(verbosity=2, buffer=True).run(tests)
     failed = [test for test, _ in (*result.failures, *result.errors)]
     ours = [test for test in failed if reason(test, MODEL) is None]
     for test in failed:

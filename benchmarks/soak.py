@@ -1,17 +1,16 @@
-"""Thousands of requests through one server, and what a server adds to its engine.
+"""Sends thousands of requests to one server, or compares a server's throughput with its engine's.
 
     python benchmarks/soak.py requests [--requests 2000] [--concurrency 64] [--algorithm AUTO] [--record LABEL]
     python benchmarks/soak.py overhead [--batch 16] [--rounds 5] [--algorithm NONE] [--record LABEL]
 
-`requests`: a closed loop of `--concurrency` streams, some greedy and some drawn with a seed, of `--prompts` prompts and
-several lengths. Each distinct request has first run alone, one after another and with an empty cache; all texts must be
-those. Where a greedy one is not, the gap of log-probabilities between the two likeliest tokens where it parts: below
-1e-3 either may come first. Beside that: errors, the server's resident memory when each quarter of the requests has
-finished, and whether every page is free at the end. The exit status is 1 if a request is lost, a text differs by more
-than that, or pages are held.
+`requests`: a closed loop of `--concurrency` streams of several lengths, some greedy and some sampled with a seed. Each
+distinct request first runs alone with an empty cache; all texts must equal that text. A greedy text may differ at a
+near tie: the two largest log-probabilities differ by less than 1e-3. Also recorded: errors, the server's resident
+memory after each quarter of the requests, and whether all pages are free at the end. The exit status is 1 if a request
+is lost, a text differs, or pages are held.
 
-`overhead`: the same greedy requests at once by an engine in this process and by a server, taking turns; the ratio of
-their tokens a second. The last line is one JSON document.
+`overhead`: greedy requests at once by an engine in this process and by a server, in turns; the ratio of their tokens a
+second. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from records import DATA, finish, machine
 from serving import HERE, Stream, chat, messages_of, percentiles, server
 
 NEAR = 1e-3
-POOL = 1024  # tokens of a request in the pools of `overhead`, which are in memory at the same time
+POOL = 1024  # tokens of a request in the two pools of `overhead`
 
 
 def requests_of(rows: list[list[str]], args: Any) -> list[tuple[list[dict[str, str]], int, dict[str, Any]]]:
@@ -51,13 +50,13 @@ def resident(pid: int) -> int:
 
 
 async def gap_at_parting(client: httpx.AsyncClient, request: Any, other: str) -> float:
-    """Between the two likeliest tokens where the text of a greedy request alone parts from `other`."""
+    """Difference of the two largest log-probabilities where the text of a greedy request differs from `other`."""
     messages, tokens, fields = request
     body = {"model": "default", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body |= fields | {"logprobs": True, "top_logprobs": 2}
-    found = (await client.post("/v1/chat/completions", json=body)).json()
+    response = (await client.post("/v1/chat/completions", json=body)).json()
     text = ""
-    for entry in found["choices"][0]["logprobs"]["content"]:
+    for entry in response["choices"][0]["logprobs"]["content"]:
         text += entry["token"]
         if not other.startswith(text):
             first, second = (top["logprob"] for top in entry["top_logprobs"])
@@ -74,60 +73,55 @@ async def soak(base: str, pid: int, args: Any, rows: list[list[str]]) -> dict[st
             alone.append(await chat(client, messages, tokens, **fields))
             assert alone[-1].error is None, alone[-1].error
             await client.post("/flush_cache")
-        memory, found, begun = [resident(pid)], dict[int, Stream](), time.perf_counter()
+        memory, streams, begun = [resident(pid)], dict[int, Stream](), time.perf_counter()
         quarters = [args.requests * part // 4 for part in (1, 2, 3, 4)]
         left: Iterator[int] = iter(range(args.requests))
 
         async def client_loop() -> None:
-            for i in left:  # each takes the next request
+            for i in left:  # shared by all loops
                 messages, tokens, fields = distinct[i % len(distinct)]
-                found[i] = await chat(client, messages, tokens, **fields)
-                if len(found) in quarters:
+                streams[i] = await chat(client, messages, tokens, **fields)
+                if len(streams) in quarters:
                     memory.append(resident(pid))
-                    print(f"{len(found)} requests: {memory[-1] / 1e6:.0f} MB resident", flush=True)
+                    print(f"{len(streams)} requests: {memory[-1] / 1e6:.0f} MB resident", flush=True)
 
         await asyncio.gather(*(client_loop() for _ in range(args.concurrency)))
         seconds = time.perf_counter() - begun
-        good = {i: one for i, one in found.items() if one.error is None}
-        differ = [i for i, one in sorted(good.items()) if one.text != alone[i % len(distinct)].text]
-        gaps, drawn = [], 0
-        for i in differ:
-            request = distinct[i % len(distinct)]
-            if request[2]:
-                drawn += 1
-            else:
-                gaps.append(await gap_at_parting(client, request, found[i].text))
+        good = {i: stream for i, stream in streams.items() if stream.error is None}
+        differ = [i for i, stream in sorted(good.items()) if stream.text != alone[i % len(distinct)].text]
+        greedy = [i for i in differ if not distinct[i % len(distinct)][2]]
+        gaps = [await gap_at_parting(client, distinct[i % len(distinct)], streams[i].text) for i in greedy]
         free = (await client.post("/flush_cache")).status_code == 200  # refused while a request holds a page
-    made = sum(one.usage["completion_tokens"] for one in good.values())
+    tokens = sum(stream.usage["completion_tokens"] for stream in good.values())
     return {
         "distinct": len(distinct),
         "requests": args.requests,
         "finished": len(good),
-        "errors": sorted({one.error for one in found.values() if one.error}),
+        "errors": sorted({stream.error for stream in streams.values() if stream.error}),
         "seconds": round(seconds, 1),
-        "output_tokens_per_second": round(made / seconds, 2),
-        "ttft": percentiles([one.ttft for one in good.values()]),
-        "e2e": percentiles([one.done - one.sent for one in good.values()]),
-        "different_texts": {"greedy": len(gaps), "drawn": drawn, "gaps": gaps},
-        "resident_megabytes": [round(one / 1e6, 1) for one in memory],
+        "output_tokens_per_second": round(tokens / seconds, 2),
+        "ttft": percentiles([stream.ttft for stream in good.values()]),
+        "e2e": percentiles([stream.done - stream.sent for stream in good.values()]),
+        "different_texts": {"greedy": len(gaps), "drawn": len(differ) - len(greedy), "gaps": gaps},
+        "resident_megabytes": [round(size / 1e6, 1) for size in memory],
         "grown_after_first_quarter": round(memory[-1] / memory[1] - 1, 4),
         "idle_afterwards": free,
     }
 
 
 async def together(base: str, prompts: list[list[dict[str, str]]], tokens: int) -> float:
-    """Tokens a second of all at once."""
+    """Tokens a second of concurrent requests."""
     async with httpx.AsyncClient(base_url=base, timeout=3600, limits=httpx.Limits(max_connections=None)) as client:
         await client.post("/flush_cache")
         begun = time.perf_counter()
-        found = await asyncio.gather(*(chat(client, messages, tokens) for messages in prompts))
+        streams = await asyncio.gather(*(chat(client, messages, tokens) for messages in prompts))
         seconds = time.perf_counter() - begun
-    assert all(one.error is None for one in found), [one.error for one in found if one.error]
-    return sum(one.usage["completion_tokens"] for one in found) / seconds
+    assert not any(stream.error for stream in streams), [stream.error for stream in streams]
+    return sum(stream.usage["completion_tokens"] for stream in streams) / seconds
 
 
 def overhead(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
-    from specjax import Engine, EngineConfig, SamplingParams  # the other mode needs no second model in memory
+    from specjax import Engine, EngineConfig, SamplingParams  # `requests` loads no second model
 
     prompts = [messages_of(rows[i % len(rows)]) for i in range(args.batch)]
     params = SamplingParams(max_new_tokens=args.max_tokens, temperature=0, ignore_eos=True)
@@ -136,22 +130,22 @@ def overhead(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
     engine = Engine.from_pretrained(draft=args.algorithm, config=config, progress=False)
     engine.warm_up(progress=False)
     pairs = []
+
+    def of_engine() -> float:
+        engine.flush_cache()
+        begun = time.perf_counter()
+        completions = engine.generate(prompts, params)
+        return sum(done.completion_tokens for done in completions) / (time.perf_counter() - begun)
+
+    def of_server() -> float:
+        return asyncio.run(together(base, prompts, args.max_tokens))
+
     for turn in range(args.rounds + 1):
-
-        def of_engine() -> float:
-            engine.flush_cache()
-            begun = time.perf_counter()
-            done = engine.generate(prompts, params)
-            return sum(one.completion_tokens for one in done) / (time.perf_counter() - begun)
-
-        def of_server() -> float:
-            return asyncio.run(together(base, prompts, args.max_tokens))
-
-        both = {}
-        for one in (of_engine, of_server) if turn % 2 else (of_server, of_engine):
-            both[one.__name__] = round(one(), 2)
-        if turn:  # the first one warms both up
-            pairs.append((both["of_engine"], both["of_server"]))
+        rates = {}
+        for measure in (of_engine, of_server) if turn % 2 else (of_server, of_engine):
+            rates[measure] = round(measure(), 2)
+        if turn:  # the first round warms up
+            pairs.append((rates[of_engine], rates[of_server]))
             print(f"engine {pairs[-1][0]}, server {pairs[-1][1]} tokens/s", flush=True)
     ratio = statistics.median(ours / bare for bare, ours in pairs)
     return {"batch": args.batch, "tokens_per_second": pairs, "server_over_engine": round(ratio, 4)}

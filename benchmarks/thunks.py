@@ -4,7 +4,7 @@
     counts(*read_dump(folder))
 
 A command buffer is a CUDA graph. The host decides loops and branches outside of one, and waits for the device. A
-kernel is a thunk: a matrix product by cuBLAS counts once, even if it runs as two kernels.
+matrix product by cuBLAS is one kernel thunk, even if it runs as two kernels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def weights_read(hlo: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}  # instruction -> the parameter that it is a view of
     read: Counter[str] = Counter()
+    start = hlo.index("\nENTRY ")
+    entry = hlo[start : hlo.index("\n}", start)]
     for name, dtype, shape, kind, operands in re.findall(
-        r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", _entry(hlo), re.MULTILINE
+        r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", entry, re.MULTILINE
     ):
         if kind == "parameter" and name.startswith("%params"):
             bits = re.sub(r"\D*(\d+).*", r"\1", dtype)
@@ -57,12 +59,6 @@ def weights_read(hlo: str) -> dict[str, int]:
         else:
             read.update({parameter: sizes[parameter] for parameter in parameters})
     return dict(read)
-
-
-def _entry(hlo: str) -> str:
-    """Text of the entry computation."""
-    start = hlo.index("\nENTRY ")
-    return hlo[start : hlo.index("\n}", start)]
 
 
 def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:
@@ -122,7 +118,7 @@ def read_thunks(text: str) -> list[Thunk]:
         while stack and stack[-1][0] >= depth:
             stack.pop()
         number, kind = int(line[3]), line[4]
-        thunks.append(Thunk(kind, number, tuple(above for _, above, _ in stack), tuple(each for *_, each in stack)))
+        thunks.append(Thunk(kind, number, tuple(above for _, above, _ in stack), tuple(above for *_, above in stack)))
         stack.append((depth, kind, number))
     return thunks
 

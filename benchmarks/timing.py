@@ -1,23 +1,26 @@
-"""How the benchmarks measure time: calls, regions of many calls, a copy as the ceiling, traces of `jax.profiler`."""
+"""Times of calls and of regions of many calls, ceilings of memory bandwidth, and traces of `jax.profiler`."""
 
 from __future__ import annotations
 
 import gzip
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 WARMUP = 3
 """Calls before the measurement: a GPU records its graphs in the first calls."""
 
 CACHE_BYTES = 2**28
-"""Bytes that are read before any is read again: several times the largest cache of a CPU or GPU."""
+"""Bytes between two reads of one byte: several times the largest cache of a CPU or GPU."""
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -28,14 +31,14 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 class Region(NamedTuple):
-    """Mean seconds of a call, of many calls that were dispatched one after another."""
+    """Mean seconds of one of many calls that were dispatched in sequence."""
 
     total: float
-    dispatch: float  # of the host; close to `total`: the host is the bottleneck
+    dispatch: float  # of the host; if it is close to `total`, the host is the bottleneck
 
 
 def region(call: Callable[[], Any], times: int) -> Region:
-    """Dispatches calls and waits once: calls of microseconds on a GPU cannot be timed one at a time."""
+    """Dispatches calls and waits once, because calls of microseconds on a GPU cannot be timed alone."""
     start, out = time.perf_counter(), None
     for _ in range(times):
         out = call()
@@ -81,6 +84,18 @@ def copy_bandwidth(megabytes: int | None = None) -> float:
         array.block_until_ready()
         samples.append(time.perf_counter() - start)
     return 2 * array.nbytes * steps / statistics.median(samples[WARMUP:])
+
+
+def read_bandwidth() -> float:
+    """Bytes of 512 MB that all threads of the CPU together read per second, the best of ten runs."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    array, samples = np.ones((threads, 2**27 // threads), np.float32), []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(10):
+            start = time.perf_counter()
+            list(pool.map(np.sum, array))
+            samples.append(time.perf_counter() - start)
+    return array.nbytes / min(samples)
 
 
 Event = dict[str, Any]

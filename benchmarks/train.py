@@ -1,11 +1,10 @@
-"""Training throughput: tokens a second of the target's forward, of the head's update and of both, and the ceiling.
+"""Measures training throughput: tokens a second of the target's forward, of the head's update and of both.
 
     python benchmarks/train.py [--rounds 3] [--rows 6] [--row-length 384] [--draft-vocab-size 8192] [--record]
 
-The ceiling is the multiply-adds that a token needs (the target's matrices once, the head's three times a round: forward
-and two derivatives) at the speed of a large product of that dtype on this machine, measured in the same run. What the
-share leaves out: attention, softmax over the vocabulary, norms, the optimiser, and copies. Random weights of the
-model's own widths: times do not depend on them. The last line is one JSON document.
+The ceiling is the multiply-adds of a token (the target's matrices once, the head's three times a round: forward and two
+derivatives) at the speed of a large product in the same run. It leaves out attention, softmax over the vocabulary,
+norms, the optimiser and copies. Weights are random. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from specjax.train.update import TrainState, make_optimizer, make_update, schedu
 
 
 def times(call: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of `count` calls, after two that do not count."""
+    """Seconds of `count` calls, after two unmeasured calls."""
     return [seconds(call) for _ in range(count + 2)][2:]
 
 
@@ -82,8 +81,8 @@ def main() -> None:
     )  # fmt: skip
     teacher_of = teach(target, head_config.aux_layers)
     forward = jax.jit(teacher_of)
-    one = jax.tree.map(lambda x: x[0], batch)
-    kept = jax.tree.map(lambda x: x[None], forward(params, one))
+    single = jax.tree.map(lambda x: x[0], batch)
+    teacher = jax.tree.map(lambda x: x[None], forward(params, single))
     loss = heads.head_loss(head, target, heads.objective("EAGLE3", LossSettings(rounds=args.rounds)))
     options: dict[str, Any] = {"dtype": args.dtype, "seed": 0}
     cached = make_update(loss, optimizer, frozen, teach=None, **options)
@@ -96,7 +95,7 @@ def main() -> None:
 
     tokens = args.rows * args.row_length
     rate = product_rate(args.dtype)
-    target_size = sum(leaf.size for leaf in jax.tree.leaves(params))  # its embedding is its head: read once, too
+    target_size = sum(leaf.size for leaf in jax.tree.leaves(params))  # the embedding is also the output layer
     head_size = sum(leaf.size for leaf in weights.values()) - weights["fc"].size
     needs = {
         "target forward": target_size,
@@ -104,22 +103,20 @@ def main() -> None:
     }
     needs["both in one step"] = sum(needs.values())
     calls = {
-        "target forward": lambda: forward(params, one),
-        "head update, features kept": lambda: step(cached, kept),
+        "target forward": lambda: forward(params, single),
+        "head update, features kept": lambda: step(cached, teacher),
         "both in one step": lambda: step(online, None),
     }
-    document = (
-        machine("jaxlib", "flax", "optax") | vars(args) | {"multiply_adds_per_second": round(rate), "results": []}
-    )
+    document: dict[str, Any] = machine("jaxlib", "flax", "optax") | vars(args)
+    document |= {"multiply_adds_per_second": round(rate), "results": []}
     print(f"{args.dtype}: a large product runs at {2 * rate / 1e9:.0f} GFLOP/s on {document['device']}")
     print(f"{'':28}{'tok/s':>8}{'ceiling':>9}{'share':>7}")
     for name, call in calls.items():
         samples = times(call, args.repeats)
-        found, ceiling = tokens / median(samples), rate / needs[name]
-        print(f"{name:28}{found:8.0f}{ceiling:9.0f}{found / ceiling:7.0%}")
-        document["results"].append(
-            {"what": name, "tokens_per_second": round(found, 1), "ceiling": round(ceiling, 1), "samples": samples}
-        )
+        speed, ceiling = tokens / median(samples), rate / needs[name]
+        print(f"{name:28}{speed:8.0f}{ceiling:9.0f}{speed / ceiling:7.0%}")
+        row = {"what": name, "tokens_per_second": round(speed, 1), "ceiling": round(ceiling, 1), "samples": samples}
+        document["results"].append(row)
     finish("train", document, record=args.record)
 
 

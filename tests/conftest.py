@@ -107,7 +107,7 @@ SLOWEST_FIRST = (
     "test_step.py",
     "test_mtp.py",
     "test_eagle_cache.py",
-    "test_pallas_kernel.py",
+    "test_gpu_kernels.py",
     "test_train_generate.py",
     "test_engine.py",
     "test_trace.py",
@@ -115,7 +115,7 @@ SLOWEST_FIRST = (
     "test_cpu_kernels.py",
     "test_generate.py",
     "test_engine_failures.py",
-    "test_attention_backends.py",
+    "test_platforms.py",
     "test_parity.py",
 )
 """Files that take long, so that none of them is left to one worker at the end."""

@@ -1,10 +1,13 @@
-"""The operations of a step, and their implementations for CPUs and GPUs.
+"""The operations of a step, and their implementations for CPUs and GPUs. In reading order:
 
-Read in this order: `attention` (the operation, its arguments, the choice of an implementation) and `reference` (its
-definition); then its implementations `xla`, `pallas_triton` and `triton`, with the block sizes of `launch`; `linear`
-and `quantised` (products with weights of 4 to 32 bits; `pallas_quantised` for GPUs); `sampling` (the largest numbers of
-a vocabulary, top-k, top-p). `cpu/` has the kernels that Numba compiles. `platforms` and `mesh` say for which device and
-for how many a function is traced. `specs` has the shapes that tests and benchmarks share.
+attention          the operation, its arguments, the choice of an implementation
+reference          definitions of attention and products
+xla, pallas_triton, triton    implementations of attention; launch: block sizes of the GPU kernels
+linear, quantised  products with weights of 4 to 32 bits; pallas_quantised for GPUs
+sampling           argmax, top-k and top-p of a vocabulary
+cpu/               kernels that Numba compiles
+platforms, mesh    branches by platform, and tensor parallelism
+specs              shapes that tests and benchmarks share
 """
 
 import warnings

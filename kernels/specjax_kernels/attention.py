@@ -1,8 +1,8 @@
 """The attention operation: a block of new tokens attends to committed pages and to itself under a mask.
 
-Read `tree_attention` and `attention` first; then `Call`, which an implementation receives, and the masks. Each
-implementation is a file with a function `tree_attention(call)`; `reference` defines the result. Nothing here knows
-trees: a mask row is a set of block keys.
+Read `tree_attention` and `attention` first, then `Call`, the argument of an implementation, and the masks. Each
+implementation is a file with a function `tree_attention(call)`; `reference` defines the result. This file has no trees:
+a mask row is a set of block keys.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ IMPLEMENTATIONS = MappingProxyType(
         "triton": "specjax_kernels.triton",
     }
 )
-"""Name -> module with a function `tree_attention(call)`; `refuse()`, unless it runs everywhere, which raises
-NotImplementedError where it cannot run; and `tree_attention_packed(qkv, call)`, if it reads packed arrays."""
+"""Name -> module with a function `tree_attention(call)`. `refuse()`, if present, raises NotImplementedError if the
+implementation cannot run; `tree_attention_packed(qkv, call)`, if present, reads packed arrays."""
 
 INACTIVE = -1  # the prefix length of an inactive row
 
@@ -42,10 +42,8 @@ def default_implementation() -> str:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Causal:
-    """The type of `CAUSAL`: block key j is visible to block query i when j <= i. Needs C == N.
-
-    It is hashable and a pytree without leaves: a static argument of `jax.jit`, or a mask in place of an array of bits.
-    """
+    """The type of `CAUSAL`: block key j is visible to block query i if j <= i. Needs C == N. It is hashable and has no
+    leaves: a static argument of `jax.jit`, or a mask instead of an array of bits."""
 
     def __repr__(self) -> str:
         return "CAUSAL"
@@ -64,11 +62,11 @@ def words(width: int) -> int:
 
 
 def pack_bits(visible: Array | np.ndarray) -> Any:
-    """Packs a boolean mask, 32 keys to a word: bool [..., C] to uint32 [..., ceil(C / 32)]. The result is numpy's if
-    the mask is: a constant of a program, which needs no kernel.
+    """Packs a boolean mask: bool [..., C] to uint32 [..., ceil(C / 32)]. The bits of a numpy mask are a numpy
+    array: a constant of a program.
 
-    Key j is bit ``j % 32`` (from the low end) of word ``j // 32``; unused high bits are 0. A root with two
-    children, the first of which has a child of its own (nodes 0; 1, 2; 3), one row a node:
+    Key j is bit ``j % 32`` (from the low end) of word ``j // 32``; unused high bits are 0. A root with children 1 and
+    2, and node 3, a child of node 1:
 
         node 0 sees 0           1 0 0 0  ->  0b0001 =  1
         node 1 sees 0, 1        1 1 0 0  ->  0b0011 =  3
@@ -95,7 +93,7 @@ def unpack_bits(bits: Array, width: int) -> Array:
 
 
 def block_visibility(mask: Causal | Array, queries: int, keys: int) -> Array:
-    """Whether each query of a block sees each of its keys: bool [B, queries, keys]; B is 1 for a causal mask."""
+    """Visibility of a block's keys: bool [B, queries, keys]; B is 1 for a causal mask."""
     if isinstance(mask, Causal):
         return jnp.tril(jnp.ones((1, queries, keys), jnp.bool_))
     return unpack_bits(mask, keys)
@@ -236,12 +234,12 @@ def tree_attention(
 
     - committed token t, for 0 <= t < prefix_length[b], at slot ``t % S`` of page ``page_table[b, t // S]``, unless that
       entry is a hole (outside 0 .. P-1; holes hold P);
-    - block key j, if `mask` lets it;
-    - with a window w, of these only keys at positions > its own position - w (committed token t has position t).
+    - block key j, if its bit in `mask` is set;
+    - with a window w, only keys at positions > its own position - w (committed token t has position t).
 
     Softmax and accumulation are float32 for every dtype, float32 products use `jax.lax.Precision.HIGHEST`. Scores must
-    lie above -1e20. Slots that no query of the row sees may hold anything, NaN included. The result of a query that
-    sees nothing, or of an inactive row, is 0. Only "reference" has a derivative. Under `jax.shard_map`, "pallas" needs
+    be above -1e20. Slots that no query of the row sees may hold anything, NaN included. The result of an inactive row,
+    or of a query that sees no key, is 0. Only "reference" has a derivative. Under `jax.shard_map`, "pallas" needs
     ``check_vma=False``.
 
     Args:
@@ -254,8 +252,7 @@ def tree_attention(
         prefix_length: int32 [B], at most T * S; below 0 (`INACTIVE`) for an inactive row.
         q_positions: int32 [B, N]; read only with a window.
         block_positions: int32 [B, C]; read only with a window.
-        mask: `CAUSAL` (key j visible from query j on; C == N), or uint32 [B, N, ceil(C / 32)] made by `pack_bits`,
-            or [1, N, ceil(C / 32)] for a mask that all rows share.
+        mask: `CAUSAL` (C == N), or uint32 [B, N, ceil(C / 32)] made by `pack_bits`; [1, N, ceil(C / 32)] for all rows.
         scale: factor on the scores, usually ``E ** -0.5``.
         v_width: Ev when values are None; otherwise None, or Ev.
         window: keys seen by one query, itself included, or None for all.
@@ -295,7 +292,7 @@ def attention(
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """`tree_attention` of a block whose queries, keys and values are one array, as a projection writes them.
+    """`tree_attention` of a block whose queries, keys and values are one array, the result of a projection.
 
     An implementation with a `tree_attention_packed` reads the array in place; others receive copies of its parts.
 
@@ -344,8 +341,8 @@ def _joined(before: Any, block: Any) -> list[Array]:
 
 
 def _packed(before: tuple[Array, Array], qkv: Array) -> Array:
-    """[B, C, K, G + 2, E]: earlier keys and values as tokens whose queries are 0, then the block's own tokens. XLA:GPU
-    fuses this with the operations that compute `qkv`."""
+    """[B, C, K, G + 2, E]: earlier keys and values with queries of 0, then the block's own tokens. XLA:GPU fuses this
+    with the operations that compute `qkv`."""
     key, value = before
     nothing = jnp.zeros((*key.shape[:3], qkv.shape[3] - 2, key.shape[3]), key.dtype)
     earlier = jnp.concatenate([nothing, key[:, :, :, None], value[:, :, :, None]], axis=3)
@@ -359,22 +356,22 @@ def unpack(qkv: Array) -> tuple[Array, Array, Array]:
 
 
 def _first_that_can(attend: Callable[[str], Array], implementation: str | None) -> Array:
-    """The implementation of this name. None: the device's default, or "xla" for combinations that it lacks."""
+    """Calls the implementation of this name. None: the device's default, or "xla" for combinations that it lacks."""
     if implementation is not None:
         return attend(implementation)
     name = default_implementation()
     if name == "xla":
         return attend(name)
     try:
-        # A program for the host of a GPU runs the host's implementation.
+        # A program for the CPU of a machine with a GPU uses "xla".
         return by_platform(cpu=lambda: attend("xla"), default=lambda: attend(name))
     except NotImplementedError:
         return attend("xla")
 
 
 def implementation_named(name: str) -> Any:
-    """The module of an implementation. Raises ValueError for an unknown name, and NotImplementedError where it cannot
-    run: on another device, or without a package."""
+    """The module of an implementation. Raises ValueError for an unknown name, and NotImplementedError if the device or
+    a package is missing."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r} of tree_attention; known: {', '.join(IMPLEMENTATIONS)}")
     module = importlib.import_module(IMPLEMENTATIONS[name])

@@ -41,16 +41,16 @@ LEAST_SPLIT = 128  # committed tokens of a split, at least
 # The widest heads of keys and of values whose tiles fit in registers and shared memory.
 WIDEST = {"float32": (256, 256), "bfloat16": (1024, 512), "float16": (1024, 512)}
 
-# Bytes of tiles that a program loads ahead by the rule of thumb, so that two programs fit a larger multiprocessor.
+# Most bytes that a program loads ahead by the rule of thumb: two programs fit a larger multiprocessor.
 IN_FLIGHT = 96 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """An entry of the table."""
+    """An entry of the table. `rows` and `tokens` are powers of two, 16 or more."""
 
-    rows: int  # query rows of one program: a power of two, 16 or more
-    tokens: int  # keys of one trip: a power of two, 16 or more
+    rows: int  # query rows of one program
+    tokens: int  # keys of one trip
     warps: int
     stages: int  # tiles of keys and values in flight
     programs: int  # wanted for each multiprocessor, by splitting the committed tokens
@@ -58,7 +58,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Launch(Blocks):
-    """`Blocks`, and the grid they make for one call."""
+    """`Blocks` and the grid of one call."""
 
     tiles: int  # of query rows
     splits: int  # of the committed tokens
@@ -70,7 +70,7 @@ def power_of_two(number: int) -> int:
 
 
 def padded(width: int) -> int:
-    """The width of a tile that holds a head: loads take powers of two, tensor cores 16 or more."""
+    """The width of a tile for a head: loads need powers of two, tensor cores 16 or more."""
     return max(16, power_of_two(width))
 
 
@@ -83,20 +83,16 @@ def too_wide(dtype: str, E: int, Ev: int) -> str | None:
 
 
 def key(dtype: str, width: int, rows: int) -> str:
-    """The table's name for a dtype, a head width and the query rows (N * G) of a key/value head, rounded to powers of
-    two from 16 to 256.
-
-    >>> key("bfloat16", 128, 8 * 4)
-    'bfloat16 width 128 rows 32'
-    """
+    """Key of the table for a dtype, a head width and the query rows (N * G) of a key/value head, rounded to powers of
+    two from 16 to 256: 'bfloat16 width 128 rows 32'."""
     return f"{dtype} width {padded(width)} rows {min(256, max(16, power_of_two(rows)))}"
 
 
 def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = None) -> Blocks:
-    """Blocks for shapes that are not measured. `width`: of keys or values, the larger one.
+    """Blocks for shapes that are not measured. `width`: the larger width of keys and values.
 
-    Tiles of exact float32 products, which do not run on tensor cores, live in registers, and 16 rows fill those. A tile
-    of 64 rows needs the registers of 8 warps.
+    Exact float32 products do not run on tensor cores: their tiles are in registers, which 16 rows fill. A tile of 64
+    rows needs the registers of 8 warps.
     """
     wide, half = padded(width), dtype != "float32"
     if half:
@@ -105,7 +101,7 @@ def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = No
         most_rows, tokens = 16, 32 if wide <= 64 else 16
     tile = 2 * tokens * wide * (2 if half else 4)  # keys and values
     fit = GENERATIONS.get(generation or "", UNKNOWN).shared_memory // tile
-    stages = max(1, min(fit, 4, max(2, IN_FLIGHT // tile)))  # one tile in flight is none: two, where they fit
+    stages = max(1, min(fit, 4, max(2, IN_FLIGHT // tile)))  # at least two if they fit: one tile is never in flight
     block = min(most_rows, max(16, power_of_two(rows)))
     return Blocks(block, tokens, 8 if wide > 256 or block > 32 else 4, stages, programs=4)
 

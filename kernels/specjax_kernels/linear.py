@@ -1,7 +1,7 @@
-"""Products of activations and weights, and the RMS norm in front of them.
+"""Products of activations and weights, and the RMS norm before them.
 
 `linear` is for the layers and `unembed` for the output layer. Platform, dtypes, shape and number of rows choose the
-implementation. `reference.linear` defines the products, `quantised.dequantise` the weights in few bits.
+implementation. `reference.linear` defines the products, `quantised.dequantise` the weights of few bits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def rms_norm(
     offset the factor is offset + weight and the product float32 (Gemma)."""
     wide = x.astype(jnp.float32)
     if x.size == x.shape[-1]:
-        # XLA:GPU fuses the norm of a single row into one kernel only if nothing lies between the sum and the root.
-        # Several rows are fused either way, and this way is slower on a CPU.
+        # XLA:GPU fuses the norm of a single row into one kernel only without operations between the sum and the root.
+        # It fuses several rows in both forms, and this form is slower on a CPU.
         mean = jnp.sum((wide * wide + epsilon) * (1 / x.shape[-1]), axis=-1, keepdims=True)
     else:
         mean = jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon
@@ -106,11 +106,11 @@ def _matrix_product(x: Array, weight: Any) -> Array:
 def unembed(
     x: Float[Array, "... M"], weight: Float[Array, "A1 A2"] | Quantised, *, transposed: bool = False
 ) -> Float32[Array, "... W"]:
-    """Logits of the output layer, float32 whatever the dtypes.
+    """Logits of the output layer, float32 for all dtypes.
 
     The weight is [M, W] or, transposed (an embedding that is also the output layer), [W, M]; dtypes as in `linear`. A
-    quantised weight is always [W, M]. The derivatives are products in the dtypes of x and weight
-    with float32 sums, twice as fast as float32 products.
+    quantised weight is always [W, M]. The derivatives are products in the dtypes of x and weight with float32 sums,
+    twice as fast as float32 products.
     """
     if isinstance(weight, Quantised):
         return quantised.product(x, weight, jnp.float32)

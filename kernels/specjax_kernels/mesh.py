@@ -1,9 +1,9 @@
 """Tensor parallelism: how traced functions split their arrays over the devices of a mesh.
 
 A program for several devices is traced under a mesh with the axes `AXIS` (`jax.set_mesh`). Traced arrays are whole, and
-XLA splits operations according to the arguments' shardings and the constraints here. Without such a mesh these
-functions change nothing. XLA cannot split a kernel: under a mesh, call it through `apart`, inside of which arrays are
-one device's part and `devices` is 1.
+XLA splits operations by the arguments' shardings and the constraints here. Without a mesh these functions have no
+effect. XLA cannot split a kernel: under a mesh, call it through `apart`, in which arrays are one device's part and
+`devices` is 1.
 
 The devices form groups, usually one. Experts of a mixture are divided among the groups, and the devices of a group
 split the width of each expert (`groups`, `of_experts`); other arrays are split over all devices. Worked example, 8
@@ -24,13 +24,13 @@ from jaxtyping import Int32
 
 GROUPS, WITHIN = "expert", "tensor"
 AXIS = (GROUPS, WITHIN)
-"""The axes of a mesh: its groups of devices, and the devices of a group. As one axis they are all devices, in order."""
+"""The axes of a mesh: groups of devices, and devices of a group. Together they are all devices, in order."""
 EXPERTS = "experts"
 """The logical axis of stacked experts."""
 
 
 def devices() -> int:
-    """The number of devices over which XLA splits what is being traced; 1 also inside `apart`."""
+    """The number of devices over which XLA splits the traced program; 1 also inside `apart`."""
     mesh = jax.sharding.get_abstract_mesh()
     if WITHIN not in mesh.axis_names or mesh.axis_types[mesh.axis_names.index(WITHIN)] is not AxisType.Auto:
         return 1
@@ -43,15 +43,14 @@ def groups() -> int:
 
 
 def parts(size: int) -> int:
-    """The number of parts into which an axis of this size is split: the number of devices, or 1 if that does not divide
-    the size."""
+    """The number of parts of a split axis: the number of devices, or 1 if it does not divide the size."""
     count = devices()
     return 1 if size % count else count
 
 
 def spec(axes: Sequence[Any], shape: Sequence[int], count: int, groups: int = 1) -> PartitionSpec:
     """Splits the first axis that has a name (neither None nor `EXPERTS`) and a multiple of `count` devices. Several
-    groups also divide the experts, and the devices of a group split that axis of each."""
+    groups divide the experts, and the devices of a group split that axis of each expert."""
     spread = groups > 1 and EXPERTS in axes
     parts = count // groups if spread else count
     named = (i for i, axis in enumerate(axes) if axis and axis != EXPERTS and shape[i] and shape[i] % parts == 0)
@@ -105,7 +104,7 @@ def apart(function: Callable[..., Any], axes: Any, result: int, *arguments: Any)
 
 def rows(take: Callable[[Any, Array], Array], table: Any, axes: Any, ids: Int32[Array, "..."]) -> Array:
     """`take(table, ids)` [..., M] of a table whose rows are split over the devices, with `axes` as for `apart`. Each
-    device takes the rows that it has, and a sum combines them. (XLA:GPU would send the whole table for one row.)"""
+    device takes its rows, and a sum combines them. (XLA:GPU would send the whole table for one row.)"""
 
     def take_local(table: Any, ids: Array) -> Array:
         count = jax.tree.leaves(table)[0].shape[0]

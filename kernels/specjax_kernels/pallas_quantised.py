@@ -1,17 +1,15 @@
 """The product of a few rows and a `Quantised` weight with a scale for each group, for NVIDIA GPUs, in Pallas.
 
 XLA would write the dequantised weight to memory and read it again. Here a program makes a tile of outputs: it reads
-their codes once, widens them in registers to x's dtype, in which they are exact, and multiplies each group in tensor
-cores. Scales are applied to the groups' sums, which are float32: the weights themselves are never rounded.
+their codes once, widens them in registers to x's dtype without rounding, and multiplies each group in tensor cores.
+Scales are applied to the groups' sums, which are float32.
 
     grid (tiles of outputs, tiles of rows)
     step k:  part = x[rows, codes of step k] @ codes[outputs, step k].T        a step is a group or a part of one
              sums += part * scale[outputs, group] + sum(x) * offset[outputs, group]
 
-Several steps are one trip of the loop, so that enough bytes are in flight.
-
-Pallas's Triton backend is deprecated (jax 0.11), see `pallas_triton.py`. On a CPU Pallas interprets the kernel, for
-tests.
+A trip of the loop has several steps, for enough bytes in flight. Pallas's Triton backend is deprecated (jax 0.11), see
+`pallas_triton.py`. A CPU interprets the kernel, for tests.
 """
 
 from __future__ import annotations
@@ -28,10 +26,11 @@ from jax.experimental.pallas import triton as plgpu
 from specjax_kernels.launch import padded
 from specjax_kernels.quantised import PACKED, Quantised
 
-MOST_ROWS = 64  # more rows pay for dequantising the weight once
+MOST_ROWS = 64  # for more rows dequantising the weight once is faster
 OUTPUTS = 32  # of one program
-STEP = {2: 128, 4: 32}  # codes of one step, at most, by bytes of a number of x: exact float32 products fill registers
-TILE = {2: 64, 4: 16}  # rows of x of one program, at most, by the same
+# By the bytes of a number of x, because exact float32 products fill registers:
+STEP = {2: 128, 4: 32}  # codes of one step, at most
+TILE = {2: 64, 4: 16}  # rows of x of one program, at most
 TRIP = 4096  # codes of one trip times rows of the tile, at most
 WARPS, STAGES = 4, 4
 
@@ -42,7 +41,7 @@ def step_of(leaf: Quantised, bytes_of_x: int = 2) -> int:
 
 
 def takes(rows: int, leaf: Quantised) -> bool:
-    """Whether `multiply` has a kernel for this format: a step is a multiple of 16, as tensor cores need."""
+    """True if `multiply` has a kernel for this format: tensor cores need steps of a multiple of 16."""
     return 0 < rows <= MOST_ROWS and step_of(leaf) >= 16 and 0 not in leaf.out
 
 
@@ -52,7 +51,7 @@ def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32, *, interpret: 
     tile = min(padded(rows), TILE[x.dtype.itemsize])
     arrays, kind = jax.tree.flatten(leaf)
     return pl.pallas_call(
-        functools.partial(_kernel, kind=kind, leaf=_facts(leaf), rows=rows, tile=tile),
+        functools.partial(_kernel, kind=kind, leaf=_shapes(leaf), rows=rows, tile=tile),
         grid=(pl.cdiv(outputs, OUTPUTS), pl.cdiv(rows, tile)),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
@@ -61,8 +60,8 @@ def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32, *, interpret: 
     )(x, *arrays)
 
 
-def _facts(leaf: Quantised) -> Quantised:
-    """The leaf with shapes in place of its arrays, which a kernel must not capture."""
+def _shapes(leaf: Quantised) -> Quantised:
+    """The leaf with shapes instead of arrays, which a kernel must not capture."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), leaf)
 
 
@@ -73,7 +72,7 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
     step, packed, dtype = step_of(leaf, x_ref.dtype.itemsize), leaf.bits == 4, x_ref.dtype
     row, output = pl.program_id(1) * tile + _range(tile), pl.program_id(0) * OUTPUTS + _range(OUTPUTS)
     is_row, is_output = row < rows, output < leaf.out[0]
-    last = jnp.minimum(output, leaf.out[0] - 1)  # the last output is read again past the end, and not written
+    last = jnp.minimum(output, leaf.out[0] - 1)  # outputs past the end read the last output and write nothing
     codes_of_step = _range(step // 2 if packed else step)
     in_step = codes_of_step % (PACKED // 2) + codes_of_step // (PACKED // 2) * PACKED  # of the low halves
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

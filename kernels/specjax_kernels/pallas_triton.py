@@ -6,13 +6,12 @@ share keys read them once. With several splits each writes its unfinished softma
 combines them.
 
     grid (B * K, tiles of N * G rows, splits)
-    split    0: [block keys 0 .. C)[committed   0 .. 128)    a length of 300 in 4 splits, 64 tokens a trip: shares are
-             1:                    [committed 128 .. 256)    whole trips of the tokens that are there, not of those the
-             2:                    [committed 256 .. 300)    page table could hold; a split without a share reads none
-             3:                                              and writes an empty sum
+    split    0: [block keys 0 .. C)[committed   0 .. 128)    a length of 300 in 4 splits, 64 tokens a trip. Shares are
+             1:                    [committed 128 .. 256)    whole trips of the committed tokens, not of the page
+             2:                    [committed 256 .. 300)    table; a split without a share writes an empty sum
+             3:
 
-Pallas's Triton backend is deprecated (jax 0.11); `triton` computes the same without it. On a CPU Pallas interprets the
-kernel, for tests.
+Pallas's Triton backend is deprecated (jax 0.11); `triton` does not need it. A CPU interprets the kernel, for tests.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def tree_attention(call: Call) -> Array:
 
 
 def tree_attention_packed(qkv: Array, call: Call) -> Array:
-    """`tree_attention` of q, k_block and v_block in one array [B, C, K, G + 2, E]. `call` gives their shapes; the
-    queries are those of the last N tokens."""
+    """`tree_attention` of q, k_block and v_block in one array [B, C, K, G + 2, E]. `call` has their shapes; the last N
+    tokens have queries."""
     return _launched(call._replace(q=qkv, k_block=qkv, v_block=qkv), call.shape, packed=True)
 
 
@@ -120,7 +119,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     column, v_column = _range(padded(E)), _range(padded(Ev))
 
     def load(ref: Any, at: tuple[Any, ...], columns: Array, width: int, there: Array) -> Array:
-        """A tile of the rows at these indices; rows that are not there are 0."""
+        """A tile of the rows at these indices; absent rows are 0."""
         return plgpu.load(ref.at[(*at, columns[None, :])], mask=there[:, None] & (columns < width)[None, :], other=0)
 
     in_query = (k, (row % G)[:, None]) if packed else (head[:, None],)
@@ -137,8 +136,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
     def add(before: Softmax, keys: Array, values: Array, visible: Array) -> Softmax:
-        """Adds keys [t, E padded] and values [t, Ev padded] to the softmax of the rows that see them: `visible` [R, t]
-        says which do."""
+        """Adds keys [t, E padded] and values [t, Ev padded] to the softmax of rows. `visible`: [R, t]."""
         scores = product(query, keys, (1, 1))
         if shape.softcap is None:
             scores = scores * (shape.scale * LOG2_E)
@@ -209,7 +207,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     at_row = (pl.program_id(0), split, row)
     plgpu.store(outputs[0].at[at_row], softmax.peak)
     plgpu.store(outputs[1].at[at_row], softmax.total)
-    # A row that has seen nothing here leaves its place unwritten: the combine does not read it.
+    # A row without a key in this split writes nothing: the combine does not read it.
     at_mixed = outputs[2].at[pl.program_id(0), split, row[:, None], v_column[None, :]]
     plgpu.store(at_mixed, softmax.mixed, mask=(softmax.total > 0)[:, None] & (v_column < Ev)[None, :])
 
@@ -234,7 +232,7 @@ def _range(size: int) -> Array:
 
 
 def _divide(mixed: Array, total: Array) -> Array:
-    """mixed / total, or 0 where nothing was seen."""
+    """mixed / total, or 0 if no key was seen."""
     return mixed / jnp.where(total > 0, total, 1.0)
 
 
@@ -244,8 +242,7 @@ def _cdiv(number: Array, by: int) -> Array:
 
 
 def _tanh(x: Array) -> Array:
-    """tanh within 2e-7: by the exponential, which needs no library on the device, and near 0, where that would cancel,
-    by the series."""
+    """tanh within 2e-7: by the exponential, which needs no library on the device; near 0 by the series."""
     shrunk = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
     far = jnp.where(x < 0, -1.0, 1.0) * ((1 - shrunk) / (1 + shrunk))
     square = x * x

@@ -1,4 +1,4 @@
-"""Which device a program is for: JAX's default device, and branches of a traced function by platform.
+"""JAX's default device, and branches of a traced function by platform.
 
 `jax.lax.platform_dependent` traces every branch and drops the others when the program is lowered. Branches nest, so the
 trace of a step on a CPU took twice as long as its own branch needs: within `of_default_device`, `by_platform` traces
@@ -19,9 +19,8 @@ _only: ContextVar[str | None] = ContextVar("only", default=None)
 
 @contextmanager
 def of_default_device() -> Iterator[None]:
-    """Within the context, `by_platform` traces the branch of JAX's default device alone. The programs must not be
-    lowered for another platform, and a `jax.jit` that outlives the context must not call `by_platform`: JAX would reuse
-    its trace outside of the context."""
+    """Within the context, `by_platform` traces the default device's branch alone. Programs must not be lowered for
+    another platform. A `jax.jit` that outlives the context must not call `by_platform`: JAX would reuse its trace."""
     token = _only.set("cuda" if on_nvidia() else jax.default_backend())
     try:
         yield
@@ -42,17 +41,17 @@ def by_platform(*arguments: Any, default: Callable[..., Any], **branches: Callab
 
 
 def on_nvidia() -> bool:
-    """Whether JAX's default device is an NVIDIA GPU. AMD GPUs have the same backend, "gpu"."""
+    """True if JAX's default device is an NVIDIA GPU. AMD GPUs have the same backend, "gpu"."""
     return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
 
 
 def generation() -> str | None:
-    """The compute capability of JAX's default device ("9.0": Hopper), or None if it is no NVIDIA GPU."""
+    """Compute capability of JAX's default device ("9.0": Hopper); None: it is no NVIDIA GPU."""
     return str(jax.devices()[0].compute_capability) if on_nvidia() else None
 
 
 def has_kernels() -> bool:
-    """Whether Triton compiles for JAX's default device: an NVIDIA GPU, Ampere (8.0) or newer."""
+    """True if Triton compiles for JAX's default device: an NVIDIA GPU, Ampere (8.0) or newer."""
     capability = generation()
     return capability is not None and int(capability.partition(".")[0]) >= 8
 

@@ -1,13 +1,13 @@
-"""A linear map whose weights are stored in 4 or 8 bits, output-major. `linear` and `unembed` take it as a weight.
+"""A linear map whose weights are stored in 4 or 8 bits, output-major. `linear` and `unembed` accept it as a weight.
 
     weight[o, i] = code[o, i] * scale[o, i // group] + offset[o, i // group]
 
-float32, each operation rounded once. `dequantise` is the definition. `product` gives its result with float32 sums, and
+float32, each operation rounded once. `dequantise` is the definition. `product` has its result with float32 sums, and
 activations are not quantised. The formats of GGUF, GPTQ, AWQ, compressed-tensors and block-wise fp8 are cases of it.
 
 Platform, rows and format choose the implementation of a product:
 
-| where | rows | how |
+| device | rows | implementation |
 |---|---|---|
 | CPU | up to 16 | `cpu/quantised.py`: codes are widened in registers |
 | CPU | more | `cpu/quantised.py`: one panel at a time is widened in the cache |
@@ -35,8 +35,8 @@ from specjax_kernels.cpu import quantised as cpu_kernels
 from specjax_kernels.platforms import by_platform, generation, on_nvidia
 
 PACKED = 32
-"""Codes of 4 bits are stored 32 by 32 in 16 bytes: byte j holds code j in its low half and code j + 16 in its high
-half, as in GGUF's Q4_0 and Q4_1. So 16 bytes make two vectors of 16 codes without a shuffle."""
+"""32 codes of 4 bits are stored in 16 bytes, as in GGUF's Q4_0 and Q4_1: byte j holds code j in its low half and code
+j + 16 in its high half. So 16 bytes become two vectors of 16 codes without a shuffle."""
 
 KINDS = ("fp8", "int8", "int4")
 """The formats of `quantise`."""
@@ -52,14 +52,14 @@ class Quantised:
     codes: Any
     scale: Any  # [*out, M / group] or, with `rows`, [prod(out) / rows, M / group]: float32, bfloat16 or float16
     offset: Any = None  # as `scale`, with its own dtype; None: no offset
-    super_scale: Any = None  # float16 [*out, M / (group * n)]: multiplies n scales, which are uint8 or int8 then
-    super_offset: Any = None  # the same for offsets
+    super_scale: Any = None  # float16 [*out, M / (group * n)]: a factor of n scales, which are then uint8 or int8
+    super_offset: Any = None  # as `super_scale`, for offsets
     order: Any = None  # int32 [M]: code column i belongs to input order[i] (GPTQ's act-order); None: i
     shift: int = dataclasses.field(default=0, metadata={"static": True})
     """Subtracted from each code: 8 for symmetric 4 bits (Q4_0). A leaf has a shift or an offset."""
     rows: int = dataclasses.field(default=1, metadata={"static": True})
-    """The number of outputs, counted over all axes of `out`, that share a row of scales: 128 for blocks of 128 x 128,
-    and all outputs for one scale a tensor."""
+    """The number of outputs, over all axes of `out`, that share a row of scales: 128 for blocks of 128 x 128, all for
+    one scale a tensor."""
     split: int | None = dataclasses.field(default=None, metadata={"static": True})
     """The axis of `codes` that is split over the devices of a mesh (`shared`), counted from the end: -1 is the inputs,
     -2 the last outputs. None: each device has the whole leaf."""
@@ -93,7 +93,7 @@ class Quantised:
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(self))
 
     def __getitem__(self, ids: Any) -> Quantised:
-        """The leaf with these outputs of the first axis (an int array of any shape). `embed` gives their weights."""
+        """The leaf with these outputs of the first axis (an int array of any shape)."""
         if self.rows == 1:
             chosen = {name: getattr(self, name)[ids] for name in BY_OUTPUT if getattr(self, name) is not None}
             split = None if self.split == -self.codes.ndim else self.split
@@ -109,7 +109,7 @@ BY_OUTPUT = ("codes", *SCALES)
 
 
 def check(leaf: Quantised) -> Quantised:
-    """Returns the leaf. Raises ValueError if its arrays do not fit together, with what is wrong and what would fit."""
+    """Returns the leaf. Raises ValueError if its arrays do not fit together."""
 
     def refuse(problem: str) -> NoReturn:
         raise ValueError(f"quantised weight of codes {leaf.codes.dtype}{list(leaf.codes.shape)}: {problem}")
@@ -207,11 +207,11 @@ def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
 
 
 def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
-    """The same weights in a form that can be split over `count` devices along an axis of the codes (`Quantised.split`).
-    None if inputs are in another order, or if their codes of 4 bits do not divide into blocks of `PACKED`.
+    """A leaf with equal weights that can be split over `count` devices along an axis of the codes (`Quantised.split`).
+    None if inputs are permuted, or if their codes of 4 bits do not divide into blocks of `PACKED`.
 
-    Groups that lie on two devices become smaller ones with equal scales. Worked example, 6 groups of 64 inputs, 4
-    devices: each has 96 inputs, 3 groups of 32. Arrays that change become numpy's.
+    Groups on two devices become smaller groups with equal scales. Worked example, 6 groups of 64 inputs, 4 devices:
+    each has 96 inputs, 3 groups of 32. Changed arrays are numpy's.
     """
     if leaf.codes.shape[axis] % count:
         return None
@@ -239,7 +239,7 @@ def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
 
 
 def split_axes(leaf: Quantised) -> Quantised:
-    """A leaf with the axis that is split (-1: none) in place of each array, as `mesh.apart` takes them."""
+    """A leaf with the split axis (-1: none) instead of each array, for `mesh.apart`."""
 
     def axis(name: str, array: Any) -> int:
         whole = leaf.split is None or (leaf.split == -1 and name != "codes" and array.shape[-1] == 1)
@@ -250,8 +250,8 @@ def split_axes(leaf: Quantised) -> Quantised:
 
 
 def expert_specs(leaf: Quantised) -> Quantised:
-    """A leaf of stacked experts with `mesh.of_experts` in place of each array; `split` is the axis that the devices of
-    a group split."""
+    """A leaf of stacked experts with `mesh.of_experts` instead of each array. The devices of a group split the axis
+    `split`."""
     axes = split_axes(leaf)
     specs = {name: mesh.of_experts(axis) for name in BY_OUTPUT if (axis := getattr(axes, name)) is not None}
     return dataclasses.replace(axes, order=None if leaf.order is None else mesh.on_axis(-1), **specs)
@@ -298,7 +298,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
     """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32.
 
-    Under a mesh `Quantised.split` says what a device has: some outputs, or some inputs, whose sums are added.
+    Under a mesh a device has the outputs or the inputs of `Quantised.split`; sums over inputs are added.
     """
     check(leaf)
     if x.shape[-1] != leaf.depth:
@@ -352,19 +352,19 @@ def _matrix(leaf: Quantised) -> Quantised:
 
 def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
     """The implementation for an NVIDIA GPU, or None if it does not take this product."""
-    # Imported here, so that other devices and models start sooner.
+    # Imported late: other devices and models start sooner.
     kernel = importlib.import_module("specjax_kernels.pallas_quantised")
     if not kernel.takes(rows.shape[0], leaf):
         return None
     implementation = functools.partial(kernel.multiply, dtype=dtype)
     if not on_nvidia():
-        return implementation  # cross-compiling
+        return implementation  # it is cross-compiled
     needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
     return implementation if tuple(map(int, str(generation()).split("."))) >= needed else None
 
 
 def layout_of(leaf: Quantised) -> cpu_kernels.Layout | None:
-    """The formats that a CPU kernel is compiled for, or None if it does not take this leaf."""
+    """The formats of the CPU kernel for a leaf; None: there is no kernel."""
     group = leaf.group
     chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
     if not chunk or not math.prod(leaf.out):
@@ -401,7 +401,7 @@ def by_channel(rows: Array, leaf: Quantised) -> Array:
     widens them inside its product."""
     scale, offset = scales(leaf)
     out = dot(rows, jnp.asarray(leaf.codes), 1, jnp.float32)
-    wide = [jnp.repeat(one[:, 0], leaf.rows) for one in (scale, offset) if one is not None]
+    wide = [jnp.repeat(array[:, 0], leaf.rows) for array in (scale, offset) if array is not None]
     if leaf.shift:
         wide.append(wide[0] * jnp.float32(-leaf.shift))
     out = out * wide[0][None]

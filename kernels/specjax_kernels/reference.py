@@ -1,7 +1,7 @@
 """The definitions of the operations, all in float32. Attention gathers every page and computes one dense softmax.
 
-Slow and memory-hungry, but short: the tests compare every other implementation with this one. An example is in
-`kernels/README.md`.
+It is slow and needs much memory, but it is short: the tests compare every other implementation with it.
+`kernels/README.md` has an example.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tree_attention(call: Call) -> Array:
         positions = jnp.concatenate([jnp.broadcast_to(token, (B, T * S)), call.block_positions], axis=1)
         visible &= positions[:, None] > call.q_positions[:, :, None] - window
 
-    # A slot that no query sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
+    # A slot that no query sees may hold NaN, and 0 * NaN is NaN: it is cleared.
     values = jnp.where(visible.any(1)[:, :, None, None], values, 0)
     grouped = call.q.astype(jnp.float32).reshape(B, N, K, G, E)
     scores = scale * jnp.einsum("bnkge,btke->bnkgt", grouped, keys, precision="highest")

@@ -1,19 +1,19 @@
 """Choices among the numbers of a vocabulary: the largest, the `k` largest, and the tokens inside top-k and top-p.
 
 `argmax`, `largest` and `top_k` run anywhere; under a mesh, rows may be split by their last axis. `in_prefix` is for an
-NVIDIA GPU, in Pallas: it searches for the thresholds without a sort and without a loop. The tokens that stay are a
-prefix of the order (logit descending, id ascending): those above a bound, and of those equal to it the ones up to an
-id. Each bound is the largest one whose mass "at or above" still reaches what is needed, found 4 bits a pass. The mass
-is a number of tokens for top-k, a sum of weights for top-p, then a number of equal tokens:
+NVIDIA GPU, in Pallas: it finds the thresholds without a sort and without a loop. The tokens inside are a prefix of the
+order (logit descending, id ascending): tokens above a bound, and equal tokens up to an id. Each bound is the largest
+one whose mass "at or above" reaches the need, found 4 bits a pass. The mass is a number of tokens for top-k, a sum of
+weights for top-p, then a number of equal tokens:
 
     low = 0
     for shift in 28, 24 .. 0:                      one kernel each
         mass[j] = sum of weights where key >= low | j << shift, for j = 0 .. 15
         low    |= (the largest j with mass[j] >= need, else 0) << shift
 
-A kernel has a grid of (rows, chunks of the vocabulary). Each program first adds the chunks' masses of the kernel before
-it and takes the next digit from them, as all programs of a row do; then it sums its own chunk. So a pass is one launch,
-and no result depends on the order in which programs run. On a CPU Pallas interprets the kernels, for tests.
+A kernel has a grid of (rows, chunks of the vocabulary). Each program first adds the previous kernel's masses of all
+chunks and computes the next digit from them, as do all programs of a row; then it sums its own chunk. So a pass is one
+launch, and no result depends on the order of the programs. A CPU interprets the kernels, for tests.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
-    """`jnp.argmax` of the last axis: of equal numbers the first, and NaN before any number.
+    """`jnp.argmax` of the last axis: the first of equal numbers, and NaN before any number.
 
-    XLA:CPU reduces pairs of a number and its index one by one, but vectorises a maximum, and then the lowest index
-    where it stands: a quarter of the time for eight rows of 49,152 numbers.
+    XLA:CPU reduces pairs of a number and its index one by one, but vectorises a maximum and then the lowest index of
+    the maximum: a quarter of the time for eight rows of 49,152 numbers.
     """
 
     def at_once(x: Array) -> Array:
@@ -58,8 +58,7 @@ def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
 
 
 def largest(x: Float[Array, "... V"]) -> tuple[Int32[Array, "..."], Float[Array, "..."]]:
-    """The index of a row's largest number, equal to `argmax`, and that number. If the last axis is split, each device
-    sends one pair."""
+    """`argmax` and that number. If the last axis is split, each device sends one pair."""
     count, size = parts(x.shape[-1]), x.shape[-1]
     if count == 1:
         place = argmax(x)
@@ -117,7 +116,7 @@ def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
     def weight(bound: Array) -> Array:
         return jnp.exp(_value(bound) - peak)
 
-    # Any array stands in for one that a search does not read: zeros would be another kernel.
+    # Any array replaces one that a search does not read: zeros would be another kernel.
     counted = _search("count", 32, logits, peak, top_k, peak, wanted)
     first, equal = counted.low ^ LOWEST, wanted - counted.above
     summed = _search("mass", 32, logits, peak, first, equal * weight(first), top_p.astype(jnp.float32))
@@ -137,7 +136,7 @@ def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extr
     Args:
         kind: the mass of a token. "count": 1, by logit; "mass": exp(logit - peak), by logit, for tokens above `bound`;
             "equal": 1, by V - id, for tokens equal to `bound`.
-        extra: mass that lies at `bound` itself ("mass").
+        extra: mass at `bound` itself ("mass").
     """
     rows, vocab = logits.shape
     most = max(4, min(MOST_CHUNKS, PROGRAMS // rows))
@@ -162,7 +161,7 @@ def _pass(*arguments: Array, kind: str, part: str, chunks: int) -> tuple[Bound, 
 
 
 def _pallas() -> tuple[Any, Any]:
-    """Pallas and its Triton backend, imported here so that a process without a GPU starts sooner."""
+    """Pallas and its Triton backend, imported late: a process without a GPU starts sooner."""
     pallas = importlib.import_module("jax.experimental.pallas")
     return pallas, importlib.import_module("jax.experimental.pallas.triton")
 

@@ -1,4 +1,4 @@
-"""Named shapes of `tree_attention`, and seeded inputs for them, which the tests and the benchmarks share."""
+"""Named shapes of `tree_attention` with seeded inputs, shared by tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ MaskKind = Literal["causal", "tree", "random"]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One shape of `tree_attention`. Letters as in `specjax.types`.
-
-    Masks: "causal"; "tree", the ancestors in a random tree of C nodes, the last N being the queries; "random", in which
-    some rows see nothing.
-    """
+    """One shape of `tree_attention`. Letters as in `specjax.types`. Masks: "causal"; "tree", the ancestors in a random
+    tree of C nodes, whose last N nodes are the queries; "random", in which some rows see nothing."""
 
     name: str
     prefix: tuple[int, ...]  # [B]: committed tokens of each row, or INACTIVE
@@ -40,7 +37,7 @@ class Spec:
     dtype: str = "float32"
     window: int | None = None
     softcap: float | None = None
-    holes: bool = False  # whether some entries inside the prefix are holes: P, or another id of no page
+    holes: bool = False  # some entries inside the prefix are holes: P, or another invalid id
     tags: tuple[str, ...] = ()  # "test": small enough for the suite; "bench": a shape people run
 
     @property
@@ -53,12 +50,12 @@ class Spec:
 
     @property
     def P(self) -> int:
-        """Pages in the pool: those in use, and a few that belong to nobody."""
+        """Pages in the pool: the used ones, and three unused ones."""
         return sum(-(-max(n, 0) // self.S) for n in self.prefix) + 3
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of keys and values that the operation has to read: committed and block, each once; holes counted."""
+        """Bytes of keys and values that the operation must read: committed and block, each once; holes count."""
         window = max(self.prefix) if self.window is None else self.window
         tokens = sum(min(n, window) + self.C for n in self.prefix if n != INACTIVE)
         width = self.E if self.latent else self.E + self.v_width
@@ -220,7 +217,7 @@ def tagged(tag: str) -> tuple[Spec, ...]:
 
 
 def named(name: str) -> Spec:
-    """The spec of a name. ValueError: there is none."""
+    """The spec of a name. Raises ValueError if there is none."""
     by_name = {spec.name: spec for spec in SPECS}
     if name not in by_name:
         raise ValueError(f"no spec {name!r}; there are: {', '.join(by_name)}")

@@ -1,13 +1,13 @@
-"""`tree_attention` for NVIDIA GPUs, in Triton itself, called through jax-triton. Algorithm and grid: `pallas_triton`.
+"""`tree_attention` for NVIDIA GPUs, in Triton, called through jax-triton. Algorithm and grid: `pallas_triton`.
 
 Without a GPU it can be lowered, which compiles the kernels to PTX, by `trace(...).lower(lowering_platforms=("cuda",))`
-under an abstract mesh that names the GPU (see `refuse`). The tests run the kernels in Triton's interpreter, which
-TRITON_INTERPRET=1 in the environment selects at the start of a process.
+under an abstract mesh that names the GPU (see `refuse`). TRITON_INTERPRET=1 in the environment selects Triton's
+interpreter at the start of a process, for tests.
 
 In the kernels, arrays are pointers to numbers in memory order; capitals are constants; R = ROWS, t = TOKENS. Scores of
 keys that a row does not see are -1e30, and its peak starts at -1e20 and only grows: exp2 of the difference is 0, so
-unseen keys weigh nothing, and a row that sees nothing sums to 0. Sizes of a pool, and of a batch of long blocks, exceed
-2**31: offsets of rows are counted in 64 bits.
+unseen keys weigh nothing, and a row without keys sums to 0. Pools and batches of long blocks exceed 2**31 numbers:
+offsets of rows have 64 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specjax_kernels.platforms import refuse_unless_ampere
 jax_triton: Any = None
 tl: Any = None
 UNMET: str | None = None
-"""The reason why no kernel can be made in this process."""
+"""The reason why this process cannot make kernels."""
 INTERPRETED = False
 try:
     jax_triton = importlib.import_module("jax_triton")
@@ -54,7 +54,7 @@ LOG2_E = math.log2(math.e)  # the GPU's exponent has base 2: scores are kept in 
 
 
 def tree_attention(call: Call) -> Array:
-    """See `specjax_kernels.tree_attention`. Raises NotImplementedError as `refuse`, and for heads that are too wide."""
+    """See `specjax_kernels.tree_attention`."""
     refuse()
     shape, dtype = call.shape, call.q.dtype
     B, H, N, C, K, G, E, Ev, P, S, T = shape[:11]
@@ -62,7 +62,7 @@ def tree_attention(call: Call) -> Array:
         raise NotImplementedError(f"implementation 'triton' has {problem}")
     launch = launch_for(str(dtype), max(E, Ev), N * G, B * K, T * S)
     rows, heads, splits = launch.rows * launch.tiles, B * K, launch.splits
-    # A kernel takes a pointer for every array; any array stands in for one that is never read.
+    # A kernel needs a pointer for every array; any array replaces one that is never read.
     nothing = call.prefix_length
     inputs: dict[str, Any] = dict(zip(Call._fields[:9], call[:9], strict=True))
     inputs["bits"] = nothing
@@ -106,7 +106,7 @@ def tree_attention(call: Call) -> Array:
 
 
 def refuse() -> None:
-    """Raises NotImplementedError, with what would work, unless the kernels can be run or lowered here."""
+    """Raises NotImplementedError unless this process can run or lower the kernels."""
     if UNMET is not None:
         raise NotImplementedError(UNMET)
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -164,15 +164,14 @@ def _add(
     visible,  # bool [R, t]
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,  # Triton's interpreter multiplies the bits of bfloat16, not the numbers
+    UPCAST: tl.constexpr,  # Triton's interpreter multiplies the bits of bfloat16 instead of the numbers
 ):
-    """A softmax over the keys seen so far, and these keys."""
+    """Adds keys to a running softmax."""
     if UPCAST:
         query, keys, values = query.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE
     if SOFTCAP > 0:
-        # tanh by the exponent, which needs no library on the device, and by the series near 0, where that would cancel.
-        # 2.885.. is 2 log2(e).
+        # tanh by the exponent, which needs no library on the device, and near 0 by the series. 2.885.. is 2 log2(e).
         shrunk = tl.exp2(tl.abs(scores) * -2.8853900817779268)
         far = (1 - shrunk) / (1 + shrunk)
         square = scores * scores
@@ -319,7 +318,7 @@ def attend(
         at_row = (index.to(tl.int64) * SPLITS + split) * (tl.num_programs(1) * ROWS) + row
         tl.store(peaks + at_row, peak)
         tl.store(totals + at_row, total)
-        # A row that has seen nothing here leaves its place unwritten: the combine does not read it.
+        # A row without a key in this split writes nothing: the combine does not read it.
         tl.store(mixed + at_row[:, None] * EV + v[None, :], mix, mask=(total > 0)[:, None] & (v < EV)[None, :])
 
 

@@ -1,9 +1,9 @@
-"""`tree_attention` in plain XLA, which runs anywhere. A CPU uses `cpu/attention.py` for a few float32 tokens.
+"""`tree_attention` in XLA's operations, on any device. A CPU uses `cpu/attention.py` for a few float32 tokens.
 
 Online softmax over the block, then over chunks of pages. On a CPU chunks are small and the number of trips follows the
-committed tokens, not the T * S that a row may hold. On a GPU, where the host would drive the loop, one chunk holds the
-whole table if that fits. Pools are only read by gathers, so XLA:CPU never copies one into the loop. Values that depend
-on the page table alone are computed outside the loop, where all layers of a model share them.
+committed tokens, not the T * S of the page table. On a GPU, where the host would drive the loop, one chunk holds the
+whole table if it fits. Pools are only read by gathers, so XLA:CPU never copies one into the loop. Values that depend on
+the page table alone are computed outside the loop, so that all layers of a model share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specjax_kernels.platforms import by_platform
 
 # Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000.
 CHUNK_TOKENS = 128
-# The same on a GPU, of the whole batch: the gathered pages of a trip are a temporary (0.8 GB for Llama 3.1 8B).
+# Tokens of one trip on a GPU, over the whole batch: the gathered pages are a temporary (0.8 GB for Llama 3.1 8B).
 GPU_TOKENS = 65536
 BLOCK_TOKENS = 1024  # block keys of one part, which bounds the scores of a wide prefill
 
@@ -43,7 +43,7 @@ def tree_attention(call: Call) -> Array:
 
 
 def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
-    """The operation in XLA's own operations. `on_cpu`: whether a CPU may run it, too."""
+    """The operation in XLA's own operations. `on_cpu`: a CPU may run it, too."""
     B, H, N, C, K, G, E, Ev, P, S, T = call.shape[:11]
     window, softcap = call.window, call.softcap
     prefix_length, page_table = call.prefix_length, call.page_table
@@ -54,7 +54,7 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
     def attend(before: Partial | None, keys: Array, values: Array | None, visible: Array) -> Partial:
         """Adds c keys [B, c, K, E], visible [B or 1, N or 1, c], to the softmax."""
         values = keys[..., :Ev] if values is None else values
-        # A slot that no query sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
+        # A slot that no query sees may hold NaN, and 0 * NaN is NaN: it is cleared.
         values = jnp.where(visible.any(1)[:, :, None, None], values, 0).astype(jnp.float32)
         scores = jnp.einsum("bkre,btke->bkrt", rows, keys.astype(jnp.float32), precision=precision)
         if softcap is not None:

@@ -1,9 +1,4 @@
-"""`specjax bench`: runs methods on sets of prompts and writes one table.
-
-Measures for each method: tokens/s, speed-up over the baseline of the same run, accept length, acceptance by depth,
-steps that drafted, time of drafting and verifying, and whether the texts equal the baseline's. The same command
-resumes a stopped run.
-"""
+"""`specjax bench`: runs methods on sets of prompts and writes a table; the same command resumes a stopped run."""
 
 from __future__ import annotations
 
@@ -34,31 +29,27 @@ class BenchSettings:
     methods: tuple[str, ...] = setting(
         ("none", "NGRAM", "AUTO"),
         "ALGORITHM[:option=value,...], module:function, transformers[:prompt-lookup=10 or :assisted=MODEL]; "
-        "name=... is the name in tables, adaptive=on drafts only in steps where a gain is measured",
+        "name=... is the name in tables, adaptive=on drafts only in steps with a measured gain",
         metavar="METHOD",
     )  # fmt: skip
     sets: tuple[str, ...] = setting(
         ("mt_bench", "gsm8k", "humaneval"),
-        f"sets of prompts: {', '.join(set_names())}; spec_bench is its six categories, spec_bench/rag one; or JSONL "
-        "files",
+        f"sets of prompts: {', '.join(set_names())}; spec_bench is its six categories, spec_bench/rag one; JSONL files",
         metavar="SET",
     )
     data: str | None = setting(
         None, "folder of SET.jsonl files; default: the sets that ship with specjax", metavar="FOLDER"
     )
     limit: int = setting(0, "conversations of each set, evenly spaced; 0 = all", minimum=0)
-    turns: int = setting(0, "turns of each conversation; each answer is part of the next prompt; 0 = all", minimum=0)
+    turns: int = setting(0, "turns of each conversation; answers are part of the next prompt; 0 = all", minimum=0)
     temperatures: tuple[str, ...] = setting(("0",), "0 = greedy", metavar="T", digits=True)
     batch_sizes: tuple[str, ...] = setting(("1",), "conversations at once", metavar="N", digits=True)
     max_new_tokens: int = setting(128, "maximum tokens of an answer", minimum=2)
-    ignore_eos: bool = setting(False, "continue after the model's end token, so that all answers have the same length")
+    ignore_eos: bool = setting(False, "continue after the model's end token: all answers have the same length")
     repeats: int = setting(1, "runs of everything; more runs narrow the intervals", minimum=1)
     seed: int = setting(0, "seed of requests that sample", minimum=0)
     baseline: str | None = setting(None, "method that the others are compared with; default: the first")
-    timed: int = setting(
-        1, "conversations of each set and method for which drafting and verifying are timed, in a run of their own; "
-        "0 = none", minimum=0,
-    )  # fmt: skip
+    timed: int = setting(1, "conversations of each set in a further run that times drafting and verifying", minimum=0)
     output: str = setting("runs/bench", "folder of the log, tables and pictures", metavar="FOLDER")
     plots: str = setting(
         "auto", "pictures: auto = svg if matplotlib is installed, none", choices=("auto", "none", *results.PICTURES)
@@ -67,19 +58,13 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Settings(flags.Settings):
-    """Tables of a configuration file: the server's tables and [bench]."""
+    """The server's tables and [bench]."""
 
     bench: BenchSettings = BenchSettings()
 
 
-QUICK = BenchSettings(
-    methods=("none", "NGRAM", "EAGLE3"),
-    limit=2,
-    max_new_tokens=64,
-    repeats=2,
-    timed=0,
-    output="runs/bench-quick",
-)
+QUICK = BenchSettings(("none", "NGRAM", "EAGLE3"), limit=2, max_new_tokens=64, repeats=2, timed=0,
+                      output="runs/bench-quick")  # fmt: skip
 """Defaults of `--quick`: a table within three minutes on 2 cores."""
 
 
@@ -94,22 +79,19 @@ def build_parser(defaults: Settings) -> settings.Parser:
 
 def numbers(name: str, texts: tuple[str, ...], kind: type, minimum: int) -> Any:
     """The numbers of a list. Raises ValueError, which names the flag."""
-    values = []
-    for text in texts:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise ValueError(f"--{name} must be numbers, got {text!r}") from None
-        if not minimum <= value < float("inf"):
-            raise ValueError(f"--{name} must be at least {minimum}, got {text}")
-        values.append(value)
+    try:
+        values = tuple(map(kind, texts))
+    except ValueError:
+        raise ValueError(f"--{name} must be numbers, got {' '.join(texts)!r}") from None
+    if wrong := [value for value in values if not minimum <= value < float("inf")]:
+        raise ValueError(f"--{name} must be at least {minimum}, got {wrong[0]}")
     if not values or len(set(values)) < len(values):
         raise ValueError(f"--{name} must be different numbers, at least one, got {' '.join(texts) or 'none'}")
-    return tuple(values)
+    return values
 
 
 def make_plan(bench: BenchSettings) -> Plan:
-    """Parses the settings. Raises ValueError for every error that can be found before a model is loaded."""
+    """The plan of the settings. Raises ValueError for errors that need no model."""
     if not bench.methods or not bench.sets:
         raise ValueError("--methods and --sets: both need at least one name")
     methods = parse_methods(bench.methods)
@@ -122,7 +104,7 @@ def make_plan(bench: BenchSettings) -> Plan:
     temperatures = numbers("temperatures", bench.temperatures, float, 0)
     batches = numbers("batch-sizes", bench.batch_sizes, int, 1)
     if all(method.transformers is not None for method in methods):
-        raise ValueError("--methods: one must be the engine's, such as none; transformers are compared with it")
+        raise ValueError("--methods: one must be the engine's, such as none, to compare transformers with")
     if not all(applies(by_name[baseline], t, batch) for t in temperatures for batch in batches):
         raise ValueError(
             f"--baseline {baseline} runs only at temperature 0 and batch size 1; take one of the engine's methods"
@@ -136,13 +118,13 @@ def make_plan(bench: BenchSettings) -> Plan:
 
 
 def surroundings(models: Iterable[str | None], modules: Iterable[str] = ()) -> dict[str, Any]:
-    """What measurements depend on besides the settings: code, processor, and files of local models."""
+    """Commit, code, processor and files of local models, on which measurements depend besides the settings."""
     files = {name: stamps for name in filter(None, models) if (stamps := file_stamps(name))}
     return {"commit": commit(), "code": code_digest(modules), "processor": processor(), "files": files}
 
 
 def identity(plan: Plan, chosen: Settings) -> dict[str, Any]:
-    """What all measurements of a folder have in common. The number of repeats may grow."""
+    """Properties that all measurements of a folder share. The number of repeats may grow."""
     modules = [name.partition(":")[0] for method in plan.methods for name in (method.drafter, method.verifier) if name]
     shared = {name: value for name, value in vars(plan).items() if name != "repeats"}
     shared["methods"] = [method.text for method in plan.methods]
@@ -154,41 +136,36 @@ def identity(plan: Plan, chosen: Settings) -> dict[str, Any]:
 def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Measures, prints and writes. Returns the command's summary."""
     started = time.perf_counter()
-    plan, pictures = make_plan(chosen.bench), results.picture_format(chosen.bench.plots)
+    plan, picture = make_plan(chosen.bench), results.picture_format(chosen.bench.plots)
     build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
     head = machine("jaxlib", "flax", "torch", "transformers")
     experiment = Experiment(plan, Source(dict(vars(chosen.model)), progress=progress), log, progress=progress)
-    for name, left in experiment.left_out.items():
-        print(f"{name}: {len(left)} conversations are left out, which exceed the model's context", file=sys.stderr)
+    for name, ids in experiment.left_out.items():
+        print(f"{name}: {len(ids)} conversations are left out, which exceed the model's context", file=sys.stderr)
     experiment.run()
     rows = experiment.rows()
-    notes = dict.fromkeys(
-        f"{row['method']}, batch size {row['batch']}: {row['not_drafted']}" for row in rows if row["not_drafted"]
-    )
+    undrafted = [row for row in rows if row["not_drafted"]]
+    notes = [f"{row['method']}, batch size {row['batch']}: {row['not_drafted']}" for row in undrafted]
     document = head | identity(plan, chosen) | {
         "repeats": plan.repeats, "left_out": experiment.left_out,
         "intervals": f"bootstrap, {results.LEVEL:.0%}, {results.RESAMPLES} resamples of groups of conversations",
-        "notes": [*notes], "results": rows,
+        "notes": list(dict.fromkeys(notes)), "results": rows,
     }  # fmt: skip
     write_text(folder / "results.json", json.dumps(document, indent=1) + "\n")
     write_text(folder / "table.md", results.as_markdown(rows))
     print(results.as_text(rows), end="")
-    print("".join(f"{note}\n" for note in notes), end="")
+    print("".join(f"{note}\n" for note in document["notes"]), end="")
     print(f"Intervals: 95%, bootstrap over conversations. Speed-ups are over {plan.baseline}.")
     print(f"All columns: {folder / 'table.md'}")
-    files = results.draw(folder, pictures, rows) if pictures else []
-    return {
-        "output": str(folder),
-        "rows": len(rows),
-        "pictures": [file.name for file in files],
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    pictures = [file.name for file in results.draw(folder, picture, rows)] if picture else []
+    seconds = round(time.perf_counter() - started, 1)
+    return {"output": str(folder), "rows": len(rows), "pictures": pictures, "seconds": seconds}
 
 
 def run(name: str, chosen: flags.Settings, work: Callable[[], dict[str, Any]]) -> int:
-    """Runs a command of this folder; returns the exit status."""
+    """Runs a command of this folder. Returns the exit status."""
     logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stderr)
 
     def named() -> dict[str, Any]:

@@ -1,21 +1,13 @@
-"""Methods that are compared: how a command line names them, and what completes prompts with them.
+"""Methods of decoding: their names on a command line, and the engines or transformers that run them.
 
-none   NGRAM   AUTO                                 an algorithm with its defaults
-EAGLE3:path=FOLDER,steps=5,topk=8,nodes=32          with options, named as the fields of `specjax.Eagle3`
-STANDALONE:model=FOLDER,vocabulary=intersection     model= is an alias of path=
-AUTO:adaptive=on                                    drafts only in steps where the engine measures a gain
-module:function   drafter=module:function           a custom drafter (docs/drafters.md)
-EAGLE3:verifier=module:function                     a custom verifier; also after drafter=...,
-transformers                                        transformers' greedy decoding
-transformers:prompt-lookup=10                       its prompt lookup with this many tokens
-transformers:assisted=MODEL                         its assisted decoding with this draft model
-NGRAM:nodes=8,name=n-grams                          name= is the name in tables
+    NGRAM   EAGLE3:path=FOLDER,steps=5,topk=8,nodes=32   AUTO:adaptive=on   module:function   transformers:prompt-lookup
+
+docs/bench.md has all of them. Options are named as the fields of the algorithm's class, such as `specjax.Eagle3`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import logging
 import tempfile
@@ -41,6 +33,7 @@ from specjax.engine.phases import PhaseTimes
 from specjax.limits import check, check_value, setting
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
+from specjax.settings import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +42,13 @@ LOOKUP_TOKENS = 10  # default of prompt-lookup
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 
-# Names
-
-
 @dataclass(frozen=True)
 class Transformers:
-    """How transformers decodes."""
+    """Options of a method that decodes by transformers."""
 
     prompt_lookup: int | None = setting(None, "tokens of prompt lookup", minimum=1)
     assisted: str | None = setting(None, "the draft model of assisted decoding")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "of the weights and activations")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of weights and activations")
 
     def __post_init__(self) -> None:
         check(self)
@@ -68,24 +58,15 @@ class Transformers:
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding.
+    """One way of decoding."""
 
-    Attributes:
-        text: the method as given.
-        name: the name in tables.
-        draft: options of the algorithm; None for a custom drafter or transformers.
-        drafter, verifier: module:function.
-        adaptive: draft only in steps where the engine measures a gain.
-        transformers: set if transformers decodes instead of the engine.
-    """
-
-    text: str
-    name: str
-    draft: DraftOptions | None = None
-    drafter: str | None = None
-    verifier: str | None = None
-    adaptive: bool = False
-    transformers: Transformers | None = None
+    text: str  # on the command line
+    name: str  # in tables
+    draft: DraftOptions | None = None  # None: a custom drafter, or transformers
+    drafter: str | None = None  # module:function
+    verifier: str | None = None  # module:function
+    adaptive: bool = False  # draft only in steps where the engine measures a gain
+    transformers: Transformers | None = None  # None: an engine decodes
 
     @property
     def draft_path(self) -> str | None:
@@ -94,18 +75,18 @@ class Method:
 
 
 def parse_methods(texts: Iterable[str]) -> list[Method]:
-    """Parses all methods. Raises ValueError if one is wrong or two have the same name."""
+    """Parses methods. Raises ValueError for a wrong method, and for two with the same name."""
     methods: dict[str, Method] = {}
     for text in texts:
         method = parse_method(text)
         if method.name in methods:
-            raise ValueError(f"--methods: two are called {method.name}; add name=... to one of them")
+            raise ValueError(f"--methods: two are called {method.name}; add name=... to one")
         methods[method.name] = method
     return list(methods.values())
 
 
 def parse_method(text: str) -> Method:
-    """Parses one method. The ValueError for a wrong method names it."""
+    """Parses one method. Raises ValueError, which names the method."""
     try:
         return _parse(text.strip())
     except (TypeError, ValueError) as error:
@@ -113,7 +94,7 @@ def parse_method(text: str) -> Method:
 
 
 def check_available(methods: Iterable[Method]) -> None:
-    """Raises ValueError if a package, module or local folder is missing; loads no weights."""
+    """Raises ValueError if a package, a module or a local folder is missing."""
     for method in methods:
         if method.transformers is not None and importlib.util.find_spec("torch") is None:
             raise ValueError(f"--methods {method.text}: torch is not installed (pip install torch)")
@@ -134,7 +115,7 @@ def _parse(text: str) -> Method:
     elif head.lower() != TRANSFORMERS and algorithm(head) is None and colon and rest.replace("_", "").isalnum():
         head, rest = NoDraft.algorithm, f"drafter={text}"  # module:function, as in the server's flag
     options: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in rest.split(","))):
+    for part in filter(None, map(str.strip, rest.split(","))):
         key, _, value = part.partition("=")
         if key in options:
             raise ValueError(f"{key} is given twice")
@@ -157,14 +138,12 @@ def _parse(text: str) -> Method:
     if drafter and options:
         raise ValueError(f"a custom drafter has no option {min(options)}")
     words = [drafter or _title(title, options), *["adaptive"] * adaptive, *[f"verifier {verifier}"] * bool(verifier)]
-    draft = None
-    if not drafter:
-        draft = _typed(title, {Auto.algorithm: Auto, **DRAFTERS}[title], options)
+    draft = None if drafter else _typed(title, {Auto.algorithm: Auto, **DRAFTERS}[title], options)
     return Method(text, name or " ".join(words), draft, drafter, verifier, adaptive)
 
 
 def _title(name: str, options: Mapping[str, str]) -> str:
-    """A name for tables: the tree as steps/top-k/nodes, other options as given, paths by their last component."""
+    """A name for tables: the tree as steps/top-k/nodes, then other options, paths by their last component."""
     rest, tree = dict(options), ("steps", "topk", "nodes")
     words = [name]
     if rest.keys() >= {*tree}:
@@ -174,7 +153,7 @@ def _title(name: str, options: Mapping[str, str]) -> str:
 
 
 def _typed(name: str, kind: Any, options: Mapping[str, str]) -> Any:
-    """An instance of a dataclass, which checks types and ranges, from its fields as text."""
+    """An instance of the dataclass `kind` from the text of its fields."""
     classes = CHOICES if kind is Auto else (kind,)
     hints = {key: hint for options_class in classes for key, hint in get_type_hints(options_class).items()}
     fields = [key for key in hints if kind is Transformers or key in kind.names()]
@@ -182,8 +161,8 @@ def _typed(name: str, kind: Any, options: Mapping[str, str]) -> Any:
     for key, text in options.items():
         field = "path" if key == "model" else key.replace("-", "_")
         if field not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has: {', '.join(fields) or 'none'}"
+            near = nearest(key, fields)
+            hint = f"did you mean {near}?" if near else f"it has: {', '.join(fields) or 'none'}"
             raise ValueError(f"{name} has no option {key}; {hint}")
         if field in values:
             raise ValueError("model and path are one option")
@@ -198,7 +177,7 @@ def _typed(name: str, kind: Any, options: Mapping[str, str]) -> Any:
 
 
 def _value(hint: Any, text: str) -> Any:
-    """The number or the Literal's choice that a text means under an annotation, else the text."""
+    """The number or the Literal's choice that the text means under an annotation, else the text."""
     for kind in (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,):
         if kind in (int, float):
             with contextlib.suppress(ValueError):
@@ -207,9 +186,6 @@ def _value(hint: Any, text: str) -> Any:
             if text.lower() == choice.lower():
                 return choice
     return text
-
-
-# Contenders
 
 
 class Answer(NamedTuple):
@@ -248,24 +224,22 @@ class EngineContender:
         seconds = time.perf_counter() - started
         while engine.unfinished:  # steps dispatched ahead
             engine.step()
-        while engine.programs.pending:  # background compilation would slow down the next contender
+        while engine.programs.pending:  # background compilation slows down the next contender
             time.sleep(0.02)
         for sequence in sequences:
             if sequence.output.finish_reason is not None and sequence.output.finish_reason.type == "abort":
                 raise RuntimeError(f"a request failed: {sequence.output.finish_reason.message}")
-        answers = [
-            Answer(list(sequence.output.tokens), seen, list(sequence.output.histogram))
-            for sequence, seen in zip(sequences, arrivals, strict=True)
-        ]
+        outputs = zip((sequence.output for sequence in sequences), arrivals, strict=True)
+        answers = [Answer(list(output.tokens), seen, list(output.histogram)) for output, seen in outputs]
         return Run(answers, seconds, engine.counters.drafted_steps - drafted)
 
     def forget(self) -> None:
-        """Clears what the drafter remembers of earlier texts."""
+        """Removes earlier texts from the drafter's memory."""
         if not self.engine.flush_cache():
             raise RuntimeError("requests still run")
 
     def note(self) -> str:
-        """Why some steps may not draft; may be empty."""
+        """The reason why some steps may not draft; may be empty."""
         return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0)["not_drafted"] or ""
 
     def phases(self) -> PhaseTimes:
@@ -308,18 +282,16 @@ class TransformersContender:
 
 
 class _Streamer:
-    """Records when tokens arrive. The first call of transformers passes the prompt."""
+    """Records arrival times of tokens. The first call of transformers passes the prompt."""
 
     def __init__(self) -> None:
-        self.started = time.perf_counter()
+        self.started, self._count = time.perf_counter(), -1
         self.arrivals: list[tuple[float, int]] = []
-        self._prompt_seen = False
 
     def put(self, value: Any) -> None:
-        if self._prompt_seen:
-            before = self.arrivals[-1][1] if self.arrivals else 0
-            self.arrivals.append((time.perf_counter() - self.started, before + value.numel()))
-        self._prompt_seen = True
+        if self._count >= 0:
+            self.arrivals.append((time.perf_counter() - self.started, self._count + value.numel()))
+        self._count = self.arrivals[-1][1] if self.arrivals else 0
 
     def end(self) -> None:
         pass
@@ -329,11 +301,11 @@ Contender: TypeAlias = EngineContender | TransformersContender
 
 
 class Source:
-    """One target, loaded once, and the contenders that decode with its weights.
+    """One target, loaded once, and contenders that decode with its weights.
 
     Args:
-        load_options: arguments of `specjax.load.load` except for the draft's.
-        full_batches: compile only the steps of full batches, which also run the last requests.
+        load_options: arguments of `specjax.load.load` except the draft's.
+        full_batches: compile only the steps of full batches.
     """
 
     def __init__(self, load_options: dict[str, Any], *, progress: bool = True, full_batches: bool = False) -> None:
@@ -344,11 +316,11 @@ class Source:
 
     @property
     def first(self) -> LoadedModel:
-        """The model that was loaded first; all others share its target."""
+        """The first loaded model; the others share its target."""
         return next(iter(self._loaded.values()))
 
     def load(self, method: Method) -> LoadedModel:
-        """Loads a method's drafter and its weights; the target is shared."""
+        """Loads a method's drafter and its weights."""
         if method.text not in self._loaded:
             options: dict[str, Any] = {"draft": method.draft} if method.draft is not None else {}
             if method.drafter is not None:
@@ -362,7 +334,7 @@ class Source:
         return self._loaded[method.text]
 
     def derive(self, method: Method, base: Method) -> LoadedModel:
-        """Like `load`, from the weights of `base`: the same draft with another tree, or no draft."""
+        """Like `load`, with the weights of `base`: the same draft with another tree, or no draft."""
         if method.text not in self._loaded:
             draft, loaded = cast(DraftOptions, method.draft), self.load(base)
             if isinstance(draft, NoDraft):
@@ -374,7 +346,7 @@ class Source:
         return self._loaded[method.text]
 
     def contender(self, method: Method, config: EngineConfig) -> Contender:
-        """What completes batches of `config.max_running_requests` prompts with a method."""
+        """A contender for batches of `config.max_running_requests` prompts."""
         if method.transformers is None:
             return EngineContender(self.engine(method, config))
         options, how = method.transformers, dict[str, Any]()
@@ -388,11 +360,11 @@ class Source:
     def engine(self, method: Method, config: EngineConfig) -> Engine:
         """An engine whose programs are compiled."""
         engine = Engine(**self.load(method)._asdict(), config=replace(config, adaptive=method.adaptive))
-        keys = engine.single_request_keys() if config.max_running_requests == 1 else None
+        batch = config.max_running_requests
+        keys = engine.single_request_keys() if batch == 1 else None
         if keys is None and self._full_batches:
-            widths = {"step": (config.max_running_requests,), "prefill": engine.buckets.chunks}
-            every = engine.buckets.all_keys()
-            keys = [key for key in every if key.rows == 1 and key.width in widths.get(key.kind, ())]
+            widths = {"step": (batch,), "prefill": engine.buckets.chunks}
+            keys = [key for key in engine.buckets.all_keys() if key.rows == 1 and key.width in widths.get(key.kind, ())]
         engine.warm_up(keys, progress=False)
         return engine
 
@@ -402,7 +374,7 @@ class Source:
         from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging as messages
 
-        messages.set_verbosity_error()  # its assisted decoding warns of its own calls
+        messages.set_verbosity_error()  # assisted decoding warns of its own calls
         messages.disable_progress_bar()  # it would interrupt ours
         key = f"{name} {dtype}"
         if key not in self._models:
@@ -411,12 +383,10 @@ class Source:
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint.save_dequantised(files, Path(folder))
                 model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-            device = "cpu"
-            if jax.default_backend() != "cpu" and not torch.cuda.is_available():
+            on_gpu = jax.default_backend() != "cpu"
+            if on_gpu and not torch.cuda.is_available():
                 logger.warning("transformers runs on the CPU: this torch finds no GPU")
-            elif jax.default_backend() != "cpu":
-                device = "cuda"
-            model = model.eval().to(device)
+            model = model.eval().to("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
             model.generation_config = GenerationConfig()  # a checkpoint's may have penalties, which ours ignores
             self._models[key] = model
         return self._models[key]

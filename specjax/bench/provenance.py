@@ -22,7 +22,7 @@ VECTOR_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "s
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """This machine, commit and command, with the versions of jax and of `packages`."""
+    """Head of a record, with the versions of jax and of `packages`."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command(),
@@ -42,16 +42,14 @@ def commit() -> str | None:
 
 
 def code_digest(modules: Iterable[str] = ()) -> str:
-    """Digest of the source of specjax, of its kernels and of `modules`, committed or not."""
+    """Digest of the source of specjax, its kernels and `modules`, committed or not."""
     digest = hashlib.sha256()
-    for name in ("specjax", "specjax_kernels", *modules):
-        spec = importlib.util.find_spec(name)
+    for spec in map(importlib.util.find_spec, ("specjax", "specjax_kernels", *modules)):
         if spec is None or spec.origin is None:
             continue
-        file = Path(spec.origin)
-        sources = [file]
+        file, sources = Path(spec.origin), [Path(spec.origin)]
         if file.name == "__init__.py":
-            sources = sorted(path for kind in ("*.py", "*.json") for path in file.parent.rglob(kind))
+            sources = sorted(path for path in file.parent.rglob("*") if path.suffix in (".py", ".json"))
         for source in sources:
             digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()[:16]
@@ -59,8 +57,8 @@ def code_digest(modules: Iterable[str] = ()) -> str:
 
 def file_stamps(path: str) -> list[list[Any]]:
     """Name, size and modification time (ns) of each file of a local model; empty for a name on the hub."""
-    place = Path(path).expanduser()
-    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    root = Path(path).expanduser()
+    files = sorted(root.iterdir()) if root.is_dir() else [root]
     stamps = [(file.name, file.stat()) for file in files if file.is_file()]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stamps]
 
@@ -76,7 +74,7 @@ def command() -> str:
 
 
 def processor() -> str:
-    """Name of the CPU and its vector instructions: rented machines of one name differ in them."""
+    """Name and vector instructions of the CPU. Rented machines with the same name may differ in them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
 
@@ -95,7 +93,7 @@ def _version(name: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    if not (ROOT / ".git").exists():  # an installed package may be inside another repository
+    if not (ROOT / ".git").exists():  # an installed package may lie in another repository
         return ""
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT)

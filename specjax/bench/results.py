@@ -1,8 +1,8 @@
-"""From runs to figures: one row for each method, set, temperature and batch size; tables and pictures of the rows.
+"""Figures of runs: one row for each method, set, temperature and batch size; tables and pictures of the rows.
 
-Intervals are percentiles of a bootstrap with a fixed seed. It draws groups of conversations that ran together (single
-conversations at batch size 1), each with all its repeats, because runs of one prompt are not independent. Speed-ups
-are resampled in pairs: a method's runs with the baseline's runs of the same groups.
+Intervals are percentiles of a bootstrap with a fixed seed. It resamples groups of conversations that ran together
+(single conversations at batch size 1) with all their repeats, because runs of one prompt are not independent. Speed-ups
+are resampled in pairs with the baseline's runs of the same groups.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ VERDICTS = ("equal", "near tie", "different", "other prompt")
 
 Row = dict[str, Any]
 Interval = dict[str, float | None]
-"""`value`, `low` and `high`; the bounds are None if there is only one group."""
+"""`value`, `low` and `high`; one group has no bounds (None)."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,18 @@ class Sample:
     note: str = ""  # why the method may not draft in every step
 
 
-# Rows
-
-
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval:
     """`statistic` maps indices of groups [n, count] to values [n]."""
-    value = float(statistic(np.arange(count)[None, :])[0])
+    value = round(float(statistic(np.arange(count)[None, :])[0]), 4)
     if count < 2:
-        return {"value": round(value, 4), "low": None, "high": None}
+        return {"value": value, "low": None, "high": None}
     drawn = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    low, high = np.quantile(statistic(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"value": round(value, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    low, high = np.quantile(statistic(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).round(4).tolist()
+    return {"value": value, "low": low, "high": high}
 
 
 def _ratio(samples: Sequence[Sample], groups: Sequence[str], numerator: str, denominator: str) -> Any:
-    """The statistic: the sum of one field over the sum of another."""
+    """The sum of one field divided by the sum of another, as a statistic."""
     place = {group: index for index, group in enumerate(groups)}
     sums = np.zeros((2, len(groups)))
     for sample in samples:
@@ -88,11 +85,7 @@ def total(counts: Sequence[int | None]) -> int | None:
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
-    sums: list[int] = []
-    for histogram in histograms:
-        sums += [0] * (len(histogram) - len(sums))
-        for depth, count in enumerate(histogram):
-            sums[depth] += count
+    sums = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
     while len(sums) > 1 and not sums[-1]:
         sums.pop()
     return sums
@@ -105,7 +98,7 @@ def accept_length(histogram: Sequence[int]) -> float:
 
 
 def by_depth(histogram: Sequence[int]) -> list[float]:
-    """At depth d, from 1: of the steps that accepted d - 1 drafts, the share that accepted d."""
+    """Share of the steps that accepted d drafts among those with at least d - 1, for each depth d from 1."""
     reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
     return [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
 
@@ -113,13 +106,8 @@ def by_depth(histogram: Sequence[int]) -> list[float]:
 def row(
     samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row, phases: dict[str, float] | None
 ) -> Row:  # fmt: skip
-    """One row of the table.
-
-    Args:
-        baseline: the baseline's runs of the same groups.
-        where: set, temperature, batch size and method.
-        phases: milliseconds of drafting, verifying and committing in a step.
-    """
+    """One row of the table. `where`: set, temperature, batch size and method. `phases`: milliseconds of drafting,
+    verifying and committing in a step."""
     histogram = add_histograms(sample.histogram for sample in samples)
     steps, drafted = sum(histogram), total([sample.drafted_steps for sample in samples])
     return where | {
@@ -141,8 +129,6 @@ def row(
     }
 
 
-# Tables
-
 HEADER = (
     "set", "T", "batch", "method", "tokens/s", "speed-up", "accept length", "acceptance by depth, %", "drafted steps",
     "draft ms", "verify ms", "equal texts",
@@ -152,10 +138,8 @@ TERMINAL_COLUMNS = 100
 
 def interval_text(interval: Interval, digits: int) -> str:
     """`41.2 (39.8 to 42.5)`"""
-    text = f"{interval['value']:.{digits}f}"
-    return (
-        text if interval["low"] is None else f"{text} ({interval['low']:.{digits}f} to {interval['high']:.{digits}f})"
-    )
+    value, low, high = ("" if number is None else f"{number:.{digits}f}" for number in interval.values())
+    return f"{value} ({low} to {high})" if low else value
 
 
 def cells(row: Row) -> list[str]:
@@ -189,28 +173,23 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
     """A table with padded columns. The first line is the header."""
     table = [[cell.replace("|", "\\|") for cell in line] for line in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in table]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+    lines = [f"| {' | '.join(map(str.ljust, line, widths))} |\n" for line in table]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "".join([lines[0], f"|{rule}|\n", *lines[1:]])
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """The table for a terminal, without the interval of tokens/s, acceptance by depth and phases."""
+    """The table for a terminal, without the interval of tokens/s, acceptance by depth and phases. Cells of sets and
+    methods lose their middle if lines exceed `TERMINAL_COLUMNS`."""
     table = [["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]]
     for row in rows:
-        shown, texts = dict(zip(HEADER, cells(row), strict=True)), row["texts"]
-        compared = sum(texts.values())
-        equal = f"{texts['equal']}/{compared}" if compared else ""
-        shown["tokens/s"] = f"{row['tokens_per_second']['value']:.1f}"
-        table.append([*(shown[name] for name in (*HEADER[:7], "drafted steps")), equal])
-    return text_table(table, shrinking=(3, 0))
-
-
-def text_table(table: Sequence[Sequence[str]], *, shrinking: Sequence[int] = ()) -> str:
-    """A table of at most `TERMINAL_COLUMNS` columns. Cells of the columns `shrinking` lose their middle if needed."""
+        cell, compared = dict(zip(HEADER, cells(row), strict=True)), sum(row["texts"].values())
+        cell["tokens/s"] = f"{row['tokens_per_second']['value']:.1f}"
+        equal = f"{row['texts']['equal']}/{compared}" if compared else ""
+        table.append([*(cell[name] for name in (*HEADER[:7], "drafted steps")), equal])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > TERMINAL_COLUMNS and any(widths[i] > 8 for i in shrinking):
-        widths[max(shrinking, key=widths.__getitem__)] -= 1
+    while sum(widths) + 2 * (len(widths) - 1) > TERMINAL_COLUMNS and max(widths[0], widths[3]) > 8:
+        widths[max((0, 3), key=widths.__getitem__)] -= 1
 
     def padded(text: str, width: int) -> str:
         end = (width - 1) // 2
@@ -222,27 +201,22 @@ def text_table(table: Sequence[Sequence[str]], *, shrinking: Sequence[int] = ())
 def titles(sets: Sequence[str]) -> list[str]:
     """Short titles of sets: the category of `spec_bench/math_reasoning`, unless another set has the same title."""
     short = [name.rpartition("/")[2] for name in sets]
-    return [
-        (title if short.count(title) == 1 else name).replace("_", " ") for title, name in zip(short, sets, strict=True)
-    ]
+    pairs = zip(short, sets, strict=True)
+    return [(title if short.count(title) == 1 else name).replace("_", " ") for title, name in pairs]
 
-
-# Pictures
 
 PICTURES = ("svg", "png", "pdf")
 INSTALL = "pip install 'specjax[bench]'"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
-"""Of Okabe and Ito: distinguishable by colour-blind people."""
+"""By Okabe and Ito: colour-blind people can distinguish them."""
 HATCHES, LINES = ("", "////", "....", "xxxx"), ("-", "--", ":", "-.")  # for methods that share a colour
 
 
 def picture_format(option: str) -> str | None:
-    """The format for a value of `--plots`; None: no pictures. If matplotlib is missing, prints a note for `auto` and
-    raises ValueError for a named format."""
-    if option == "none":
-        return None
-    if importlib.util.find_spec("matplotlib") is not None:
-        return "svg" if option == "auto" else option
+    """The format for a value of `--plots`; None: no pictures. Without matplotlib it prints a note for `auto` and raises
+    ValueError for a named format."""
+    if option == "none" or importlib.util.find_spec("matplotlib") is not None:
+        return {"none": None, "auto": "svg"}.get(option, option)
     if option != "auto":
         raise ValueError(f"--plots {option} needs matplotlib, which is not installed: {INSTALL}")
     print(f"There will be no pictures: matplotlib is not installed ({INSTALL})", file=sys.stderr)
@@ -250,8 +224,7 @@ def picture_format(option: str) -> str | None:
 
 
 def draw(folder: Path, kind: str, rows: Sequence[Row]) -> list[Path]:
-    """Writes a picture for each temperature and batch size: speed-ups with intervals by set, and acceptance by depth
-    over all sets."""
+    """Writes a picture for each temperature and batch size: speed-ups by set, and acceptance by depth over all sets."""
     from matplotlib.figure import Figure
 
     files: list[Path] = []

@@ -1,8 +1,8 @@
-"""Runs methods on sets of prompts, taking turns, and logs each measured part, so that a stopped run can resume.
+"""Runs methods on sets of prompts in turns, and logs each measured part, so that a stopped run can resume.
 
-For each batch size, set, temperature and repeat there is one block. In a block every method completes every group of
-conversations. The order of the methods rotates from group to group, so that other load on the machine affects all of
-them. Drafters forget earlier texts before each block.
+A block is one batch size, set, temperature and repeat: every method completes every group of conversations. The order
+of the methods rotates, so that other load on the machine affects all of them. Drafters forget earlier texts before each
+block.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -28,18 +29,12 @@ NEAR = 1e-3
 (docs/design.md)."""
 
 WARM_UP_TOKENS = 8
-Turn: TypeAlias = tuple[list[int], Answer]  # the prompt and its completion
+Turn: TypeAlias = tuple[list[int], Answer]  # a prompt and its completion
 
 
 class Log:
-    """Measured parts of one comparison: `runs.jsonl` in its folder, whose first line is the configuration.
-
-    Args:
-        identity: JSON values that the measurements depend on.
-
-    Raises:
-        ValueError: the folder holds runs of another configuration, or other files.
-    """
+    """Measured parts of a comparison: `runs.jsonl` in its folder. The first line is `identity`, JSON values on which
+    the measurements depend. Raises ValueError if the folder holds runs with another identity, or other files."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self._folder, self._file = folder, folder / "runs.jsonl"
@@ -50,14 +45,12 @@ class Log:
                 raise ValueError(f"--output {folder} is not empty, and holds no runs.jsonl; name another folder")
             return
         text = self._file.read_bytes()
-        complete = text[: text.rfind(b"\n") + 1]  # a killed run may leave half a line
+        complete = text[: text.rfind(b"\n") + 1]  # a killed run may leave a part of a line
         if len(complete) < len(text):
             self._file.write_bytes(complete)
-        configuration, *lines = complete.splitlines() or [json.dumps(self._identity)]
-        self._check(json.loads(configuration))
-        for line in lines:
-            key, value = json.loads(line)
-            self._entries[json.dumps(key)] = value
+        before, *entries = map(json.loads, complete.splitlines() or [json.dumps(self._identity)])
+        self._check(before)
+        self._entries = {json.dumps(key): value for key, value in entries}
 
     def _check(self, before: Mapping[str, Any]) -> None:
         for name in dict.fromkeys([*before, *self._identity]):
@@ -66,7 +59,7 @@ class Log:
                 continue
             if isinstance(old, dict) and isinstance(new, dict):
                 differing = [key for key in [*old, *new] if old.get(key) != new.get(key)]
-                old, new = ({key: side[key] for key in differing if key in side} for side in (old, new))
+                old, new = ({key: values[key] for key in differing if key in values} for values in (old, new))
             raise ValueError(
                 f"--output {self._folder} holds runs with another {name}: {old!r:.200}, not {new!r:.200}; name "
                 "another folder, or remove this one"
@@ -79,7 +72,7 @@ class Log:
         return self._entries[json.dumps(key)]
 
     def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
-        """Writes a part. The first part creates the folder, so that a run which fails before it leaves no files."""
+        """Writes a part. The first part creates the folder, so that a failed start leaves no files."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lines = [[key, value]] if self._entries else [self._identity, [key, value]]
         with self._file.open("a", encoding="utf-8") as file:
@@ -89,7 +82,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared."""
+    """Methods, prompts and conditions of a comparison."""
 
     methods: tuple[Method, ...]
     sets: tuple[PromptSet, ...]
@@ -100,21 +93,16 @@ class Plan:
     repeats: int = 1
     seed: int = 0
     ignore_eos: bool = False
-    timed: int = 0  # conversations of each set for which phases of steps are timed
+    timed: int = 0  # conversations of each set with timed phases of steps
 
 
 def applies(method: Method, temperature: float, batch: int) -> bool:
-    """Whether a method can run: transformers complete one prompt at a time, greedily."""
+    """True if the method can run: transformers completes one prompt at a time, greedily."""
     return method.transformers is None or (temperature == 0 and batch == 1)
 
 
 class Experiment:
-    """Measures the parts of a plan that the log lacks.
-
-    Attributes:
-        left_out: ids of conversations that do not fit the model's context, by set.
-        sets: conversations that fit, by set.
-    """
+    """Measures the parts of a plan that the log lacks."""
 
     def __init__(
         self, plan: Plan, source: Source, log: Log | dict[tuple[Any, ...], Any], *, progress: bool = True
@@ -124,23 +112,19 @@ class Experiment:
             if method.transformers is None:
                 source.load(method)
         self._tokenizer, self._target = source.first.tokenizer, source.first.target.config
-        self.left_out: dict[str, list[str]] = {}
+        self.left_out: dict[str, list[str]] = {}  # ids of conversations that exceed the model's context, by set
         self.sets = {prompts.name: self._fitting(prompts) for prompts in plan.sets}
 
-    # Prompts
-
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        if self._tokenizer.chat_template:
-            return encode(messages, self._tokenizer, self._target.vocab_size)
         text = "\n\n".join(message["content"] for message in messages)
-        return encode(text, self._tokenizer, self._target.vocab_size)
+        prompt = messages if self._tokenizer.chat_template else text
+        return encode(prompt, self._tokenizer, self._target.vocab_size)
 
     def max_tokens(self, conversation: Conversation) -> int:
         """Upper bound of a conversation's tokens with all its answers."""
-        messages: list[dict[str, str]] = []
-        for turn in conversation.turns:
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "."}]
-        # Tokenising an answer's text again may give a few tokens more.
+        answer = {"role": "assistant", "content": "."}
+        messages = [message for turn in conversation.turns for message in ({"role": "user", "content": turn}, answer)]
+        # Tokenising an answer's text again may give more tokens.
         return len(self.encode(messages[:-1])) + len(conversation.turns) * (self.plan.max_new_tokens + 16)
 
     def _fitting(self, prompts: PromptSet) -> list[Conversation]:
@@ -169,8 +153,6 @@ class Experiment:
             time_phases=time_phases,
         )  # fmt: skip
 
-    # Runs
-
     def run(self) -> None:
         for batch in self.plan.batch_sizes:
             if missing := [key for key in self._blocks(batch) if key not in self.log]:
@@ -196,7 +178,7 @@ class Experiment:
             self.log[key] = self._block(contenders, *key[1:])
 
     def _warm_up(self, contender: Contender, batch: int) -> None:
-        """Compiles the remaining programs by a run that is not measured."""
+        """Compiles the remaining programs by an unmeasured run."""
         group = groups(next(iter(self.sets.values())), batch)[0]
         prompts = [self.encode([{"role": "user", "content": conversation.turns[0]}]) for conversation in group]
         contender.run(prompts, [SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)] * len(prompts))
@@ -214,12 +196,12 @@ class Experiment:
         runs: dict[str, list[tuple[Sample, list[Turn]]]] = {method: [] for method in methods}
         with progress_bar(title, len(parts) * len(methods), "run", shown=self._progress) as bar:
             for index, group in enumerate(parts):
-                turn = (index + repeat) % len(methods)
-                for method in methods[turn:] + methods[:turn]:
+                first = (index + repeat) % len(methods)
+                for method in methods[first:] + methods[:first]:
                     runs[method].append(self._complete(contenders[method], group, temperature))
                     bar.update()
         baseline = contenders[self.plan.baseline]
-        gap = partial(_logit_gap, baseline) if isinstance(baseline, EngineContender) and temperature == 0 else None
+        gap = partial(logit_gap, baseline) if isinstance(baseline, EngineContender) and temperature == 0 else None
         return [
             asdict(replace(sample, method=method, repeat=repeat, texts=compare_texts(turns, baseline_turns, gap)))
             for method in methods
@@ -229,8 +211,7 @@ class Experiment:
     def _complete(
         self, contender: Contender, group: Sequence[Conversation], temperature: float
     ) -> tuple[Sample, list[Turn]]:  # fmt: skip
-        """Completes all turns of a group; conversations that have a next turn run together. The sample's method,
-        repeat and verdicts are not set."""
+        """Completes all turns of a group. The sample lacks method, repeat and verdicts."""
         messages: list[list[dict[str, str]]] = [[] for _ in group]
         sampling = SamplingParams(
             max_new_tokens=self.plan.max_new_tokens, temperature=temperature, ignore_eos=self.plan.ignore_eos
@@ -242,7 +223,7 @@ class Experiment:
             for i in rows:
                 messages[i].append({"role": "user", "content": group[i].turns[turn]})
             prompts = [self.encode(messages[i]) for i in rows]
-            # Requests with the same seed would share their noise.
+            # Requests with one seed would share their noise.
             seeds = [self.plan.seed + crc32(group[i].id.encode()) + turn for i in rows]
             runs.append(contender.run(prompts, [replace(sampling, seed=seed) for seed in seeds]))
             for i, prompt, answer in zip(rows, prompts, runs[-1].answers, strict=True):
@@ -264,13 +245,12 @@ class Experiment:
 
     def _text(self, tokens: list[int]) -> str:
         """An answer's text for the next turn's prompt."""
-        if tokens and tokens[-1] in self.source.first.eos_ids:
-            tokens = tokens[:-1]
+        tokens = tokens[:-1] if tokens and tokens[-1] in self.source.first.eos_ids else tokens
         return self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
     def _time_phases(self, batch: int) -> None:
-        """Logs milliseconds of drafting, verifying and committing in a step. The host waits for each phase, which is
-        slower, so separate engines do it."""
+        """Logs milliseconds of drafting, verifying and committing in a step, by separate engines: the host waits for
+        each phase, which is slower."""
         for method in self.plan.methods:
             keys = [("phases", batch, name, t, method.name) for name in self.sets for t in self.plan.temperatures]
             missing = [key for key in keys if key not in self.log]
@@ -287,10 +267,8 @@ class Experiment:
                     self.log[key] = contender.phases().since(before)
                     bar.update()
 
-    # Results
-
     def rows(self) -> list[dict[str, Any]]:
-        """The table: a row for each batch size, temperature, set and method, then for all sets together."""
+        """A row for each batch size, temperature, set and method, then for all sets together."""
         parts = {name: [name] for name in self.sets}
         if len(parts) > 1:
             parts[ALL] = [*self.sets]
@@ -317,12 +295,10 @@ class Experiment:
         ]
 
     def _phases(self, batch: int, names: Sequence[str], temperature: float, method: str) -> dict[str, float] | None:
-        """Milliseconds of each phase, averaged over sets; None if phases were not timed."""
+        """Milliseconds of each phase, averaged over sets; None: phases were not timed."""
         keys = [("phases", batch, name, temperature, method) for name in names]
         times = [self.log[key] for key in keys if key in self.log]
-        return (
-            {phase: sum(set_times[phase] for set_times in times) / len(times) for phase in times[0]} if times else None
-        )
+        return {phase: mean(row[phase] for row in times) for phase in times[0]} if times else None
 
 
 def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:
@@ -333,25 +309,23 @@ def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conve
 def compare_texts(
     turns: Sequence[Turn], baseline: Sequence[Turn], gap: Callable[[list[int], set[int]], float] | None
 ) -> dict[str, int]:
-    """Number of turns by how their text compares with the baseline's. `gap`: see `_logit_gap`; None: no near ties."""
+    """Number of turns by verdict. `gap`: see `logit_gap`; None: no near ties."""
     counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
     for (prompt, answer), (other_prompt, other) in zip(turns, baseline, strict=True):
+        verdict = "equal" if answer.tokens == other.tokens else "different"
         if prompt != other_prompt:
-            counts["other prompt"] += 1
-        elif answer.tokens == other.tokens:
-            counts["equal"] += 1
-        else:
+            verdict = "other prompt"
+        elif verdict == "different" and gap is not None:
             pairs = enumerate(zip(answer.tokens, other.tokens, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), None)
-            near = False
-            if at is not None and gap is not None:
-                near = gap(prompt + answer.tokens[:at], {answer.tokens[at], other.tokens[at]}) < NEAR
-            counts["near tie" if near else "different"] += 1
+            if at is not None and gap(prompt + answer.tokens[:at], {answer.tokens[at], other.tokens[at]}) < NEAR:
+                verdict = "near tie"
+        counts[verdict] += 1
     return counts
 
 
-def _logit_gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
-    """Difference of the two largest logits after a context; infinite if their tokens are not `tokens`."""
+def logit_gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
+    """Difference of the two largest logits after a context; infinite unless their tokens are `tokens`."""
     sampling = SamplingParams(max_new_tokens=1, logprobs=2, ignore_eos=True)
     logprobs = baseline.engine.generate(context, sampling).logprobs
     assert logprobs is not None

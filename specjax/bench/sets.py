@@ -1,11 +1,9 @@
-"""Sets of prompts: the sets that ship with specjax, categories of them, and JSONL files.
+"""Sets of prompts.
 
-    mt_bench                a whole set
-    spec_bench              the six categories of Spec-Bench, each a set
-    spec_bench/rag          one category of a set
-    my/prompts.jsonl        a file; each line has `turns` (a list of strings) or `prompt` (a string), optionally `id`
-
-A conversation may have several turns: the answer to a turn is part of the next turn's prompt.
+mt_bench                a set that ships with specjax
+spec_bench              the six categories of Spec-Bench, each a set
+spec_bench/rag          one category of a set
+my/prompts.jsonl        a file; each line has `turns` (a list of strings) or `prompt` (a string), optionally `id`
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
 
 
 def spread(rows: list[Any], count: int) -> list[Any]:
-    """`count` rows evenly spaced over the list (0: all rows), because sets are ordered by category."""
+    """`count` rows, evenly spaced because sets are ordered by category; 0: all rows."""
     return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))] if count else rows
 
 
@@ -66,7 +64,7 @@ def set_names(data: Path = DATA) -> list[str]:
 
 
 def read_sets(names: Iterable[str], *, data: Path = DATA, limit: int = 0, turns: int = 0) -> list[PromptSet]:
-    """Reads sets by name, in the given order.
+    """Reads sets by name.
 
     Args:
         data: folder of the named sets.
@@ -80,13 +78,10 @@ def read_sets(names: Iterable[str], *, data: Path = DATA, limit: int = 0, turns:
     for name in names:
         for title, conversations in _read_set(name, data).items():
             if title == ALL or title in sets:
-                title = name  # two files with the same name are shown by their paths
+                title = name  # the path tells files with the same name apart
             if title in sets:
                 raise ValueError(f"--sets names {title} twice")
-            chosen = [
-                conversation._replace(turns=conversation.turns[: turns or None])
-                for conversation in spread(conversations, limit)
-            ]
+            chosen = (Conversation(id, texts[: turns or None]) for id, texts in spread(conversations, limit))
             sets[title] = PromptSet(title, tuple(chosen))
     return list(sets.values())
 
@@ -101,19 +96,15 @@ def _read_set(name: str, data: Path) -> dict[str, list[Conversation]]:
     file = data / f"{base}.jsonl"
     if not file.is_file():
         names = ", ".join(set_names(data)) or "no sets"
-        raise ValueError(
-            f"--sets {name}: {data} has no {base}.jsonl; it has: {names}; or name a file that ends in .jsonl"
-        )
+        raise ValueError(f"--sets {name}: {data} has no {base}.jsonl; it has: {names}; or name a .jsonl file")
     lines = _read_lines(file)
     if base != "spec_bench" and not part:
         return {base: [conversation for conversation, _ in lines]}
     categories = SPEC_BENCH if base == "spec_bench" else {category: (category,) for _, category in lines}
     if part and part not in categories:
         raise ValueError(f"--sets {name}: {base} has no category {part}; it has: {', '.join(categories)}")
-    parts = {
-        title: [conversation for conversation, category in lines if category in categories[title]]
-        for title in ([part] if part else categories)
-    }
+    chosen = [part] if part else [*categories]
+    parts = {title: [turns for turns, category in lines if category in categories[title]] for title in chosen}
     if empty := [title for title, conversations in parts.items() if not conversations]:
         raise ValueError(f"--sets {name}: {file} has no conversation of {', '.join(empty)}")
     return {f"{base}/{title}": conversations for title, conversations in parts.items()}
@@ -125,15 +116,15 @@ def _read_lines(file: Path) -> list[tuple[Conversation, str]]:
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
-        where = f"{file}, line {number}"
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from None
-        turns = row.get("turns", [row["prompt"]] if "prompt" in row else None) if isinstance(row, dict) else None
+            raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
+        row = row if isinstance(row, dict) else {}
+        turns = row.get("turns", [row.get("prompt")])
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            start = line[:60].decode(errors="replace")
-            raise ValueError(f"{where} needs `turns`, a list of strings, or `prompt`, a string; got {start!r}")
+            wanted, start = "`turns`, a list of strings, or `prompt`, a string", line[:60].decode(errors="replace")
+            raise ValueError(f"{file}, line {number} needs {wanted}; got {start!r}")
         id = f"{file.stem}-{number}" if row.get("id") is None else str(row["id"])
         lines.append((Conversation(id, tuple(turns)), str(row.get("category", ""))))
     if not lines:

@@ -1,21 +1,19 @@
 """`specjax bench tune-tree`: finds the fastest draft tree on this machine by successive halving.
 
-Each round measures the remaining trees, as `specjax bench` does, and keeps the faster half; rounds use twice as many
-conversations as the round before, the last one all of them. A tree's score is its speed-up over no drafts in the same
-process and part, the geometric mean over batch sizes. Prints the trees of the last round and the flags of the fastest,
-and writes them as a file for `--config`.
+Each round measures the remaining trees as `specjax bench` does, keeps the faster half and doubles the conversations. A
+tree's score is its speed-up over no drafts in the same process and part, the geometric mean over batch sizes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +32,7 @@ from specjax.drafters import DraftOptions, Ngram, NoDraft
 from specjax.drafters.options import ModelOptions
 from specjax.drafters.tree_shape import candidates
 from specjax.load import choose, requested
-from specjax.settings import setting
+from specjax.settings import dashed, setting
 
 NONE = Method("none", "NONE", draft=NoDraft())
 MATCH_TYPES = ("BFS", "PROB")
@@ -42,7 +40,7 @@ METHODS_AT_ONCE = 8  # engines in memory, besides the baseline's
 
 
 def _bench(name: str, default: Any) -> Any:
-    """A setting of `specjax bench` with another default."""
+    """A setting of `specjax bench`."""
     return field(default=default, metadata=BenchSettings.__dataclass_fields__[name].metadata)
 
 
@@ -52,7 +50,7 @@ def _values(default: tuple[str, ...], help: str) -> Any:
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """The grid of trees and the prompts. The server's flags give the algorithm and its draft."""
+    """The grid of trees and the prompts. The server's flags set the algorithm and its draft."""
 
     steps: tuple[str, ...] = _values(("1", "2", "3", "5"), "levels of the tree; not for NGRAM")
     topks: tuple[str, ...] = _values(("1", "2", "4", "8"), "expanded nodes of a level; not for NGRAM")
@@ -76,7 +74,7 @@ class TuneSettings:
 
 @dataclass(frozen=True)
 class Settings(flags.Settings):
-    """Tables of a configuration file: the server's tables and [tune]."""
+    """The server's tables and [tune]."""
 
     tune: TuneSettings = TuneSettings()
 
@@ -91,18 +89,9 @@ def build_parser() -> settings.Parser:
     return parser
 
 
-# The grid
-
-
 def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> DraftOptions:
-    """The options that the server would use, with every number of their tree; AUTO is resolved.
-
-    Args:
-        model: arguments of `specjax.load.load` except for the draft's.
-
-    Raises:
-        ValueError: a custom drafter, whose tree cannot be changed.
-    """
+    """The options of the server, with every number of their tree; AUTO is resolved. `model`: arguments of
+    `specjax.load.load` except the draft's. Raises ValueError for a custom drafter."""
     if isinstance(draft, str):
         raise ValueError(f"algorithm {draft}: the tree of a custom drafter cannot be tuned")
     options, _ = requested(model["model"], draft)
@@ -116,25 +105,23 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
     if not isinstance(options, ModelOptions):
         return options
     shape = options.shape(chosen.tree or options.automatic(config.family))
-    if chosen.head is not None:  # the path of a shipped head differs between machines
+    if chosen.head is not None:  # a shipped head has another path on another machine
         options = replace(options, path=None)
     return replace(options, steps=shape.steps, topk=shape.topk, nodes=shape.nodes)
 
 
 def make_grid(current: DraftOptions, tune: TuneSettings) -> list[Method]:
-    """A method for each tree, the current one first. Of trees that propose the same drafts only the smallest is there:
-    a tree of N nodes is at most N - 1 deep, and top-k 1 is a chain of steps + 1 nodes.
+    """A method for each tree, the current one first. Only the smallest of trees that propose the same drafts is in the
+    grid: a tree of N nodes has at most N - 1 levels, and top-k 1 is a chain of steps + 1 nodes.
 
     Raises:
-        ValueError: a wrong value, which is named by its flag, or an algorithm without a tree.
+        ValueError: a wrong value, with its flag, or an algorithm without a tree.
     """
     if not isinstance(current, Ngram | ModelOptions):
         raise ValueError(f"algorithm {current.algorithm} has no tree to tune; take one that drafts")
-    steps = numbers("steps", tune.steps, int, 1)
-    topks = numbers("topks", tune.topks, int, 1)
-    nodes = numbers("draft-tokens", tune.draft_tokens, int, 2)
-    strong = numbers("strong-matches", tune.strong_matches, int, 1)
-    longest = numbers("max-matches", tune.max_matches, int, 1)
+    minima = {"steps": 1, "topks": 1, "draft_tokens": 2, "strong_matches": 1, "max_matches": 1}
+    values = (numbers(dashed(name), getattr(tune, name), int, minimum) for name, minimum in minima.items())
+    steps, topks, nodes, strong, longest = values
     if isinstance(current, Ngram):
         weak = current.weak_nodes or 1
         trees = [
@@ -163,9 +150,6 @@ def tree_name(draft: Ngram | ModelOptions) -> str:
     return f"{draft.algorithm} nodes={draft.width} weak_nodes={draft.weak_width} {matches}"
 
 
-# The search
-
-
 class Round(NamedTuple):
     """Rows of `specjax bench` over all sets, the fastest first at each batch size."""
 
@@ -174,11 +158,11 @@ class Round(NamedTuple):
 
     def scores(self, batch: int | None = None) -> dict[str, float]:
         """Speed-ups over no drafts by method, at one batch size, or the geometric mean over all of them."""
-        speeds: dict[str, list[float]] = {}
-        for row in self.rows:
-            if batch in (None, row["batch"]):
-                speeds.setdefault(row["method"], []).append(row["speed_up"]["value"])
-        return {name: math.exp(sum(map(math.log, values)) / len(values)) for name, values in speeds.items()}
+        rows = [row for row in self.rows if batch in (None, row["batch"])]
+        speeds: dict[str, list[float]] = {row["method"]: [] for row in rows}
+        for row in rows:
+            speeds[row["method"]].append(row["speed_up"]["value"])
+        return {name: geometric_mean(values) for name, values in speeds.items()}
 
 
 def schedule(trees: int, best: int, conversations: int, minimum: int = 1) -> list[tuple[int, int]]:
@@ -196,11 +180,8 @@ def schedule(trees: int, best: int, conversations: int, minimum: int = 1) -> lis
 def search(
     grid: Sequence[Method], experiment: Experiment, log: Log, *, best: int, repeats: int, progress: bool = True
 ) -> list[Round]:  # fmt: skip
-    """Measures the grid. The current tree, its first method, takes part in every round.
-
-    Args:
-        experiment: of the baseline, whose plan and conversations all rounds share.
-    """
+    """Measures the grid. Its first method, the current tree, takes part in every round. All rounds have the plan and
+    the conversations of `experiment`, which measures the baseline."""
     remaining, rounds = list(grid), list[Round]()
     most = max(map(len, experiment.sets.values()))
     for trees, count in schedule(len(grid), best, most, max(experiment.plan.batch_sizes)):
@@ -222,7 +203,7 @@ def search(
 
 
 def _measure(plan: Plan, source: Source, log: Log, current: Method, progress: bool) -> list[Row]:
-    """Rows over all sets, from the log if it has them."""
+    """Rows over all sets, from the log if possible."""
     sizes = [len(prompts.conversations) for prompts in plan.sets]
     key = ("rows", sizes, plan.repeats, [method.name for method in plan.methods])
     if key not in log:
@@ -235,17 +216,13 @@ def _measure(plan: Plan, source: Source, log: Log, current: Method, progress: bo
     return log[key]
 
 
-# Output
-
-
 def as_toml(tables: Mapping[str, Mapping[str, Any]], comment: str) -> str:
-    """Tables of strings, numbers and booleans, which TOML writes as JSON does."""
-    lines = [f"# {comment}"]
+    """TOML of tables of strings, numbers and booleans, which have the syntax of JSON."""
+    text = f"# {comment}\n"
     for name, entries in tables.items():
-        if entries:
-            pairs = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entries.items())
-            lines += ["", f"[{name}]", *pairs]
-    return "\n".join(lines) + "\n"
+        pairs = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in entries.items()]
+        text += "".join([f"\n[{name}]\n", *pairs]) if pairs else ""
+    return text
 
 
 def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
@@ -257,7 +234,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     build.claim_gpu(chosen)
     draft = build.draft_options(chosen)
     grid = make_grid(current_options(vars(chosen.model), draft), tune)
-    unrelated = ("best", "output", "repeats")  # measurements of a folder do not depend on these
+    unrelated = ("best", "output", "repeats")  # these do not affect measurements
     identity = {
         **surroundings([chosen.model.model, getattr(draft, "path", None)]),
         "model": dict(vars(chosen.model)),
@@ -274,21 +251,19 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     speed_ups = rounds[-1].scores()
     options = {method.name: method.draft or NoDraft() for method in (NONE, *grid)}
 
-    model = {flag.name.replace("_", "-"): value for flag in fields(chosen.model)
+    model = {dashed(flag.name): value for flag in fields(chosen.model)
              if (value := getattr(chosen.model, flag.name)) != flag.default}  # fmt: skip
-    device = f"{jax.devices()[0].device_kind} ({processor()})"
+    comment = f"The fastest draft tree by `specjax bench tune-tree` on {jax.devices()[0].device_kind} ({processor()})."
 
     def write_fastest(file: str, scores: Mapping[str, float]) -> dict[str, Any]:
         """Writes the options of the fastest method for `--config`, and returns them."""
         fastest = build.speculative_settings(options[max(scores, key=scores.__getitem__)])
-        comment = f"The fastest draft tree that `specjax bench tune-tree` has measured, on {device}."
         write_text(folder / file, as_toml({"model": model, "speculative": fastest}, comment))
         return fastest
 
     fastest = write_fastest("best.toml", speed_ups)
-    if len(plan.batch_sizes) > 1:
-        for batch in plan.batch_sizes:
-            write_fastest(f"best-batch-{batch}.toml", rounds[-1].scores(batch))
+    for batch in plan.batch_sizes if len(plan.batch_sizes) > 1 else ():
+        write_fastest(f"best-batch-{batch}.toml", rounds[-1].scores(batch))
     to_use = " ".join(f"--{name} {value}" for name, value in fastest.items())
     seconds = round(time.perf_counter() - started, 1)
     document = head | identity | {

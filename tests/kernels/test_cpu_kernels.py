@@ -1,4 +1,4 @@
-"""`specjax_kernels.cpu`: XLA:CPU calls kernels, threads share their work, and without Numba XLA does it."""
+"""`specjax_kernels.cpu`: products of few rows, calls from XLA by several threads, compilation and stored code."""
 
 from __future__ import annotations
 
@@ -26,39 +26,31 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("depth", "columns"), [(16, 1), (576, 960), (80, 4103), (16, 9001), (144, 700)])
-def test_the_products_are_the_exact_ones(depth, columns, transposed, dtype):
-    """Depths with several parts and with one, columns with several tiles and with a part of one."""
+def test_products_of_few_rows(depth, columns, transposed, dtype):
+    """Depths of several parts and of one, columns of several tiles and of a part of one. A token that is verified
+    beside drafts has the same bits as alone."""
     x, matrix = random(8, depth), jnp.asarray(random(depth, columns, seed=1), dtype)
-    given = matrix.T if transposed else matrix
+    weight = matrix.T if transposed else matrix
     exact = x.astype(np.float64) @ np.asarray(matrix, np.float64)
     product = jax.jit(lambda x, w: cpu_rows.multiply(x, w, transposed=transposed))
-    assert cpu_rows.takes(1, *given.shape, given.dtype, transposed=transposed)
-    alone = np.concatenate([np.asarray(product(x[i : i + 1], given)) for i in range(8)])
+    alone = np.concatenate([np.asarray(product(x[i : i + 1], weight)) for i in range(8)])
     np.testing.assert_allclose(alone, exact, rtol=0, atol=2e-6 * np.sqrt(depth))
     for rows in (2, 3, 5, 8):
-        assert cpu_rows.takes(rows, *given.shape, given.dtype, transposed=transposed)
-        np.testing.assert_array_equal(np.asarray(product(x[:rows], given)), alone[:rows])
+        assert cpu_rows.takes(rows, *weight.shape, weight.dtype, transposed=transposed)
+        np.testing.assert_array_equal(np.asarray(product(x[:rows], weight)), alone[:rows])
 
 
 def test_shapes_without_a_kernel():
     takes = cpu_rows.takes
-    assert takes(8, 16, 9, jnp.bfloat16) and not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32)
-    assert not takes(1, 10, 9, jnp.float32) and takes(1, 10, 16, jnp.float32, transposed=True)
-    assert not takes(1, 10, 9, jnp.float32, transposed=True)
-    assert (
-        takes(1, 16, 9, jnp.float16)
-        and not takes(1, 16, 9, jnp.int8)
-        and not takes(1, 16, 0, jnp.float32)
-        and not takes(1, 0, 9, jnp.float32)
-    )
-    assert cpu_rows.parts_of(576, 960) == 8 and cpu_rows.parts_of(1536, 576) == 8
-    assert cpu_rows.parts_of(576, 2 * cpu_rows.WIDE) == 4 and cpu_rows.parts_of(576, 49152) == 1
-    assert cpu_rows.parts_of(40, 10) == 5 and cpu_rows.parts_of(10, 10) == 0
+    assert takes(8, 16, 9, jnp.bfloat16) and takes(1, 16, 9, jnp.float16)
+    assert not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32) and not takes(1, 16, 9, jnp.int8)
+    assert not takes(1, 16, 0, jnp.float32) and not takes(1, 0, 9, jnp.float32) and not takes(1, 10, 9, jnp.float32)
+    assert takes(1, 10, 16, jnp.float32, transposed=True) and not takes(1, 10, 9, jnp.float32, transposed=True)
 
 
-def test_several_devices_get_what_can_be_split():
-    """A call's arrays would be gathered whole on each of them; and a mapped program would not be traced."""
-    said = run_alone("""
+def test_no_kernel_on_several_devices():
+    """A call would gather its arrays on each device, and a mapped program could not be traced."""
+    run_alone("""
         import os
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
         import jax, jax.numpy as jnp, numpy as np
@@ -75,19 +67,12 @@ def test_several_devices_get_what_can_be_split():
         run = lambda x, w: unembed(x, w, transposed=True)
         mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
         assert (np.asarray(jax.jit(mapped)(x, weight.T)) == 48).all()
-        print("right")
     """)
-    assert "right" in said
 
 
-@pytest.fixture
-def registered():
+def test_calls_of_many_threads():
+    """With more callers than helping threads no caller may block on a helper."""
     assert cpu_rows.unmet("float32", False) is None
-
-
-@pytest.mark.usefixtures("registered")
-def test_many_threads_may_call_at_once():
-    """More callers than threads that could help: nobody waits for a helper that does not come."""
     x, matrix = random(4, 96), random(96, 5000, seed=1)
     product = jax.jit(cpu_rows.multiply)
     expected = np.asarray(product(x, matrix))
@@ -101,22 +86,16 @@ def test_many_threads_may_call_at_once():
 
 def run_alone(program: str, *arguments: str) -> str:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.process
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process is bound to a core through it")
-def test_one_core_is_enough():
-    said = run_alone(
-        """
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process cannot be bound to a core")
+def test_one_core():
+    program = """
         import os, pathlib, sys
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
         import jax, numpy as np
@@ -125,15 +104,13 @@ def test_one_core_is_enough():
         assert cpu_rows.unmet('float32', False) is None
         x, matrix = np.full((3, 16), 2, np.float32), np.ones((16, 9000), np.float32)
         assert (np.asarray(jax.jit(cpu_rows.multiply)(x, matrix)) == 32).all()
-        print("right")
-    """,
-        str(object_code._folder),
-    )
-    assert "right" in said
+    """
+    run_alone(program, str(object_code._folder))
 
 
-def test_without_numba_xla_does_the_work_and_says_so_once():
-    said = run_alone("""
+def test_without_numba():
+    """XLA's operations run, and each kernel that is missing is reported once."""
+    output = run_alone("""
         import sys
         sys.modules["numba"] = None
         import jax, numpy as np
@@ -150,28 +127,37 @@ def test_without_numba_xla_does_the_work_and_says_so_once():
             assert (np.asarray(out) == 32).all() and out.shape == (1, 2, 9)
             out = jax.jit(lambda x, w: unembed(x, w, transposed=True))(x, matrix.T.copy())
             assert (np.asarray(out) == 32).all()
-        print("right")
     """)
-    assert "right" in said
     for name in ("rows_float32", "rows_float32_transposed", "tree_attention"):
-        assert said.count(f"specjax_{name} cannot") == 1
-    assert "numba" in said and "decoding is slower" in said
+        assert output.count(f"specjax_{name} cannot") == 1
+    assert "numba" in output and "decoding is slower" in output
 
 
-def test_a_kernel_that_cannot_be_made_is_a_reason(caplog):
-    def build(tools):
-        def tiles(call):
-            return undefined_here
+def undefined_name(tools):
+    def tile(call, index):
+        return undefined_here
 
-        def tile(call, index):
-            return undefined_here
+    return lambda call: 1, tile
 
-        return tiles, tile
 
+def raising(tools):
+    def tile(call, index):
+        if index > 3:
+            raise ValueError("no Python to raise it in")
+        return 0
+
+    return lambda call: 1, tile
+
+
+@pytest.mark.parametrize(
+    ("build", "problem"), [(undefined_name, "undefined_here"), (raising, "as code does that may raise or allocates")]
+)
+def test_a_kernel_that_cannot_be_compiled(build, problem, caplog):
+    name = f"specjax_test_{build.__name__}"
     with caplog.at_level(logging.WARNING):
-        reason = runtime.register("specjax_test_of_a_failure", build)
-        assert reason == runtime.register("specjax_test_of_a_failure", build)
-    assert "specjax_test_of_a_failure cannot be compiled here" in reason and "undefined_here" in reason
+        reason = runtime.register(name, build)
+        assert reason == runtime.register(name, build)
+    assert f"{name} cannot be compiled here" in reason and problem in reason
     assert len(caplog.records) == 1
 
 
@@ -196,7 +182,7 @@ REFUSED = """
     import jax
     from specjax_kernels.cpu import object_code, rows
     for folder in sys.argv[1:]:
-        if (pid := os.fork()) == 0:  # each folder is seen by a process that has seen no other
+        if (pid := os.fork()) == 0:  # a fresh process for each folder
             object_code.keep_in(pathlib.Path(folder))
             reason = rows.unmet("float32", True)
             print(reason, flush=True)
@@ -207,10 +193,10 @@ REFUSED = """
 
 @pytest.mark.process
 @pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
-def test_codes_of_four_bits_where_numba_leaves_out_features(setting):
-    """LLVM ends the process at an instruction that the processor it compiles for lacks."""
+def test_codes_of_four_bits_without_processor_features(setting):
+    """LLVM ends the process at an instruction that its target lacks."""
     name, value = setting.split("=")
-    said = run_alone(
+    output = run_alone(
         f"""
         import os
         os.environ[{name!r}] = {value!r}
@@ -221,11 +207,11 @@ def test_codes_of_four_bits_where_numba_leaves_out_features(setting):
         print(float(quantised.product(jnp.ones((3, 64), jnp.float32), leaf, jnp.float32).min()))
         """
     )
-    assert float(said) == pytest.approx(64)
+    assert float(output) == pytest.approx(64)
 
 
 @pytest.mark.process
-def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
+def test_stored_kernels_need_no_numba(tmp_path):
     folder = tmp_path / "new" / "kernels"
     assert run_alone(COUNT.format(folder=str(folder), before="")).strip() == "numba"
     (file,) = folder.iterdir()
@@ -237,58 +223,54 @@ def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
     for number, damaged in enumerate(all_damaged):
         (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}" / file.name).write_bytes(damaged)
-    said = run_alone(REFUSED, *(str(tmp_path / f"{number}") for number in range(len(all_damaged))))
-    assert said.count("import of numba halted") >= len(all_damaged)  # it must compile, and cannot
+    output = run_alone(REFUSED, *(str(tmp_path / f"{number}") for number in range(len(all_damaged))))
+    assert output.count("import of numba halted") >= len(all_damaged)  # it must compile, and cannot
     file.write_bytes(all_damaged[0])
-    said = run_alone(COUNT.format(folder=str(folder), before=""))
-    assert "is damaged" in said and "numba" in said.split()
+    output = run_alone(COUNT.format(folder=str(folder), before=""))
+    assert "is damaged" in output and "numba" in output.split()
     assert run_alone(without).strip() == "no numba" and list(folder.iterdir()) == [file]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where machine code is kept meanwhile."""
+    """An empty folder for machine code."""
     before = object_code._folder
     object_code.keep_in(tmp_path / "kernels")
     yield tmp_path / "kernels"
     object_code.keep_in(before)
 
 
-def test_what_machine_code_is_kept_under(folder, monkeypatch):
-    """Its name, the sources that made it, the versions of what compiled it, and the processor."""
+def test_keys_of_stored_machine_code(folder, monkeypatch):
+    """Name, sources, versions of the compiler, and processor."""
     import llvmlite.binding
 
-    found: list[str] = []
+    def compilations(name: str = "a") -> list[int]:
+        """Of two reads."""
+        counts = []
+        for _ in range(2):
+            calls = []
+            assert object_code.read_or_compile(name, lambda calls=calls: calls.append(1) or b"machine code")
+            counts.append(len(calls))
+        return counts
 
-    def times(name: str = "a") -> int:
-        found.clear()
-
-        def compiled() -> bytes:
-            found.append("compiled")
-            return b"machine code"
-
-        assert object_code.read_or_compile(name, compiled) == b"machine code"
-        return len(found)
-
-    assert (times(), times()) == (1, 0)
-    assert (times("b"), times("b")) == (1, 0)
+    assert compilations() == compilations("b") == [1, 0]
     version = importlib.metadata.version
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", lambda name: version(name) + "1" * (name == "numba"))
-        assert (times(), times()) == (1, 0)
-    with monkeypatch.context() as patch:
-        patch.setenv("NUMBA_OPT", "1")
-        assert (times(), times()) == (1, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: "another")
-        assert (times(), times()) == (1, 0)
-    assert times() == 0
+    changes = (
+        lambda patch: patch.setattr(importlib.metadata, "version", lambda name: version(name) + "1"),
+        lambda patch: patch.setenv("NUMBA_OPT", "1"),
+        lambda patch: patch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: "another"),
+    )
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert compilations() == [1, 0]
+    assert compilations() == [0, 0]
     assert sorted(folder.glob("new-*")) == []
     object_code.keep_in(None)
-    assert (times(), times()) == (1, 1)
+    assert compilations() == [1, 1]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_next_start(folder, caplog):
+def test_a_folder_that_cannot_be_written(folder, caplog):
     folder.write_text("a file in the way")
     with caplog.at_level(logging.WARNING):
         for name in "ab":
@@ -297,31 +279,15 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start(folder, caplog):
     assert "the next start compiles the CPU kernels again" in record.message
 
 
-def test_code_that_may_raise_is_refused():
-    def build(tools):
-        def tiles(call):
-            return 1
-
-        def tile(call, index):
-            if index > 3:
-                raise ValueError("here is no Python to raise it in")
-            return 0
-
-        return tiles, tile
-
-    reason = runtime.register("specjax_test_of_what_raises", build)
-    assert reason is not None and "as code does that may raise or allocates" in reason
-
-
-def test_float16_needs_a_processor_that_converts_it(monkeypatch):
-    """LLVM would call a function that is not there, and end the process."""
+def test_float16_on_a_processor_without_conversions(monkeypatch):
+    """LLVM would call a missing function and end the process."""
     monkeypatch.setattr(object_code, "_converts_float16", lambda llvm: False)
     with pytest.raises(RuntimeError, match="reads float16, which this processor does not convert"):
         runtime._compile(functools.partial(cpu_rows._transposed, dtype="float16"))
     assert runtime._compile(functools.partial(cpu_rows._transposed, dtype="bfloat16"))
 
 
-def test_another_interface_than_the_known_one_is_refused(tmp_path, monkeypatch):
+def test_another_version_of_the_ffi_is_refused(tmp_path, monkeypatch):
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 0\n")

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py`, the plan for machines with a GPU, in its tiny form on a CPU."""
+"""`benchmarks/gpu_check.py` in its tiny form on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specjax import compiling
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 ABSENT = ("fastapi", "uvicorn", "pydantic", "openai", "gguf", "tokenizers", "beartype")
-"""Packages that a borrowed machine with a GPU may lack."""
+"""Packages that a borrowed machine may lack."""
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -39,7 +39,7 @@ def gpu_check(monkeypatch):
 
 def report_of(gpu_check, folder: Path, *, tiny: bool = False):
     output = folder / "section.json"
-    arguments = argparse.Namespace(tiny=tiny, model=None, reference=None, output=output, seconds=600)
+    arguments = argparse.Namespace(tiny=tiny, model=None, output=output, seconds=600)
     return gpu_check.Report("section", arguments)
 
 
@@ -59,52 +59,31 @@ def test_a_part_in_its_tiny_form(gpu_check, tmp_path, part):
     assert document["right"] and document["commit"] and document["versions"]["jax"]
     assert f"--part {part}" in document["command"] and "--section" not in document["command"]
     sections = document["sections"]
-    assert [*sections] == [*gpu_check.PARTS[part]]
+    assert [*sections] == [*gpu_check.PARTS[part]] and sum(gpu_check.PARTS[part].values()) == 9
     for name, report in sections.items():
         assert report["done"] and report["rows"] and not report["errors"] + report["skipped"], name
-    rows = {name: report["rows"] for name, report in sections.items()}
-    if part == "a":
-        assert {row["algorithm"] for row in rows["draws"]} == {"NONE", "NGRAM", "EAGLE3"}
-        assert all(row["different"] == [] for row in rows["draws"]), "both are this CPU"
-        assert [row["tree"] for row in rows["qwen"]] == [None, [7, 1, 8]]
-        assert all(row["milliseconds"] > 0 and row["kernels"] > 0 for row in rows["llama"] + rows["qwen"])
+        assert not any(row.get("different") for row in report["rows"]), "both are this CPU"
+        assert all(row.get("milliseconds", 1) > 0 and row.get("kernels", 1) > 0 for row in report["rows"])
     if part == "b":
-        assert all(row["different"] == [] for row in rows["tokens"]), "both are this CPU"
-        cold, warm = ({row["kind"]: row for row in rows[name]} for name in ("cold", "warm"))
-        assert cold["ready"]["seconds"] > warm["ready"]["seconds"], "programs come from the cache"
-        assert cold["streams during compilation"]["p99_ms"] > 0 and cold["memory"]["estimated_bytes"] > 0
-        assert [row["start"] for row in rows["server"]] == ["cold", "warm"]
-    if part == "c":
-        assert {row["name"].split()[1] for row in rows["kernels"]} == {"bfloat16", "float32", "float16"}
-        assert {row["name"].split()[2] for row in rows["kernels"]} == {"pallas"}
-        assert {row["batch"] for row in rows["batch"]} == {2}
-        assert len(rows["options"]) == 4
+        starts = [next(row for row in sections[name]["rows"] if row["kind"] == "ready") for name in ("cold", "warm")]
+        assert starts[0]["seconds"] > starts[1]["seconds"], "programs come from the cache"
 
 
 def test_xla_accepts_every_option(gpu_check):
-    """In each version of jax one of the modes of graph updates exists."""
-    options = dict(pair for change in gpu_check.OPTIONS.values() for pair in change.items())
-    modes = [change[gpu_check.UPDATE_MODE] for change in gpu_check.OPTIONS.values() if gpu_check.UPDATE_MODE in change]
-    assert any(compiling.accepts(gpu_check.UPDATE_MODE, mode) for mode in modes)
-    for change, values in gpu_check.OPTIONS.items():
-        for name, value in values.items():
-            assert name == gpu_check.UPDATE_MODE or compiling.accepts(name, value), change
-    assert len(options) >= 6
+    """Each version of jax has one of the modes of graph updates."""
+    options = [option for change in gpu_check.OPTIONS.values() for option in change.items()]
+    unknown = [option for option in options if not compiling.accepts(*option)]
+    assert len(unknown) <= 1 and all(name == gpu_check.UPDATE_MODE for name, _ in unknown)
 
 
-def test_a_section_in_its_tiny_form(gpu_check, tmp_path):
+def test_tiny_products(gpu_check, tmp_path):
     report = report_of(gpu_check, tmp_path, tiny=True)
     gpu_check.SECTIONS["products"](report)
     assert {row["shape"] for row in report.rows} == {"qkv", "o", "gate-up", "down", "output"}
     assert all(row["microseconds"] > 0 for row in report.rows) and not report.errors + report.skipped
 
 
-def test_parts_fit_into_ten_minutes(gpu_check):
-    for sections in gpu_check.PARTS.values():
-        assert sum(sections.values()) == 9 and set(sections) <= set(gpu_check.SECTIONS)
-
-
-def test_without_a_gpu_it_says_what_it_needs(tmp_path):
+def test_without_a_gpu(tmp_path):
     done = run(str(SCRIPT), "--part", "a", "--save", str(tmp_path), TMPDIR=str(tmp_path))
     assert done.returncode == 1
     assert "needs an NVIDIA GPU" in done.stderr and "--tiny" in done.stderr
@@ -127,7 +106,7 @@ def test_errors_and_skipped_entries_of_a_report(gpu_check, tmp_path):
 
 
 @pytest.mark.parametrize(("seconds", "reason"), [(60, "ended with status 3"), (-7, "exceeded its time and was killed")])
-def test_a_process_that_ends_early_is_an_error(gpu_check, monkeypatch, tmp_path, seconds, reason):
+def test_a_process_that_fails_or_exceeds_its_time(gpu_check, monkeypatch, tmp_path, seconds, reason):
     program = tmp_path / "program.py"
     sleep = "" if seconds > 0 else "import time; time.sleep(60)\n"
     program.write_text(
@@ -142,12 +121,7 @@ def test_a_process_that_ends_early_is_an_error(gpu_check, monkeypatch, tmp_path,
 
 
 @pytest.mark.process
-def test_it_needs_no_web_framework_no_gguf_and_no_tokenizers():
-    code = f"""
-import sys
-sys.modules |= dict.fromkeys({ABSENT!r})
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import gpu_check, specjax.engine, specjax.checkpoint
-"""
-    done = run("-c", code)
+def test_imports_without_optional_packages():
+    code = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r}); sys.path.insert(0, {str(SCRIPT.parent)!r})"
+    done = run("-c", f"{code}; import gpu_check, specjax.engine, specjax.checkpoint")
     assert done.returncode == 0, done.stderr

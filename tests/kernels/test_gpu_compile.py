@@ -1,8 +1,7 @@
-"""What the GPU compiler makes of the kernel and of whole steps, for GPUs that are not there.
+"""Kernels, whole steps and drafts, cross-compiled for GPUs: counts, bytes and registers; nothing is run or timed.
 
-A step of its own (`make gpu-compile`), for its 600 MB of compiler: without that, everything here is skipped. Nothing is
-run and nothing is timed. What is marked `slow` repeats a case for another GPU or with more layers
-(`make gpu-compile-all`).
+Skipped without the GPU compiler, 600 MB, which `make gpu-compile` installs. Tests marked `slow` repeat a case for
+another GPU or with more layers (`make gpu-compile-all`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MODULES = ("gpu_compile", "gpu_mesh", "model_shapes", "ptx", "records", "thunks"
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmarks():
-    """The benchmarks' modules, as their scripts see them."""
+    """Makes the modules of benchmarks/ importable."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         import ptx
@@ -39,8 +38,8 @@ def benchmarks():
         if problem := ptx.missing():
             pytest.skip(problem)
         if os.environ.get("XLA_FLAGS"):
-            pytest.skip("XLA_FLAGS of the suite hold for the GPU compiler too; `make gpu-compile` leaves them empty")
-        # What is compiled for a GPU that is not there can be written to the cache and not read back.
+            pytest.skip("XLA_FLAGS of the suite affect the GPU compiler; `make gpu-compile` leaves them empty")
+        # Programs for an absent GPU can be written to the cache, but not read back.
         cached = jax.config.jax_enable_compilation_cache
         jax.config.update("jax_enable_compilation_cache", False)
         yield
@@ -71,8 +70,8 @@ KERNELS += [pytest.param("b200", spec, marks=() if spec in FEW_SPECS else slow) 
 
 
 @pytest.mark.parametrize(("device", "spec"), KERNELS, ids=lambda x: getattr(x, "name", x))
-def test_kernels_use_what_the_gpu_has(device: str, spec) -> None:
-    """Tensor cores for half precision, tiles fetched ahead of their use, and no value spilled to memory."""
+def test_attention_kernels(device: str, spec) -> None:
+    """Tensor cores for half precision, asynchronous copies, and no value spilled to memory."""
     from ptx import assembler, kernels_of
     from specjax_kernels.launch import launch_for
 
@@ -86,9 +85,9 @@ def test_kernels_use_what_the_gpu_has(device: str, spec) -> None:
     attend = kernels["tree_attention"]
     assert (attend["mma"] + attend["wgmma"] + attend["tcgen05"] > 0) == (spec.dtype != "float32")
     assert (attend["async_copies"] > 0) == (launch.stages > 1)
-    own = {"h200": "wgmma", "h100_sxm": "wgmma", "b200": "tcgen05"}.get(device)
-    if own and launch.rows == 64:
-        assert attend[own] > 0, "a tile of 64 rows takes the generation's own instruction"
+    instruction = {"h200": "wgmma", "h100_sxm": "wgmma", "b200": "tcgen05"}.get(device)
+    if instruction and launch.rows == 64:
+        assert attend[instruction] > 0, "a tile of 64 rows uses the instruction of its generation"
     for name, counts in kernels.items():
         assert counts["spilled_bytes"] == counts["stack_bytes"] == 0, name
         assert not counts["local_memory"], name
@@ -105,22 +104,26 @@ TREES = {
     "short tree": ("EAGLE3", (3, 8, 32)),
     "tree": ("EAGLE3", (5, 8, 32)),
 }
-"""Name: algorithm, and its (steps, top-k, draft tokens). A short one has every kind of level, in half the time to
-compile."""
+"""Name -> algorithm and (steps, top-k, draft tokens). Short trees have every kind of level and compile faster."""
 
 FORWARD, COMMIT = 12, 2
-"""Kernels of a further target layer: norm, qkv, rotation, attention, combine, output, add, norm, gate and up, their
-product, down, add; and a scatter each for the keys and the values. The naive layer had 23."""
+"""Kernels of each target layer: norm, qkv, rotation, attention, combine, output, add, norm, gate and up, their product,
+down, add; and a scatter each for the keys and the values."""
 
 SAMPLING = 40
-"""Kernels of a step's draws with top-k, top-p, min-p, penalties and biases, for any tree."""
+"""Most kernels that sample a step's tokens with top-k, top-p, min-p, penalties and biases, for any tree."""
+
+LEVEL = 18
+"""Most kernels of each level of a chain: embedding, norms, qkv, rotation with the keys so far, attention, combine,
+output, add, norm, gate and up, their product, down, add, norm, logits, the noise of rows that sample, argmax in two.
+Mask, positions, keys and scores have none."""
 
 
 @functools.cache
 def step(
     device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas", left_out: str | None = None
 ) -> dict:
-    """Compiled as `make_steps` does it on a GPU, without the option `left_out`."""
+    """A step with the options of a GPU's engine, without the option `left_out`."""
     from gpu_compile import compiled
 
     options = {name: value for name, value in NVIDIA_OPTIONS.items() if name != left_out}
@@ -141,8 +144,7 @@ def programs_of(
 
 
 def greedily(tree: DraftTree, logits: Any, *_: Any, depth: int, allowed: None) -> Verdict:
-    """A verifier without a branch for sampling, which takes most of the time to compile."""
-    del allowed
+    """A verifier without a branch for sampling, which dominates the compilation."""
     return find_verdict(tree, jnp.argmax(logits, axis=-1).astype(jnp.int32), depth)
 
 
@@ -158,15 +160,15 @@ def check(record: dict) -> None:
     assert record["one_graph"], record["outside_graphs"]
     assert record["host_decides"] == []
     assert record["all_state_aliased"]
-    # Rows that sample: one branch, a fixed number of kernels, at all nodes of a tree at once.
+    # Sampling is one branch with a fixed number of kernels, for all nodes of a tree at once.
     assert "kWhile" not in record["kinds"]
     branches = {decision["place"].split()[-1]: decision for decision in record["device_decides"]}
     assert set(branches) == {"verify_tree", "path_logprobs"} and len(record["device_decides"]) == 2
     assert all(decision["within"] == 0 for decision in branches.values())
     assert branches["verify_tree"]["kernels"] <= SAMPLING
-    one_layers_pages = PAGES * PAGE_SIZE * 8 * 128 * 2  # its keys alone
-    assert record["temp_bytes"] < one_layers_pages
-    assert record["target_pool_bytes"] >= 2 * FEW * one_layers_pages
+    keys_of_a_layer = PAGES * PAGE_SIZE * 8 * 128 * 2
+    assert record["temp_bytes"] < keys_of_a_layer
+    assert record["target_pool_bytes"] >= 2 * FEW * keys_of_a_layer
 
 
 STEPS = [pytest.param("plain", 1, FEW, marks=newest), ("plain", 8, FEW),
@@ -177,7 +179,7 @@ MORE_STEPS = [(shape, batch, ALL) for shape in ("plain", "chain", "tree") for ba
 @pytest.mark.parametrize(
     ("shape", "batch", "layers"), [*STEPS, *(pytest.param(*case, marks=slow) for case in MORE_STEPS)]
 )
-def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, batch: int, layers: int) -> None:
+def test_a_step_is_one_graph_and_updates_the_pool_in_place(shape: str, batch: int, layers: int) -> None:
     record = step("h200", shape, batch, layers)
     check(record)
     print(f"{shape}, batch {batch}: {record['kernels_every_call']} kernels, {record['copies_every_call']} copies, "
@@ -191,20 +193,20 @@ MORE_LAYERS = [(shape, batch) for shape in ("plain", "chain", "tree") for batch 
 @pytest.mark.parametrize(
     ("shape", "batch"), [pytest.param(*case, marks=LAYERS.get(case, slow)) for case in MORE_LAYERS]
 )
-def test_kernels_of_a_further_layer(shape: str, batch: int) -> None:
+def test_kernels_of_a_layer(shape: str, batch: int) -> None:
     more, few = (verification(shape, batch, layers) for layers in (MORE, FEW))
     assert more["one_graph"] and more["all_state_aliased"]
-    found = (more["kernels_every_call"] - few["kernels_every_call"]) / (MORE - FEW)
-    print(f"{shape}, batch {batch}: {found} kernels a layer")
-    assert round(found) <= FORWARD + COMMIT
+    kernels = (more["kernels_every_call"] - few["kernels_every_call"]) / (MORE - FEW)
+    print(f"{shape}, batch {batch}: {kernels} kernels a layer")
+    assert round(kernels) <= FORWARD + COMMIT
 
 
 def weight_bytes(record: dict, layers: int = ALL) -> int:
-    """What a step of so many layers reads of weights, of which `record` has `FEW`. An embedding is read by rows."""
+    """Bytes of weights that a step of `layers` layers reads, from a record of `FEW`. Embeddings are read by rows."""
     read = {name: size for name, size in record["weights_read"].items() if "__embed__" not in name}
-    each = [sum(size for name, size in read.items() if f"layers_{i}__" in name) for i in range(FEW)]
-    assert len(set(each)) == 1 and each[0] > 0
-    return sum(read.values()) + (layers - FEW) * each[0]
+    sizes = [sum(size for name, size in read.items() if f"layers_{i}__" in name) for i in range(FEW)]
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+    return sum(read.values()) + (layers - FEW) * sizes[0]
 
 
 @pytest.mark.parametrize(
@@ -215,9 +217,9 @@ def weight_bytes(record: dict, layers: int = ALL) -> int:
         pytest.param("float chain", 1.35, 1.37, marks=slow),
     ],
 )
-def test_bytes_of_a_chain_beside_those_of_a_plain_step(shape: str, least: float, most: float) -> None:
-    """At batch 1, of the 32 layers of Llama-3.1-8B: draft weights in int8, the default, against bfloat16. No matrix
-    is dequantised to memory, where the smallest would take 33.6 MB."""
+def test_bytes_of_a_chain_relative_to_a_plain_step(shape: str, least: float, most: float) -> None:
+    """Batch 1, 32 layers: draft weights in int8, the default, and bfloat16. No matrix is dequantised to memory: the
+    smallest would take 33.6 MB."""
     chain, plain = step("h200", shape, 1, FEW), step("h200", "plain", 1, FEW)
     assert weight_bytes(plain) == pytest.approx(15.01e9, rel=1e-3)
     print(f"{shape}: {weight_bytes(chain) / weight_bytes(plain):.4f} of a plain step's {weight_bytes(plain)} bytes")
@@ -225,8 +227,7 @@ def test_bytes_of_a_chain_beside_those_of_a_plain_step(shape: str, least: float,
     assert chain["temp_bytes"] < 2 * 4096 * 4096
 
 
-def test_the_default_is_the_same_program(monkeypatch) -> None:
-    """What suits the device is chosen where it is compiled for; nothing of the choice is left in the program."""
+def test_the_default_implementation_is_the_same_program(monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["specjax_kernels.attention"], "default_implementation", lambda: "pallas")
     named, default = (step("h200", "plain", 1, FEW, backend) for backend in ("pallas", None))
     check(default)
@@ -235,7 +236,7 @@ def test_the_default_is_the_same_program(monkeypatch) -> None:
 
 
 def test_concurrent_nodes_cost_little_memory() -> None:
-    """What runs side by side cannot share a buffer: that is of the size of activations, not of weights or pages."""
+    """Concurrent kernels cannot share buffers; these have the size of activations, not of weights or pages."""
     concurrent, serial = step("h200", "plain", 1, FEW), step("h200", "plain", 1, FEW, left_out=SCHEDULING)
     print(f"temporaries {serial['temp_bytes'] / 1e6:.2f} -> {concurrent['temp_bytes'] / 1e6:.2f} MB")
     assert concurrent["options"].keys() - serial["options"].keys() == {SCHEDULING}
@@ -249,7 +250,7 @@ def test_concurrent_nodes_cost_little_memory() -> None:
     [("b200", "plain", 1),
      *(pytest.param(device, *case, marks=slow) for device in GPUS[1:] for case in (("plain", 8), ("tree", 1)))],
 )  # fmt: skip
-def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
+def test_steps_on_other_gpus(device: str, shape: str, batch: int) -> None:
     check(step(device, shape, batch, FEW))
 
 
@@ -262,13 +263,47 @@ def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
     shape = jax.ShapeDtypeStruct
     integers = [shape((rows, *size), "int32") for size in ((levels,), (), (levels,), (nodes,))]
     ids = shape((rows, LOGPROB_IDS), "int32")
-    given = shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool"), ids
-    arguments = gpu("h200").place(given)
+    shapes = shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool"), ids
+    arguments = gpu("h200").place(shapes)
 
-    def found(logits, verdict, wanted, ids):
+    def logprobs(logits, verdict, wanted, ids):
         return path_logprobs(logits, verdict.path, verdict, wanted, ids)
 
     with described_device(arguments):
-        lowered = jax.jit(found).trace(*arguments).lower()
+        lowered = jax.jit(logprobs).trace(*arguments).lower()
     text = lowered.compile().as_text()
     assert " sort(" not in text and text.count("__gpu$TopK") == 2
+
+
+# Drafts
+
+
+@functools.cache
+def draft(tree: tuple[int, int, int], batch: int, nodes: int | None = None) -> int:
+    """Kernels of a step's drafts without their scores."""
+    from gpu_compile import Program, Shapes, compiled, programs
+
+    from specjax import PoolShape
+
+    shapes = Shapes(FEW, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), "pallas")
+    whole = programs(shapes, gpu("h200").place, algorithm="EAGLE3", nodes=nodes)["draft"]
+
+    def without_scores(*arguments):
+        tree, _ = whole.jitted(*arguments)
+        return tree.tokens, tree.parents, tree.depth, tree.valid
+
+    record = compiled(Program(jax.jit(without_scores), whole.arguments, None), dict(NVIDIA_OPTIONS))
+    assert record["one_graph"] and not record["copies_every_call"]
+    return record["kernels_every_call"]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_kernels_of_a_level(batch: int) -> None:
+    level = draft((3, 1, 4), batch) - draft((2, 1, 3), batch)
+    print(f"batch {batch}: {level} kernels a level, {draft((3, 1, 4), batch)} for three")
+    assert level <= LEVEL
+
+
+def test_a_narrow_bucket_runs_fewer_levels() -> None:
+    """A chain of 7 levels with 4 nodes runs 3 levels."""
+    assert draft((7, 1, 8), 1, nodes=4) == draft((3, 1, 4), 1)

@@ -1,7 +1,4 @@
-"""What the GPU compiler makes of quantised products, for GPUs that are not there: see `test_gpu_compile.py`.
-
-A decoding step reads the codes, and nothing of the size of the weights is written.
-"""
+"""Quantised products, cross-compiled for GPUs (see `test_gpu_compile.py`): weights are never dequantised to memory."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ MORE += [("a100_sxm_80", name, 8, "bfloat16") for name in FORMATS if "fp8" not i
 @pytest.mark.parametrize(
     ("device", "name", "rows", "dtype"), [*CASES, *(pytest.param(*case, marks=slow) for case in MORE)]
 )
-def test_the_codes_are_all_that_is_read(device: str, name: str, rows: int, dtype: str) -> None:
+def test_only_codes_are_read(device: str, name: str, rows: int, dtype: str) -> None:
     from ptx import assembled, assembler, described_device
 
     leaf = leaf_of(name)
@@ -80,8 +77,8 @@ def test_the_codes_are_all_that_is_read(device: str, name: str, rows: int, dtype
 
 
 def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:
-    """Whether no computation that writes its result makes an array of the weights' size. Inside of a fusion one is a
-    name for numbers that stay in registers."""
+    """True if no computation that writes its result makes an array of the weights' size. Arrays inside a fusion stay in
+    registers."""
     fused = set(re.findall(r"calls=(%[\w.-]+)", hlo))
     for computation in re.split(r"\n(?=(?:ENTRY )?%)", hlo):
         name = re.match(r"(?:ENTRY )?(%[\w.-]+)", computation)
@@ -95,8 +92,8 @@ def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=slow) for rows in (2, 4, 16, 32))])
-def test_matrices_of_an_eagle3_head_are_never_dequantised_to_memory(rows: int) -> None:
-    """Of Llama-3.1-8B, in int8 as a GPU's draft has them."""
+def test_an_eagle3_head_is_never_dequantised_to_memory(rows: int) -> None:
+    """In int8, the default on a GPU, for Llama-3.1-8B."""
     from model_shapes import eagle3_head, head_shapes, llama_8b
     from ptx import described_device
 
@@ -119,8 +116,8 @@ def test_matrices_of_an_eagle3_head_are_never_dequantised_to_memory(rows: int) -
     assert all(no_array_of_the_weights(compiled.as_text(), leaf) for leaf in leaves.values())
 
 
-def test_an_array_of_the_weights_would_be_found() -> None:
-    """Many rows pay for dequantising: there it is."""
+def test_many_rows_dequantise_to_memory() -> None:
+    """Such an array is recognised."""
     leaf = leaf_of("Q4_1")
     arguments = gpu("h200").place((jax.ShapeDtypeStruct((1, 512, DEPTH), "bfloat16"), leaf))
     from ptx import described_device

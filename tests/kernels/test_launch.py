@@ -1,4 +1,4 @@
-"""Block sizes of the GPU kernels: the rule of thumb, and the table of what was measured."""
+"""Block sizes of the GPU kernels: the rule of thumb and the table of measured entries. `benchmarks/kernels.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from specjax_kernels import launch
 from specjax_kernels.launch import Blocks, launch_for, power_of_two, rule_of_thumb
-from specjax_kernels.specs import SPECS
+from specjax_kernels.specs import SPECS, tagged
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BLOCKS = Blocks(rows=16, tokens=32, warps=2, stages=5, programs=8)
@@ -29,25 +29,25 @@ def table(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_spec_has_a_launch(spec, table):
     rows = spec.N * spec.H // spec.K
-    found = launch_for(spec.dtype, max(spec.E, spec.v_width), rows, spec.B * spec.K, spec.T * spec.S)
-    assert found.tiles * found.rows >= rows > (found.tiles - 1) * found.rows
-    assert 1 <= found.splits <= min(launch.MOST_SPLITS, max(1, spec.T * spec.S / launch.LEAST_SPLIT))
-    for size in (found.rows, found.tokens, found.splits, found.warps):
+    chosen = launch_for(spec.dtype, max(spec.E, spec.v_width), rows, spec.B * spec.K, spec.T * spec.S)
+    assert chosen.tiles * chosen.rows >= rows > (chosen.tiles - 1) * chosen.rows
+    assert 1 <= chosen.splits <= min(launch.MOST_SPLITS, max(1, spec.T * spec.S / launch.LEAST_SPLIT))
+    for size in (chosen.rows, chosen.tokens, chosen.splits, chosen.warps):
         assert size == power_of_two(size)
-    tile = 2 * found.tokens * launch.padded(max(spec.E, spec.v_width)) * (4 if spec.dtype == "float32" else 2)
-    assert tile * found.stages <= launch.UNKNOWN.shared_memory
+    tile = 2 * chosen.tokens * launch.padded(max(spec.E, spec.v_width)) * (4 if spec.dtype == "float32" else 2)
+    assert tile * chosen.stages <= launch.UNKNOWN.shared_memory
 
 
-def test_splits_fill_the_device_and_no_more(table):
+def test_splits_fill_the_device(table):
     def splits(heads: int, context: int, rows: int = 8) -> int:
         return launch_for("bfloat16", 128, rows, heads, context).splits
 
-    assert splits(8, 128) == 1  # nothing to divide
+    assert splits(8, 128) == 1  # too few tokens
     assert splits(8, 4096) == 32  # shares of 128 tokens
     assert splits(8, 131072) == 64
-    assert splits(8 * 32, 131072) == 2  # a batch of 32 has programs enough
+    assert splits(8 * 32, 131072) == 2  # a batch of 32 has enough programs
     assert splits(8 * 64, 131072) == 1
-    assert splits(8, 131072, rows=8192) == 1  # as has a prefill
+    assert splits(8, 131072, rows=8192) == 1  # so has a prefill
 
 
 def test_sizes_by_hand():
@@ -62,19 +62,19 @@ def test_sizes_by_hand():
     assert [rule_of_thumb("bfloat16", 576, 16, name).stages for name in ("9.0", "8.9", None)] == [2, 1, 1]
 
 
-def test_a_measured_entry_is_used_on_its_generation_alone(table, monkeypatch):
+def test_a_measured_entry_is_for_one_generation(table, monkeypatch):
     name = launch.key("bfloat16", 128, 4)
     table.write_text(json.dumps({"9.0": {name: vars(BLOCKS)}}))
     monkeypatch.setattr(launch, "generation", lambda: "9.0")
-    found = launch_for("bfloat16", 128, 4, 8, 131072)
-    assert (found.rows, found.tokens, found.warps, found.stages) == (16, 32, 2, 5)
+    chosen = launch_for("bfloat16", 128, 4, 8, 131072)
+    assert (chosen.rows, chosen.tokens, chosen.warps, chosen.stages) == (16, 32, 2, 5)
     assert launch_for("bfloat16", 128, 4, 64, 131072).splits == 16  # 8 programs for each of 132 multiprocessors
     assert launch_for("float16", 128, 4, 8, 131072).tokens == 64
     monkeypatch.setattr(launch, "generation", lambda: "8.0")
     assert launch_for("bfloat16", 128, 4, 8, 131072).tokens == 64
 
 
-def test_the_table_that_ships_can_be_used():
+def test_the_shipped_table():
     launch.table.cache_clear()
     for blocks in (blocks for entries in launch.table().values() for blocks in entries.values()):
         for number, smallest in ((blocks.rows, 16), (blocks.tokens, 16), (blocks.warps, 1)):
@@ -82,12 +82,12 @@ def test_the_table_that_ships_can_be_used():
         assert blocks.stages >= 1 and blocks.programs >= 1
 
 
-# The benchmark
+# `benchmarks/kernels.py`
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """`benchmarks/kernels.py`; the folder kernels/ is a package to Python, too."""
+    """The benchmark; to Python the folder kernels/ is a package, too."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
     import kernels
@@ -97,49 +97,9 @@ def kernels(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_on_a_gpu_no_cache_holds_the_pools(kernels, monkeypatch):
+def test_pools_exceed_every_cache(kernels, monkeypatch):
     assert {kernels.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
     monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
-    for spec in SPECS:
-        if "bench" in spec.tags:
-            layers = kernels.enough_layers(spec)
-            assert layers * kernels.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
-    seen = []
-    call = kernels.rotating(lambda *inputs: seen.append(inputs), [(1, 2), (3, 4), (5, 6)])
-    for _ in range(5):
-        call()
-    assert seen == [(1, 2), (3, 4), (5, 6), (1, 2), (3, 4)]
-
-
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backend):
-    """One at a time on a CPU; on a GPU many together, over several sets of pools. (XLA's attention runs on both.)"""
-    from specjax_kernels.specs import named
-    from timing import Region
-
-    spec, used, pools = named("decode"), set(), set()
-    monkeypatch.setattr(kernels, "CACHE_BYTES", 3 * 2 * spec.bytes_read)
-    monkeypatch.setattr(kernels.jax, "default_backend", lambda: backend)
-    make_inputs = kernels.copied_inputs
-
-    def copied_inputs(args, layers, sets):
-        inputs = make_inputs(args, layers, sets)
-        pools.update(pool[0].unsafe_buffer_pointer() for each in inputs for pool in each[3])
-        return inputs
-
-    def seconds(call):
-        used.add("seconds")
-        return float(call().sum() * 0) + 1
-
-    def interleaved(calls, *, runs, region_seconds):
-        used.add("regions")
-        return {name: [Region(float(call().sum() * 0) + 1, 0)] * runs for name, call in calls.items()}
-
-    monkeypatch.setattr(kernels, "copied_inputs", copied_inputs)
-    monkeypatch.setattr(kernels, "seconds", seconds)
-    monkeypatch.setattr(kernels, "interleaved", interleaved)
-    (record,) = kernels.measure(spec, ["xla"], 2, 5, 1e9)
-    assert used == {"seconds" if backend == "cpu" else "regions"}
-    assert record["sets"] == (1 if backend == "cpu" else 3)
-    assert len(pools) == 2 * record["sets"]
-    assert record["samples"] == [500_000] * 5
+    for spec in tagged("bench"):
+        layers = kernels.enough_layers(spec)
+        assert layers * kernels.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6

@@ -1,4 +1,4 @@
-"""The compiled functions that load weights have the result of their definitions in numpy."""
+"""Compiled functions that load weights, against their definitions in numpy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def compiled():
 @pytest.mark.parametrize(("out", "inside"), SHAPES)
 def test_words_of_rows(out, inside):
     codes = np.random.default_rng(out).integers(0, 16, (out, inside), np.uint8)
-    words, found = packed(codes, 4), np.empty((out, inside // 2), np.uint8)
+    words, output = packed(codes, 4), np.empty((out, inside // 2), np.uint8)
     wider = np.concatenate([words, words[:, :3]], axis=1)
     layouts = {"rows": words, "transposed": np.asarray(words.T, order="C").T, "cut": wider[:, : words.shape[1]]}
     for name, layout in layouts.items():
-        found[...] = 0xAA
-        assert repacking.from_rows(layout, found), name
-        np.testing.assert_array_equal(found, pack(codes), name)
+        output[...] = 0xAA
+        assert repacking.from_rows(layout, output), name
+        np.testing.assert_array_equal(output, pack(codes), name)
     np.testing.assert_array_equal(pack_rows(layouts["transposed"][3:7]), pack(codes[3:7]))
 
 
@@ -41,9 +41,9 @@ def test_words_of_rows(out, inside):
 def test_words_of_awq(out, inside):
     codes = np.random.default_rng(out).integers(0, 16, (out, inside), np.uint8)
     words = packed(codes.T.reshape(inside, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(inside, -1), 4)
-    found = np.empty((out, inside // 2), np.uint8)
-    assert repacking.from_awq(words, found)
-    np.testing.assert_array_equal(found, pack(codes))
+    output = np.empty((out, inside // 2), np.uint8)
+    assert repacking.from_awq(words, output)
+    np.testing.assert_array_equal(output, pack(codes))
     np.testing.assert_array_equal(pack_awq(words), pack(codes))
 
 
@@ -57,33 +57,33 @@ def test_quantised_codes(kind, dtype, columns):
     matrix[3], matrix[4], matrix[5] = 0, 1e-7, rng.integers(-254, 255, columns) / 2
     matrix[5, 0], matrix[6, 0] = 127, -448
     matrix = np.clip(matrix, -6e4, 6e4).astype(np.dtype(dtype))
-    wanted = quantise(matrix, kind)
+    expected = quantise(matrix, kind)
     largest = np.empty(64, np.float32)
     assert repacking.magnitudes(matrix, largest)
     np.testing.assert_array_equal(largest, np.abs(matrix.astype(np.float32)).max(1))
-    found = np.empty(matrix.shape, wanted.codes.dtype)
-    assert repacking.codes(matrix, wanted.scale, found)
-    np.testing.assert_array_equal(found.view(np.uint8), wanted.codes.view(np.uint8))
+    codes = np.empty(matrix.shape, expected.codes.dtype)
+    assert repacking.codes(matrix, expected.scale, codes)
+    np.testing.assert_array_equal(codes.view(np.uint8), expected.codes.view(np.uint8))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
-def test_leaves_do_not_depend_on_the_compiler(kind, monkeypatch):
+def test_leaves_with_and_without_compiled_functions(kind, monkeypatch):
     sizes = {"M": 96, "I": 40, "2": 2}
     (leaf, *_) = mlp_leaves(bias=False)
     parts = [np.random.default_rng(i).standard_normal((40, 96), np.float32).astype("bfloat16") for i in range(2)]
-    found = quantise_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
+    compiled = quantise_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
     monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
     assert not repacking.magnitudes(parts[0], np.empty(40, np.float32))
-    wanted = quantise_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+    plain = quantise_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
+    assert jax.tree.structure(compiled) == jax.tree.structure(plain)
+    for pair in zip(jax.tree.leaves(compiled), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(array).view(np.uint8) for array in pair))
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan])
-def test_magnitudes_show_what_is_not_finite(number):
+def test_magnitudes_of_infinity_and_nan(number):
     matrix = np.ones((3, 40), np.float32)
     matrix[1, 7] = number
-    found = np.empty(3, np.float32)
-    assert repacking.magnitudes(matrix, found)
-    np.testing.assert_array_equal(np.isfinite(found), [True, False, True])
+    largest = np.empty(3, np.float32)
+    assert repacking.magnitudes(matrix, largest)
+    np.testing.assert_array_equal(np.isfinite(largest), [True, False, True])

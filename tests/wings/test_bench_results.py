@@ -1,4 +1,4 @@
-"""Figures of a comparison against slow definitions, tables, pictures, and the log."""
+"""Figures of a comparison against slow definitions, tables, pictures and the log."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_rates_and_speed_ups_are_of_totals():
     assert results.speed_up(ours, theirs) == {"value": 2, "low": 2, "high": 2}
 
 
-def test_the_interval_is_that_of_a_slow_bootstrap_over_groups():
+def test_intervals_against_a_slow_bootstrap():
     rng = np.random.default_rng(1)
     seconds = rng.uniform(1, 3, 12)
     samples = [sample("a", str(i), float(s)) for i, s in enumerate(seconds)]
-    found = results.rate(samples)
+    rate = results.rate(samples)
     drawn = sorted(1200 / sum(rng.choice(seconds, 12)) for _ in range(4000))
-    assert found["low"] == pytest.approx(drawn[100], rel=0.03)
-    assert found["high"] == pytest.approx(drawn[3899], rel=0.03)
+    assert rate["low"] == pytest.approx(drawn[100], rel=0.03)
+    assert rate["high"] == pytest.approx(drawn[3899], rel=0.03)
     twice = results.rate([*samples, *(sample("a", str(i), float(s), repeat=1) for i, s in enumerate(seconds))])
-    assert twice == found, "repeats of a prompt are no new prompts"
+    assert twice == rate, "repeats of a prompt are no new prompts"
     assert results.rate(samples[:1])["low"] is None
 
 
@@ -53,25 +53,19 @@ def test_acceptance_by_depth():
     assert results.add_histograms([[1], [0, 2, 0], []]) == [1, 2]
 
 
-def rows():
-    made = []
-    for temperature in (0.0, 1.0):
-        base = [sample("NONE", str(i), 2.0) for i in range(3)]
-        ours = [
-            sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts={"equal": 1, "near tie": 1})
-            for i in range(3)
-        ]
-        for own in (base, ours):
-            where = {"set": "mt_bench", "temperature": temperature, "batch": 1, "method": own[0].method}
-            made.append(results.row(own, base, where=where, phases={"draft": 1.0, "verify": 2.0, "commit": 0.5}))
-    return made
+def row(samples, base, phases=None, **where):
+    where = {"set": "s", "temperature": 0.0, "batch": 1, "method": samples[0].method} | where
+    return results.row(samples, base, where=where, phases=phases)
 
 
 def test_a_row_and_its_table():
-    made = rows()
-    assert made[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
-    assert made[1]["acceptance_by_depth"] == [0.3333] and made[1]["texts"]["near tie"] == 3
-    markdown = results.as_markdown(made)
+    base = [sample("NONE", str(i), 2.0) for i in range(3)]
+    texts, phases = {"equal": 1, "near tie": 1}, {"draft": 1.0, "verify": 2.0, "commit": 0.5}
+    ours = [sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts=texts) for i in range(3)]
+    rows = [row(samples, base, phases) for samples in (base, ours)]
+    assert rows[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
+    assert rows[1]["acceptance_by_depth"] == [0.3333] and rows[1]["texts"]["near tie"] == 3
+    markdown = results.as_markdown(rows)
     assert "| 3 of 6 + 3 near ties |" in markdown and "| my_m & 50% |" in markdown and "| 1.33 " in markdown
     assert "drafted steps" in markdown and markdown.splitlines()[1].count("|") == 13
     assert len({len(line) for line in markdown.splitlines()}) == 1, "aligned"
@@ -82,56 +76,45 @@ METHODS = ["NONE", "EAGLE3", "EAGLE3:steps=5,topk=8,nodes=32,path=/a/folder/of/h
 
 @pytest.mark.parametrize("name", ["all", "spec_bench/multi_turn_conversation", "s" * 80])
 def test_the_table_fits_a_terminal(name):
-    where, made = {"set": name, "temperature": 0.75, "batch": 128}, []
+    rows = []
     for method in METHODS:
         texts = {"equal": 100, "near tie": 20}
-        own = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
-        made.append(results.row(own, own, where=where | {"method": method}, phases=None))
-    lines = results.as_text(made).splitlines()
+        samples = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
+        rows.append(row(samples, samples, set=name, temperature=0.75, batch=128))
+    lines = results.as_text(rows).splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 100
     assert lines[0].split() == ["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]
-    assert all(str(row["tokens_per_second"]["value"])[:6] in line for row, line in zip(made, lines[1:], strict=True))
+    assert all(
+        str(cells["tokens_per_second"]["value"])[:6] in line for cells, line in zip(rows, lines[1:], strict=True)
+    )
     assert "EAGLE3" in lines[3] and "one" in lines[3] and lines[3].endswith("900/1080")
 
 
-def test_steps_that_drafted_may_not_be_known():
-    """Of transformers, which says nothing about it: no figure is better than a wrong one."""
-    where = {"set": "s", "temperature": 0.0, "batch": 1, "method": "transformers"}
-    base = [sample("NONE", "1", 1.0)]
-    own = [replace(base[0], method="transformers", drafted_steps=count) for count in (6, None)]
-    known, unknown = (results.row([one], base, where=where, phases=None) for one in own)
-    assert known["drafted_steps"] == 6 and "%" in results.cells(known)[8]
-    assert unknown["drafted_steps"] is None and results.cells(unknown)[8] == ""
-
-
-def test_why_a_method_did_not_draft():
-    where = {"set": "s", "temperature": 0.0, "batch": 2, "method": "EAGLE3"}
-    base = replace(sample("EAGLE3", "1", 1.0, histogram=(4,)), note="large batches")
-    reasons = [
-        results.row([replace(base, drafted_steps=count)], [base], where=where, phases=None)["not_drafted"]
-        for count in (4, 1, None)
-    ]
-    assert reasons == ["", "large batches", ""]
+def test_drafted_steps():
+    """Of transformers unknown; a note says why a method did not draft."""
+    base = [replace(sample("x", "1", 1.0, histogram=(4,)), note="large batches")]
+    rows = [row([replace(base[0], drafted_steps=count)], base) for count in (4, 1, None)]
+    assert [cells["drafted_steps"] for cells in rows] == [4, 1, None]
+    assert [results.cells(cells)[8] for cells in rows] == ["100%", "25%", ""]
+    assert [cells["not_drafted"] for cells in rows] == ["", "large batches", ""]
 
 
 def test_short_titles_of_sets():
     assert results.titles(["spec_bench/math_reasoning", "gsm8k"]) == ["math reasoning", "gsm8k"]
     both = ["spec_bench/mt_bench", "mt_bench", "all"]
-    assert results.titles(both) == ["spec bench/mt bench", "mt bench", "all"], "one name must not stand for two sets"
+    assert results.titles(both) == ["spec bench/mt bench", "mt bench", "all"]
 
 
-def test_a_picture_of_many_methods_and_sets(tmp_path):
-    """No wider than a page, every method once in the legend, with its own colour or line."""
+def test_pictures(tmp_path):
+    """No wider than a page, every method once in the legend."""
     pytest.importorskip("matplotlib")
-    methods = [f"method {i}" for i in range(10)]
-    made = []
+    methods, rows = [f"method {i}" for i in range(10)], []
     for temperature in (0.0, 1.0):
         for name in [*(f"set {i}" for i in range(9)), "all"]:
             for method in methods:
-                own = [sample(method, group, 1.0, histogram=(4, 2)) for group in "ab"[: 1 + (name != "set 0")]]
-                where = {"set": name, "temperature": temperature, "batch": 1, "method": method}
-                made.append(results.row(own, own, where=where, phases=None))
-    files = results.draw(tmp_path, "svg", made)
+                samples = [sample(method, group, 1.0, histogram=(4, 2)) for group in "ab"[: 1 + (name != "set 0")]]
+                rows.append(row(samples, samples, set=name, temperature=temperature))
+    files = results.draw(tmp_path, "svg", rows)
     assert [file.name for file in files] == ["picture-T0-batch1.svg", "picture-T1-batch1.svg"]
     text = files[0].read_text()
     assert float(re.search(r'width="([\d.]+)pt"', text)[1]) <= 9 * 72
@@ -139,7 +122,7 @@ def test_a_picture_of_many_methods_and_sets(tmp_path):
     assert [text.count(f"<!-- set {i} -->") for i in range(9)] == [1] * 9
 
 
-def test_without_matplotlib_it_says_how_to_install_it(monkeypatch, capsys):
+def test_without_matplotlib(monkeypatch, capsys):
     assert results.picture_format("none") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--plots pdf needs .* pip install 'specjax\[bench\]'"):
@@ -164,40 +147,32 @@ def test_verdicts_on_texts():
         asked.append((context, tokens))
         return 1e-6 if context[0] == 2 else 1.0
 
-    # Of the fourth turn one text is the start of the other, which is no tie.
+    # One text of the fourth turn is the start of the other: no tie.
     assert compare_texts(ours, theirs, gap) == {"equal": 1, "near tie": 1, "different": 2, "other prompt": 1}
     assert asked == [([2, 5], {6, 7}), ([3], {5, 8})]
     assert compare_texts(ours, theirs, None)["different"] == 3
 
 
-def test_a_log_keeps_parts_and_refuses_another_configuration(tmp_path):
+def test_a_log(tmp_path):
     folder = tmp_path / "runs"
-    Log(folder, {"seed": 1, "list": (1, 2)})["block", 1, 0.0] = {"x": [1]}
+    Log(folder, {"seed": 0})
+    assert not folder.exists(), "before its first part"
+    Log(folder, {"seed": 1, "list": (1, 2), "tune": {"limit": 8, "seed": 0}})["block", 1, 0.0] = {"x": [1]}
     with (folder / "runs.jsonl").open("a") as file:
-        file.write('[["block", 2')  # killed while it wrote
-    again = Log(folder, {"seed": 1, "list": [1, 2]})
+        file.write('[["block", 2')  # the process was killed
+    identity = {"seed": 1, "list": [1, 2], "tune": {"limit": 8, "seed": 0}}
+    again = Log(folder, identity)
     assert ("block", 1, 0.0) in again and again["block", 1, 0.0] == {"x": [1]}
     assert ("block", 2, 0.0) not in again
     again["block", 2, 0.0] = 3
-    assert Log(folder, {"seed": 1, "list": [1, 2]})["block", 2, 0.0] == 3
-    with pytest.raises(ValueError, match="another seed: 1, not 2"):
-        Log(folder, {"seed": 2, "list": [1, 2]})
-    with pytest.raises(ValueError, match=r"another list: \[1, 2\], not \[1, 3\]"):
-        Log(folder, {"seed": 1, "list": [1, 3]})
-
-
-def test_a_log_names_the_entries_that_differ(tmp_path):
-    Log(tmp_path, {"tune": {"limit": 8, "seed": 0}})["rows", 1] = []
-    with pytest.raises(ValueError, match=r"another tune: \{'limit': 8\}, not \{'limit': 16\};"):
-        Log(tmp_path, {"tune": {"limit": 16, "seed": 0}})
-
-
-def test_a_log_takes_a_folder_with_its_first_part(tmp_path):
-    Log(tmp_path / "failed", {"seed": 1})
-    assert not (tmp_path / "failed").exists()
-    Log(tmp_path / "failed", {"seed": 2})["block", 1, 0.0] = 1
-    with pytest.raises(ValueError, match="another seed: 2, not 1"):
-        Log(tmp_path / "failed", {"seed": 1})
+    assert Log(folder, identity)["block", 2, 0.0] == 3
+    for change, problem in (
+        ({"seed": 2}, "another seed: 1, not 2"),
+        ({"list": [1, 3]}, r"another list: \[1, 2\], not \[1, 3\]"),
+        ({"tune": {"limit": 16, "seed": 0}}, r"another tune: \{'limit': 8\}, not \{'limit': 16\};"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Log(folder, identity | change)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(ValueError, match="name another folder"):
@@ -212,7 +187,7 @@ def test_a_log_takes_a_folder_with_its_first_part(tmp_path):
         ("benchmarks/batch.py", None, "python benchmarks/batch.py bench --quick"),
     ],
 )
-def test_a_record_says_how_the_program_was_started(program, module, written, monkeypatch):
+def test_command_line_of_a_record(program, module, written, monkeypatch):
     monkeypatch.setattr("sys.argv", [program, "bench", "--quick"])
     main = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
     monkeypatch.setitem(sys.modules, "__main__", main)

@@ -1,4 +1,4 @@
-"""`specjax bench` on a tiny model: the whole command, its files, and a second run."""
+"""`specjax bench` on a tiny model: its files, a second run, and errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def prompts(tmp_path):
 @pytest.fixture
 def bench(model, prompts, tmp_path):
     def call(*flags, methods=("none", NGRAM)):
-        given = ["--model", model, "--sets", prompts, "--output", str(tmp_path / "out"), "--max-new-tokens", "8"]
-        return main([*given, "--no-progress", "--methods", *methods, *flags])
+        shared = ["--model", model, "--sets", prompts, "--output", str(tmp_path / "out"), "--max-new-tokens", "8"]
+        return main([*shared, "--no-progress", "--methods", *methods, *flags])
 
     return call
 
@@ -62,7 +62,7 @@ def test_a_comparison(bench, tmp_path, capsys):
     assert rows[0, "transformers"]["drafted_steps"] is None and rows[0, "NONE"]["drafted_steps"] == 0
     assert rows[0, "n-grams"]["phase_ms"]["verify"] > 0 and rows[0, "transformers"]["phase_ms"] is None
 
-    # It is there already: nothing is measured again, and more repeats go on.
+    # A second run measures nothing.
     before = (folder / "runs.jsonl").read_text()
     assert bench(*temperatures, "--ignore-eos", "--plots", "none", methods=("none", NGRAM, "transformers")) == 0
     assert (folder / "runs.jsonl").read_text() == before
@@ -71,21 +71,14 @@ def test_a_comparison(bench, tmp_path, capsys):
     assert "holds runs with another methods" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_batch(bench, tmp_path):
-    assert bench("--batch-sizes", "2", "--timed", "0", "--repeats", "2", "--plots", "none") == 0
-    document = json.loads((tmp_path / "out" / "results.json").read_text())
-    for row in document["results"]:
-        assert (row["conversations"], row["repeats"]) == (2, 2)  # one full batch; the third conversation has no partner
-        assert row["texts"]["different"] == row["texts"]["other prompt"] == 0
-        assert row["phase_ms"] is None
-
-
-def test_a_wrong_command_measures_nothing(bench, tmp_path, capsys):
-    assert bench("--baseline", "EAGLE3") == 2
-    assert "--baseline EAGLE3 is none of the methods: NONE, n-grams" in capsys.readouterr().err
-    assert bench(methods=("none", "EAGLE3")) == 2
-    assert "EAGLE3" in capsys.readouterr().err
+def test_errors_before_a_measurement(bench, tmp_path, capsys):
+    for arguments, methods, problem in (
+        (("--baseline", "EAGLE3"), ("none", NGRAM), "--baseline EAGLE3 is none of the methods: NONE, n-grams"),
+        ((), ("none", "EAGLE3"), "EAGLE3"),
+        (("--batch-sizes", "1", "4"), ("none",), "--batch-sizes 4: mine has 3 conversations"),
+    ):
+        assert bench(*arguments, "--plots", "none", methods=methods) == 2
+        assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -94,9 +87,6 @@ from specjax.drafters import Ngram, make_drafter
 
 def make(target):
     return make_drafter(Ngram(nodes=4, capacity={}))
-
-def nothing(target):
-    return 7
 """
 
 
@@ -110,9 +100,13 @@ def own_drafter(tmp_path, monkeypatch):
 
 
 def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_drafter, tmp_path, capsys):
-    flags = "--timed", "0", "--plots", "none"
+    """Batches of two, twice: the third conversation has no partner."""
+    flags = "--timed", "0", "--plots", "none", "--batch-sizes", "2", "--repeats", "2"
     methods = "none", "my_own_drafter:make"
     assert bench(*flags, methods=methods) == 0
+    for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]:
+        assert (row["conversations"], row["repeats"], row["phase_ms"]) == (2, 2, None)
+        assert row["texts"]["different"] == row["texts"]["other prompt"] == 0
     assert bench(*flags, methods=methods) == 0  # from the log
     own_drafter.write_text(DRAFTER.format(8192))
     assert bench(*flags, methods=methods) == 2
@@ -121,24 +115,10 @@ def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_draf
     own_drafter.write_text(DRAFTER.format(4096))
     other = tmp_path / "copy"
     shutil.copytree(model, other)
-    given = ["--model", str(other), "--output", str(tmp_path / "two"), *flags, "--max-new-tokens", "4"]
-    command = [*given, "--sets", str(tmp_path / "mine.jsonl"), "--no-progress", "--methods", "none"]
+    shared = ["--model", str(other), "--output", str(tmp_path / "two"), *flags, "--max-new-tokens", "4"]
+    command = [*shared, "--sets", str(tmp_path / "mine.jsonl"), "--no-progress", "--methods", "none"]
     assert main(command) == 0
     weights = next(other.glob("*.safetensors"))
     os.utime(weights, ns=(1, 1))
     assert main(command) == 2
     assert f"another files: {{'{other}'" in capsys.readouterr().err
-
-
-def test_a_factory_that_returns_no_drafter(bench, own_drafter, capsys):
-    assert bench("--plots", "none", methods=("none", "my_own_drafter:nothing")) == 2
-    assert "my_own_drafter:nothing' returned 7; it must return a Drafter" in capsys.readouterr().err
-    own_drafter.write_text("def make(target:\n")
-    sys.modules.pop("my_own_drafter", None)
-    assert bench("--plots", "none", methods=("none", "my_own_drafter:make")) == 2
-    assert "cannot import my_own_drafter" in capsys.readouterr().err
-
-
-def test_a_batch_larger_than_a_set_is_refused(bench, capsys):
-    assert bench("--batch-sizes", "1", "4", "--plots", "none") == 2
-    assert "--batch-sizes 4: mine has 3 conversations" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""`specjax bench tune-tree`: its grid, its rounds, its file, and whole runs."""
+"""`specjax bench tune-tree`: grid, rounds, configuration file, and whole runs."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
@@ -21,8 +22,6 @@ from specjax.drafters import Eagle, Eagle3, Ngram, NoDraft, Standalone
 HEAD = Eagle3(steps=2, topk=2, nodes=4)
 WORDS = Ngram(nodes=8, weak_nodes=1)
 
-# The grid
-
 
 @pytest.mark.parametrize("current", [HEAD, WORDS, Ngram(nodes=12)])
 def test_the_default_grid(current):
@@ -33,10 +32,10 @@ def test_the_default_grid(current):
     assert grid[0].name.endswith(" current") and sum("current" in method.name for method in grid) == 1
 
 
-def test_trees_that_propose_the_same_drafts_are_left_out():
+def test_the_grid_has_no_equivalent_trees():
     tune = TuneSettings(steps=("1", "3"), topks=("1", "2"), draft_tokens=("2", "3", "8"))
     grid = make_grid(Eagle3(steps=3, topk=2, nodes=8), tune)
-    shapes = {(each.draft.steps, each.draft.topk, each.draft.nodes) for each in grid}
+    shapes = {(method.draft.steps, method.draft.topk, method.draft.nodes) for method in grid}
     assert shapes == {(1, 1, 2), (3, 1, 4), (1, 2, 2), (1, 2, 3), (3, 2, 8)}
 
 
@@ -48,20 +47,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("problem", WRONG)
-def test_wrong_values_of_the_grid(problem):
+def test_wrong_grids(problem):
     with pytest.raises(ValueError, match=problem):
         make_grid(HEAD, TuneSettings(**WRONG[problem]))
 
 
-def test_an_algorithm_without_a_tree():
-    with pytest.raises(ValueError, match="NONE has no tree to tune"):
-        make_grid(NoDraft(), TuneSettings())
-
-
-# Rounds
-
-
-def test_trees_halve_and_conversations_double():
+def test_schedule():
     assert schedule(33, 3, 8) == [(33, 1), (17, 1), (9, 2), (5, 4), (3, 8)]
     assert schedule(2, 3, 8) == [(2, 8)]
     assert schedule(8, 1, 6, minimum=4) == [(8, 4), (4, 4), (2, 4), (1, 6)]
@@ -72,13 +63,13 @@ def rows(speeds, batch=1):
 
 
 def test_scores_are_geometric_means_over_batch_sizes():
-    found = Round(1, rows({"NONE": 1.0, "a": 2.0}) + rows({"NONE": 1.0, "a": 0.5}, batch=4))
-    assert found.scores() == pytest.approx({"NONE": 1, "a": 1})
-    assert found.scores(4) == pytest.approx({"NONE": 1, "a": 0.5})
+    results = Round(1, rows({"NONE": 1.0, "a": 2.0}) + rows({"NONE": 1.0, "a": 0.5}, batch=4))
+    assert results.scores() == pytest.approx({"NONE": 1, "a": 1})
+    assert results.scores(4) == pytest.approx({"NONE": 1, "a": 0.5})
 
 
 def test_a_search_keeps_the_fastest_and_the_current_tree(monkeypatch, tmp_path):
-    """With speeds from a table: the slowest tree is the current one, which stays in every round."""
+    """Speeds are from a table; the current tree is the slowest."""
     grid = make_grid(HEAD, TuneSettings())
     speeds = {method.name: float(index) for index, method in enumerate(grid, start=1)}
     seen = []
@@ -93,17 +84,14 @@ def test_a_search_keeps_the_fastest_and_the_current_tree(monkeypatch, tmp_path):
     plan = tune_tree.make_plan(tune_tree.BenchSettings(methods=("none",), sets=("mt_bench",), limit=8))
     experiment = object.__new__(Experiment)
     experiment.plan, experiment.source = plan, None
-    experiment.sets = {each.name: [*each.conversations] for each in plan.sets}
+    experiment.sets = {prompts.name: [*prompts.conversations] for prompts in plan.sets}
     rounds = tune_tree.search(grid, experiment, Log(tmp_path, {}), best=3, repeats=5)
     last = [row["method"] for row in rounds[-1].rows]
     assert last[:3] == [method.name for method in grid[:-4:-1]] and {*last[3:]} == {grid[0].name, "NONE"}
-    assert all(grid[0].name in {row["method"] for row in each.rows} for each in rounds)
-    assert [each.conversations for each in rounds] == sorted(each.conversations for each in rounds)
+    assert all(grid[0].name in {row["method"] for row in results.rows} for results in rounds)
+    assert [results.conversations for results in rounds] == sorted(results.conversations for results in rounds)
     assert seen[-1][:2] == (8, 5) and {repeats for _, repeats, _ in seen[:-1]} == {1}
     assert {name for count, _, names in seen if count == 1 for name in names} == speeds.keys()
-
-
-# Flags and the file
 
 
 @pytest.mark.parametrize(
@@ -117,19 +105,16 @@ def test_a_search_keeps_the_fastest_and_the_current_tree(monkeypatch, tmp_path):
     ],
 )
 def test_the_server_reads_the_file_and_the_flags(draft, tmp_path):
-    found = build.speculative_settings(draft)
+    values = build.speculative_settings(draft)
     file = tmp_path / "best.toml"
-    file.write_text(as_toml({"model": {"model": "some/model"}, "speculative": found}, "a comment"))
+    file.write_text(as_toml({"model": {"model": "some/model"}, "speculative": values}, "a comment"))
     parser = settings.Parser()
     settings.add_flags(parser, flags.Settings())
     _, from_file = settings.parse(parser, ["--config", str(file)], flags.Settings())
     assert build.draft_options(from_file) == draft and from_file.model.model == "some/model"
-    given = [str(part) for name, value in found.items() for part in (f"--{name}", value)]
-    _, from_flags = settings.parse(parser, given, flags.Settings())
+    argv = [str(part) for name, value in values.items() for part in (f"--{name}", value)]
+    _, from_flags = settings.parse(parser, argv, flags.Settings())
     assert build.draft_options(from_flags) == draft
-
-
-# Whole runs
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +124,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def similar(model, tmp_path_factory):
-    """A draft model that is often right: the target with some noise."""
+    """A draft model whose drafts are often accepted: the target with noise."""
     folder = tmp_path_factory.mktemp("draft") / "model"
     shutil.copytree(model, folder)
     rng, file = np.random.default_rng(0), folder / "model.safetensors"
@@ -154,9 +139,9 @@ def tune(model, tmp_path):
     lines = [{"id": str(i), "turns": [f"{i} {i} 1 2 1 2", "3 4"][: 1 + i % 2]} for i in range(4)]
     file.write_text("\n".join(map(json.dumps, lines)))
 
-    def call(*given):
+    def call(*arguments):
         shared = ["--model", model, "--sets", str(file), "--output", str(tmp_path / "out"), "--max-new-tokens", "24"]
-        return main(["tune-tree", *shared, "--limit", "4", "--no-progress", *given])
+        return main(["tune-tree", *shared, "--limit", "4", "--no-progress", *arguments])
 
     return call
 
@@ -170,79 +155,58 @@ SMALL = {
 
 @pytest.mark.parametrize("algorithm", SMALL)
 def test_a_search(algorithm, tune, similar, tmp_path, capsys):
-    given = ["--speculative-algorithm", algorithm, *SMALL[algorithm], "--best", "2"]
+    arguments = ["--speculative-algorithm", algorithm, *SMALL[algorithm], "--best", "2"]
     if algorithm == "STANDALONE":
-        given += ["--speculative-draft-model-path", similar]
-    assert tune(*given) == 0
+        arguments += ["--speculative-draft-model-path", similar, "--batch-sizes", "1", "2"]
+    assert tune(*arguments) == 0
     out, folder = capsys.readouterr().out, tmp_path / "out"
     summary = json.loads(out.splitlines()[-1])
     document = json.loads((folder / "results.json").read_text())
     assert document["trees"] == summary["trees"] >= 4 and document["versions"]["jax"]
 
     first, last = document["rounds"][0], document["rounds"][-1]
-    assert len(first["rows"]) == summary["trees"] + 1 > len(last["rows"]), "the losers are recorded"
-    assert (first["conversations"], last["conversations"]) == (1, 4)
+    batches = {row["batch"] for row in last["rows"]}
+    assert len(first["rows"]) == len(batches) * (summary["trees"] + 1) > len(last["rows"]), "the losers are recorded"
+    assert last["conversations"] == 4
     for row in last["rows"]:
         assert row["texts"]["equal"] == sum(row["texts"].values()) == (4 if algorithm == "STANDALONE" else 6)
     if algorithm == "STANDALONE":  # the tiny model repeats too little for n-grams
         assert any(row["accept_length"] > 1.1 for row in last["rows"]), "something is accepted"
-    speeds = {row["method"]: row["speed_up"]["value"] for row in last["rows"]}
-    assert document["speed_ups"] == pytest.approx(speeds) and speeds["NONE"] == 1
+        assert batches == {1, 2} and {"best-batch-1.toml", "best-batch-2.toml"} <= {f.name for f in folder.iterdir()}
+    speeds = document["speed_ups"]
+    assert speeds["NONE"] == 1 and speeds.keys() == {row["method"] for row in last["rows"]}
     assert f"The fastest of {summary['trees']} trees: {summary['flags']}" in out
     assert max(map(len, out.partition("All rounds")[0].splitlines())) <= 100, out
     assert (folder / "table.md").read_text().startswith(f"Round {len(document['rounds'])}, 4 conversations")
 
-    # The server takes the file, which has the fastest tree.
+    # The server reads the file with the fastest tree.
     parser = settings.Parser()
     settings.add_flags(parser, flags.Settings())
     _, chosen = settings.parse(parser, ["--config", str(folder / "best.toml")], flags.Settings())
     fastest = max(speeds, key=speeds.__getitem__)
     assert (build.draft_options(chosen).algorithm == "NONE") == (fastest == "NONE")
 
-    # A second time nothing is measured again.
+    # A second search measures nothing.
     before = (folder / "runs.jsonl").read_text()
-    assert tune(*given) == 0
+    assert tune(*arguments) == 0
     assert (folder / "runs.jsonl").read_text() == before
 
 
-@pytest.mark.slow
-def test_a_search_of_several_batch_sizes(tune, similar, tmp_path):
-    given = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", similar, *SMALL["STANDALONE"]]
-    assert tune(*given, "--batch-sizes", "1", "2", "--best", "1", "--temperature", "0.7") == 0
-    folder = tmp_path / "out"
-    rows = json.loads((folder / "results.json").read_text())["rounds"][-1]["rows"]
-    assert {row["batch"] for row in rows} == {1, 2}
-    assert not any(row["texts"]["different"] for row in rows)
-    assert {f"best{part}.toml" for part in ("", "-batch-1", "-batch-2")} <= {file.name for file in folder.iterdir()}
+MISTAKES = {
+    "NONE has no tree to tune": ("--speculative-algorithm", "NONE"),
+    "my_drafter:make: the tree of a custom drafter": ("--speculative-algorithm", "my_drafter:make"),
+    "--batch-sizes 8: mine has 4 conversations that fit; give more (--limit)": ("--batch-sizes", "8"),
+    "--speculative-draft-model-path is missing: STANDALONE needs a draft model": (
+        "--speculative-algorithm",
+        "STANDALONE",
+    ),
+    "--match-types must be one of BFS, PROB, got": ("--match-types", "DFS"),
+}
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (["--speculative-algorithm", "NONE"], "NONE has no tree to tune"),
-        (["--speculative-algorithm", "my_drafter:make"], "my_drafter:make: the tree of a custom drafter"),
-        (["--batch-sizes", "8"], "--batch-sizes 8: mine has 4 conversations that fit; give more (--limit)"),
-        (
-            ["--speculative-algorithm", "STANDALONE"],
-            "--speculative-draft-model-path is missing: STANDALONE needs a draft model",
-        ),
-    ],
-)
-def test_a_wrong_command_measures_nothing(given, problem, tune, tmp_path, capsys):
-    assert tune(*given) == 2
+@pytest.mark.parametrize("problem", MISTAKES)
+def test_errors_before_a_measurement(problem, tune, tmp_path, capsys):
+    with contextlib.suppress(SystemExit):
+        assert tune(*MISTAKES[problem]) == 2
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_wrong_match_type(tune, capsys):
-    with pytest.raises(SystemExit):
-        tune("--match-types", "DFS")
-    assert "--match-types must be one of BFS, PROB, got" in capsys.readouterr().err
-
-
-def test_the_help_names_the_verb(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["tune-tree", "--help"])
-    assert done.value.code == 0
-    out = capsys.readouterr().out
-    assert "specjax bench tune-tree" in out and all(f"--{name}" in out for name in ("topks", "best", "sets"))

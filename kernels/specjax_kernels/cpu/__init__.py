@@ -1,7 +1,9 @@
-"""Kernels that XLA:CPU calls, compiled by Numba.
+"""Kernels that XLA:CPU calls, compiled by Numba. In reading order:
 
-A kernel is two functions, the number of its tiles and the work of one tile. Read `runtime` first (how XLA calls a
-kernel, and how its threads share the tiles), then a product: `rows` (stored matrices) or `quantised` (4 and 8 bits), or
-`attention`. `vectors` is what their inner loops are written in, `object_code` keeps compiled kernels on disk, and
-`repacking` has functions that loading calls without XLA.
+runtime            how XLA calls a kernel, and how its threads share the tiles
+rows, quantised    products with stored matrices, and with codes of 4 and 8 bits
+attention          tree attention of a few float32 tokens
+vectors            LLVM vectors for the inner loops
+object_code        compiled kernels on disk
+repacking          functions that loading calls without XLA
 """

@@ -1,11 +1,11 @@
 """Tree attention of float32 tokens on a CPU in one call, with the result of `specjax_kernels.xla`.
 
-XLA:CPU makes some twenty small operations of each chunk of committed tokens, among them copies of the keys and values,
+XLA:CPU runs some twenty small operations for each chunk of committed tokens, among them copies of the keys and values,
 and loops over the chunks in every layer. This kernel reads keys and values in their pages. A tile is some query rows
-of a request that share a head of keys and values.
+of a request that share a key/value head.
 
-`_attention` is the kernel; the `emit_` functions below it write its inner loops in LLVM's vectors, with all sums in
-registers. A score and a mixed value are each summed in one order, whatever else is computed.
+`_attention` is the kernel; the `emit_` functions write its inner loops in LLVM's vectors, with all sums in registers.
+Each score and each mixed value is summed in a fixed order, so the results of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from specjax_kernels.cpu.rows import STORED, unmet
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors
 
-MOST_TOKENS = 128  # new tokens of a request; with more XLA's products are as fast
+MOST_TOKENS = 128  # new tokens of a request; for more XLA's products are as fast
 CHUNK = 128  # keys whose scores are in memory at a time
-ROWS = 4  # query rows that share the keys and values that are read
-GROUPS = 4  # groups of `ROWS` rows in a tile, at most: they read a chunk one after another
-SCORES = CHUNK + LANES  # room for a chunk's scores: a few more are written than there are keys
-NUMBERS = 3  # of a row: the highest score so far, the sum of exponentials, and the chunk's highest score or sum
+ROWS = 4  # query rows that share one reading of keys and values
+GROUPS = 4  # groups of `ROWS` rows in a tile, at most; they read a chunk in turn
+SCORES = CHUNK + LANES  # room for a chunk's scores, which are written in whole vectors
+NUMBERS = 3  # a row's highest score and sum of exponentials so far, and the chunk's highest score or sum
 NAME = "specjax_tree_attention"
 LOWEST = -60.0
-"""Weights below exp(LOWEST) of the largest, which is 1, count as 0: no float32 sum shows them, and their products with
-values would be denormal numbers, which take a processor many times as long."""
+"""Weights below exp(LOWEST) of the largest, which is 1, count as 0: they do not change a float32 sum, and products of
+denormal numbers are slow."""
 
 
 def prepare(dtype: str) -> None:
-    """Loads or compiles the kernels that every model of this dtype calls."""
+    """Loads or compiles the kernels of every model of this dtype."""
     if dtype not in STORED or not callable_here():
         return
     if dtype == "float32":  # its weights may have any format, so tracing compiles the kernels of their products
@@ -48,7 +48,7 @@ def prepare(dtype: str) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether `attend` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
+    """True if `attend` supports the call. The first call loads the kernel or compiles it, which takes seconds."""
     fits = call.q.dtype == jnp.float32 and call.q.shape[1] <= MOST_TOKENS
     fits = fits and call.v_block is not None and call.window is None and call.softcap is None
     fits = fits and call.shape.E % LANES == 0 == call.shape.Ev % LANES
@@ -56,9 +56,9 @@ def takes(call: Call) -> bool:
 
 
 def attend(call: Call) -> Array:
-    """`tree_attention` of a call that `takes` accepts. `vmap` calls it in turn."""
+    """`tree_attention` of a call that `takes` accepts. `vmap` calls it in sequence."""
     B, H, N, C, K, G, E, Ev = call.shape[:8]
-    pad = -N * G % ROWS  # whole groups of rows, so that one loop adds all sums in one order
+    pad = -N * G % ROWS  # whole groups of rows
     rows = (call.q * call.scale).reshape(B, N, K, G, E).swapaxes(1, 2).reshape(B, K, N * G, E)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0)))
     visible = jnp.broadcast_to(block_visibility(call.mask, N, C), (B, N, C)).astype(jnp.int32)
@@ -85,8 +85,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
 
     @tools.inlined
     def run_at(token: int, left: int, table: Any, slots: int, pages: int) -> Any:
-        """The number of committed tokens, of `left` from this one, that lie in its page, and the row of the pool where
-        they begin (-1: the page is a hole)."""
+        """The number of committed tokens in this token's page, at most `left`, and their first row of the pool (-1: the
+        page is a hole)."""
         page, slot = table[token // slots], token % slots
         return min(slots - slot, left), page * slots + slot if 0 <= page < pages else -1
 
@@ -97,7 +97,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
 
     @tools.inlined
     def seen(visible: Any, token: int, padded: int) -> Any:
-        """Whether some row of a tile sees a token of the block."""
+        """True if a row of a tile sees a token of the block."""
         count = visible[token] + visible[padded + token] + visible[2 * padded + token] + visible[3 * padded + token]
         return count > 0
 
@@ -110,7 +110,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
 
     @tools.inlined
     def weigh(row: int, count: int, apart: int) -> None:
-        """Turns a chunk's scores into weights in place, and rescales the row's sums to them."""
+        """Replaces a chunk's scores by weights and rescales the row's sums."""
         state, numbers = floats(row, apart), row + 4 * SCORES
         highest(row, count, numbers + 8)
         if state[SCORES + 2] > state[SCORES]:
@@ -191,7 +191,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                 while token < count:
                     if paged:
                         run, place = run_at(start + token, count - token, table, slots, pages)
-                    else:  # a slot that no row sees may hold anything: 0 * NaN is NaN
+                    else:  # a slot that no row sees may hold NaN, and 0 * NaN is NaN
                         run, place = 1, -1
                         if seen(visible, token, padded):
                             place = request * block + blocked + token
@@ -217,8 +217,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
 
 
 def emit_scores(b: Any, values: Any) -> None:
-    """Scores of `ROWS` rows and `count` keys, to `out` + i of each row; up to LANES / `ROWS` - 1 numbers more are
-    written. `apart`: numbers from one key to the next."""
+    """Scores of `ROWS` rows and `count` keys, to `out` + i of each row, in whole vectors. `apart`: numbers from one key
+    to the next."""
     _scores(b, *values)
 
 
@@ -262,8 +262,8 @@ def _scores(
 
 
 def emit_mixed(b: Any, values: Any) -> None:
-    """Adds `count` values to the sums of `ROWS` rows at `out`, each times a row's weight. `apart`: numbers from one
-    value to the next, of `width` each."""
+    """Adds `count` values, each times a row's weight, to the sums of `ROWS` rows at `out`. `apart`: numbers from one
+    value of `width` numbers to the next."""
     weights, weights_apart, at_values, apart, count, out, out_apart, width = values
     v = Vectors(b)
     word, most = v.word, v.width // ROWS
@@ -327,10 +327,8 @@ def emit_highest(b: Any, values: Any) -> None:
 
 
 def emit_exponentials(b: Any, values: Any) -> None:
-    """exp(score - peak) of `count` scores in place, and their sum to `out`. `peak`: an address.
-
-    Within 2 units in the last place: the polynomial of Cephes' expf. See `LOWEST`. NaN stays NaN.
-    """
+    """exp(score - peak) of `count` scores in place, and their sum to `out`, by the polynomial of Cephes' expf, within 2
+    units in the last place. `peak`: an address. See `LOWEST`. NaN stays NaN."""
     scores, peak, count, out = values
     v = Vectors(b)
     words = v.vector(v.ir.IntType(32))

@@ -1,6 +1,6 @@
 """Machine code of a CPU kernel: linked from Numba's output, stored as an object file, loaded by llvmlite alone.
 
-Numba takes seconds to compile a kernel and two to import; its own cache does not hold functions made by functions.
+Numba takes seconds to compile a kernel and two to import. Its own cache does not hold functions made by functions.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Symbol of an array of words, filled in by `load`: addresses that differ from process to process.
+# Symbol of an array of words, which `load` fills with this process's addresses.
 TABLE = "specjax_table"
-_IN_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}  # functions that machine code may call besides its own
+_IN_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}  # other functions that machine code may call
 _folder: Path | None = None
-_loaded: list[Any] = []  # keeps engines alive whose code XLA calls
+_loaded: list[Any] = []  # engines whose code XLA calls
 
 
 def keep_in(folder: Path | None) -> None:
-    """Sets the folder of compiled kernels. None: every process compiles them again."""
+    """Sets the folder of compiled kernels; None: every process compiles them."""
     global _folder
     _folder = folder
 
 
 def read(name: str) -> bytes | None:
-    """The object file of a kernel from the folder, or None if it is not there."""
+    """The stored object file of a kernel, or None."""
     if (file := _file(name)) is None:
         return None
     try:
@@ -49,7 +49,7 @@ def read(name: str) -> bytes | None:
 
 
 def _file(name: str) -> Path | None:
-    """The path of a kernel's object file, or None without a folder, Numba or LLVM, or if the sources are no files."""
+    """The path of a kernel's object file; None without a folder, Numba, LLVM or source files."""
     try:
         return None if _folder is None else _folder / f"{name}-{_version()}.o"
     except (ImportError, OSError):
@@ -68,7 +68,7 @@ def read_or_compile(name: str, compile: Callable[[], bytes]) -> bytes:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix="new-") as folder:
             partial = Path(folder, file.name)
             partial.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(partial, file)  # complete or absent, also where several processes write it
+            os.replace(partial, file)  # atomic, because several processes may write it
     except OSError as error:
         logger.warning("%s cannot be written (%s); the next start compiles the CPU kernels again", file, error)
         keep_in(None)
@@ -76,7 +76,7 @@ def read_or_compile(name: str, compile: Callable[[], bytes]) -> bytes:
 
 
 def _version() -> str:
-    """A digest of everything that machine code depends on, except a `.numba_config.yaml`, which only Numba can find."""
+    """A digest of everything that machine code depends on, except `.numba_config.yaml`, which only Numba reads."""
     llvm = importlib.import_module("llvmlite.binding")
     parts = [source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py"))]
     parts += [importlib.metadata.version(package).encode() for package in ("numba", "llvmlite")]
@@ -88,7 +88,7 @@ def _version() -> str:
 def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
     """An object file of functions: symbol in the file -> (module as LLVM text, symbol in that module).
 
-    Raises RuntimeError if they call more than each other and `_IN_THE_C_LIBRARY`, as code does that may raise.
+    Raises RuntimeError if they call other functions, as code does that may raise.
     """
     llvm = importlib.import_module("llvmlite.binding")
     machine = _machine(llvm)
@@ -99,7 +99,7 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
         module = llvm.parse_assembly(text)
         module.get_function(before).name = symbol
         whole.link_in(module)
-    # Only internal functions can be proved not to fail, and then LLVM removes Numba's error handling.
+    # LLVM removes Numba's error handling only from internal functions.
     for value in (*whole.functions, *whole.global_variables):
         if not value.is_declaration and value.name not in (*functions, TABLE):
             value.linkage = "internal"
@@ -112,8 +112,8 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
 
 
 def load(code: bytes, symbols: Sequence[str], outside: Sequence[int]) -> int:
-    """Loads an object file for the rest of the process. Returns the address of the first function. The addresses of
-    the others, then `outside`, are the words of `TABLE`."""
+    """Loads an object file for the rest of the process. Returns the address of the first function. `TABLE` receives
+    the addresses of the others, then `outside`."""
     llvm = importlib.import_module("llvmlite.binding")
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -134,8 +134,8 @@ def _machine(llvm: Any) -> Any:
 
 
 def has(feature: str) -> bool:
-    """Whether kernels are compiled for a processor with a feature, by its name in LLVM. Both Numba, whose settings may
-    exclude features, and `link` must include it."""
+    """True if kernels may use a processor feature (LLVM's name): both `link` and Numba, whose settings may exclude
+    features, include it."""
     registry = importlib.import_module("numba.core.registry")
     numba = registry.cpu_target.target_context.codegen()._tm_features
     here = _processor(importlib.import_module("llvmlite.binding"))[1]
@@ -150,7 +150,7 @@ def _processor(llvm: Any) -> tuple[str, str]:
     """Name and features, as Numba chooses them: its settings take precedence over the processor's."""
     try:
         features = llvm.get_host_cpu_features().flatten()
-    except RuntimeError:  # LLVM cannot tell for this kind of processor
+    except RuntimeError:  # unknown to LLVM for this kind of processor
         features = ""
     name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
     return name, os.environ.get("NUMBA_CPU_FEATURES") or features

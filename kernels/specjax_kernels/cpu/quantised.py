@@ -3,11 +3,10 @@
 Two kernels: for up to `MOST_ROWS` rows of x, codes become float32 weights in registers, once for several rows. Codes of
 4 bits have sixteen values in a group: with AVX-512 these fill a register, and a permutation looks them up. For more
 rows, a panel of the matrix at a time is widened into the cache and multiplied with all rows. (Dequantising the whole
-matrix writes it to memory and reads it back, which takes longer than the products of some hundred rows.)
+matrix to memory takes longer than the products of some hundred rows.)
 
-A row's sums are taken in one order however many rows there are, so its result is bit for bit that of the row alone. The
-inner loops are written in LLVM's vectors: left to itself LLVM adds up each group of codes to one number first, which
-takes longer than all the rest.
+The order of a row's sums does not depend on the number of rows, so its result has the bits of the row alone. The inner
+loops are written in LLVM's vectors, because LLVM would first add up each group of codes to one number, which is slow.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ MOST_ROWS = 16  # more rows take less time in panels
 TOGETHER = {16: 8, 8: 3}  # rows of x that share a weight, by the lanes of 32 registers or of 16
 TILE = 512  # rows of codes in one tile, at most
 TILES = 2
-"""Tiles of a matrix for each thread, at least. With more, which are shorter, a greater part of each is read before its
-prefetches arrive."""
+"""Tiles of a matrix for each thread, at least. Of shorter tiles a greater part is read before its prefetches arrive."""
 
 BLOCKS = {16: (14, 8), 8: (6, 3)}
-"""By the processor's lanes, rows of x that are multiplied with a panel together: the most whose sums fit in registers
+"""Lanes of the processor -> rows of x that are multiplied with a panel together: the most whose sums fit in registers
 (32 of 16 lanes, or 16 of 8), and fewer for the rest. The last block may repeat rows of the block before it."""
 PANEL_TILES = 32  # of a matrix, at most; a tile has whole panels
 UNROLLED = 4  # inputs of one turn of the panels' inner loop; a multiple of it divides every layout's depth
@@ -43,7 +41,7 @@ LINE = 64  # bytes of a cache line
 GROUPS = 64  # groups of a row of codes whose scales are widened together, at most
 AHEAD = 64
 """Chunks of each row of codes that are prefetched ahead of the product. Hardware prefetchers stop at the end of a page
-and fetch too little of the scales, which a row reads in short runs. 128 chunks are no faster, 32 are slower."""
+and fetch too few scales, which a row reads in short runs. 128 chunks are no faster, 32 are slower."""
 
 
 class Layout(NamedTuple):
@@ -54,7 +52,7 @@ class Layout(NamedTuple):
     offset: str  # dtype; "" without offsets
     shift: int
     chunk: int  # codes that are read together, 16 or 32: a group or a part of one
-    whole: bool  # whether a chunk is a group
+    whole: bool  # a chunk is a group
     coarse: int  # groups of a super-scale; 0: scales have one level
 
     @property
@@ -69,12 +67,12 @@ class Layout(NamedTuple):
 
 
 def takes(rows: int, layout: Layout | None) -> bool:
-    """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
+    """True if `multiply` supports them. The first call loads the kernel or compiles it, which takes seconds."""
     return layout is not None and rows > 0 and callable_here() and unmet(rows, layout) is None
 
 
 def unmet(rows: int, layout: Layout) -> str | None:
-    """The reason why the kernel for this number of rows cannot be called in this process, or None."""
+    """The reason why this process cannot call the kernel for this number of rows, or None."""
     return register(_name(rows, layout), partial(_few_rows if rows <= MOST_ROWS else _panels, layout=layout))
 
 
@@ -83,18 +81,14 @@ def _name(rows: int, layout: Layout) -> str:
 
 
 def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Array) -> Float32[Array, "N W"]:
-    """x times the transpose of the matrix [W, M] of these codes [W, ...].
-
-    Args:
-        scales: the scales and, if the layout has them, offsets, super-scales and super-offsets, each [W / n, ...] for n
-            rows of codes that share scales.
-    """
+    """x times the transpose of the matrix [W, M] of these codes [W, ...]. `scales`: scales and, if the layout has them,
+    offsets, super-scales and super-offsets, each [W / n, ...] for n rows of codes that share scales."""
     rows, columns = x.shape[0], codes.shape[0]
     shapes = [jax.ShapeDtypeStruct((rows, columns), jnp.float32)]
     if rows > MOST_ROWS:
         panel = 2 * lanes()
         tiles = -(-columns // (panels_of_tile(columns, panel) * panel))
-        # A panel, some widened rows of codes, and the sums of a panel that is not full.
+        # A panel, widened rows of codes, and the sums of an incomplete panel.
         room = (panel + panel // 2) * x.shape[1] + BLOCKS[panel // 2][0] * panel
         shapes.append(jax.ShapeDtypeStruct((tiles, room), jnp.float32))
     return jax.ffi.ffi_call(_name(rows, layout), shapes, vmap_method="sequential")(x, codes, *scales)[0]
@@ -132,7 +126,7 @@ def _few_rows(tools: Tools, layout: Layout) -> tuple[Any, Any]:
 
 
 def scales_reader(tools: Tools, layout: Layout) -> Any:
-    """Makes a function for kernels with the arguments (x, codes, scales): from a call to the addresses of scales,
+    """Makes a function of a call with the arguments (x, codes, scales). Its results are the addresses of scales,
     offsets, super-scales and super-offsets (0: none), the groups of a row, and the rows of codes that share scales."""
     argument, size = tools.argument, tools.argument_size
     has_scale, has_offset, coarse = bool(layout.scale), bool(layout.offset), layout.coarse
@@ -156,8 +150,8 @@ def scales_reader(tools: Tools, layout: Layout) -> Any:
 
 
 def products_of(tools: Tools, layout: Layout) -> Any:
-    """Makes a function for kernels: the products of all rows of x and rows `start` to `end` of the codes. Arguments are
-    addresses and sizes; the last ones are the results of `scales_reader`."""
+    """Makes a function for the products of all rows of x and rows `start` to `end` of the codes. Its last arguments are
+    the results of `scales_reader`."""
     width = lanes()
     together = TOGETHER[width]
     dots, of_codes = tools.emitted(14, partial(emit, layout, together)), tools.inlined(code_rows)
@@ -284,13 +278,13 @@ def _block(sizes: tuple[int, ...], b: Any, values: Any) -> None:
 
 
 def code_rows(rows: int, width: int) -> int:
-    """The number of rows of codes that are multiplied with `rows` rows of x together, with vectors of `width` lanes.
-    It fills the registers, because additions to few registers are limited by their latency."""
+    """Rows of codes that are multiplied with `rows` rows of x together, with vectors of `width` lanes. Their sums fill
+    the registers, because the latency of additions limits fewer sums."""
     return 4 if 4 * rows <= width else 2
 
 
 def emit(layout: Layout, together: int, b: Any, values: Any) -> None:
-    """Emits the products of `count` rows of x, from 1 to `together`, and `code_rows` rows of codes."""
+    """Emits the products of `count` (1 to `together`) rows of x and `code_rows` rows of codes."""
     count, *values = values
     for rows in range(1, together + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
@@ -336,7 +330,7 @@ class Dots(Vectors):
         self.store_totals([b.load(place) for of_row in sums for place in of_row], places)
 
     def store_totals(self, vectors: list[Any], places: list[Any]) -> None:
-        """Stores the sum of each vector at its place. All are added in the same order."""
+        """Stores the sum of each vector at its place."""
         b, number = self.b, self.ir.IntType(32)
         for at in range(0, len(vectors), self.width):
             some, here = vectors[at : at + self.width], places[at : at + self.width]
@@ -357,8 +351,8 @@ class Dots(Vectors):
         self, indices: list[Any], codes: Any, depth: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any,
         groups: Any, shared: Any,
     ) -> Iterator[tuple[Any, list[Iterator[Any]]]]:  # fmt: skip
-        """A loop over the chunks of rows of codes. Yields the chunk's number and, for each row, its weights as vectors
-        of float32, in the order of `parts`. `shared`: the number of rows of codes that share scales."""
+        """A loop over the chunks of rows of codes. Yields the chunk's number and the weights of each row as vectors of
+        float32, in the order of `parts`. `shared`: the number of rows of codes that share scales."""
         b, layout, word = self.b, self.layout, self.word
         matrix = [b.add(codes, b.mul(index, self.row_bytes(depth))) for index in indices]
         if not layout.scale:
@@ -379,15 +373,15 @@ class Dots(Vectors):
                 with self.control.for_range(b, of_group, intp=word) as inner:
                     chunk = b.add(b.mul(group, of_group), inner.index)
                     self.fetch_codes(matrix[0], chunk, len(matrix))
-                    yield chunk, [self.codes(row, chunk, each) for row, each in zip(matrix, weights, strict=True)]
+                    yield chunk, [self.codes(row, chunk, of_row) for row, of_row in zip(matrix, weights, strict=True)]
 
     def chunk_bytes(self) -> int:
         """The bytes of a chunk's codes."""
         return self.layout.chunk // 2 if self.layout.codes == "uint8" else self.layout.chunk * BYTES[self.layout.codes]
 
     def fetch_codes(self, address: Any, chunk: Any, rows: int) -> None:
-        """Prefetches codes, once per chunk of `rows` consecutive rows of codes that begin at `address`. The rows are
-        one run of memory: each chunk prefetches an equal part of it, in order."""
+        """Prefetches codes for a chunk of `rows` consecutive rows that begin at `address`. The rows are one run of
+        memory: each chunk prefetches an equal part of it, in order."""
         b, word = self.b, self.word
         size = self.chunk_bytes() * rows
         ahead = b.add(address, b.mul(b.add(chunk, word(AHEAD)), word(size)))
@@ -395,7 +389,7 @@ class Dots(Vectors):
             self.prefetch(b.add(ahead, word(line)))
 
     def fetch_scales(self, first: Any, count: Any, of_group: Any, rows: int, *arrays: Any) -> None:
-        """Prefetches scales and offsets, once per `count` groups of each row, as `fetch_codes` does."""
+        """Prefetches scales and offsets for `count` groups of each row."""
         b, word = self.b, self.word
         ahead = b.add(first, b.mul(b.add(b.udiv(word(AHEAD), of_group), word(1)), word(rows)))
         for array, dtype in zip(arrays, (self.layout.scale, self.layout.offset), strict=True):
@@ -421,7 +415,7 @@ class Dots(Vectors):
             return scaled
         if self.width < LANES:
             return lambda words: scaled(b.sitofp(b.and_(words, self.constant(words.type, 15)), self.lanes))
-        # The group's sixteen weights in a vector: a permutation looks them up by the low 4 bits of each word.
+        # A permutation looks up the group's sixteen weights by the low 4 bits of each word.
         every = scaled(self.ir.Constant(self.lanes, [float(code) for code in range(LANES)]))
 
         def look_up(words: Any) -> Any:
@@ -438,7 +432,7 @@ class Dots(Vectors):
     @contextlib.contextmanager
     def blocks(self, groups: Any) -> Iterator[tuple[Any, Any]]:
         """A loop over the groups of a row in blocks of at most `GROUPS`, whose sizes differ by one at most. Yields the
-        number of a block's first group, and its size: at least `LANES` if the row has that many groups."""
+        first group of a block, and its size: at least `LANES` in a row of `LANES` groups or more."""
         b, word = self.b, self.word
         blocks = b.udiv(b.add(groups, word(GROUPS - 1)), word(GROUPS))
         with self.control.for_range(b, blocks, intp=word) as block:
@@ -461,9 +455,8 @@ class Dots(Vectors):
         return b.select(b.or_(alone, b.icmp_unsigned("<", group, whole)), group, b.add(group, moved))
 
     def widen(self, first: Any, count: Any, room: tuple[Any, Any], *numbers: Any) -> None:
-        """Writes the scales and offsets of `count` groups as float32, in vectors. The last vector holds the last
-        `LANES` groups, some of them a second time, so that nothing beyond the row is read: of 18 groups, 0 to 15 and
-        then 2 to 17. `place` finds them."""
+        """Writes the scales and offsets of `count` groups as float32, in vectors. The last vector repeats groups to
+        read nothing beyond the row: for 18 groups, 0 to 15 and 2 to 17. See `place`."""
         b, word = self.b, self.word
 
         def write(group: Any, place: Any, width: int) -> None:
@@ -497,7 +490,7 @@ class Dots(Vectors):
 
     def codes(self, address: Any, index: Any, weights: Callable[[Any], Any] | None = None) -> Iterator[Any]:
         """The index-th chunk of a row as vectors of float32, in the order of `parts`. `weights`: the function of its
-        group; it receives fp8 codes divided by 256."""
+        group, which receives fp8 codes divided by 256."""
         b, layout, width = self.b, self.layout, self.width
         some, words = self.vector(self.byte), self.vector(self.ir.IntType(32))
         if weights is None:
@@ -518,8 +511,7 @@ class Dots(Vectors):
                 yield weights(self.from_fp8(loaded))
 
     def from_fp8(self, codes: Any) -> Any:
-        """float8_e4m3fn as float32, divided by 256: by float16, which has 7 more bits of mantissa and a bias larger by
-        8."""
+        """float8_e4m3fn as float32, divided by 256, through float16: 7 more bits of mantissa, a bias larger by 8."""
         b, kind = self.b, self.vector(self.ir.IntType(16))
         bits = b.and_(b.shl(b.sext(codes, kind), self.constant(kind, 7)), self.constant(kind, 0xBFFF))
         largest = self.constant(codes.type, 127)
@@ -538,7 +530,7 @@ class Dots(Vectors):
             coarse = b.udiv(first, self.word(layout.coarse))
             factor = b.fmul(factor, self.numbers("float16", width, super_scale, coarse))
             added = None if added is None else b.fmul(added, self.numbers("float16", width, super_offset, coarse))
-        if layout.shift:  # code * scale + this is rounded once, because the processor fuses the two
+        if layout.shift:  # the processor rounds code * scale + this once
             added = b.fmul(factor, self.constant(factor.type, -float(layout.shift)))
         if layout.codes == "float8_e4m3fn":
             factor = b.fmul(factor, self.constant(factor.type, 256.0))

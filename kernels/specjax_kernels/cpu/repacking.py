@@ -1,8 +1,8 @@
 """Host functions for loading: codes of 4 bits from published words to `Quantised`'s layout, and 8-bit quantisation.
 
-They work on numpy arrays, whatever the device, and equal `specjax.checkpoint.quantised_matrix` and
-`specjax_kernels.quantise` bit for bit. Every function returns False, with nothing written, where it is not compiled:
-loading does not wait for a compiler. `prepare` compiles them for later processes.
+They work on numpy arrays for any device, and equal `specjax.checkpoint.quantised_matrix` and `specjax_kernels.quantise`
+bit for bit. Every function returns False and writes nothing if it is not compiled: loading does not block on a
+compiler. `prepare` compiles them for later processes.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ _KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 def prepare(*, every: bool = False) -> None:
-    """Compiles the functions that this process called in vain; `every`: all of them."""
+    """Compiles the functions that this process needed; `every`: all of them."""
     missed = {name for name in _BUILDS if every or is_missed(f"specjax_repacking_{name}")}
     if "magnitudes" in missed:
-        missed.add("codes")  # which is called after it
+        missed.add("codes")  # it is called next
     for name in sorted(missed):
         host_function(f"specjax_repacking_{name}", _BUILDS[name], compile=True)
 
 
-def from_rows(words: np.ndarray, found: np.ndarray) -> bool:
+def from_rows(words: np.ndarray, out: np.ndarray) -> bool:
     """`pack_rows` of int32 [out, in / 8], of any strides, to C-contiguous uint8 [out, in / 2]."""
-    return _call("from_rows", words, *words.strides, len(found), found.shape[1] // 16, found)
+    return _call("from_rows", words, *words.strides, len(out), out.shape[1] // 16, out)
 
 
-def from_awq(words: np.ndarray, found: np.ndarray) -> bool:
-    """`pack_awq` of int32 [in, out / 8], whose rows may lie apart, to C-contiguous uint8 [out, in / 2]."""
-    return _call("from_awq", words, words.strides[0], words.shape[1], len(words) // 32, found)
+def from_awq(words: np.ndarray, out: np.ndarray) -> bool:
+    """`pack_awq` of int32 [in, out / 8], of any row stride, to C-contiguous uint8 [out, in / 2]."""
+    return _call("from_awq", words, words.strides[0], words.shape[1], len(words) // 32, out)
 
 
-def magnitudes(matrix: np.ndarray, found: np.ndarray) -> bool:
-    """The largest magnitude of each row of a C-contiguous float matrix, to float32 [rows]; not finite where a number of
-    the row is not."""
+def magnitudes(matrix: np.ndarray, out: np.ndarray) -> bool:
+    """The largest magnitude of each row of a C-contiguous float matrix, to float32 [rows]. Rows with infinity or NaN
+    have a magnitude that is not finite."""
     kind = _KINDS.get(matrix.dtype.name)
-    return kind is not None and _call("magnitudes", matrix, kind, *matrix.shape, found)
+    return kind is not None and _call("magnitudes", matrix, kind, *matrix.shape, out)
 
 
-def codes(matrix: np.ndarray, scale: np.ndarray, found: np.ndarray) -> bool:
-    """`quantise`'s codes of a C-contiguous float matrix, whose finite scales are float32 [rows], to C-contiguous int8
-    or float8_e4m3fn."""
+def codes(matrix: np.ndarray, scale: np.ndarray, out: np.ndarray) -> bool:
+    """`quantise`'s codes of a C-contiguous float matrix with finite scales, float32 [rows], to C-contiguous int8 or
+    float8_e4m3fn."""
     kind = _KINDS.get(matrix.dtype.name)
-    is_fp8 = int(found.dtype.name == "float8_e4m3fn")
-    return kind is not None and _call("codes", matrix, kind, *matrix.shape, scale, is_fp8, found)
+    is_fp8 = int(out.dtype.name == "float8_e4m3fn")
+    return kind is not None and _call("codes", matrix, kind, *matrix.shape, scale, is_fp8, out)
 
 
 def _call(name: str, *arguments: Any) -> bool:
     function = host_function(f"specjax_repacking_{name}", _BUILDS[name])
     if function is None:
         return False
-    values = (each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments)
+    values = (value.ctypes.data if isinstance(value, np.ndarray) else value for value in arguments)
     function(*map(ctypes.c_int64, values))
     return True
 
@@ -71,12 +71,12 @@ def _from_rows(tools: Tools) -> Any:
         wide = (wide | wide << 8) & 0x00FF00FF00FF00FF
         return (wide | wide << 4) & 0x0F0F0F0F0F0F0F0F
 
-    # An index of zero cannot be negative, which Numba would check: addresses move instead.
-    def work(words: int, across: int, along: int, rows: int, blocks: int, found: int) -> int:
+    # Numba would check other indices than 0 for negative values.
+    def work(words: int, across: int, along: int, rows: int, blocks: int, to: int) -> int:
         for first in range(0, rows, 16):  # 16 words of transposed rows are a line of the cache
             for block in range(blocks):
                 for row in range(first, min(first + 16, rows)):
-                    word, out = words + row * across + 4 * block * along, longs(found + 16 * (row * blocks + block), 2)
+                    word, out = words + row * across + 4 * block * along, longs(to + 16 * (row * blocks + block), 2)
                     one, two = integers(word, 1)[0], integers(word + along, 1)[0]
                     three, four = integers(word + 2 * along, 1)[0], integers(word + 3 * along, 1)[0]
                     out[0], out[1] = spread(one) | spread(three) << 4, spread(two) | spread(four) << 4
@@ -86,7 +86,7 @@ def _from_rows(tools: Tools) -> Any:
 
 
 def _from_awq(tools: Tools) -> Any:
-    integers, longs = tools.integers, tools.longs
+    integers = tools.integers
 
     @tools.inlined
     def joined(first: Any, second: Any) -> Any:
@@ -98,47 +98,30 @@ def _from_awq(tools: Tools) -> Any:
 
     @tools.inlined
     def swapped(first: int, second: int, shift: int, mask: int) -> Any:
-        """Transposes 2 x 2 squares of so many bits."""
+        """Transposes 2 x 2 squares of `shift` bits."""
         return first & mask | (second & mask) << shift, first >> shift & mask | second & ~mask
 
     @tools.inlined
     def pair(word: int, along: int) -> Any:
         return joined(integers(word, 1)[0], integers(word + 16 * along, 1)[0])
 
-    def work(words: int, along: int, count: int, blocks: int, found: int) -> int:
+    # Generated, because Numba has no arrays in registers.
+    lines = ["def transpose(word, along, out, row):"]
+    lines += [f"    a{i} = pair(word + {i} * along, along)" for i in range(8)]
+    for step, mask in ((4, 0x00000000FFFFFFFF), (2, 0x0000FFFF0000FFFF), (1, 0x00FF00FF00FF00FF)):
+        firsts = [i for i in range(8) if not i & step]
+        lines += [f"    a{i}, a{i + step} = swapped(a{i}, a{i + step}, {8 * step}, {mask})" for i in firsts]
+    lines += [f"    longs(out + {i // 2 + 4 * (i % 2)} * row, 1)[0] = a{i}" for i in range(8)]
+    scope = {"pair": pair, "swapped": swapped, "longs": tools.longs}
+    exec("\n".join(lines), scope)
+    transpose = tools.inlined(scope["transpose"])
+
+    def work(words: int, along: int, count: int, blocks: int, out: int) -> int:
         for first in range(0, count, 16):
             for part in range(2 * blocks):
                 for column in range(first, min(first + 16, count)):
                     word = words + (part // 2 * 32 + part % 2 * 8) * along + 4 * column
-                    a0 = pair(word, along)
-                    a1 = pair(word + along, along)
-                    a2 = pair(word + 2 * along, along)
-                    a3 = pair(word + 3 * along, along)
-                    a4 = pair(word + 4 * along, along)
-                    a5 = pair(word + 5 * along, along)
-                    a6 = pair(word + 6 * along, along)
-                    a7 = pair(word + 7 * along, along)
-                    a0, a4 = swapped(a0, a4, 32, 0x00000000FFFFFFFF)
-                    a1, a5 = swapped(a1, a5, 32, 0x00000000FFFFFFFF)
-                    a2, a6 = swapped(a2, a6, 32, 0x00000000FFFFFFFF)
-                    a3, a7 = swapped(a3, a7, 32, 0x00000000FFFFFFFF)
-                    a0, a2 = swapped(a0, a2, 16, 0x0000FFFF0000FFFF)
-                    a1, a3 = swapped(a1, a3, 16, 0x0000FFFF0000FFFF)
-                    a4, a6 = swapped(a4, a6, 16, 0x0000FFFF0000FFFF)
-                    a5, a7 = swapped(a5, a7, 16, 0x0000FFFF0000FFFF)
-                    a0, a1 = swapped(a0, a1, 8, 0x00FF00FF00FF00FF)
-                    a2, a3 = swapped(a2, a3, 8, 0x00FF00FF00FF00FF)
-                    a4, a5 = swapped(a4, a5, 8, 0x00FF00FF00FF00FF)
-                    a6, a7 = swapped(a6, a7, 8, 0x00FF00FF00FF00FF)
-                    to, row = found + 8 * (16 * column * blocks + part), 16 * blocks
-                    longs(to, 1)[0] = a0
-                    longs(to + 4 * row, 1)[0] = a1
-                    longs(to + row, 1)[0] = a2
-                    longs(to + 5 * row, 1)[0] = a3
-                    longs(to + 2 * row, 1)[0] = a4
-                    longs(to + 6 * row, 1)[0] = a5
-                    longs(to + 3 * row, 1)[0] = a6
-                    longs(to + 7 * row, 1)[0] = a7
+                    transpose(word, along, out + 8 * (16 * column * blocks + part), 16 * blocks)
         return 0
 
     return work
@@ -147,8 +130,8 @@ def _from_awq(tools: Tools) -> Any:
 def _magnitudes(tools: Tools) -> Any:
     integers, halves, floats, float_of, wide = tools.integers, tools.halves, tools.floats, tools.float_of, tools.half
 
-    def work(matrix: int, kind: int, rows: int, columns: int, found: int) -> int:
-        out = floats(found, rows)
+    def work(matrix: int, kind: int, rows: int, columns: int, to: int) -> int:
+        out = floats(to, rows)
         for row in range(rows):
             # Magnitudes are in the order of their bits.
             if kind == 0:
@@ -186,11 +169,11 @@ def _codes(tools: Tools) -> Any:
         code = small if float_of(size) < limit else np.int32(normal - np.int32(960))
         return np.int32(code | (raw >> np.int32(24) & np.int32(0x80)))
 
-    def work(matrix: int, kind: int, rows: int, columns: int, scales: int, is_fp8: int, found: int) -> int:
+    def work(matrix: int, kind: int, rows: int, columns: int, scales: int, is_fp8: int, to: int) -> int:
         every = floats(scales, rows)
         for row in range(rows):
             scale = every[row] if every[row] != 0 else one
-            out = octets(found + row * columns, columns)
+            out = octets(to + row * columns, columns)
             if kind == 0:
                 long = floats(matrix + 4 * row * columns, columns)
                 if is_fp8:

@@ -1,9 +1,9 @@
 """The product of a few float32 rows and a stored matrix on a CPU, in the time of reading the matrix once.
 
 XLA:CPU takes nearly twice as long for four rows as for one, and writes a float32 copy of a bfloat16 weight in every
-call. These kernels read each weight once for up to four rows, and widen it in registers. The order of a row's sums does
-not depend on the number of rows, so its result is bit for bit that of the row alone. Read `_product`, then `adder`; the
-transposed product is that of `quantised` with codes that are weights.
+call. These kernels read each weight once for up to four rows and widen it in registers. The order of a row's sums does
+not depend on the number of rows, so its result has the bits of the row alone. Read `_product`, then `adder`; the
+transposed product is the one of `quantised` with weights as codes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES
 
 MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
-TOGETHER = 4  # rows of x that share one widened weight
-DEEP = 8  # rows of the matrix that are read side by side, so that sums are loaded and stored once for all of them
+TOGETHER = 4  # rows of x that share a widened weight
+DEEP = 8  # rows of the matrix that share one load and store of the sums
 PARTS = 8  # partial sums of a narrow matrix, so that threads share the work and read long runs of memory
 WIDE = 4096  # columns of a tile, at most
 TRANSPOSED_TILE = 512  # rows of a transposed matrix in one tile
@@ -30,7 +30,7 @@ STORED = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of a matrix, and 
 
 
 def parts_of(depth: int, columns: int) -> int:
-    """The number of partial sums of a product with a [depth, columns] matrix; 0: no number fits."""
+    """The number of partial sums of a product with a [depth, columns] matrix; 0: there is no kernel."""
     if columns == 0 or depth == 0:
         return 0
     parts = max(1, PARTS // ((columns + WIDE - 1) // WIDE))
@@ -40,10 +40,8 @@ def parts_of(depth: int, columns: int) -> int:
 
 
 def takes(rows: int, height: int, width: int, dtype: Any, *, transposed: bool = False) -> bool:
-    """Whether `multiply` can be called here for this number of rows and a [height, width] matrix.
-
-    The first call loads the kernel or compiles it, which takes seconds.
-    """
+    """True if `multiply` supports this number of rows and a [height, width] matrix. The first call loads the kernel or
+    compiles it, which takes seconds."""
     name = jnp.dtype(dtype).name
     divides = height > 0 < width and width % LANES == 0 if transposed else parts_of(height, width) > 0
     fits = 0 < rows <= MOST_ROWS and name in STORED and divides
@@ -51,7 +49,7 @@ def takes(rows: int, height: int, width: int, dtype: Any, *, transposed: bool = 
 
 
 def unmet(dtype: str, transposed: bool) -> str | None:
-    """The reason why the kernel cannot be called in this process, or None."""
+    """The reason why this process cannot call the kernel, or None."""
     return register(_name(dtype, transposed), partial(_transposed if transposed else _product, dtype=dtype))
 
 
@@ -62,20 +60,19 @@ def _name(dtype: Any, transposed: bool) -> str:
 def multiply(
     x: Float32[Array, "N M"], matrix: Float[Array, "A1 A2"], *, transposed: bool = False
 ) -> Float32[Array, "N W"]:
-    """x times matrix [M, W] or, transposed, times matrix [W, M], if `takes` accepts them. `vmap` calls it in turn."""
+    """x times matrix [M, W] or, transposed, matrix [W, M], if `takes` accepts them. `vmap` calls it in sequence."""
     parts = () if transposed else (parts_of(*matrix.shape),)
     shape = jax.ShapeDtypeStruct((*parts, x.shape[0], matrix.shape[0 if transposed else 1]), jnp.float32)
     kernel = jax.ffi.ffi_call(_name(matrix.dtype, transposed), shape, vmap_method="sequential")
     sums = kernel(x, matrix)
     if transposed:
         return sums
-    # Added one by one: XLA fuses additions into what follows, and keeps a reduction as an operation of its own.
+    # XLA fuses additions with later operations, but not a reduction.
     return sum(sums[1:], start=sums[0])
 
 
 def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
-    """Functions for a matrix of this dtype, (address, count) -> array and stored number -> float32, and the bytes of a
-    number."""
+    """Functions for a matrix of this dtype, (address, count) -> array and number -> float32, and a number's bytes."""
     if dtype != "float32":
         return tools.halves, tools.widened if dtype == "bfloat16" else tools.half, STORED[dtype]
 
@@ -88,11 +85,8 @@ def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
 
 def adder(tools: Tools, dtype: str, rows: int, deep: int) -> Any:
     """Makes add(x, x_apart, matrix, apart, out, out_apart, width) for kernels: it adds to `rows` rows of sums the
-    products of `rows` rows of x, `deep` numbers each, and `deep` rows of a matrix of this dtype.
-
-    Its arguments are addresses, and the distance from one row to the next in numbers. The code is generated, because
-    Numba has no arrays that live in registers.
-    """
+    products of `rows` rows of x, `deep` numbers each, and `deep` rows of a matrix. Arguments are addresses, and numbers
+    from one row to the next. The code is generated because Numba has no arrays in registers."""
     stored, wide, item = _storage(tools, dtype)
     lines = ["def add(x, x_apart, matrix, apart, out, out_apart, width):"]
     lines += [f"    m{m} = stored(matrix + {item * m} * apart, width)" for m in range(deep)]
@@ -111,7 +105,7 @@ def adder(tools: Tools, dtype: str, rows: int, deep: int) -> Any:
 
 def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     """(x [N, M], matrix [M, W]) -> sums [parts, N, W]. A tile is a part of the sums of some columns."""
-    # Local names, because Numba reads functions and numbers from the enclosing scope, but no fields.
+    # Numba reads functions and numbers from the enclosing scope, but no fields.
     floats, item = tools.floats, STORED[dtype]
     argument, size, result = tools.argument, tools.argument_size, tools.result
     add1, add2, add3, add4 = (adder(tools, dtype, rows, DEEP) for rows in range(1, TOGETHER + 1))

@@ -1,12 +1,12 @@
 """Calls kernels from XLA:CPU: a kernel is compiled by Numba, and XLA's threads share its tiles.
 
-A kernel is two functions of a call: the number of its tiles, and the work of one tile. Every thread takes the next free
-tile, including the one that XLA calls, so the call never waits for a helper that has not started. The call's structures
-are those of `xla/ffi/api/c_api.h` in jaxlib's `include`, read as words of 8 bytes. Compiled code reads this process's
-addresses from a table, so it can be reused by other processes (`object_code`).
+A kernel is two functions of a call: the number of its tiles, and the work of one tile. Every thread runs the next free
+tile, including the thread that XLA calls, so the call never blocks on a helper that has not started. The call's
+structures are defined in `xla/ffi/api/c_api.h` of jaxlib's `include`, and read as words of 8 bytes. Compiled code reads
+this process's addresses from a table, so other processes can use it (`object_code`).
 
-`register` makes a kernel callable from a program, `host_function` a function callable without XLA; `Tools` is what the
-code of kernels is written with.
+`register` makes a kernel callable from a program, `host_function` a function callable without XLA. Kernels are written
+with `Tools`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALONE = "specjax_host"
 
 
 class Tools(NamedTuple):
-    """Functions for the code of kernels, beyond Numba's own."""
+    """Functions for kernels that Numba lacks."""
 
     inlined: Callable[[Any], Any]  # decorator: compiled into its callers
     floats: Any  # (address, count) -> float32 array
@@ -61,27 +61,27 @@ class Tools(NamedTuple):
 
 
 def callable_here() -> bool:
-    """Whether this process computes on one CPU device, and SPECJAX_CPU_KERNELS=0 is not set. XLA cannot split a kernel:
-    it would gather the arrays of several devices."""
+    """True if this process computes on one CPU device, and SPECJAX_CPU_KERNELS is not 0. With several devices XLA would
+    gather a kernel's arrays."""
     wanted = os.environ.get("SPECJAX_CPU_KERNELS") != "0"
     return wanted and jax.default_backend() == "cpu" and jax.local_device_count() == 1
 
 
 Build: TypeAlias = Callable[[Tools], tuple[Any, Any]]
-"""Makes the two functions of a kernel, as Numba compiles them: tiles(call) -> int, tile(call, index) -> 0."""
+"""Makes the two functions of a kernel: tiles(call) -> int, tile(call, index) -> 0."""
 
 _LOCK = threading.Lock()  # programs are traced in several threads
 _REGISTERED: dict[str, str | None] = {}
 
 
 def register(name: str, build: Build) -> str | None:
-    """Makes a kernel callable by `jax.ffi.ffi_call`: loads or compiles it, once in a process. If that is impossible
-    here, logs a warning with the reason and returns it."""
+    """Loads or compiles a kernel for `jax.ffi.ffi_call`, once in a process. If that fails, logs a warning with the
+    reason and returns it."""
     with _LOCK:
         if name in _REGISTERED:
             return _REGISTERED[name]
         try:
-            outside = _outside()  # fails before seconds are spent on compiling
+            outside = _outside()  # may fail, before the compilation
             address = object_code.load(object_code.read_or_compile(name, lambda: _compile(build)), _SYMBOLS, outside)
             function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
@@ -94,16 +94,14 @@ def register(name: str, build: Build) -> str | None:
         return reason
 
 
-_HOST_LOCK = threading.Lock()  # separate from `_LOCK`, so that loading a model does not wait for a compiler
+_HOST_LOCK = threading.Lock()  # not `_LOCK`: loading a model must not block on a compiler
 _HOST: dict[str, Any] = {}
 
 
 def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = False) -> Any | None:
-    """A compiled function of integers that ctypes calls without Python's lock and without XLA, on any device.
-
-    None if it is not on disk and `compile` is false, if it cannot be compiled, or if SPECJAX_CPU_KERNELS=0 is set.
-    `build` returns the function that Numba compiles, (int64, ...) -> 0.
-    """
+    """A compiled function of integers that ctypes calls without Python's lock and without XLA, on any device. `build`
+    returns the function that Numba compiles, (int64, ...) -> 0. None if it is not on disk and `compile` is false, if it
+    cannot be compiled, or if SPECJAX_CPU_KERNELS is 0."""
     if os.environ.get("SPECJAX_CPU_KERNELS") == "0":
         return None
     if not compile:
@@ -119,7 +117,7 @@ def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = F
 
 
 def is_missed(name: str) -> bool:
-    """Whether `host_function` was called for this function and returned None."""
+    """True if `host_function` returned None for this function."""
     return name in _HOST and _HOST[name] is None
 
 
@@ -153,7 +151,7 @@ def _outside() -> list[int]:
 
 
 def _interface() -> tuple[int, int, int]:
-    """Places of two functions in XLA_FFI_Api, in words, and its version as XLA_FFI_Api_Version stores it."""
+    """Offsets of two functions in XLA_FFI_Api, in words, and its version as XLA_FFI_Api_Version stores it."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)
     numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]
@@ -173,8 +171,8 @@ def _compile(build: Build) -> bytes:
 
 @functools.cache
 def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[[Any], Any]]:
-    """The tools; a function from a kernel's two functions to the four of `_SYMBOLS`, the first of which is the handler,
-    XLA_FFI_Error* (XLA_FFI_CallFrame*); and a function that compiles a function of int64 for `host_function`."""
+    """The tools; a function that compiles a kernel's two functions to the four of `_SYMBOLS` (the first is the handler,
+    XLA_FFI_Error* (XLA_FFI_CallFrame*)); and a function that compiles a function of int64 for `host_function`."""
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
@@ -183,12 +181,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
     # Products and sums may be fused, but not reordered.
     options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
 
-    # Unwrapped, because the tests wrap every function of the package to check its arguments.
+    # Unwrapped, because the tests wrap every function to check its arguments.
     def inlined(function: Any) -> Any:
         return numba.njit(inline="always", **options)(inspect.unwrap(function))
 
-    # Compiled once for all kernels, and inlined by LLVM. Numba's own inlining copies the function at each call, which
-    # takes a fifth of a kernel's compilation.
+    # Compiled once for all kernels, and inlined by LLVM. Numba's inlining takes a fifth of a kernel's compilation.
     def shared(function: Any) -> Any:
         return numba.njit(**options)(inspect.unwrap(function))
 
@@ -228,7 +225,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
     @entry(one)
     def work(state: int) -> int:
-        """Runs tiles until none are left."""
+        """Runs tiles while any are free."""
         s = words(state, _WORDS)
         while True:
             taken = add(state + 8 * _NEXT, 1)
@@ -287,8 +284,8 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
-    """Instructions that Numba lacks: a maker of functions from an address to a pointer; the four conversions of
-    `Tools`; atomic addition and loading; a call by address; a word of the table; a maker of functions in LLVM IR."""
+    """Instructions that Numba lacks: from an address to a pointer; the four conversions of `Tools`; atomic addition and
+    loading; a call by address; a word of the table; functions in LLVM IR."""
     ir: Any = importlib.import_module("llvmlite.ir")
     word, types = ir.IntType(64), numba.types
     pointer = word.as_pointer()
@@ -299,7 +296,7 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
         def code(context: Any, builder: Any, typed: Any, values: Any) -> Any:
             return generate(builder, values, context.get_value_type(typed.return_type))
 
-        # Numba takes the number of arguments from the function's own signature.
+        # Numba reads the number of arguments from the signature.
         names = ", ".join(f"a{i}" for i in range(len(signature.args)))
         typed = eval(f"lambda context, {names}: (signature, code)", {"signature": signature, "code": code})
         return numba.extending.intrinsic(typed)

@@ -1,4 +1,4 @@
-"""LLVM vectors for the code of kernels. LLVM maps them to the vectors of any processor."""
+"""LLVM vectors for kernels. LLVM maps them to the vectors of any processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lanes() -> int:
 
 
 class Vectors:
-    """Adds to an LLVM builder float32 vectors of this processor's width, loads from addresses, and variables."""
+    """An LLVM builder with float32 vectors of this processor's width, loads from addresses, and variables."""
 
     def __init__(self, b: Any) -> None:
         self.b = b
@@ -47,9 +47,9 @@ class Vectors:
         """Stores a float or a vector of floats at an address of a float."""
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=4)
 
-    def fused(self, one: Any, other: Any, added: Any) -> Any:
-        function = self.function(f"llvm.fmuladd.v{one.type.count}f32", *[one.type] * 3)
-        return self.b.call(function, [one, other, added])
+    def fused(self, factor: Any, other: Any, added: Any) -> Any:
+        function = self.function(f"llvm.fmuladd.v{factor.type.count}f32", *[factor.type] * 3)
+        return self.b.call(function, [factor, other, added])
 
     def function(self, name: str, *arguments: Any) -> Any:
         """An LLVM function whose result has the type of its first argument."""
@@ -59,11 +59,11 @@ class Vectors:
     def splat(self, number: Any) -> Any:
         kind, places = self.vector(number.type), self.vector(self.ir.IntType(32))
         nothing = self.ir.Constant(kind, self.ir.Undefined)
-        one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
-        return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
+        first = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
+        return self.b.shuffle_vector(first, nothing, self.constant(places, 0))
 
     def total(self, lanes: Any) -> Any:
-        """The sum of a vector: its halves are added until one number is left."""
+        """The sum of a vector, by adding halves."""
         count = lanes.type.count
         while count > 1:
             count //= 2
@@ -82,10 +82,10 @@ class Vectors:
             vectors = [self.b.fadd(self.shuffled(*pair, first), self.shuffled(*pair, second)) for pair in pairs]
         return vectors[0]
 
-    def shuffled(self, one: Any, other: Any, places: list[int]) -> Any:
-        """The numbers of two vectors at these places; the second vector's places follow the first's."""
+    def shuffled(self, first: Any, second: Any, places: list[int]) -> Any:
+        """The numbers at these places of two concatenated vectors."""
         kind = self.ir.VectorType(self.ir.IntType(32), len(places))
-        return self.b.shuffle_vector(one, other, self.ir.Constant(kind, places))
+        return self.b.shuffle_vector(first, second, self.ir.Constant(kind, places))
 
     def prefetch(self, address: Any) -> None:
         """Prefetches the cache line at an address."""
