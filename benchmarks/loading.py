@@ -133,7 +133,7 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
     import jax
     import specjax_kernels  # noqa: F401 (as the engine has it before it loads)
 
-    import specjax.models.llama  # noqa: F401 (the same: its target is made first)
+    import specjax.models.families  # noqa: F401 (imported when the target is built)
     from specjax import checkpoint
     from specjax.compiling import use_compilation_cache
 
