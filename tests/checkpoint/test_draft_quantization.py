@@ -180,7 +180,7 @@ def test_weights_that_are_quantised_already_are_refused_before_any_are_read(save
         ("--model", str(tmp_path / "mtp"), "--speculative-algorithm", "MTP"),
     ):
         assert command.main([*argv, FLAG, "int8", "--dry-run"]) == 2
-        assert f"{FLAG} int8 is for float weights, and those of " in capsys.readouterr().err
+        assert f"{FLAG} int8 is for float weights, and " in capsys.readouterr().err
         assert command.main([*argv, "--dry-run", "--assume-device", "h200"]) in (0, 1), "they stay as they are"
         capsys.readouterr()
     chosen = Standalone(str(tmp_path / "small"), quantization="int8")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, dequantize
 
+from specjax.checkpoint.parameters import make_leaf
 from specjax.checkpoint.quantised import BLOCK_TYPES, read_blocks
-from specjax.checkpoint.quantised_matrix import make_leaf
 from specjax.models.params import Leaf, Scope, Tensor
 
 

@@ -43,8 +43,8 @@ def test_every_combination(stored, quantization):
     elif quantization == stored:
         assert effective_quantization("m", hf_config, config, quantization) == "auto", "they are stored so"
     else:
-        message = f"quantization {quantization} is for float weights, and those of m are quantised already ({stored});"
-        with pytest.raises(CheckpointError, match=f"^{re.escape(message)} auto keeps them .* none dequantises them$"):
+        message = f"quantization {quantization} is for float weights, and m is quantised already ({stored});"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)} auto keeps its .* none dequantises them$"):
             effective_quantization("m", hf_config, config, quantization)
 
 
@@ -102,7 +102,7 @@ def test_refused_before_weights_are_read_naming_where_it_was_set(quantised, tmp_
     }.items():
         assert command.main([*model, *argv, "--dry-run"]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"specjax serve: {place} is for float weights, and those of {tmp_path}"), line
+        assert line.startswith(f"specjax serve: {place} is for float weights, and {tmp_path}"), line
     with pytest.raises(CheckpointError, match=r"^--quantization int4 is for float weights"):
         build.make_engine(
             flags.Settings(model=flags.ModelSettings(model=str(quantised), quantization="int4")), progress=False

@@ -1,6 +1,6 @@
 """Host functions for loading: codes of 4 bits from published words to `Quantised`'s layout, and 8-bit quantisation.
 
-They work on numpy arrays, whatever the device, and equal `specjax.checkpoint.quantised_matrix` and
+They work on numpy arrays, whatever the device, and equal `specjax.checkpoint.quantised` and
 `specjax_kernels.quantise` bit for bit. Every function returns False, with nothing written, where it is not compiled:
 loading does not wait for a compiler. `prepare` compiles them for later processes.
 """
