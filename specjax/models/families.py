@@ -24,16 +24,7 @@ from specjax.config import ModelConfig
 from specjax.models import deepseek
 from specjax.models.blocks import Activation, Past
 from specjax.models.decoder import Family, Layer, decoder_table, mixed_table
-from specjax.models.params import (
-    ATTENTION_NORM,
-    HEAD_NORMS,
-    MLP_NORM,
-    Leaf,
-    Table,
-    attention_leaves,
-    mlp_leaves,
-    norm,
-)
+from specjax.models.params import ATTENTION_NORM, HEAD_NORMS, MLP_NORM, Leaf, Table, attention_leaves, mlp_leaves, norm
 from specjax.models.rope import Rotation
 from specjax.types import Hidden, Positions
 
@@ -79,10 +70,7 @@ class GemmaLayer(Layer):
         return x + self.norm("mlp_output_norm", self.feed(x)), block
 
 
-def _gemma_input_scale(config: ModelConfig) -> float:
-    return math.sqrt(config.hidden_size)
-
-
+_GEMMA: Any = {"layer": GemmaLayer, "input_scale": lambda config: math.sqrt(config.hidden_size)}
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(_llama),
@@ -90,8 +78,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family(partial(_llama, head_norms=HEAD_NORMS)),
         "qwen3_moe": Family(_qwen3_moe),
         "phi3": Family(partial(_llama, fused=True)),
-        "gemma2": Family(_gemma, GemmaLayer, _gemma_input_scale),
-        "gemma3": Family(partial(_gemma, head_norms=HEAD_NORMS), GemmaLayer, _gemma_input_scale),
+        "gemma2": Family(_gemma, **_GEMMA),
+        "gemma3": Family(partial(_gemma, head_norms=HEAD_NORMS), **_GEMMA),
         "deepseek_v3": deepseek.FAMILY,
     }
 )
