@@ -34,7 +34,7 @@ from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_drafter, checked_observe, checked_propose
-from specjax.models.ragged import Ragged
+from specjax.models.blocks import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (

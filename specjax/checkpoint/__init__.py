@@ -1,9 +1,10 @@
 """Models on disk to a ``ModelConfig``, the parameter tree and a tokenizer; and the draft heads that ship with specjax.
 
-Read in this order: ``hub`` (a name to files), ``hf_config``, ``weights`` (tensors in files), ``parameters`` (the
-parameter tree), ``quantised`` and ``quantised_matrix``, ``gguf``, ``draft_head`` with ``torch_files``, ``token_map``
-and ``shipped``, ``tokenizer``, ``prompts``. Functions raise ``CheckpointError`` for files that are absent, damaged or
-not supported. torch is never imported; jax, transformers, gguf and the hub's client only where they are needed.
+Read in this order: ``files`` (checked JSON, atomic writing), ``hub`` (a name to files), ``hf_config`` (config.json),
+``weights`` (tensors in files), ``quantised`` (formats of quantised matrices), ``parameters`` (the parameter tree),
+``gguf``; ``draft_head``, with ``torch_files``, ``token_map`` and ``shipped``; ``tokenizer`` and ``prompts``. Functions
+raise ``CheckpointError`` for files that are absent, damaged or not supported. torch is never imported; jax,
+transformers, gguf and the hub's client only where they are needed.
 """
 
 from specjax.checkpoint.draft_head import describe_head, load_head, load_mtp, mtp_config, mtp_method

@@ -1,8 +1,8 @@
 """Draft heads: EAGLE, EAGLE-2, EAGLE-3 and MTP heads in folders of their own, and MTP layers in a target's shards.
 
-The tensors decide the description, and all is checked against the target before weights are read: a head of another
-target would be slow and never wrong, so nobody would notice. In order: loading, a head's description, its checks, the
-published layouts of tensors and of config.json, MTP layers.
+The tensors decide the description. Everything is checked against the target before weights are read, because a head of
+another target would only be slow, without an error. In order: loading, a head's description, its checks, the published
+layouts of tensors and of config.json, MTP layers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
 QKV = f"{LAYER}self_attn.qkv_proj"
 GATE, UP, GATE_UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down"))
 
-# Prefixes of published tensors, and their common form. speculators' converter renamed EAGLE-1's fc and layers.0; its
-# EAGLE-3 heads and NeMo's have layers.0. MiMo has the projection and the decoder layer under one prefix.
+# Prefixes of published tensors and their common form. speculators' converter renames EAGLE-1's fc and layers.0. EAGLE-3
+# heads of speculators and NeMo have layers.0. MiMo has the projection and the decoder layer under one prefix.
 _RENAMED = (
     (r"model\.", ""), (r"layers\.0\.", LAYER), (r"transformer\.", LAYER), (r"fusion_fc\.", "fc."),
     (r"mtp_layers\.0\.input_proj\.", "fc."), (r"mtp_layers\.0\.", LAYER),
 )  # fmt: skip
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# EAGLE-3.1 and NVIDIA's variants. norm_output has no tensor: it feeds the head with normed outputs.
+# EAGLE-3.1 and NVIDIA's variants. norm_output has no tensor: the head reads normed outputs.
 _UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")
 
 
@@ -65,24 +65,23 @@ def load_head(
     Args:
       name: a folder or a hub id; ``revision`` is for the latter.
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
-      kind: required kind; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer such as MiMo's in a folder of its own.
-      quantization: of its matrices: none, fp8, int8 or int4. The text is the target's in any case.
+      kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, or ``mtp`` for a layer such as MiMo's in a folder of its own.
+      quantization: of its matrices: none, fp8, int8 or int4.
       mesh: as in ``load_params``.
-      target_embedding: returns the target's embedding ``[V, M]``, so that an equal one is not kept twice. Called only
-        for a head with an embedding.
+      target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
 
     Returns:
       The head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
 
     Raises:
-      CheckpointError: no such head, another kind or target, or not supported; begins with the name.
+      CheckpointError: no such head, an unsupported head, or a head of another kind or target.
     """
     import jax
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _describe(name, folder, target, head_spec(kind))
-        # Two roundings of one number to half precision differ by less than the tolerances.
+        # The tolerances exceed the difference between roundings of one number to half precision.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
         ):
@@ -100,8 +99,8 @@ def load_head(
 def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True
 ) -> HeadConfig:
-    """The description that `load_head` returns, from config.json and the headers of the weights if there are any. An
-    embedding in the files counts as the head's own, since it is not compared with the target's."""
+    """The description that `load_head` returns, from config.json and the headers of weights if present. An embedding in
+    the files is not compared with the target's."""
     with prefixed(name):
         folder, spec = resolve_head(name, revision=revision, progress=progress, outline=True), head_spec(kind)
         if not any((folder / file).is_file() for layout in LAYOUTS for file in layout):
@@ -109,13 +108,10 @@ def describe_head(
         return _describe(name, folder, target, spec)[1]
 
 
-# The description.
-
-
 def _describe(
     name: str, folder: Path, target: ModelConfig, spec: HeadSpec
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
-    """The head's tensors, its description, and the target's ids of its vocabulary unless that is the target's."""
+    """The head's tensors, its description, and the target's ids of its vocabulary; None: the target's vocabulary."""
     settings = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
     _check_kind(tensors, spec)
@@ -148,7 +144,7 @@ def _describe(
 
 
 def _published(settings: Settings, target: ModelConfig, spec: HeadSpec) -> HeadConfig:
-    """The description of a head without weights, whose tensors are assumed to be those of published heads."""
+    """The description of a head without weights, with the tensors of published heads."""
     heads, width = settings.integer("num_attention_heads"), settings.integer("hidden_size", target.hidden_size)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
     head_dim = settings.integer("head_dim", width // heads)
@@ -169,10 +165,10 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec) -> HeadC
 
 
 def _config_fields(settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int) -> dict[str, Any]:
-    """The fields of `HeadConfig` that config.json and the target decide."""
+    """The fields of `HeadConfig` that depend on config.json and the target alone."""
     aux_layers = aux_layer_ids(settings, target.num_layers) if spec.reads_layers else ()
     positions = settings.integer("max_position_embeddings", 2048)
-    # An absent theta is 10000, whatever the target's.
+    # An absent theta is 10000, independent of the target's.
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
     longest = scaled_positions(rope, positions) if "max_position_embeddings" in settings else target.max_positions
     return {
@@ -189,7 +185,6 @@ def _config_fields(settings: Settings, target: ModelConfig, spec: HeadSpec, head
 
 
 def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
-    """All tensors as views of the files."""
     if files[0].suffix == ".safetensors":
         return {name: entry.read(integers=True) for name, entry in read_headers(files).items()}
 
@@ -203,7 +198,7 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
 
 
 def _attention_sizes(tensors: HeadTensors, heads: int, settings: Settings) -> tuple[int, int]:
-    """E and K. The weights decide K: EAGLE-Qwen2-7B's config says 4, and its weights have 28."""
+    """E and K. K follows from the weights: EAGLE-Qwen2-7B's config says 4, and its weights have 28."""
     output, fused = f"{O}.weight", f"{QKV}.weight"
     columns = tensors.matrix(output).shape[1]
     size = settings.integer("head_dim", columns // heads or 1)
@@ -218,10 +213,8 @@ def _attention_sizes(tensors: HeadTensors, heads: int, settings: Settings) -> tu
 
 
 def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray | None:
-    """The target's id of each of the head's, int32 ``[W]``; None if they are the same.
-
-    ``d2t`` holds offsets: target id = draft id + d2t[draft id]. ``t2d``, the mask of these target ids, is not read.
-    """
+    """The target's id of each of the head's tokens, int32 ``[W]``; None if they are equal. ``d2t`` holds offsets:
+    target id = draft id + d2t[draft id]. ``t2d``, the mask of these target ids, is not read."""
     offsets, draft_ids = tensors.arrays.get(OFFSETS), np.arange(vocab_size)
     if offsets is None:
         if vocab_size != target_size:
@@ -237,18 +230,15 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
     return None if vocab_size == target_size and np.array_equal(ids, draft_ids) else ids
 
 
-# Checks.
-
-
 def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
-    """The input width of attention identifies the kind; among kinds of one width, a tensor that only one kind has."""
+    """The kind follows from the input width of attention, and from a tensor that only one kind has."""
     query = f"{QKV if tensors.has(f'{QKV}.weight') else Q}.weight"
     width, read = tensors.matrix(FC).shape[0], tensors.matrix(query).shape[1]
     marked_first = sorted(heads_of.HEAD_SPECS.values(), key=lambda row: row.mark is None)
-    fitting = (
+    matching = (
         row for row in marked_first if read == row.query_parts * width and (not row.mark or tensors.has(row.mark))
     )
-    if (actual := next(fitting, None)) is not spec:
+    if (actual := next(matching, None)) is not spec:
         kind = f"a head for {actual.algorithm}" if actual else "of no kind that is supported"
         widths = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in heads_of.HEAD_SPECS.values())
         sizes = f"{tensors.label(query)} reads {read} numbers, {tensors.label(FC)} gives {width}; supported: {widths}"
@@ -275,14 +265,14 @@ def _check_target(tensors: HeadTensors, settings: Settings, target: ModelConfig,
 
 
 def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig) -> None:
-    """Refuse missing, misshapen and unknown tensors, and parameters that are not floats; names are the file's."""
+    """Refuse missing, misshapen and unknown tensors, and parameters that are not floats, under the file's names."""
     spec, arrays = head_spec(config.kind), tensors.arrays
     rules = list(placements(head_table(config), head_sizes(config, target.vocab_size)))
     optional = {tensors.names.get(name, name) for name in ((MASK, OFFSETS) if spec.own_ends else (EMBED,))}
     names = {rule.tensor: tensors.names.get(rule.tensor, published_name(spec, rule.tensor)) for rule in rules}
     shapes = {tensors.names[name]: array.shape for name, array in arrays.items()}
-    wanted = [replace(rule, tensor=names[rule.tensor]) for rule in rules]
-    problems = misfits(shapes, wanted, f"{spec.algorithm} heads", optional)
+    expected = [replace(rule, tensor=names[rule.tensor]) for rule in rules]
+    problems = misfits(shapes, expected, f"{spec.algorithm} heads", optional)
     if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in arrays):
         problems += " (EAGLE-3.1, whose extra norms are not supported)"
     integers = {name for name in names.keys() & arrays.keys() if arrays[name].dtype not in DTYPES.values()}
@@ -293,9 +283,6 @@ def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig
         raise CheckpointError(f"unsupported draft head; {problems.removeprefix('; ')}")
 
 
-# Published layouts. Tensors differ in prefixes, and some projections are fused.
-
-
 @dataclass(frozen=True)
 class HeadTensors:
     """The tensors of a head under the names of ``specjax.models.head_spec``."""
@@ -304,11 +291,11 @@ class HeadTensors:
     names: Mapping[str, str]  # common name -> name in the file, for messages
 
     def label(self, name: str) -> str:
-        """The name in the file and the shape, for messages."""
+        """Name in the file and shape, for messages."""
         return f"{self.names.get(name, name)} {list(self.arrays[name].shape)}"
 
     def has(self, *names: str) -> bool:
-        """Whether any of ``names`` is present."""
+        """True if any of ``names`` is present."""
         return any(name in self.arrays for name in names)
 
     def matrix(self, name: str) -> np.ndarray:
@@ -321,7 +308,7 @@ class HeadTensors:
 
 
 def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
-    """``tensors`` of one layer under their common names."""
+    """The tensors of a head's files under their common names."""
     layers = {int(match[1]) for name in tensors if (match := re.match(r"(?:model\.)?(?:mtp_)?layers\.(\d+)\.", name))}
     if len(layers) > 1:
         raise CheckpointError(f"it has {len(layers)} decoder layers; heads of 1 layer are supported")
@@ -338,7 +325,7 @@ def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
 
 
 def published_name(spec: HeadSpec, name: str) -> str:
-    """The common name ``name`` as heads of that kind are published; the inverse of ``common_names``."""
+    """The published name of a common name, the inverse of ``common_names``."""
     for common, published in spec.published:
         if name.startswith(common):
             return published + name.removeprefix(common)
@@ -362,15 +349,14 @@ def _split_fused(tensors: HeadTensors, query_rows: int, kv_rows: int) -> HeadTen
 
 
 def layer_config(config: Settings) -> Settings:
-    """The settings of the head and of its layer in one mapping without nulls; speculators and NeMo nest the layer's in
-    ``transformer_layer_config``."""
+    """Settings of the head and of its layer without nulls. speculators and NeMo nest the layer's settings in
+    ``transformer_layer_config``, whose rotary embedding replaces the head's as a whole."""
     nested = config.section("transformer_layer_config")
-    # The layer's rotary embedding replaces the head's as a whole: parts of both would contradict each other.
     ropes = {"rope_theta", *ROPE_SECTIONS}
     hidden = ropes if any(nested.get(key) is not None for key in ropes) else set()
     outer = {key: value for key, value in config.items() if key not in hidden}
     settings = Settings((key, value) for part in (outer, nested) for key, value in part.items() if value is not None)
-    # Qwen2 configs have a window that is switched off.
+    # Qwen2 configs have a window that is disabled.
     if not settings.get("use_sliding_window", True):
         settings.pop("sliding_window", None)
     refuse_unsupported(settings, SILU | NO_WINDOW | {"quantization_config": ({}, "none")})
@@ -381,12 +367,12 @@ def layer_config(config: Settings) -> Settings:
 
 
 def aux_layer_ids(settings: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The target's layers, 0-based, whose outputs the head reads, in its order; ``settings`` is from ``layer_config``.
+    """The target's layers, 0-based, whose outputs the head reads. ``settings`` is from ``layer_config``.
 
-    In ``eagle_config``, id j is the output of layer j. At the top level, where speculators writes them for vLLM, id j
-    is the input of layer j, the output of j - 1. But speculators' converter copies the ids of older heads unchanged
-    ([1, 46, 90] for 94 layers: speculators#142). As in sglang#25454, ids that begin with 1 are outputs: no head reads
-    the output of layer 0.
+    In ``eagle_config``, id j is the output of layer j. At the top level, where speculators writes ids for vLLM, id j is
+    the input of layer j, the output of j - 1. However, speculators' converter copies ids of older heads unchanged
+    ([1, 46, 90] for 94 layers: speculators#142). As in sglang#25454, ids that begin with 1 are outputs, because no head
+    reads the output of layer 0.
     """
     nested = Settings(settings).section("eagle_config").get(AUX_LAYERS_KEY)
     key = f"eagle_config.{AUX_LAYERS_KEY}" if nested else AUX_LAYERS_KEY
@@ -404,11 +390,8 @@ def aux_layer_ids(settings: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     return aux_layers
 
 
-# MTP layers in the target's shards.
-
-
 def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
-    """The MTP layers of a model; None if it has none. Reads headers, or config.json alone if there are no weights."""
+    """The MTP layers of a model; None if it has none. Reads headers, or only config.json if there are no weights."""
     if files.weights:
         return mtp_spec.mtp_config(matrices(files).keys(), config)
     settings, key = Settings(files.config), "num_nextn_predict_layers"
@@ -418,8 +401,7 @@ def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
 
 
 def mtp_method(files: ModelFiles, config: ModelConfig) -> str | None:
-    """The `quant_method` of a model's MTP layers; None if their weights are float. Reads headers only; without weights
-    the model's own method."""
+    """The `quant_method` of a model's MTP layers, or without weights of the model; None if their weights are float."""
     method = Settings(files.config).section("quantization_config").get("quant_method")
     if not files.weights or method is None:
         return method
@@ -432,15 +414,9 @@ def load_mtp(
     files: ModelFiles, target: ModelConfig, config: MtpConfig, *, quantization: str = "auto", progress: bool = True,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read the layers of ``mtp_config``, which use the target's embedding and output matrix; arguments as for
-    ``load_params``.
-
-    Returns:
-      The parameters that ``specjax.models.mtp_spec.mtp_table`` declares.
-
-    Raises:
-      CheckpointError: a tensor is missing, left over or misshapen, or a copy of a target's matrix differs from it.
-    """
+    """The parameters that ``specjax.models.mtp_spec.mtp_table`` declares for the layers of ``mtp_config``; arguments as
+    for ``load_params``. Raises CheckpointError if a tensor is missing, left over or misshapen, or if a copy of the
+    target's embedding or output matrix differs from it."""
     tensors, style = matrices(files), STYLES[config.style]
     names = mtp_tensors(tensors.keys(), target)
     declared, sizes = mtp_table(config), mtp_sizes(config)

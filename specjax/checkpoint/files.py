@@ -1,7 +1,7 @@
-"""JSON files with checked values, files that are written whole or not at all, locks, and the cache folder.
+"""Errors, JSON files with checked values, atomic writing of files and folders, locks, and the cache folder.
 
-A process may be killed at any time, so a file or folder is filled under another name and then renamed. A folder in the
-cache is used only while its files have the sizes that were recorded when it was built.
+Files and folders are written under another name and then renamed, because a process may be killed at any time. A folder
+in the cache is used only while its files have the sizes recorded when it was built.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class CheckpointError(ValueError):
     """A model cannot be found, read or run. The message names the value, where it was set, and which values work."""
 
 
+class CheckpointOptionError(ParameterError, CheckpointError):
+    """An option does not fit the checkpoint, or its value is the path of a checkpoint with an error."""
+
+
 @contextmanager
 def prefixed(label: str) -> Iterator[None]:
-    """Within the context, messages of ``CheckpointError`` begin with ``label``."""
+    """Prefix messages of ``CheckpointError`` with ``label``."""
     try:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{label}: {error}") from error
-
-
-class CheckpointOptionError(ParameterError, CheckpointError):
-    """An option does not suit the checkpoint, or its value is the path of a checkpoint with an error."""
 
 
 def listed(names: Iterable[object], limit: int = 12) -> str:
@@ -49,29 +49,22 @@ def listed(names: Iterable[object], limit: int = 12) -> str:
     return ", ".join(ordered[:limit]) + more
 
 
-# Values of a config.json.
-
-
 def invalid(key: str, value: object, needed: str) -> CheckpointError:
-    """The error for a value of config.json of the wrong type or out of range."""
     return CheckpointError(f"config.json: {key} is {value!r:.80}; {needed} is needed")
 
 
 def unsupported(key: str, value: object, supported: str) -> CheckpointError:
-    """The error for a value of config.json that is not implemented."""
     return CheckpointError(f"config.json: {key} is {value!r:.80}; supported: {supported}")
 
 
 class Settings(dict[str, Any]):
-    """A JSON object of config.json, whose values are checked when they are read. Null means absent, as in
-    transformers."""
+    """A JSON object whose values are checked when they are read. Null means absent, as in transformers."""
 
     def optional(self, key: str, default: Any) -> Any:
         value = self.get(key)
         return default if value is None else value
 
     def section(self, key: str) -> Settings:
-        """An object; empty if it is absent."""
         if not isinstance(value := self.get(key) or {}, Mapping):
             raise invalid(key, value, "an object")
         return Settings(value)
@@ -90,7 +83,7 @@ class Settings(dict[str, Any]):
         value = self.optional(key, default)
         if value is None:
             raise KeyError(key)
-        # Python's JSON has Infinity and integers beyond the range of a float.
+        # Python's JSON allows Infinity and integers beyond the range of floats.
         if type(value) not in (int, float) or not 0 < value < 1e300:
             raise invalid(key, value, "a positive number")
         return float(value)
@@ -109,7 +102,7 @@ class Settings(dict[str, Any]):
 
 
 def read_json(file: Path, name: str) -> Settings:
-    """The JSON object in ``file``; ``name`` is the model's name, for messages."""
+    """The JSON object in ``file``. ``name``: the model's name, for messages."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -121,12 +114,9 @@ def read_json(file: Path, name: str) -> Settings:
     return Settings(value)
 
 
-# Writing.
-
-
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path to write; it becomes ``file``, or what that links to, when the block ends without an error."""
+    """Yield a path to write. It becomes ``file``, or the target of that link, when the block ends without an error."""
     target = file.resolve()
     draft = target.with_name(f".{target.name}.{os.getpid()}{file.suffix}")  # writers look at the suffix
     try:
@@ -138,24 +128,23 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def _sync(file: Path) -> None:
-    """Write ``file`` to the disk; some file systems report only here that they are full."""
+    """Flush ``file`` to disk. Some file systems report only here that they are full."""
     if file.is_file():
         with file.open("r+b") as stream:
             os.fsync(stream.fileno())
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace ``file`` by ``text`` in UTF-8."""
     with replacing(file) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; it becomes ``folder`` when the block ends without an error.
+    """Yield an empty folder to fill. It becomes ``folder`` when the block ends without an error.
 
-    One process at a time. ``folder`` is absent for an instant between two renames; if the process is killed there, the
-    next call restores the old folder first.
+    For one process at a time. If the process is killed between the two renames, when ``folder`` is absent, the next
+    call restores the old folder.
     """
     target = folder.resolve()
     draft, old = (target.with_name(f".{target.name}.{state}") for state in ("partial", "before"))
@@ -180,10 +169,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def try_lock(file: Path) -> AcquireReturnProxy | None:
-    """Take the lock ``file``; None if another process has it.
-
-    Leaving the result's context, or the end of the process, frees the lock; the file stays.
-    """
+    """Take the lock ``file``; None if another process has it. Leaving the result's context frees the lock."""
     try:
         return FileLock(file).acquire(timeout=0)
     except Timeout:
@@ -192,7 +178,7 @@ def try_lock(file: Path) -> AcquireReturnProxy | None:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold the lock ``file`` while its neighbours are written; an ``OSError`` becomes a ``CheckpointError``."""
+    """Hold the lock ``file``. An ``OSError`` becomes a ``CheckpointError``."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if (lock := try_lock(file)) is None:
@@ -213,7 +199,7 @@ def default_cache_dir() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``folder`` holds every file it was built with, at its full size."""
+    """True if ``folder`` holds every file it was built with, at its full size."""
     try:
         sizes = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -222,11 +208,11 @@ def is_complete(folder: Path) -> bool:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``folder``. If it is absent or damaged, it is first built: ``build`` fills an empty folder."""
+    """Return ``folder``. If it is absent or damaged, ``build`` first fills an empty folder."""
     if is_complete(folder):
         return folder
     with locked(folder.with_name(folder.name + ".lock")):
-        if is_complete(folder):  # another process built it while this one waited
+        if is_complete(folder):  # built by another process in the meantime
             return folder
         if folder.exists():
             logger.warning("%s is incomplete or damaged; building it again", folder)
@@ -238,6 +224,5 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def sha256(file: Path) -> str:
-    """Hex digest of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

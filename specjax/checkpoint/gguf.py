@@ -1,11 +1,10 @@
-"""A GGUF file to a folder in the Hugging Face layout; quantised matrices keep their blocks (see `quantised.py`).
+"""Conversion of a GGUF file to a folder in the Hugging Face layout. Quantised matrices keep their blocks (`quantised`).
 
-The other modules do not depend on llama.cpp's metadata keys and tensor names. In order: the conversion, config.json,
-weights, the tokenizer. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+In order: config.json, weights, tokenizer. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 A GGUF file holds a vocabulary and merges, but only the *name* of the rule that splits a text into words before merging.
-The rules here are from the models' own tokenizer.json files. An unknown name is refused: a wrong rule gives wrong
-tokens without an error.
+The rules here are from the models' own tokenizer.json files. Unknown names are refused, because a wrong rule gives
+wrong tokens without an error.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
     from gguf import ReaderTensor
     from tokenizers import Tokenizer
 
-# A part of a converted folder's name: a change of what this module writes must change it.
+# Part of a converted folder's name. Change it when the files written by this module change.
 CONVERSION = "v2"
 
 KEPT_TYPES = (*BLOCK_TYPES, "F32", "F16", "BF16")  # other types are dequantised
 ROPE_FACTORS = "rope_freqs.weight"
-# Metadata that changes what a Llama computes, with the values that have no effect.
+# Metadata that changes the computation of a Llama, with the values that have no effect.
 NEUTRAL = {
     **dict.fromkeys(("expert_count", "attention.sliding_window", "attention.scale"), (0,)),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
@@ -53,20 +52,17 @@ INTEGERS = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
 }
-# general.file_type -> the dtype on a GPU; quantised files are made from bfloat16 models.
+# general.file_type -> the dtype on a GPU. Quantised files are converted from bfloat16 models.
 FILE_DTYPES = {0: "float32", 1: "float16"}
 
 
 def convert(
     file: Path, folder: Path, *, progress: bool, label: str = "", generation: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Write config.json, generation_config.json, the tokenizer and model.safetensors.
+    """Write config.json, generation_config.json, the tokenizer and model.safetensors to an empty folder.
 
-    Args:
-      file: a single-file GGUF of a supported architecture.
-      folder: exists and is empty.
-      label: name of the file in error messages; default: its path.
-      generation: further keys of generation_config.json: a GGUF file has no sampling parameters.
+    ``label`` is the file's name in error messages, by default its path. ``generation`` has further keys of
+    generation_config.json, since a GGUF file has no sampling parameters.
     """
     with prefixed(label := label or str(file)):
         metadata, tensors = _read(file)
@@ -80,13 +76,12 @@ def convert(
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The config.json that `convert` writes, without token ids. Reads no weights."""
+    """The config.json that `convert` writes, without token ids."""
     with prefixed(str(file)):
         return hf_config(*_read(file))
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    """The metadata, and the tensors as views of the file."""
     from gguf import GGUFReader
 
     try:
@@ -97,11 +92,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
-# config.json.
-
-
 def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """The config.json of these metadata and tensors, without token ids."""
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(f"general.architecture is {architecture!r}; supported: llama")
@@ -151,12 +142,12 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
 
 
 def _decimal(value: float) -> float:
-    """The short decimal that a float32 was made from: 9.99999974e-06 was 1e-05."""
+    """The short decimal of a float32: 1e-05 for 9.99999974e-06."""
     return float(f"{value:.7g}")
 
 
 def _rope_scaling(llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any] | None:
-    """Linear scaling; or llama3 scaling, which llama.cpp writes as divisors of frequencies, as longrope's factors."""
+    """Linear scaling, or llama3 scaling: llama.cpp writes divisors of frequencies, which are read as longrope's."""
     rope_type = llama.get("rope.scaling.type", "none")
     if rope_type not in ("none", "linear"):
         raise CheckpointError(f"llama.rope.scaling.type is {rope_type!r}; supported: none, linear, {ROPE_FACTORS}")
@@ -169,15 +160,11 @@ def _rope_scaling(llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor])
     return {"rope_type": "linear", "factor": float(factor)} if is_linear else None
 
 
-# Weights.
-
-
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of the rows of q and k.
+    """Undo llama.cpp's order of the rows of a weight ``[heads * E, M]`` or a bias ``[heads * E]`` of q or k.
 
     transformers rotates the pairs ``(i, i + E/2)`` of a head, llama.cpp ``(2i, 2i + 1)``, so its converter interleaves
-    the halves of each head. For E = 4 the rows 0 1 2 3 are stored as 0 2 1 3. ``rows``: a weight ``[heads * E, M]`` or
-    a bias ``[heads * E]``; for k, ``heads`` is the number of key/value heads.
+    the halves of each head. For E = 4 the rows 0 1 2 3 are stored as 0 2 1 3.
     """
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -189,18 +176,18 @@ def _write_weights(
     model = model_config(config, dtype="float32")
     rules = list(placements(table(model), dimensions(model)))
     shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
-    wanted = [replace(rule, tensor=rule.gguf) for rule in rules]
-    if problems := misfits(shapes, wanted, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
+    expected = [replace(rule, tensor=rule.gguf) for rule in rules]
+    if problems := misfits(shapes, expected, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
     stored: dict[str, Placement] = {}
+    sizes: dict[str, int] = {}
     for rule in rules:
-        block_type = tensors[rule.gguf].tensor_type.name
-        stem = rule.tensor.removesuffix(".weight")
-        stored[f"{stem}.{block_type.lower()}" if block_type in BLOCK_TYPES else rule.tensor] = rule
-
-    def size(rule: Placement) -> int:
         source = tensors[rule.gguf]
-        return int(source.n_bytes if source.tensor_type.name in KEPT_TYPES else 4 * source.n_elements)
+        block_type = source.tensor_type.name
+        is_block = block_type in BLOCK_TYPES
+        name = f"{rule.tensor.removesuffix('.weight')}.{block_type.lower()}" if is_block else rule.tensor
+        stored[name] = rule
+        sizes[name] = int(source.n_bytes if block_type in KEPT_TYPES else 4 * source.n_elements)
 
     def read(name: str) -> np.ndarray:
         rule = stored[name]
@@ -210,14 +197,13 @@ def _write_weights(
         written.update(values.nbytes)
         return values
 
-    sizes = {name: size(rule) for name, rule in stored.items()}
     with progress_bar(title or "", sum(sizes.values()), "B", shown=title is not None) as written:
         save_shards(folder, sizes, read)
         written.set_postfix_str("bytes written")
 
 
 def _values(source: ReaderTensor) -> np.ndarray:
-    """Rows of blocks or floats, as in the file; float32 of other types."""
+    """Rows of blocks or floats as in the file; other types as float32."""
     from gguf import dequantize
 
     if source.tensor_type.name in KEPT_TYPES:
@@ -231,9 +217,7 @@ def _values(source: ReaderTensor) -> np.ndarray:
 
 # The tokenizer.
 
-# tokenizer.ggml.token_type
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -246,13 +230,12 @@ class WordRule:
 
     pattern: str | None = None  # regular expression of a word; None: GPT-2's, built into the byte-level step
     single_digits: bool = False  # split off each digit first
-    whole_words: bool = False  # a word of the vocabulary is one token, whatever the merges
+    whole_words: bool = False  # a word of the vocabulary is one token, regardless of merges
     add_bos: bool = False  # default of tokenizer.ggml.add_bos_token
     nfc: bool = False  # normalise texts to NFC
 
 
-# tokenizer.ggml.pre
-WORD_RULES: dict[str, WordRule] = {
+WORD_RULES: dict[str, WordRule] = {  # by tokenizer.ggml.pre
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), WordRule()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), WordRule(single_digits=True)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), WordRule(_LLAMA3, whole_words=True, add_bos=True)),
@@ -266,19 +249,15 @@ _ADVICE = "Use the Hugging Face folder of this model, which has a tokenizer.json
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json into ``folder``.
-
-    Returns:
-      ``bos_token_id``, ``eos_token_id`` (a list if there is a second stop token), ``pad_token_id`` and
-      ``unk_token_id``, where present.
-    """
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json. Returns ids of special tokens by their
+    names in config.json; ``eos_token_id`` is a list if there is a second stop token."""
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    known = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    special = {name: int(i) for name, i in known.items() if i is not None and i < len(tokens)}
+    declared = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    special = {name: int(i) for name, i in declared.items() if i is not None and i < len(tokens)}
     names = {name: tokens[i] for name, i in special.items()}
     config: dict[str, Any] = {
-        # This class takes tokenizer.json unchanged; a model's own class would rebuild parts of it.
+        # This class reads tokenizer.json unchanged. A model's own class would rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 10**9)),
@@ -288,7 +267,6 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
         config["chat_template"] = template
     for file, value in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
         (folder / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
     ids: dict[str, Any] = {f"{name}_id": i for name, i in special.items()}
     turn_end = metadata.get("tokenizer.ggml.eot_token_id")
     if turn_end is not None and turn_end != ids.get("eos_token_id", turn_end):
@@ -297,7 +275,6 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer in the metadata of a GGUF file."""
     from tokenizers import AddedToken, processors
 
     if not (tokens := metadata.get("tokenizer.ggml.tokens")):
@@ -313,7 +290,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2, llama. {_ADVICE}")
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
-        """The special token that is added to texts, and its id; empty if none is."""
+        """A special token that is added to texts, with its id; empty if it is not added."""
         i = metadata.get(f"tokenizer.ggml.{key}_token_id")
         return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
 
@@ -324,14 +301,14 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if steps:
         tokenizer.post_processor = processors.Sequence(steps)
     types = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
-    # The unknown token of a SentencePiece vocabulary is special there, too.
+    # The unknown token of a SentencePiece vocabulary is special, too.
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, i in types if i in (UNKNOWN, CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, i in types if i == USER_DEFINED])
     return tokenizer
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and the default of add_bos_token."""
+    """The tokenizer and the default of add_bos_token."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre")
@@ -361,8 +338,8 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer
     if len(scores) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} scores for {len(tokens)} tokens. {_ADVICE}")
     ids = {token: i for i, token in enumerate(tokens)}
-    # SentencePiece joins the neighbours that form the token with the best score. BPE does the same if each split of a
-    # token into two tokens is a merge, best score first.
+    # SentencePiece joins the neighbours that form the token with the best score. BPE is equivalent if each split of a
+    # token into two tokens is a merge, ordered by score.
     splits = (
         (-score, ids[token], ids[left], left, right)
         for token, score in zip(tokens, scores, strict=True)
@@ -372,8 +349,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer
     merges = [(left, right) for *_, left, right in sorted(splits)]
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    space = "\u2581"
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space, prefix = "\u2581", metadata.get("tokenizer.ggml.add_space_prefix", True)
     before = [normalizers.Prepend(space)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", space)])
     after = [decoders.Strip(" ", 1, 0)] if prefix else []

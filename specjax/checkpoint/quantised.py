@@ -1,14 +1,19 @@
-"""Published formats of quantised weights: fp8, GPTQ, AWQ and compressed-tensors in safetensors, and GGUF's blocks.
+"""Quantised weights: fp8, GPTQ, AWQ and compressed-tensors in safetensors, and GGUF's blocks, read as one class.
 
-Each is read as ``QuantisedMatrix``. Activations are not quantised, whatever the config says, so a model gives the text
-of the dequantised weights.
+    weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + offset[o, g]        g: the group of column i
+
+Formats pack these numbers and share them between rows in different ways. A `QuantisedMatrix` has them for each row, and
+its groups are equal runs of columns. Activations are not quantised, so a model gives the text of the dequantised
+weights.
 
     fp8                 weight float8_e4m3 [out, in], weight_scale_inv [out / 128, in / 128] (DeepSeek, Qwen3)
     gptq                qweight int32 [in / 8, out], qzeros [groups, out / 8], scales [groups, out], g_idx [in]
     awq                 qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     compressed-tensors  weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point; or weight in
                         int8 or float8_e4m3 with weight_scale
-    gguf                uint8 [out, blocks * bytes of a block], under the name of the block type (see `gguf.py`)
+    gguf                uint8 [out, blocks * bytes of a block], under the name of the block type (see `gguf`)
+
+In order: matrices of a model, `QuantisedMatrix`, quantization_config, formats in safetensors, packed codes, blocks.
 """
 
 from __future__ import annotations
@@ -26,19 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
-from specjax.checkpoint.quantised_matrix import (
-    AWQ_ORDER,
-    PACKED,
-    QuantisedMatrix,
-    by_rows,
-    pack_awq,
-    pack_rows,
-    unpack_nibbles,
-    unpack_words,
-)
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
 
+BLOCK_BYTES = 2**18  # rows are converted in batches of this size, so that temporary arrays fit the cache
+PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
 METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "gguf")
 # Tensors for quantised activations and caches.
 _UNUSED = re.compile(
@@ -48,9 +46,8 @@ _UNUSED = re.compile(
 
 @dataclass(frozen=True)
 class QuantisedEntry:
-    """A quantised matrix of a checkpoint; has the members of a `TensorEntry` that loading needs."""
+    """A quantised matrix of a checkpoint, with the members of a `TensorEntry` that loading needs."""
 
-    name: str
     shape: tuple[int, int]
     load: Callable[[], QuantisedMatrix]
     size: int  # bytes in the files
@@ -61,8 +58,6 @@ class QuantisedEntry:
 
 
 Entries = dict[str, TensorEntry | QuantisedEntry]
-Codes = tuple[np.ndarray, int]
-"""Codes and their bits, as in `QuantisedMatrix`."""
 
 
 class Parts(NamedTuple):
@@ -83,7 +78,7 @@ class Format(NamedTuple):
     parts: tuple[str, ...]  # names of its tensors after the stem
     shape: Callable[[Parts], tuple[int, int]]
     read: Callable[[Parts], QuantisedMatrix]
-    dtypes: tuple[str, ...] = ()  # of the codes; none: any
+    dtypes: tuple[str, ...] = ()  # of the codes; empty: any
 
 
 def check_quantization_config(config: Settings) -> None:
@@ -93,7 +88,7 @@ def check_quantization_config(config: Settings) -> None:
 
 
 def matrices(files: ModelFiles) -> Entries:
-    """The tensors of a model; a quantised matrix is one entry ``x.weight`` in place of its tensors.
+    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry ``x.weight``.
 
     Raises:
       CheckpointError: a method, a number of bits or a layout is not supported.
@@ -112,9 +107,7 @@ def matrices(files: ModelFiles) -> Entries:
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
         parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
         size = sum(entry.size for entry in parts.entries.values())
-        entries[f"{stem}.weight"] = QuantisedEntry(
-            f"{stem}.weight", stored.shape(parts), partial(stored.read, parts), size
-        )
+        entries[f"{stem}.weight"] = QuantisedEntry(stored.shape(parts), partial(stored.read, parts), size)
         used |= set(names.values())
     if not entries:
         method = section.get("quant_method")
@@ -123,11 +116,11 @@ def matrices(files: ModelFiles) -> Entries:
 
 
 def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
-    """Estimated size of a model's matrices, from its config.json; None: they have the model's dtype.
+    """Estimated size of a model's matrices, from its config.json. None: they have the model's dtype.
 
     Args:
       quantization: as in ``load_params``.
-      keeps_half: whether 16-bit matrices keep their type beside float32.
+      keeps_half: True if 16-bit matrices keep their type beside float32.
     """
     section = Settings(config).section("quantization_config")
     if quantization != "auto":
@@ -139,12 +132,11 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, ke
     if method == "fp8":
         return Bits(8.0, False)
     if method in ("gptq", "awq"):
-        # A group has a scale in 16 bits and an offset in 32.
+        # A group has a scale of 16 bits and an offset of 32.
         return Bits(section.integer("bits") + 48 / max(int(section.optional("group_size", 128)), 32), False)
     if method == "compressed-tensors":
-        return Bits(
-            max((settings.integer("num_bits") for settings in _weight_groups(section)), default=8) + 0.25, False
-        )
+        bits = max((settings.integer("num_bits") for settings in _weight_groups(section)), default=8)
+        return Bits(bits + 0.25, False)
     stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return Bits(16.0, True) if keeps_half and stored in ("bfloat16", "float16") else None
 
@@ -161,10 +153,86 @@ def save_dequantised(files: ModelFiles, folder: Path) -> None:
     save_shards(folder, sizes, lambda name: np.asarray(tensors[name].read(), np.float32))
 
 
-# quantization_config to the formats of matrices, by the name of the codes after the stem.
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A matrix [out, in]. Scales, zeros and offsets are [out, groups]."""
+
+    codes: np.ndarray
+    """[out, in]: int8, uint8 or float8_e4m3fn. With 4 bits uint8 [out, in / 2]: byte j of each 16 holds code j of 32 in
+    its low half and code j + 16 in its high half. A view of a file's blocks is [out, blocks, codes of a block]."""
+    scale: np.ndarray  # float; uint8 or int8 with a `super_scale`
+    bits: int = 8
+    zero: np.ndarray | None = None  # integers
+    offset: np.ndarray | None = None  # as `scale`
+    super_scale: np.ndarray | None = None  # float16 [out, groups / n]: a factor on n scales
+    super_offset: np.ndarray | None = None
+    order: np.ndarray | None = None  # int [in]: column i of the codes is column order[i] of the matrix; None: i
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.codes.shape[1:]) * 8 // self.bits
+
+    def code_bytes(self) -> np.ndarray:
+        """The codes with one byte each, [out, in]."""
+        return unpack_nibbles(self.codes) if self.bits == 4 else self.codes.reshape(len(self.codes), -1)
+
+    def dequantised(self) -> np.ndarray:
+        """float32 [out, in]. Each operation is rounded once."""
+        values = self.code_bytes().astype(np.float32)
+        if self.zero is not None:
+            values -= expand(self.zero, None, self.inputs)
+        values *= expand(self.scale, self.super_scale, self.inputs)
+        if self.offset is not None:
+            values += expand(self.offset, self.super_offset, self.inputs)
+        if self.order is None:
+            return values
+        ordered = np.empty_like(values)
+        ordered[:, self.order] = values
+        return ordered
+
+    def without_zeros(self) -> QuantisedMatrix:
+        """The same weights, exactly, with zeros subtracted from 8-bit codes or turned into offsets. 4-bit codes become
+        8-bit codes if the groups do not fit the packing."""
+        codes, bits, zero = self.codes, self.bits, self.zero
+        if bits == 4 and self.inputs // self.scale.shape[1] % PACKED:
+            codes, bits = self.code_bytes().astype(np.int8), 8
+        if zero is None or (bits == 4 and (zero == 8).all()):
+            return replace(self, codes=codes, bits=bits)
+        if bits == 8 and np.issubdtype(codes.dtype, np.integer):
+            shifted = codes.astype(np.int32) - zero.astype(np.int32).repeat(self.inputs // zero.shape[1], axis=1)
+            if shifted.min() >= -128 and shifted.max() <= 127:
+                return replace(self, codes=shifted.astype(np.int8), bits=8, zero=None)
+            if codes.dtype == np.uint8:
+                codes, zero = (codes.astype(np.int16) - 128).astype(np.int8), zero.astype(np.int16) - 128
+        # The product of two short numbers is exact.
+        offset = -zero.astype(np.float32) * self.scale.astype(np.float32)
+        return replace(self, codes=codes, bits=bits, zero=None, offset=offset)
+
+
+def expand(numbers: np.ndarray, factors: np.ndarray | None, count: int) -> np.ndarray:
+    """Numbers [out, n], times factors [out, m] if present, repeated for each of `count` columns or groups; float32."""
+    wide = numbers.astype(np.float32)
+    if factors is not None:
+        wide *= factors.astype(np.float32).repeat(wide.shape[1] // factors.shape[1], axis=1)
+    return wide.repeat(count // wide.shape[1], axis=1)
+
+
+def by_rows(count: int, size: int, read: Callable[[slice], QuantisedMatrix]) -> QuantisedMatrix:
+    """The matrix of `count` rows of `size` bytes each, which `read` converts in batches."""
+    step = max(1, BLOCK_BYTES // size)
+    fields: dict[str, Any] = {}
+    for start in range(0, count, step):
+        part = vars(read(rows := slice(start, start + step)))
+        if not fields:
+            fields = part | {n: np.empty((count, a.shape[1]), a.dtype) for n, a in part.items() if np.ndim(a)}
+        for name, array in part.items():
+            if np.ndim(array):
+                fields[name][rows] = array
+    return QuantisedMatrix(**fields)
 
 
 def _formats(section: Settings) -> dict[str, Format]:
+    """The formats of matrices, by the name of their codes after the stem."""
     method = section.get("quant_method")
     if method == "fp8":
         return {"weight": _scaled_format(_block_shape(section, "weight_block_size"))}
@@ -173,7 +241,7 @@ def _formats(section: Settings) -> dict[str, Format]:
         if version not in ("gptq", "gptq_v2"):
             raise unsupported("checkpoint_format", version, "gptq, gptq_v2")
         names = ("qweight", "qzeros", "scales", "g_idx")
-        # Version 1 stores each zero point less one.
+        # Version 1 stores each zero point minus one.
         read = partial(_gptq, bits=bits, zero_shift=int(version == "gptq"), act_order=section.boolean("desc_act"))
         return {"qweight": Format(names, partial(_words_shape, bits=bits, by_input=True), read)}
     if method == "awq":
@@ -215,30 +283,25 @@ def _compressed_tensors(section: Settings) -> dict[str, Format]:
 
 
 def _weight_groups(section: Settings) -> list[Settings]:
-    """The settings of weights in compressed-tensors' `config_groups`."""
     groups = section.section("config_groups")
     return [groups.section(name).section("weights") for name in groups]
 
 
-def _bits(section: Settings, key: str, known: tuple[int, ...] = (4, 8)) -> int:
-    if (bits := section.integer(key)) not in known:
-        raise unsupported(key, bits, listed(known))
+def _bits(section: Settings, key: str, supported: tuple[int, ...] = (4, 8)) -> int:
+    if (bits := section.integer(key)) not in supported:
+        raise unsupported(key, bits, listed(supported))
     return bits
 
 
 def _block_shape(section: Settings, key: str) -> tuple[int, int]:
-    """Rows and columns of a block."""
     block = section.optional(key, [1, 1])
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise invalid(key, block, "a list of two positive integers")
     return block[0], block[1]
 
 
-# Formats in safetensors.
-
-
 def _scaled_format(block: tuple[int, int]) -> Format:
-    """fp8 and int8: one code a number, with one scale for the matrix, or one for each row or block."""
+    """fp8 and int8: a code for each weight, and a scale for the matrix or for each row or block."""
     names = ("weight", "weight_scale_inv", "weight_scale", "weight_zero_point")
 
     def shape(parts: Parts) -> tuple[int, int]:
@@ -267,9 +330,9 @@ def _stored_shape(parts: Parts) -> tuple[int, int]:
 
 
 def _gptq(parts: Parts, bits: int, zero_shift: int, act_order: bool) -> QuantisedMatrix:
-    """With `act_order` the columns of a group may lie apart."""
+    """With `act_order` the columns of a group may not be adjacent."""
     words = parts.read("qweight")
-    # Zeros wrap: the zero of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
+    # Stored zeros wrap around: the zero of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
     zero = unpack_words(parts.read("qzeros"), bits).astype(np.int16) + zero_shift
     zero &= 2**bits - 1 if zero_shift else -1
     group = parts.read("g_idx") if act_order or "g_idx" in parts.entries else None
@@ -288,7 +351,7 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> QuantisedMatrix:
     """compressed-tensors with several codes in a word."""
     (rows, columns), scale = _stored_shape(parts), parts.read("weight_scale")
     zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
-    if not symmetric:  # packed along the rows; before 2025 signed numbers, one a byte
+    if not symmetric:  # packed along the rows; before 2025 one signed number a byte
         stored = parts.read("weight_zero_point")
         is_packed = stored.dtype.itemsize == 4
         zero = unpack_words(stored.T, bits)[:, :rows].T if is_packed else stored + np.int16(2 ** (bits - 1))
@@ -307,8 +370,8 @@ def _block_format(name: str) -> Format:
     return Format((part,), shape, lambda parts: read_blocks(name, parts.read(part)))
 
 
-def _codes(words: np.ndarray, bits: int, columns: int) -> Codes:
-    """The codes in the first `columns` of int32 words [out, words]; 8 bits instead of 4 where the packing does not
+def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]:
+    """Codes of the first `columns` of int32 words [out, words], and their bits: 8 instead of 4 if the packing does not
     fit."""
     if bits == 4 and columns % PACKED == 0 and words.dtype.itemsize == 4:
         return pack_rows(words[:, : columns // 8]), 4
@@ -316,12 +379,11 @@ def _codes(words: np.ndarray, bits: int, columns: int) -> Codes:
 
 
 def _sorted_by_group(
-    stem: str, codes: Codes, scale: np.ndarray, zero: np.ndarray, group: np.ndarray | None
+    stem: str, codes: tuple[np.ndarray, int], scale: np.ndarray, zero: np.ndarray, group: np.ndarray | None
 ) -> QuantisedMatrix:
     """The matrix with its columns sorted by `group`, the group of each column (act-order). None or a negative group:
-    they are sorted."""
-    matrix = QuantisedMatrix(codes[0], scale, codes[1], zero)
-    groups = scale.shape[1]
+    the columns are sorted already."""
+    matrix, groups = QuantisedMatrix(codes[0], scale, codes[1], zero), scale.shape[1]
     if matrix.inputs % groups:
         raise CheckpointError(f"{stem} has {groups} groups for {matrix.inputs} columns; equal groups are needed")
     if group is None or (group < 0).any() or (np.diff(group.astype(np.int64)) >= 0).all():
@@ -337,8 +399,7 @@ def _sorted_by_group(
 
 
 def _by_row(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-    """One number for the matrix, or one for each row or block, as numbers for each row and equal groups [out,
-    groups]."""
+    """Numbers for each row and equal groups [out, groups], from a number for the matrix or for each row or block."""
     wide = np.asarray(numbers)
     wide = wide.reshape(-1, 1) if wide.ndim < 2 else wide
     rows, columns = shape
@@ -352,8 +413,52 @@ def _by_row(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int])
     return wide
 
 
-# GGUF's block types. A block holds 32 or 256 weights of a row; byte j of 16 or 32 holds one 4-bit code in each half.
-# Scales and minimums keep the file's numbers, in two levels for the K types, so nothing is rounded. Source: ggml's
+def unpack_words(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
+    """Numbers in int32 words [rows, words], from the low end: uint8 [rows, words * 32 / bits]."""
+    if words.dtype.itemsize != 4:
+        raise CheckpointError(f"packed weights of {words.dtype}; words of 32 bits are needed")
+    shifts = np.arange(32 // bits, dtype=np.uint32) * bits
+    wide = np.ascontiguousarray(words).view(np.uint32)[:, :, None]
+    numbers = (wide >> shifts & np.uint32(2**bits - 1)).astype(np.uint8)
+    if order:
+        numbers = numbers[:, :, np.argsort(order)]
+    return numbers.reshape(len(words), -1)
+
+
+def unpack_nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
+    """Low halves of each run of bytes, then high halves: uint8 [out, in / 2] to [out, in]. With runs of 16 the inverse
+    of `specjax_kernels.quantised.pack`."""
+    halves = codes.reshape(len(codes), -1, 1, run)
+    return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(codes), -1)
+
+
+def pack_rows(words: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits in int32 words [out, in / 8] of any strides, as ``QuantisedMatrix.codes``."""
+    from specjax_kernels.cpu import repacking
+    from specjax_kernels.quantised import pack
+
+    codes = np.empty((len(words), 4 * words.shape[1]), np.uint8)
+    if not repacking.from_rows(words, codes):
+        for start in range(0, len(words), 64):
+            codes[start : start + 64] = pack(unpack_words(words[start : start + 64], 4))
+    return codes
+
+
+def pack_awq(words: np.ndarray) -> np.ndarray:
+    """`pack_rows` of AWQ's int32 words [in, out / 8], each with codes of eight rows."""
+    from specjax_kernels.cpu import repacking
+    from specjax_kernels.quantised import pack
+
+    codes = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
+    if not repacking.from_awq(words, codes):
+        for start in range(0, words.shape[1], 8):
+            unpacked = unpack_words(words[:, start : start + 8], 4, AWQ_ORDER)
+            codes[8 * start : 8 * start + 64] = pack(np.ascontiguousarray(unpacked.T))
+    return codes
+
+
+# GGUF's block types. A block holds 32 or 256 weights of a row; byte j of 16 or 32 holds a 4-bit code in each half.
+# Scales and minimums are the file's numbers, in two levels for the K types, without rounding. Source: ggml's
 # `ggml-common.h` and `ggml-quants.c`.
 
 
@@ -361,14 +466,14 @@ class BlockType(NamedTuple):
     weights: int  # of a block
     size: int  # bytes of a block
     read: Callable[[np.ndarray], QuantisedMatrix]  # [rows, blocks, size] -> the matrix
-    by_parts: bool = True  # whether `read` needs temporary arrays, which should be small
+    computes: bool = True  # False: `read` returns views
 
 
 def read_blocks(block_type: str, rows: Any) -> QuantisedMatrix:
-    """The matrix with the rows of blocks `rows`, uint8 [rows, bytes]."""
-    _, size, read, by_parts = BLOCK_TYPES[block_type]
+    """The matrix of rows of blocks, uint8 [rows, bytes]."""
+    _, size, read, computes = BLOCK_TYPES[block_type]
     blocks = np.asarray(rows).reshape(len(rows), -1, size)
-    return by_rows(len(rows), blocks[0].nbytes, lambda part: read(blocks[part])) if by_parts else read(blocks)
+    return by_rows(len(rows), blocks[0].nbytes, lambda part: read(blocks[part])) if computes else read(blocks)
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -376,15 +481,19 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
     return blocks[..., at : at + 2].view(np.dtype("<f2"))[..., 0]
 
 
-def _from(blocks: np.ndarray, at: int, dtype: type = np.uint8) -> np.ndarray:
-    """The bytes of each block from byte `at` on, [rows, bytes]."""
-    elements = blocks[..., at:].view(np.dtype((np.void, blocks.shape[-1] - at)))  # copied as one element a block
-    return elements[..., 0].copy().view(dtype)
+def one_element_a_block(blocks: np.ndarray) -> np.ndarray:
+    """Blocks [rows, blocks, n] as elements [rows, blocks] of n numbers, which numpy copies at once."""
+    return blocks.view(np.dtype((np.void, blocks.shape[2] * blocks.itemsize)))[..., 0]
+
+
+def _from(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The bytes of each block from byte `at` on, uint8 [rows, bytes]."""
+    return one_element_a_block(blocks[..., at:]).copy().view(np.uint8)
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:
-    """The codes of 256 weights in the last 128 bytes: each 32 bytes hold 32 weights in their low halves and the next 32
-    in their high ones."""
+    """The codes of 256 weights in the last 128 bytes: the low halves of each 32 bytes hold 32 weights, the high halves
+    the next 32."""
     runs = _from(blocks, blocks.shape[-1] - 128).view("V16")
     first, second = (runs[:, i::2].copy().view(np.uint8) for i in (0, 1))
     runs[:, ::2], runs[:, 1::2] = (first & 15 | second << 4).view("V16"), (first >> 4 | second & 0xF0).view("V16")
@@ -406,11 +515,11 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q4_0(blocks: np.ndarray) -> QuantisedMatrix:
-    return QuantisedMatrix(_from(blocks, 2), scale := _half(blocks, 0), 4, zero=np.full(scale.shape, 8, np.int8))
+    return QuantisedMatrix(blocks[..., 2:], scale := _half(blocks, 0), 4, zero=np.full(scale.shape, 8, np.int8))
 
 
 def _q4_1(blocks: np.ndarray) -> QuantisedMatrix:
-    return QuantisedMatrix(_from(blocks, 4), _half(blocks, 0), 4, offset=_half(blocks, 2))
+    return QuantisedMatrix(blocks[..., 4:], _half(blocks, 0), 4, offset=_half(blocks, 2))
 
 
 def _q5_0(blocks: np.ndarray) -> QuantisedMatrix:
@@ -424,7 +533,7 @@ def _q5_1(blocks: np.ndarray) -> QuantisedMatrix:
 
 
 def _q8_0(blocks: np.ndarray) -> QuantisedMatrix:
-    return QuantisedMatrix(_from(blocks, 2, np.int8), _half(blocks, 0))
+    return QuantisedMatrix(blocks[..., 2:].view(np.int8), _half(blocks, 0))
 
 
 def _q4_k(blocks: np.ndarray) -> QuantisedMatrix:
@@ -452,11 +561,11 @@ def _q6_k(blocks: np.ndarray) -> QuantisedMatrix:
 
 
 BLOCK_TYPES: dict[str, BlockType] = {
-    "Q4_0": BlockType(32, 18, _q4_0, by_parts=False),
-    "Q4_1": BlockType(32, 20, _q4_1, by_parts=False),
+    "Q4_0": BlockType(32, 18, _q4_0, computes=False),
+    "Q4_1": BlockType(32, 20, _q4_1, computes=False),
     "Q5_0": BlockType(32, 22, _q5_0),
     "Q5_1": BlockType(32, 24, _q5_1),
-    "Q8_0": BlockType(32, 34, _q8_0, by_parts=False),
+    "Q8_0": BlockType(32, 34, _q8_0, computes=False),
     "Q4_K": BlockType(256, 144, _q4_k),
     "Q5_K": BlockType(256, 176, _q5_k),
     "Q6_K": BlockType(256, 210, _q6_k),

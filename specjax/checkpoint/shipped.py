@@ -1,8 +1,8 @@
-"""The draft heads that come with specjax, and the models that they draft for.
+"""The draft heads that come with specjax, and their models.
 
-A head is a folder ``specjax/data/heads/NAME``: ``config.json`` and ``model.safetensors`` of any EAGLE head, and
-``serving.toml``, the trees measured as the best. Rows of ``HEADS`` without a folder are ignored, so a source tree
-without the weights still runs.
+A head is a folder ``specjax/data/heads/NAME`` with ``config.json`` and ``model.safetensors`` of an EAGLE head, and
+``serving.toml``, its best measured trees. Rows of ``HEADS`` without a folder are ignored, so a source tree without the
+weights works.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShippedHead:
     name: str  # of its folder
     kind: str
     model: str  # alias, or last part of the hub id, in lower case
-    norm: str  # sha256 of the model's final norm as little-endian bfloat16, which identifies the model by content
+    norm: str  # sha256 of the model's final norm as little-endian bfloat16, which identifies the model
     sizes: Mapping[str, int]  # fields of the model's `ModelConfig`
 
     @property
@@ -47,11 +47,11 @@ class ShippedHead:
         return all((self.folder / file).is_file() for file in ("config.json", SINGLE_NAME))
 
     def is_named(self, name: str) -> bool:
-        """Whether ``name``, an alias, a hub id or a folder, ends in the model's name."""
+        """True if ``name`` is the model's alias, or a hub id or folder that ends in the model's name."""
         return Path(name).name.lower() == self.model
 
     def serving(self, device: str) -> dict[str, Any]:
-        """The options in ``serving.toml`` for one of ``DEVICES``, such as ``Eagle3``'s, by name; may be empty."""
+        """Draft options by name in ``serving.toml`` for one of ``DEVICES``; may be empty."""
         file = self.folder / "serving.toml"
         if not file.is_file():
             return {}
@@ -64,13 +64,13 @@ class ShippedHead:
         return tables.get(device, {})
 
 
-# A model's first head has the longest accept length: AUTO takes it.
+# AUTO takes a model's first head, which has the longest accept length.
 HEADS = tuple(
     ShippedHead(
         name=name,
         kind=ALGORITHMS[flag].kind,
         model=BUILT_IN_MODEL,
-        # The norms of the GGUF are float32 and hold bfloat16's values, as in every conversion of this model.
+        # The GGUF file's norms are float32 with values of bfloat16, as in every conversion of this model.
         norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
         sizes={"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30}
         | {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
@@ -80,12 +80,11 @@ HEADS = tuple(
 
 
 def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None) -> ShippedHead | None:
-    """The first head that ships for a model, of a kind (as `Algorithm.kind`) if given; None if there is none.
+    """The first head that ships for a model, of a `kind` unless None; None if there is none.
 
-    The model must have the sizes, and the name or the final norm of the head's model. 4-bit and 16-bit files of one
-    model have the same norm to the bit; other trainings of the architecture do not. The name is for fine-tunes, and for
-    files whose norm was rounded differently. With a model that differs slightly (a merged adapter keeps the norm) fewer
-    drafts are accepted, and the text is still correct.
+    The model must have the sizes, and the name or the final norm of the head's model. Conversions of one model have
+    equal norms, other trainings do not. The name matches fine-tunes, and files with differently rounded norms. A
+    slightly different model accepts fewer drafts; its text is correct.
     """
     for head in HEADS:
         fits = all(getattr(config, name) == size for name, size in head.sizes.items()) and head.exists
@@ -96,8 +95,8 @@ def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None
 
 
 def may_have_head(model: str, kind: str) -> bool:
-    """Whether ``shipped_head`` may find one of that kind. Downloads nothing: a hub id must have the model's name; any
-    local files may be the model."""
+    """True if ``shipped_head`` may find a head of that kind. Downloads nothing: a hub id must have the model's name,
+    and local files may be the model."""
     is_local = Path(model).expanduser().exists()
     return kind in {head.kind for head in HEADS if head.exists and (is_local or head.is_named(model))}
 

@@ -1,4 +1,4 @@
-"""FR-Spec token maps: the ids of the target's vocabulary that a draft head may propose, most frequent first.
+"""FR-Spec token maps: the target's token ids that a draft head may propose, most frequent first.
 
 A map is a local file, a file on the hub, or the first ids of a map that comes with specjax. Every map is lossless.
 """
@@ -28,17 +28,16 @@ class ShippedMap(NamedTuple):
     """A map in ``specjax/data``."""
 
     name: str  # of the vocabulary
-    fingerprint: str  # of the vocabulary, see `fingerprint`
+    fingerprint: str  # see `fingerprint`
     file: Path  # .npy, ids by descending frequency
 
 
 def fingerprint(tokens: list[str]) -> str:
-    """Sha256 of a vocabulary; ``tokens`` are ordered by id."""
+    """Sha256 of a vocabulary, whose ``tokens`` are ordered by id."""
     return hashlib.sha256("\0".join(tokens).encode()).hexdigest()
 
 
 def shipped_maps() -> tuple[ShippedMap, ...]:
-    """The maps that come with specjax."""
     described = ((file, json.loads(file.read_text(encoding="utf-8"))) for file in sorted(FOLDER.glob("*.json")))
     return tuple(
         ShippedMap(file.stem, about["fingerprint"], FOLDER / about["file"])
@@ -54,11 +53,10 @@ def read_token_map(name: str, *, vocab_size: int, tokens: Callable[[], list[str]
       name: a file (``.pt`` with a list or a tensor, ``.safetensors``, ``.npy``, ``.json``), local or on the hub as
         ``repository/file``; or a number N, for the N most frequent ids of the map that comes with specjax.
       vocab_size: of the target.
-      tokens: returns the tokens of the target's tokenizer by id; needed for a number.
+      tokens: returns the target's tokens by id; needed for a number.
 
     Raises:
-      CheckpointError: no such file, no list of different ids of the target, or a number and another vocabulary; the
-        message begins with ``name``.
+      CheckpointError: no such file, no list of distinct ids of the target, or a number for another vocabulary.
     """
     with prefixed(name):
         is_number = re.fullmatch("[0-9]+", name)
@@ -66,7 +64,7 @@ def read_token_map(name: str, *, vocab_size: int, tokens: Callable[[], list[str]
 
 
 def checked_ids(values: object, vocab_size: int) -> np.ndarray:
-    """``values``, a list or an array of different ids below ``vocab_size``, as int32 ``[W]``."""
+    """Check that ``values`` are distinct ids below ``vocab_size``, and return them as int32 ``[W]``."""
     try:
         ids = np.asarray(values)
     except ValueError:  # nested lists
@@ -85,8 +83,8 @@ def checked_ids(values: object, vocab_size: int) -> np.ndarray:
 
 def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
     vocabulary, maps = fingerprint(tokens()) if tokens is not None else None, shipped_maps()
-    if (shipped := next((known for known in maps if known.fingerprint == vocabulary), None)) is None:
-        names = listed(known.name for known in maps) or "there is none"
+    if (shipped := next((row for row in maps if row.fingerprint == vocabulary), None)) is None:
+        names = listed(row.name for row in maps) or "there is none"
         needed = f"a number needs a model with the vocabulary of a map that comes with specjax ({names})"
         raise CheckpointError(f"{needed}; give a file ({', '.join(FORMATS)}) made by `specjax train vocab`")
     ids = np.load(shipped.file, allow_pickle=False)
@@ -96,7 +94,6 @@ def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
 
 
 def _file(name: str) -> Path:
-    """The local file, or the downloaded one."""
     path = Path(name).expanduser()
     if not name.lower().endswith(FORMATS):
         raise CheckpointError(f"it is neither a number nor a file of a known format: {', '.join(FORMATS)}")
@@ -112,7 +109,6 @@ def _file(name: str) -> Path:
 
 
 def _contents(file: Path) -> object:
-    """The value in ``file``, unchecked."""
     try:
         match file.suffix.lower():
             case ".pt":

@@ -1,7 +1,7 @@
 """A model's tokenizer, and the comparison of two models' vocabularies.
 
-Vocabularies are compared by the tokenizers' content, token to id. Rows of an embedding beyond it are padding, whose
-number differs within a family (Qwen2.5: 151936 rows, 152064 from 7B on), and are never proposed.
+Vocabularies are compared by token and id in the tokenizers. Further rows of an embedding are padding, whose number
+differs within a family (Qwen2.5: 151936 rows, 152064 from 7B on), and are never proposed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PADDING = re.compile(r"\[PAD(\d+)\]")  # the name of a padding row in GGUF file
 def load_tokenizer(
     files: ModelFiles, *, folder: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The model's fast tokenizer, with its chat template if it has one. Needs no torch.
+    """The model's fast tokenizer, with its chat template if it has one.
 
     Args:
       files: from ``resolve``.
@@ -38,7 +38,7 @@ def load_tokenizer(
       chat_template: file of a Jinja template that replaces the tokenizer's own.
 
     Raises:
-      CheckpointError: the folder has no tokenizer, or only a Python one; or as `check_tokenizer_paths`.
+      CheckpointError: the folder has no fast tokenizer; or as `check_tokenizer_paths`.
     """
     import transformers
 
@@ -48,7 +48,7 @@ def load_tokenizer(
     file = files.folder / "tokenizer_config.json"
     try:
         name = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
-        # AutoTokenizer would choose the same class; its import takes seconds, and imports torch where installed.
+        # AutoTokenizer would choose this class. Its import takes seconds, and imports torch if installed.
         is_plain = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
         tokenizer_class: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
         tokenizer = tokenizer_class.from_pretrained(str(files.folder), local_files_only=True)
@@ -63,11 +63,8 @@ def load_tokenizer(
 
 
 def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str | None:
-    """Check the paths that `load_tokenizer` takes. Returns the template's text; None without a ``chat_template``.
-
-    Raises:
-      CheckpointError: ``folder`` is not a folder, or the template cannot be read or has a syntax error.
-    """
+    """Check the paths for `load_tokenizer` and return the template's text, None without a ``chat_template``. Raises
+    CheckpointError if ``folder`` is not a folder, or the template cannot be read or has a syntax error."""
     if folder is not None and not Path(folder).is_dir():
         problem = f"the tokenizer {folder!r} (tokenizer_path, --tokenizer-path) is not a folder"
         raise CheckpointError(f"{problem}; one with tokenizer.json is needed")
@@ -79,7 +76,7 @@ def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str 
     source = f"the template {chat_template!r} (chat_template, --chat-template)"
     try:
         text = Path(chat_template).read_text(encoding="utf-8")
-        render_jinja_template(conversations=[], chat_template=text)  # compiles it, and renders nothing
+        render_jinja_template(conversations=[], chat_template=text)  # compiles the template without rendering
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except jinja2.TemplateSyntaxError as error:
@@ -96,9 +93,9 @@ class VocabularyMap(NamedTuple):
 
     Attributes:
       ids: int32 [W], the target's id of each row of the draft's output layer, NO_ID if the target has no such token;
-        None: every row has the target's id.
-      reads: int32 [V], the draft's token that stands for each of the target's; None: the same ids.
-      common: number of tokens that both have.
+        None: ids are equal.
+      reads: int32 [V], the draft's input token for each of the target's tokens; None: ids are equal.
+      common: number of shared tokens.
     """
 
     ids: np.ndarray | None
@@ -113,12 +110,12 @@ def match_vocabularies(
 
     Args:
       target_size, draft_size: rows of the models' output layers, with padding.
-      intersection: whether the tokenizers may differ. A token that only the target has is read as the last of the
-        draft's tokens for it, on which the next token depends most.
+      intersection: allow different tokenizers. For a token that only the target has, the draft reads the last of its
+        own tokens for that text, on which the next token depends most.
 
     Raises:
-      VocabularyMismatch: the tokenizers differ, without `intersection`; names the first ids and both tokens.
-      CheckpointError: with `intersection`, no token is known to be in both.
+      VocabularyMismatch: the tokenizers differ, without `intersection`.
+      CheckpointError: with `intersection`, no common token can be determined.
     """
     ours, theirs = _tokens(target), _tokens(draft)
     if ours == theirs:
@@ -168,7 +165,7 @@ def _differences(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 
 
 def _spelling(tokenizer: Any) -> str | None:
-    """How the tokens of a tokenizer are spelled, by its decoder."""
+    """The spelling of a tokenizer's tokens, according to its decoder."""
     decoder = tokenizer.backend_tokenizer.decoder
     steps = [] if decoder is None else list(_steps(json.loads(decoder.__getstate__())))
     types = {step.get("type") for step in steps}
@@ -185,8 +182,8 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _pieces(tokenizer: Any, token: str) -> list[int]:
-    """The tokens that a tokenizer makes of another tokenizer's token."""
+    """Ids of another tokenizer's token."""
     try:
         return [piece.id for piece in tokenizer.backend_tokenizer.model.tokenize(token)]
-    except Exception:  # the library raises bare ones, such as for a missing unknown token
+    except Exception:  # the library raises bare exceptions, such as for a missing unknown token
         return []

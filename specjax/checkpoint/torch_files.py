@@ -1,9 +1,9 @@
 """Files of ``torch.save`` (``.bin``, ``.pt``), read without torch and without running code of the file.
 
 A pickle is a program. This reader allows the instructions in ``_OPCODES``, four functions and the storage types, and
-refuses others by name. It replaces the table of instructions of the standard library's unpickler in Python, whose
-memory is bounded by the pickle's length. The file is a zip of ``<prefix>/data.pkl``, the pickle, and
-``<prefix>/data/<key>``, one member for each storage. CRCs of storages are not checked: files have gigabytes.
+refuses others by name. It restricts the standard library's unpickler in Python, whose memory is bounded by the pickle's
+length. The file is a zip of ``<prefix>/data.pkl``, the pickle, and ``<prefix>/data/<key>``, a member for each storage.
+CRCs of storages, which can have gigabytes, are not checked.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _FUNCTIONS = (
     "collections.OrderedDict", "torch.Size", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 )  # fmt: skip
-_MAX_PICKLE = 64 << 20  # bytes; a state dict takes some 200 a tensor, a token map 5 a token
+_MAX_PICKLE = 64 << 20  # bytes; a state dict has about 200 a tensor, a token map 5 a token
 
 
 class _Refused(Exception):
-    """A message without the file's name."""
+    """Its message lacks the file's name."""
 
 
 def read_torch_file(file: Path) -> object:
     """The object in ``file``: dicts, lists, tuples, numbers, strings, and tensors as read-only views of the mapped file
-    (bfloat16 as ``ml_dtypes.bfloat16``). Containers may be nested deeply, and contain themselves."""
+    (bfloat16 as ``ml_dtypes.bfloat16``). Containers may be nested deeply, and may contain themselves."""
     with file.open("rb") as stream:
         start = stream.read(16)
     if start.startswith(b"version https://"):
@@ -63,7 +63,7 @@ def read_torch_file(file: Path) -> object:
             return _Unpickler(file, archive).load()
     except _Refused as error:
         raise CheckpointError(f"{file} is refused: {error}. Get a file of tensors alone, or safetensors") from None
-    except Exception as error:  # a damaged pickle or zip can end in nearly any of them
+    except Exception as error:  # damaged pickles and zips raise errors of many kinds
         raise CheckpointError(f"{file} is damaged or not a file of torch.save ({error!r:.300})") from error
 
 
@@ -72,7 +72,7 @@ def write_torch_list(file: Path, values: list[int]) -> None:
     members = {"data.pkl": pickle.dumps(values, protocol=2), "byteorder": b"little", "version": b"3\n"}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in members.items():
-            # With a fixed date equal lists give equal bytes.
+            # With a fixed date, equal lists give equal bytes.
             archive.writestr(zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0)), content)
 
 
@@ -115,7 +115,7 @@ class _Instructions(dict[int, Callable[..., None]]):
 
 
 def _reduce(unpickler: _Unpickler) -> None:
-    """REDUCE: call an allowed function with arguments of the right types."""
+    """REDUCE: call an allowed function after checking the types of its arguments."""
     arguments, function = unpickler.stack.pop(), unpickler.stack.pop()
     name = function.name if isinstance(function, _Name) else type(function).__name__
     match name, arguments:
@@ -156,7 +156,7 @@ class _Unpickler(pickle._Unpickler):
             raise _Refused("it has compressed members, which torch never writes")
         pickles = [name for name in members if re.fullmatch(r"[^/\\]+/data\.pkl", name)]
         if len(pickles) != 1:
-            raise _Refused(f"it has {len(pickles)} members <name>/data.pkl, and one is needed")
+            raise _Refused(f"it has {len(pickles)} members <name>/data.pkl; exactly one is needed")
         prefix = pickles[0].removesuffix("data.pkl")
         for name, limit in ((f"{prefix}byteorder", 16), (pickles[0], _MAX_PICKLE)):
             if name in members and (size := members[name].file_size) > limit:
@@ -170,10 +170,9 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> object:
         full = f"{module}.{name}"
         if full not in (*_FUNCTIONS, *STORAGES):
-            raise _Refused(
-                f"its pickle asks for {full}, and it may ask for {listed(_FUNCTIONS)} and torch.<type>Storage "
-                f"with type {', '.join(kind[6:-7] for kind in STORAGES)}"
-            )
+            types = ", ".join(kind[6:-7] for kind in STORAGES)
+            allowed = f"{listed(_FUNCTIONS)} and torch.<type>Storage with type {types}"
+            raise _Refused(f"its pickle asks for {full}; allowed: {allowed}")
         return _Name(full)
 
     def persistent_load(self, pid: object) -> _Storage:
@@ -185,13 +184,13 @@ class _Unpickler(pickle._Unpickler):
         raise _Refused(f"it refers to something that is not a storage: {reprlib.repr(pid)}")
 
     def _storage(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
-        """The member ``name`` as ``size`` elements of ``dtype``; the same array each time."""
+        """The member ``name`` as ``size`` elements of ``dtype``, mapped once."""
         if size == 0:
             return np.empty(0, dtype)
         if (info := self._members.get(name)) is None:
             raise _Refused(f"it has no member {name}")
         if size * dtype.itemsize != info.file_size:
-            raise _Refused(f"{name} has {info.file_size} bytes, and {size} elements of {dtype} take another number")
+            raise _Refused(f"{name} has {info.file_size} bytes; {size} elements of {dtype} have another size")
         if name not in self._arrays:
             self._arrays[name] = self._mapped(info, dtype)
         if self._arrays[name].dtype != dtype:
@@ -199,9 +198,9 @@ class _Unpickler(pickle._Unpickler):
         return self._arrays[name]
 
     def _mapped(self, info: zipfile.ZipInfo, dtype: np.dtype) -> np.ndarray:
-        with self._archive.open(info), self._file.open("rb") as file:  # the archive checks that the member is there
+        with self._archive.open(info), self._file.open("rb") as file:  # the archive checks the member's header
             file.seek(info.header_offset + 26)
             lengths = np.frombuffer(file.read(4), "<u2")  # of the name, and of the padding before the data
-        # One mapping a storage: its pages can be reclaimed once the caller has copied them.
+        # One mapping a storage, whose pages can be reclaimed after copying.
         start = info.header_offset + 30 + int(lengths.sum())
         return np.memmap(self._file, dtype, "r", start, (info.file_size // dtype.itemsize,))

@@ -1,8 +1,7 @@
-"""A folder in the Hugging Face layout, checked before its weights are read, and tensors of safetensors files.
+"""A model's folder in the Hugging Face layout, and tensors of safetensors files.
 
-The safetensors library checks and writes files. It copies what it reads and has no numpy type for FP8, so tensors are
-views of a memory-mapped file here: only pages that the caller copies become resident. bfloat16 is
-``ml_dtypes.bfloat16``.
+The safetensors library checks and writes files. Tensors are read here, as views of memory-mapped files, because the
+library copies them and has no numpy type for FP8. bfloat16 is ``ml_dtypes.bfloat16``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]  # ours, and torch's
+LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]
 
 OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -50,12 +49,12 @@ class TensorEntry:
 
     @property
     def size(self) -> int:
-        """Bytes; the number of elements if the type is not supported."""
+        """Bytes, or the number of elements of an unsupported type."""
         dtype = (DTYPES | INTEGERS).get(self.dtype)
         return prod(self.shape) * (1 if dtype is None else dtype.itemsize)
 
     def read(self, *, integers: bool = False) -> np.ndarray:
-        """A read-only view of the file. The type must be in ``DTYPES``, or in ``INTEGERS`` if ``integers``."""
+        """A read-only view of the file. The type must be in ``DTYPES``, or with ``integers`` in ``INTEGERS``."""
         dtypes = DTYPES | INTEGERS if integers else DTYPES
         if self.dtype not in dtypes:
             source = f"tensor {self.name} in {self.file}"
@@ -63,8 +62,7 @@ class TensorEntry:
         try:
             if 0 in self.shape:  # mmap refuses an empty range
                 return np.empty(self.shape, dtypes[self.dtype])
-            # One mapping a tensor: its pages can be reclaimed once the caller has copied them. `np.memmap` takes
-            # several times as long.
+            # One mapping a tensor, whose pages can be reclaimed after copying. `np.memmap` is several times slower.
             before, count = self.start % mmap.ALLOCATIONGRANULARITY, prod(self.shape)
             with self.file.open("rb") as stream:
                 length = before + count * dtypes[self.dtype].itemsize
@@ -76,7 +74,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file; the library checks its header against the file's size."""
+    """The tensors of a safetensors file. The library checks its header against the file's size."""
     try:
         with safe_open(file, framework="numpy"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -91,14 +89,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses equal names, of which the library takes the last."""
+    """A dict of pairs with distinct names. The library would take the last of two equal names."""
     if len(header := dict(pairs)) < len(pairs):
         raise ValueError("its header has a name twice")
     return header
 
 
 def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
-    """The tensors of all shards, where ``read`` reads one; no tensor may be in two shards."""
+    """The tensors of all shards. ``read`` reads one shard; no tensor may be in two."""
     tensors: dict[str, T] = {}
     for file in files:
         shard = read(file)
@@ -109,7 +107,7 @@ def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) 
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
-    """The tensors of all shards. Of a multimodal model only the language model's, under the names of a text model."""
+    """The tensors of all shards. In a multimodal model: of the language model, under the names of a text model."""
     tensors = read_shards(files, read_header)
     if not any(name.startswith(OTHER_MODALITIES) for name in tensors):
         return tensors
@@ -123,7 +121,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
 
 
 def same_content(first: np.ndarray, second: np.ndarray, rtol: float = 0, atol: float = 0) -> bool:
-    """Whether two matrices of floats are equal within ``np.allclose``'s tolerances; compares a few rows at a time."""
+    """True if two float matrices are equal within ``np.allclose``'s tolerances. Compares a few rows at a time."""
     blocks = (slice(start, start + 4096) for start in range(0, len(first), 4096))
     return first.shape == second.shape and all(
         np.allclose(np.float32(first[rows]), np.float32(second[rows]), rtol, atol) for rows in blocks
@@ -137,22 +135,18 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
         save_file(whole, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
-    file.chmod(0o644)  # the library makes it readable by its owner alone
+    file.chmod(0o644)  # the library sets 0o600
 
 
 def save_shards(folder: Path, sizes: Mapping[str, int], read: Callable[[str], np.ndarray]) -> None:
-    """Write tensors, given their bytes, as model.safetensors or as several files of about 1 GiB and their index.
-
-    ``read`` returns a tensor by name. The tensors of one file are in memory together.
-    """
+    """Write tensors of known byte sizes as model.safetensors, or as several files of about 1 GiB and their index.
+    ``read`` returns a tensor by name. Memory holds the tensors of one file."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     plan = split_state_dict_into_shards_factory(
-        dict(sizes),
-        get_storage_size=lambda size: size,
-        filename_pattern="model{suffix}.safetensors",
+        dict(sizes), get_storage_size=lambda size: size, filename_pattern="model{suffix}.safetensors",
         max_shard_size=1 << 30,
-    )
+    )  # fmt: skip
     for file, names in plan.filename_to_tensors.items():
         save_tensors(folder / file, {name: read(name) for name in names})
     if plan.is_sharded:
@@ -164,25 +158,22 @@ def save_shards(folder: Path, sizes: Mapping[str, int], read: Callable[[str], np
 class ModelFiles:
     """A model on disk."""
 
-    name: str  # given by the user
+    name: str  # as the user wrote it
     folder: Path  # of config.json, tokenizer files and weights
     config: Mapping[str, Any] = field(compare=False)  # config.json; see `read_folder` for `tie_word_embeddings`
     weights: tuple[Path, ...]  # the safetensors shards
 
     @cached_property
     def headers(self) -> dict[str, TensorEntry]:
-        """`read_headers` of the weights, read once."""
         return read_headers(self.weights)
 
 
 def read_folder(name: str, path: Path, *, outline: bool = False) -> ModelFiles:
-    """The model in a folder: config.json and safetensors, single or sharded.
+    """The model in a folder: config.json and safetensors, single or sharded. With ``outline`` the weights may be
+    absent, and ``path`` may be a config.json.
 
-    With ``outline`` the weights may be absent, and ``path`` may be a config.json.
-
-    ``tie_word_embeddings`` follows from the tensors. Absent, without an ``lm_head.weight``, it is true: transformers'
-    default, false, would leave the model without an output matrix. It is false where ``lm_head.weight`` differs from
-    the embedding, as in transformers.
+    ``tie_word_embeddings`` is set according to the tensors: true if absent without an ``lm_head.weight``, where
+    transformers' default, false, would leave no output matrix; false if ``lm_head.weight`` differs from the embedding.
     """
     folder = path if path.is_dir() else path.parent
     config = _read_config(folder / "config.json" if path.is_dir() else path, name)
@@ -205,7 +196,7 @@ def read_folder(name: str, path: Path, *, outline: bool = False) -> ModelFiles:
 
 
 def _read_config(file: Path, name: str) -> Settings:
-    """config.json, with `quantization_config` from where older checkpoints have it."""
+    """config.json, with the `quantization_config` of older checkpoints."""
     config, older = read_json(file, name), file.with_name("quantize_config.json")  # GPTQ before 2023-08
     if config.get("quantization_config") is None:
         if config.get("compression_config") is not None:
@@ -216,7 +207,7 @@ def _read_config(file: Path, name: str) -> Settings:
 
 
 def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
-    """The files of the weights in ``folder``: safetensors, or torch's if there are no others and ``torch_too``."""
+    """The weights in ``folder``: safetensors, else with ``torch_too`` torch's files."""
     layouts = LAYOUTS[: 1 + torch_too]
     for single, index in layouts:
         if (folder / index).is_file():
@@ -224,9 +215,9 @@ def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[P
         if (folder / single).is_file():
             return (folder / single,)
     present = listed(file.name for file in folder.iterdir() if file.is_file()) or "no files"
-    wanted = ", ".join(file for layout in layouts for file in layout)
+    supported = ", ".join(file for layout in layouts for file in layout)
     advice = "" if torch_too else ". Give a .gguf file itself; convert torch's files with save_pretrained"
-    raise CheckpointError(f"{folder} (given as {name!r}) has none of: {wanted}; it has {present}{advice}")
+    raise CheckpointError(f"{folder} (given as {name!r}) has none of: {supported}; it has {present}{advice}")
 
 
 def _shards(index: Path, name: str) -> tuple[Path, ...]:

@@ -1,12 +1,15 @@
-"""Models: target families, one file each, and draft heads.
+"""Target models and draft heads: declared parameters, and functions of parameters and arrays.
 
-A family's module has `FAMILY`, a `specjax.models.decoder.Family`. It is imported when a model of the family is first
-used, so importing this package is cheap.
+Read in this order: `params` (a parameter is declared once), `rope`, `blocks` (attention, MLP) and `experts`, `target`
+(three functions), `decoder` (layers between embedding and output layer), `families` and `deepseek`. Draft heads:
+`head_spec` and `draft_head` for heads in folders of their own, `mtp_spec` and `mtp` for layers in a target's shards.
+`python -m specjax.models` prints all declarations.
+
+Importing this package is cheap: `families`, which imports flax, is imported when a model is first used.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -53,7 +56,7 @@ def describe(config: ModelConfig) -> str:
 
 
 def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
-    """The target of a config's family. `backend`: see `specjax.models.blocks.Backend`."""
+    """The target that a config describes. `backend`: see `specjax.models.blocks.Backend`."""
     return family(config).make_target(config, backend=backend)
 
 
@@ -63,8 +66,9 @@ def init_params(config: ModelConfig, key: Array) -> Weights:
 
 
 def family(config: ModelConfig) -> Family:
-    """What the file of a config's family declares. ValueError: there is no such family."""
-    families = set(ARCHITECTURES.values())
-    if config.family not in families:
-        raise ValueError(f"no model family {config.family!r}; there are: {', '.join(sorted(families))}")
-    return importlib.import_module(f"specjax.models.{config.family}").FAMILY
+    """The family of a config. Raises ValueError if there is no such family."""
+    from specjax.models.families import FAMILIES
+
+    if config.family not in FAMILIES:
+        raise ValueError(f"no model family {config.family!r}; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[config.family]

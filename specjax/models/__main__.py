@@ -1,7 +1,4 @@
-"""Prints the parameters of all families and draft heads, in the sizes of SmolLM2-135M and a head for it.
-
-python -m specjax.models
-"""
+"""`python -m specjax.models`: print the parameters of all families and draft heads, in the sizes of SmolLM2-135M."""
 
 from typing import Any
 
@@ -34,9 +31,10 @@ def main() -> None:
         print(f"{family}\n\n{describe(model)}\n")
     for spec in HEAD_SPECS.values():
         layers = (1, 14, 26) if spec.reads_layers else ()
-        own = {"own_head": True, "mapped": True, "vocab_size": 16384} if spec.own_ends else {"vocab_size": 49152}
+        width = SIZES["hidden_size"] * (len(layers) or 1)
+        ends = {"own_head": True, "mapped": True, "vocab_size": 16384} if spec.own_ends else {"vocab_size": 49152}
         biases: dict[str, Any] = dict.fromkeys(spec.biases, True)
-        head = HeadConfig(spec.kind, feature_size=576 * (len(layers) or 1), aux_layers=layers, **SIZES, **own, **biases)
+        head = HeadConfig(spec.kind, feature_size=width, aux_layers=layers, **SIZES, **ends, **biases)
         print(f"{spec.algorithm} head\n\n{describe_table(head_table(head), head_sizes(head, 49152))}\n")
     layer = ModelConfig("qwen3", vocab_size=49152, num_layers=1, max_positions=8192, tied_embeddings=False, **SIZES)
     for style in STYLES:

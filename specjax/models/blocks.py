@@ -1,5 +1,5 @@
-"""The parts of a decoder layer as functions of arrays, shared by targets and draft heads: RMS norm, grouped-query
-attention to pages and block, and a gated MLP."""
+"""The parts of a decoder layer as functions of arrays, shared by targets and draft heads: grouped-query attention to
+pages and block, a gated MLP, and blocks whose rows have different lengths (`Ragged`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from specjax_kernels import Norm, mesh
 
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
-from specjax.models.ragged import Ragged
 from specjax.models.rope import Rotation, rotate
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Weights
 
@@ -24,14 +23,14 @@ T = TypeVar("T")
 
 
 class KeyValue(NamedTuple):
-    """What attention keeps of tokens: two page leaves [P, S, K, E], or two block leaves [B, N, K, E]."""
+    """Cache entries of attention: two page leaves [P, S, K, E], or two block leaves [B, N, K, E]."""
 
     key: Array
     value: Array
 
 
 def key_value_spec(config: ModelConfig | HeadConfig) -> KeyValue:
-    """What one layer of this model or head keeps of a token: two `PageSpec`s."""
+    """The cache entry of a token in one layer of a model or head: two `PageSpec`s."""
     spec = PageSpec((config.num_kv_heads, config.head_dim), config.dtype, ("kv_heads", None))
     return KeyValue(*cast(Any, (spec, spec)))
 
@@ -41,25 +40,57 @@ Backend: TypeAlias = str | Callable[..., Array] | None
 (rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has."""
 
 
+class Ragged(NamedTuple):
+    """Where the tokens of a block [B, N], whose rows have different lengths, lie among U places without padding.
+
+    The layers compute the U tokens of all rows side by side, [1, U, ...]. Only attention and cache entries have the
+    block's shape, [B, N, ...]. With N = 3, U = 5 and lengths [2, 0, 3]: a b . | . . . | c d e  <->  a b c d e. Padding
+    and unused places hold values of arbitrary tokens, which are never read.
+    """
+
+    source: Int32[Array, "U"]  # index of each place's token in the flattened block, [B * N]
+    place: Int32[Array, "B N"]  # of each token
+    length: PerRequest
+
+    @classmethod
+    def of(cls, length: PerRequest, width: int, tokens: int) -> Ragged:
+        """For rows of `length` tokens, each at most `width`, together at most `tokens`."""
+        ends = jnp.cumsum(length)
+        begins = ends - length
+        place = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), length.shape[0] - 1)
+        source = row * width + jnp.clip(index - begins[row], 0, width - 1)
+        return cls(source, jnp.minimum(place, tokens - 1), length)
+
+    def joined(self, x: Array) -> Array:
+        """[B, N, ...] -> [1, U, ...]."""
+        return x.reshape(-1, *x.shape[2:]).at[self.source].get(mode="promise_in_bounds")[None]
+
+    def parted(self, x: Array) -> Array:
+        """[1, U, ...] -> [B, N, ...]."""
+        return x[0].at[self.place].get(mode="promise_in_bounds")
+
+
 def joined(before: T | None, block: T) -> T:
-    """Blocks one after another, such as keys and values [B, C, K, E]; None: nothing comes before."""
+    """Blocks one after another, such as keys and values [B, C, K, E]. None: nothing comes before."""
     return block if before is None else jax.tree.map(lambda *keys: jnp.concatenate(keys, axis=1), before, block)
 
 
 class Past(NamedTuple):
     """Keys and values that a block may attend to besides its own."""
 
-    pages: Any  # [P, S, ...]: what the layer keeps of committed tokens, a `KeyValue` of [P, S, K, E]
+    pages: Any  # [P, S, ...]: cache entries of committed tokens, such as a `KeyValue` of [P, S, K, E]
     page_table: PageTable
     prefix_length: PerRequest
-    before: Any = None  # the same of a draft's upper levels, which are not committed: [B, C - N, ...]
-    before_positions: Positions | None = None  # [B, C - N], theirs; read with a window only
-    ragged: Ragged | None = None  # x, rotation, positions and residual are [1, U, ...] of a block [B, N, ...]
+    before: Any = None  # cache entries of a draft's upper levels, which are not committed: [B, C - N, ...]
+    before_positions: Positions | None = None  # [B, C - N]; read with a window only
+    ragged: Ragged | None = None  # x, rotation, positions and residual are [1, U, ...] for a block [B, N, ...]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores keys."""
+    """Scale, window and soft cap of attention scores."""
 
     scale: float | None = None  # None: E ** -0.5
     window: int | None = None  # keys that a query sees, itself included; None: all
@@ -74,11 +105,11 @@ def attention(
     scores: Scores = PLAIN_SCORES, head_norm: Callable[[Array, Array], Array] | None = None,
     norm: Norm | None = None, residual: Float[Array, "B N M2"] | None = None,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
-    """Attention of x, normalised by `norm`, plus `residual`; and the block's own keys and values.
+    """Attention of x, normalised by `norm`, plus `residual`; and the keys and values of the block.
 
-    The weights are those of `specjax.models.params.attention_leaves`, `rotation` is `rotations` of the positions, and
-    the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
-    and keys whose weights are `query_norm` and `key_norm`.
+    `specjax.models.params.attention_leaves` declares the weights. `rotation` is `rotations` of the positions. The mask
+    covers the C block keys, beginning with `past.before`. `head_norm` (x, weight [E]) normalises queries and keys with
+    the weights `query_norm` and `key_norm`.
     """
     rotated = _rotated(x, weights, rotation, head_norm, norm)
     ragged = past.ragged
@@ -88,7 +119,7 @@ def attention(
         attended = backend(rotated, past, positions, mask, scores)
     else:
         scale = rotated.shape[4] ** -0.5 if scores.scale is None else scores.scale
-        # Ragged blocks are a CPU's, and no mesh has them.
+        # Only a CPU without a mesh has ragged blocks.
         queries = None if ragged is None else ragged.length
         options = {"scale": scale, "window": scores.window, "softcap": scores.softcap, "implementation": backend}
         attended = _by_heads(rotated, past, positions, mask, options | {"queries": queries})
@@ -102,7 +133,7 @@ def keys_values(
     x: Hidden, weights: Weights, rotation: Rotation, *, head_norm: Callable[[Array, Array], Array] | None = None,
     norm: Norm | None = None,
 ) -> KeyValue:  # fmt: skip
-    """The keys and values of `attention`, which is not computed."""
+    """The keys and values that `attention` returns, without attention."""
     return _key_value(_rotated(x, weights, rotation, head_norm, norm))
 
 
@@ -129,7 +160,7 @@ def _key_value(rotated: Array) -> KeyValue:
 
 
 def _by_heads(rotated: Array, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Array:
-    """`kernels.attention`; under a mesh each device has its key/value heads, their queries and their pages."""
+    """`kernels.attention`; under a mesh each device has some key/value heads with their queries and pages."""
 
     def attend(
         rotated: Array, pages: KeyValue, before: Any, where: tuple[Any, ...], masks: tuple[Array, ...]
@@ -146,7 +177,7 @@ def _by_heads(rotated: Array, past: Past, positions: Positions, mask: Any, optio
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
-    """x brought between -cap and cap (Gemma 2). None: as it is."""
+    """x mapped to the range from -cap to cap (Gemma 2). None: unchanged."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -157,8 +188,8 @@ def gated_mlp(
     x: Hidden, weights: Weights, *, activation: Activation = jax.nn.silu, prefix: str = "", norm: Norm | None = None,
     residual: Hidden | None = None,
 ) -> Hidden:  # fmt: skip
-    """down(activation(gate(x)) * up(x)) of x, normalised by `norm`, plus `residual`; weights as
-    `specjax.models.params.mlp_leaves` declares them."""
+    """down(activation(gate(x)) * up(x)) of x, normalised by `norm`, plus `residual`.
+    `specjax.models.params.mlp_leaves` declares the weights."""
     wide = mesh.split(linear(x, weights, f"{prefix}gate_up", norm=norm, gated=activation), x.ndim - 1)
     return mesh.whole(linear(wide, weights, f"{prefix}down", residual=residual))
 
@@ -167,8 +198,8 @@ def linear(
     x: Hidden, weights: Weights, name: str, *, norm: Norm | None = None, gated: Activation | None = None,
     residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """The product with a matrix, plus its bias if there is one, and what goes with it in one kernel where there is one
-    (`specjax_kernels.linear`). A map from several axes takes them as one."""
+    """The product with the matrix `name`, plus `name_bias` if present; see `specjax_kernels.linear`. A map from several
+    axes takes them as one."""
     weight = weights[name]
     if not isinstance(weight, kernels.Quantised) and weight.shape[0] != x.shape[-1]:
         # Reshaped by hand: XLA:CPU transposes the weight of a product over several axes in every call.

@@ -1,6 +1,6 @@
-"""What all families share: layers between an embedding and an output layer. Linen modules, used functionally.
+"""A decoder: layers between an embedding and an output layer. Linen modules, used functionally.
 
-A family's file declares its parameters (`table`) and derives its layer from `Layer` where it differs.
+A family (`specjax.models.families`) declares its parameters (`table`) and may derive its layer from `Layer`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from specjax.models.blocks import (
     Activation,
     Backend,
     Past,
+    Ragged,
     Scores,
     attention,
     gated_mlp,
@@ -32,7 +33,6 @@ from specjax.models.blocks import (
 )
 from specjax.models.experts import expert_leaves, mixture
 from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves, mlp_leaves
-from specjax.models.ragged import Ragged
 from specjax.models.rope import Rotation, rotations
 from specjax.models.target import Before, ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
@@ -44,12 +44,12 @@ def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]])
     return (Scope(end_leaves(tied=config.tied_embeddings)), *every)
 
 
-def mixed_table(config: ModelConfig, own: tuple[Leaf, ...]) -> Table:
-    """`decoder_table` of layers that have the leaves `own`, and experts or, where the config has none, an MLP."""
-    dense, experts = (*own, *mlp_leaves(bias=False)), config.experts
+def mixed_table(config: ModelConfig, leaves: tuple[Leaf, ...]) -> Table:
+    """`decoder_table` of layers that have `leaves`, and experts or, where the config has none, an MLP."""
+    dense, experts = (*leaves, *mlp_leaves(bias=False)), config.experts
     if experts is None:
         return decoder_table(config, lambda i: dense)
-    mixed = (*own, *expert_leaves(experts))
+    mixed = (*leaves, *expert_leaves(experts))
     return decoder_table(config, lambda i: mixed if i in experts.layers else dense)
 
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past, *,
         residual: Hidden | None = None,
     ) -> tuple[Hidden, Any]:  # fmt: skip
-        """Attention of the normalised x, plus `residual`, and what the layer keeps of the block."""
+        """Attention of the normalised x, plus `residual`, and the cache entries of the block."""
         c = self.config
         return attention(
             x, self.weights, rotation, positions, mask, past, backend=self.backend,
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         )  # fmt: skip
 
     def keep(self, x: Hidden, rotation: Rotation) -> Any:
-        """What the layer keeps of a block, without its attention."""
+        """The cache entries of a block, without its attention."""
         norm = self.norm_of("attention_norm")
         return keys_values(x, self.weights, rotation, head_norm=self._head_norm, norm=norm)
 
@@ -101,7 +101,7 @@ class Layer(nn.Module):
 
     @staticmethod
     def page_spec(config: ModelConfig) -> Any:
-        """What the layer keeps of a token: a pytree of `PageSpec`s."""
+        """The cache entry of a token: a pytree of `PageSpec`s."""
         return key_value_spec(config)
 
     def feed(self, x: Hidden, *, residual: Hidden | None = None) -> Hidden:
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         # Layers of the same shapes share one trace: half the time to the first token.
         kinds = {(layer.leaves, layer.window) for layer in self.layers}
         traced = {kind: jax.jit(self.layer(c, *kind, self.backend, parent=None).apply) for kind in kinds}
-        outputs, kept = [], []
+        outputs, entries = [], []
         for i, layer in enumerate(self.layers):
             past = Past(cache[i], page_table, prefix_length, ragged=ragged)
             if before is not None:
@@ -166,15 +166,15 @@ class Decoder(nn.Module):
             rotation = everywhere if layer.window is None else in_windows
             run = cast(Any, traced[layer.leaves, layer.window])
             x, block = run(layer.variables, x, rotation, positions, mask, past)
-            kept.append(block)
+            entries.append(block)
             outputs.append(x)
         hidden = rms_norm(x, self.weights["final_norm"], c.norm_epsilon, offset=self.layer.norm_offset)
-        wanted = hidden if features == "final" else None
+        selected = hidden if features == "final" else None
         if isinstance(features, tuple):
-            wanted = jnp.concatenate([outputs[i] for i in features], axis=-1)
+            selected = jnp.concatenate([outputs[i] for i in features], axis=-1)
         if ragged is not None:
-            hidden, wanted = ragged.parted(hidden), None if wanted is None else ragged.parted(wanted)
-        return ForwardOutput(hidden, wanted, tuple(kept))
+            hidden, selected = ragged.parted(hidden), None if selected is None else ragged.parted(selected)
+        return ForwardOutput(hidden, selected, tuple(entries))
 
     def unembed(
         self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None, *, capped: bool = True
@@ -190,26 +190,26 @@ class Decoder(nn.Module):
 
 
 def embedding_rows(table: Any, tokens: Tokens, dtype: str) -> Hidden:
-    """Rows of an embedding [V, M], of a dtype. A clipped id is a padding token's: never used."""
+    """Rows of an embedding [V, M], cast to `dtype`. Ids of padding may be out of range, so ids are clipped."""
 
     def take(table: Array, tokens: Array) -> Array:
         return table.at[tokens].get(mode="clip").astype(jnp.dtype(dtype))
 
-    known = jnp.clip(tokens, 0, table.shape[0] - 1)
+    clipped = jnp.clip(tokens, 0, table.shape[0] - 1)
     if isinstance(table, kernels.Quantised):
-        return mesh.whole(kernels.embed(table, known, jnp.dtype(dtype)))
+        return mesh.whole(kernels.embed(table, clipped, jnp.dtype(dtype)))
     if mesh.parts(table.shape[0]) > 1:
-        return mesh.rows(take, table, 0, known)
+        return mesh.rows(take, table, 0, clipped)
     return mesh.whole(take(table, tokens))
 
 
 def head_columns(head: Any, ids: Int32[Array, "W"]) -> Any:
-    """An output matrix [M, V], or quantised [V, M], for these tokens."""
+    """The columns `ids` of an output matrix [M, V], or of a quantised one [V, M]."""
     return head[ids] if isinstance(head, kernels.Quantised) else head[:, ids]
 
 
 class Family(NamedTuple):
-    """What a family's file declares."""
+    """A family of models: its declared parameters and its layer."""
 
     table: Callable[[ModelConfig], Table]
     layer: type[Layer] = Layer

@@ -1,4 +1,4 @@
-"""Draft heads: one decoder layer that continues the target's features. `head_spec` declares kinds and parameters."""
+"""Draft heads: one decoder layer that predicts further features of the target. `head_spec` declares the kinds."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ AnyHead = TypeVar("AnyHead", bound=HeadConfig | MtpConfig)
 
 
 class _Parameters(nn.Module):
-    """Creates a head's parameters as declared."""
-
     config: HeadConfig
     vocabulary: int  # V, of the target
 
@@ -50,7 +48,8 @@ class _Parameters(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """A head beside its target: functions of both models' parameters, since it may use the target's ends."""
+    """A head and its target. Methods take both models' parameters, since a head may use the target's embedding and
+    output matrix."""
 
     config: HeadConfig
     target: Target
@@ -62,7 +61,7 @@ class DraftHead:
 
     @property
     def pages(self) -> KeyValue:
-        """What the head keeps of a token: `PageSpec`s."""
+        """The cache entry of a token: `PageSpec`s."""
         return key_value_spec(self.config)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
@@ -71,7 +70,7 @@ class DraftHead:
         return self.target.embed(target_params, tokens)
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
-        """The target's features as the head reads them. The head's own outputs need no such step."""
+        """The target's features as input of the head. Outputs of the head are used without this step."""
         return linear(features, params, "fc") if self.spec.reads_layers else features
 
     def forward(
@@ -90,18 +89,18 @@ class DraftHead:
         return keys_values(x, params, rotations(self.config.rope, self.config.head_dim, positions))
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
-        """Logits, from what `forward` returned."""
+        """Logits of features that `forward` returned."""
         normed = out if self.spec.next_feature_normed else self._norm(params, "final_norm", out)
         if self.config.own_head:
             return soft_cap(mesh.split(kernels.unembed(normed, params["head"]), 2), self.config.logit_softcap)
         return self.target.unembed(target_params, normed)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        """The target's ids of the head's tokens."""
+        """The target's ids of tokens of the head."""
         return params["ids"][ids] if self.config.mapped else ids
 
     def _inputs(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Array, Hidden]:
-        """What q, k and v read, [B, N, M or 2 M], and the residual."""
+        """The input of q, k and v, [B, N, M or 2 M], and the residual."""
         if self.spec.first_embedding_zero:
             embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
         normed = self._norm(params, "feature_norm", feature)
@@ -113,7 +112,7 @@ class DraftHead:
         return self._norm(params, "attention_norm", x), x
 
     def _norm(self, params: Weights, name: str, x: Hidden) -> Hidden:
-        """x normalised, where the head has that norm."""
+        """x, normalised if the head has that norm."""
         norm = self._norm_of(params, name)
         return x if norm is None else rms_norm(x, *norm[:2])
 
@@ -122,21 +121,21 @@ class DraftHead:
 
 
 def draft_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> DraftHead:
-    """A head for one target; ValueError if they do not fit. `backend`: see `specjax.models.blocks.Backend`."""
+    """A head for a target. Raises ValueError as `check_fit`. `backend`: see `specjax.models.blocks.Backend`."""
     check_fit(config, target)
     return DraftHead(config, target, backend)
 
 
 def check_fit(config: HeadConfig, target: Target) -> None:
-    """Raises ValueError, with both values, where head and target do not fit; for heads made by hand."""
+    """Raises ValueError, with both values, if a head does not fit its target. `load_head` checks the files itself."""
     model = target.config
-    wanted = model.hidden_size * (len(config.aux_layers) or 1)
-    deep = [layer for layer in config.aux_layers if not 0 <= layer < model.num_layers]
+    width = model.hidden_size * (len(config.aux_layers) or 1)
+    absent = [layer for layer in config.aux_layers if not 0 <= layer < model.num_layers]
     shares = not (head_spec(config.kind).reads_layers and config.own_embedding and config.own_head)
-    if config.feature_size != wanted:
-        raise ValueError(f"the head reads features of width {config.feature_size}, the target gives {wanted}")
-    if deep:
-        raise ValueError(f"the head reads the output of layer {deep[0]}, the target has {model.num_layers} layers")
+    if config.feature_size != width:
+        raise ValueError(f"the head reads features of width {config.feature_size}, the target gives {width}")
+    if absent:
+        raise ValueError(f"the head reads the output of layer {absent[0]}, the target has {model.num_layers} layers")
     if shares and config.hidden_size != model.hidden_size:
         raise ValueError(
             f"the head's hidden size is {config.hidden_size}, the target's, whose embedding or head it uses, is "
@@ -145,11 +144,11 @@ def check_fit(config: HeadConfig, target: Target) -> None:
     if not (config.own_head or config.mapped) and config.vocab_size != model.vocab_size:
         raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {model.vocab_size}")
     if config.mapped and not config.own_head:
-        raise ValueError("a head with a vocabulary of its own needs its own rows of the language model head")
+        raise ValueError("a head with a vocabulary of its own needs an output matrix of its own")
 
 
 def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
-    """Random parameters (normal, 0.02; the map, if there is one, leads to the first W tokens)."""
+    """Random parameters (normal, 0.02). A vocabulary map selects the first W tokens."""
     check_fit(config, target)
     return cast(Weights, _Parameters(config, target.config.vocab_size).init(key)["params"])
 
@@ -162,7 +161,7 @@ def with_vocabulary(config: AnyHead, size: int) -> AnyHead:
 def output_columns(
     target: Target, target_params: Weights, ids: Int32[Array, "W"] | None = None
 ) -> Float32[Array, "M W"]:
-    """The target's output layer, or its columns `ids`: the logits of the basis vectors, whatever its layout."""
+    """The target's output matrix, or its columns `ids`: the logits of the basis vectors, for any layout."""
     basis = jnp.eye(target.config.hidden_size, dtype=jnp.dtype(target.config.dtype))[None]
     return target.unembed(target_params, basis, ids, capped=False)[0]
 
@@ -171,10 +170,10 @@ def with_token_map(
     config: AnyHead, params: Weights, target: Target, target_params: Weights, ids: np.ndarray,
     quantization: str = "none",
 ) -> tuple[AnyHead, Weights]:  # fmt: skip
-    """FR-Spec: the head proposes the tokens `ids` only, so that its largest matrix has W columns instead of V.
+    """FR-Spec: restrict the head to the tokens `ids`, so that its output matrix has W columns instead of V.
 
     `ids` int32 [W] are distinct token ids of the target. The columns are copied once; gathering them in each call would
-    read and write them all. `quantization`: of columns of the target's, int8 or fp8; others leave them float. Source:
+    read and write all of them. `quantization`: int8 or fp8 quantises columns copied from the target. Source:
     thunlp/FR-Spec.
     """
     if config.own_head:

@@ -1,7 +1,7 @@
 """A mixture of experts: the router, and the sum of the chosen experts' MLPs.
 
-Over several devices all have all tokens: each adds up what its experts, or its part of their width, make of these, and
-one sum over the devices makes the whole.
+On several devices, each device computes all tokens with its experts or with its part of every expert's width, and a sum
+over the devices gives the result.
 
 Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that only chooses, groups of experts).
 """
@@ -30,18 +30,17 @@ from specjax.types import Hidden, Weights
 def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
     """Router, stacked experts and the shared MLP of a layer."""
 
-    def each(projection: str, axes: str, *parts: Part) -> list[Tensor]:
-        """The tensor of every expert."""
+    def stacked(projection: str, axes: str, *parts: Part) -> list[Tensor]:
         return [
             Tensor(f"mlp.experts.{e}.{projection}.weight", axes, (Part("X", offset=e), *parts))
             for e in range(experts.count)
         ]
 
-    wide = (*each("gate_proj", "i M", GATE), *each("up_proj", "i M", UP))
+    wide = (*stacked("gate_proj", "i M", GATE), *stacked("up_proj", "i M", UP))
     leaves = [
         Leaf("router", "M -> X", (Tensor("mlp.gate.weight", "X M"),), replicated=True),
         Leaf("experts_gate_up", "X M -> 2 i", wide),
-        Leaf("experts_down", "X i -> M", tuple(each("down_proj", "M i"))),
+        Leaf("experts_down", "X i -> M", tuple(stacked("down_proj", "M i"))),
     ]
     if experts.scoring == "sigmoid":
         bias = Tensor("mlp.gate.e_score_correction_bias", "X")
@@ -55,29 +54,29 @@ def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
 
 
 def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activation = jax.nn.silu) -> Hidden:
-    """What a layer with experts adds to the residual stream for a normalised x."""
+    """The output of a layer's experts for a normalised x."""
     rows = x.reshape(-1, x.shape[-1])
     ids, gates = route(rows, weights, experts)
     both = weights["experts_gate_up"], weights["experts_down"]
     groups = mesh.groups()
-    of: Any = partial(_gathered, spread=groups > 1) if ids.size <= experts.count else _grouped
-    mix = partial(of, experts.count // groups, activation=activation)
-    if groups > 1:  # each device adds up its group's experts, or its part of their width
+    few: Any = partial(_gathered, spread=groups > 1)
+    mix = partial(few if ids.size <= experts.count else _grouped, experts.count // groups, activation=activation)
+    if groups > 1:  # each device has a group of experts, or a part of their width
         places = (expert_specs(leaf) if isinstance(leaf, kernels.Quantised) else mesh.of_experts(axis)
                   for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
-        own = _in_parts(partial(_of_group, experts.count // groups, mix))
-        mixed = mesh.apart(own, (-1, -1, -1, *places), -1, rows, ids, gates, *both)
-    elif mesh.parts(experts.width) > 1:  # each device adds up its part of every expert's width
+        mix_group = _summed(partial(_of_group, experts.count // groups, mix))
+        mixed = mesh.apart(mix_group, (-1, -1, -1, *places), -1, rows, ids, gates, *both)
+    elif mesh.parts(experts.width) > 1:  # each device has a part of every expert's width
         places = (split_axes(leaf) if isinstance(leaf, kernels.Quantised) else axis
                   for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
-        mixed = mesh.apart(_in_parts(mix), (-1, -1, -1, *places), -1, rows, ids, gates, *both)
+        mixed = mesh.apart(_summed(mix), (-1, -1, -1, *places), -1, rows, ids, gates, *both)
     else:
         mixed = mix(rows, ids, gates, *both)
     mixed = mixed.astype(x.dtype).reshape(x.shape)
     return mixed + gated_mlp(x, weights, activation=activation, prefix="shared_") if experts.shared_width else mixed
 
 
-def _in_parts(mix: Callable[..., Array]) -> Callable[..., Array]:
+def _summed(mix: Callable[..., Array]) -> Callable[..., Array]:
     def summed(*arguments: Any) -> Array:
         return jax.lax.psum(mix(*arguments), mesh.AXIS)
 
@@ -85,26 +84,26 @@ def _in_parts(mix: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _of_group(count: int, mix: Callable[..., Array], rows: Array, ids: Array, gates: Array, *both: Any) -> Array:
-    """The sum of the experts that this device's group has, `count` of them. An id of `count` is another group's."""
-    own = ids - jax.lax.axis_index(mesh.GROUPS).astype(ids.dtype) * jnp.asarray(count, ids.dtype)
-    return mix(rows, jnp.where((own >= 0) & (own < count), own, count), gates, *both)
+    """The sum over the `count` experts of this device's group. The id `count` stands for experts of other groups."""
+    local = ids - jax.lax.axis_index(mesh.GROUPS).astype(ids.dtype) * jnp.asarray(count, ids.dtype)
+    return mix(rows, jnp.where((local >= 0) & (local < count), local, count), gates, *both)
 
 
 def route(
     rows: Float[Array, "T M"], weights: Weights, experts: Experts
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-    """The experts of each row, and their weights in its sum. Computed in float32."""
+    """The experts of each row and their weights, computed in float32."""
     logits = kernels.unembed(rows.astype(jnp.float32), weights["router"])
     softmax = experts.scoring == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
-    chosen_by = scores if softmax else scores + weights["router_bias"][None]
+    priority = scores if softmax else scores + weights["router_bias"][None]
     if experts.groups > 1:
-        grouped = chosen_by.reshape(len(rows), experts.groups, -1)
-        of_group = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
-        best = jax.lax.top_k(of_group, experts.top_groups)[1]
+        grouped = priority.reshape(len(rows), experts.groups, -1)
+        group_score = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+        best = jax.lax.top_k(group_score, experts.top_groups)[1]
         allowed = jnp.any(best[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
-        chosen_by = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-    ids = jax.lax.top_k(chosen_by, experts.per_token)[1]
+        priority = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    ids = jax.lax.top_k(priority, experts.per_token)[1]
     gates = jnp.take_along_axis(scores, ids, axis=1)
     if experts.normalised:
         gates = gates / (jnp.sum(gates, axis=1, keepdims=True) + 1e-20)
@@ -115,19 +114,19 @@ def _gathered(
     count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
     down: Any, *, activation: Activation, spread: bool,
 ) -> Float32[Array, "T M"]:  # fmt: skip
-    """For fewer choices than there are experts, `count`: reads the chosen experts' weights only. `spread`: an id of
-    `count` stands for an expert of another group of devices, whose output is zero here."""
+    """For at most `count` choices of experts: reads only the chosen experts' weights. `spread`: the id `count` stands
+    for an expert on other devices, whose output is zero here."""
     others = count if spread else None
-    chosen = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1)
-    each = _on_each_platform(
+    pairs = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1)
+    outputs = _on_each_platform(
         partial(_one_by_one, activation=activation, others=others),
-        partial(_side_by_side, activation=activation, others=others), *chosen, gate_up, down,
+        partial(_side_by_side, activation=activation, others=others), *pairs, gate_up, down,
     )  # fmt: skip
-    return jnp.einsum("tkm,tk->tm", each.reshape(*ids.shape, -1).astype(jnp.float32), gates)
+    return jnp.einsum("tkm,tk->tm", outputs.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
 
 def _on_each_platform(cpu: Any, elsewhere: Any, *arguments: Any) -> Array:
-    """A function for CPUs and one for other devices, of arrays and quantised leaves."""
+    """Call `cpu` on CPUs and `elsewhere` on other devices, with arrays and quantised leaves."""
     arrays, tree = jax.tree.flatten(arguments)
 
     def bound(function: Any) -> Any:
@@ -140,80 +139,77 @@ def _one_by_one(
     rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation,
     others: int | None,
 ) -> Float[Array, "R M"]:  # fmt: skip
-    """On a CPU, whose kernels read one expert's weights in place."""
+    """For CPUs, whose kernels read one expert's weights in place."""
 
-    def one(pair: tuple[Array, Array]) -> Array:
+    def apply(pair: tuple[Array, Array]) -> Array:
         row, expert = pair
 
-        def own() -> Array:
+        def mlp() -> Array:
             weights = {"gate_up": gate_up[expert], "down": down[expert]}
             return gated_mlp(row[None, None], weights, activation=activation)[0, 0]
 
-        return own() if others is None else jax.lax.cond(expert < others, own, lambda: jnp.zeros_like(row))
+        return mlp() if others is None else jax.lax.cond(expert < others, mlp, lambda: jnp.zeros_like(row))
 
-    return jax.lax.map(one, (rows, experts))
+    return jax.lax.map(apply, (rows, experts))
 
 
 def _side_by_side(
     rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation,
     others: int | None,
 ) -> Float[Array, "R M"]:  # fmt: skip
-    """On a GPU, where XLA fuses the choice of experts into the products: no temporary and no loop. (`ragged_dot` has
-    temporaries, and a loop of products waits for the host in each turn.)"""
-    own = None if others is None else experts < others
-    if own is not None:
-        # In the place of another group's expert one that is read here anyway, if there is one: no more are read.
-        experts = jnp.where(own, experts, jnp.max(jnp.where(own, experts, 0)))
+    """For GPUs, where XLA fuses the choice of experts into the products, without temporaries or a loop. `ragged_dot`
+    has temporaries, and a loop of products synchronises with the host in each iteration."""
+    local = None if others is None else experts < others
+    if local is not None:
+        # Replace experts of other groups by a local expert that is read anyway, to read no more weights.
+        experts = jnp.where(local, experts, jnp.max(jnp.where(local, experts, 0)))
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
 
     def product(x: Array, weight: Any, letters: str) -> Array:
         if isinstance(weight, kernels.Quantised):  # output-major
-            chosen = kernels.dequantise(weight[experts], x.dtype)
-            return jnp.einsum("rm,r...m->r...", x, chosen, precision=precision, preferred_element_type=x.dtype)
+            matrices = kernels.dequantise(weight[experts], x.dtype)
+            return jnp.einsum("rm,r...m->r...", x, matrices, precision=precision, preferred_element_type=x.dtype)
         return jnp.einsum(letters, x, weight[experts], precision=precision, preferred_element_type=x.dtype)
 
     wide = product(rows, gate_up, "rm,rmci->rci")
     out = product(activation(wide[:, 0]) * wide[:, 1], down, "ri,rim->rm")
-    return out if own is None else jnp.where(own[:, None], out, jnp.zeros_like(out))
+    return out if local is None else jnp.where(local[:, None], out, jnp.zeros_like(out))
 
 
-TILE = 32  # rows of one expert that are multiplied at once
+TILE = 32  # rows of one expert in a product
 
 
 def _grouped(
     count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
     down: Any, *, activation: Activation,
 ) -> Float32[Array, "T M"]:  # fmt: skip
-    """For many: rows sorted by expert, so that each expert's weights are read once. Those of an id of `count`, another
-    group's expert, come last, are in none of the sizes, and stay zero."""
+    """For many choices: rows are sorted by expert, so that each expert's weights are read once. Rows with the id
+    `count`, an expert on other devices, come last and stay zero."""
     per_token = ids.shape[1]
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
-    each = _in_tiles(rows[order // per_token], sizes, gate_up, down, activation=activation)
-    # Back in the order of the rows.
-    each = jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*ids.shape, -1)
-    return jnp.einsum("tkm,tk->tm", each.astype(jnp.float32), gates)
+    sorted_outputs = _in_tiles(rows[order // per_token], sizes, gate_up, down, activation=activation)
+    outputs = jnp.zeros_like(sorted_outputs).at[order].set(sorted_outputs, unique_indices=True)
+    return jnp.einsum("tkm,tk->tm", outputs.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
 
 def _in_tiles(
     rows: Float[Array, "R M"], sizes: Int32[Array, "X"], gate_up: Any, down: Any, *, activation: Activation
 ) -> Float[Array, "R M"]:
-    """Tile after tile of rows of the same expert.
-
-    XLA multiplies every row by every expert in `ragged_dot`, on a CPU and in the programs that it compiles for a GPU,
-    with temporaries for all of the products."""
+    """The MLP of sorted rows, computed in tiles of rows of the same expert. XLA's `ragged_dot` multiplies every row by
+    every expert, with temporaries for all products."""
     tiles = -(-sizes // TILE)
     last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(sizes)
     padded = jnp.pad(rows, ((0, TILE), (0, 0)))
 
-    def one(index: Array, out: Array) -> Array:
+    def tile(index: Array, out: Array) -> Array:
         expert = jnp.searchsorted(last_tile, index, side="right")
         first = last_row[expert] - sizes[expert] + (index - last_tile[expert] + tiles[expert]) * TILE
         x = jax.lax.dynamic_slice_in_dim(padded, first, TILE)
         weights = {"gate_up": gate_up[expert], "down": down[expert]}
         y = gated_mlp(x[None], weights, activation=activation)[0]
-        own = first + jnp.arange(TILE, dtype=jnp.int32) < last_row[expert]
-        kept = jnp.where(own[:, None], y, jax.lax.dynamic_slice_in_dim(out, first, TILE))
-        return jax.lax.dynamic_update_slice_in_dim(out, kept, first, 0)
+        valid = first + jnp.arange(TILE, dtype=jnp.int32) < last_row[expert]
+        updated = jnp.where(valid[:, None], y, jax.lax.dynamic_slice_in_dim(out, first, TILE))
+        return jax.lax.dynamic_update_slice_in_dim(out, updated, first, 0)
 
-    return jax.lax.fori_loop(0, last_tile[-1], one, jnp.zeros_like(padded))[: len(rows)]
+    return jax.lax.fori_loop(0, last_tile[-1], tile, jnp.zeros_like(padded))[: len(rows)]

@@ -1,15 +1,14 @@
-"""The kinds of draft heads: EAGLE (1 and 2, which differ in their trees only), EAGLE-3 and MTP, as rows of one table.
+"""The kinds of draft heads: EAGLE (1 and 2, which differ in their trees only), EAGLE-3 and MTP.
 
-All are one decoder layer that continues the target's features. Slot t reads the target's feature f_t and the embedding
-e of token x_{t+1}, stands at RoPE position t, and predicts x_{t+2}; deeper in a tree the feature is the head's own
-output at the parent:
+Each is one decoder layer. Slot t reads the target's feature f_t and the embedding e of token x_{t+1}, has RoPE position
+t, and predicts x_{t+2}. Deeper in a tree the feature is the head's output at the parent:
 
     eagle   x = fc(e, f)               out = x + attention(x)             + mlp(norm(.))   logits = target's head(out)
     eagle3  g = fc(f), or out          out = g + attention(norm(e), norm(g)) + mlp(norm(.))   logits = head(norm(out))
     mtp     x = fc(norm(f), norm(e))   out = norm(x + attention(norm(x))  + mlp(norm(.)))   logits = target's head(out)
 
-`out` is the next feature. A `HeadSpec` states what differs; everything else is the same code. Sources: SafeAILab/EAGLE
-`cnets1.py`, `cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
+`out` is the next feature. A `HeadSpec` declares the differences between kinds. Sources: SafeAILab/EAGLE `cnets1.py`,
+`cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import Any
 from specjax.config import HeadConfig
 from specjax.models.params import Leaf, Scope, Table, Tensor, attention_leaves, dimensions, linear, mlp_leaves, norm
 
-# Names of tensors in published EAGLE-3 heads; see `HeadSpec.published`. `OFFSETS`: token id of the target minus that of
-# the head, [W]. `MASK`: which of the target's V tokens the head has, [V].
-LAYER = "midlayer."  # prefix of the decoder layer's
+# Tensor names in published EAGLE-3 heads; see `HeadSpec.published`. `OFFSETS` [W]: token id of the target minus that of
+# the head. `MASK` [V]: true for the target's tokens that the head has.
+LAYER = "midlayer."  # prefix of the decoder layer's tensors
 FC, EMBED, HEAD, OFFSETS, MASK = "fc.weight", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
@@ -31,29 +30,29 @@ FC, EMBED, HEAD, OFFSETS, MASK = "fc.weight", "embed_tokens.weight", "lm_head.we
 class HeadSpec:
     """One kind of draft head."""
 
-    kind: str  # its name in `HeadConfig.kind` and in Python
-    algorithm: str  # its name on the command line
-    architecture: str  # of config.json, for the engines that read exported heads
-    training: Mapping[str, Any]  # loss, round weights, regression and noise, as the kind's authors train it
-    model_type: str = "llama"  # of config.json
-    keys: Mapping[str, Any] = field(default_factory=dict)  # further ones of config.json
-    # The features are outputs of several of the target's layers, which `fc` maps to M, and attention reads embedding
-    # and feature side by side (2 M). False: they are the target's final hidden state, and `fc` maps the pair to M.
+    kind: str  # name in `HeadConfig.kind` and in Python
+    algorithm: str  # name on the command line
+    architecture: str  # in config.json, for the engines that read exported heads
+    training: Mapping[str, Any]  # loss, round weights, regression and noise of the authors' training
+    model_type: str = "llama"  # in config.json
+    keys: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json
+    # True: features are outputs of several of the target's layers, `fc` maps them to M, and attention reads embedding
+    # and feature side by side (2 M). False: features are the target's final hidden state, and `fc` maps the pair to M.
     reads_layers: bool = False
-    feature_first: bool = False  # in that pair
+    feature_first: bool = False  # order of the pair
     input_norms: tuple[Leaf, ...] = ()  # of the embedding, the feature and attention's input; tensors below `LAYER`
     final_norm: Leaf | None = None  # of the layer's output
-    next_feature_normed: bool = False  # whether that norm applies to the next feature too, or to the logits' input only
+    next_feature_normed: bool = False  # True: the final norm applies to the next feature; False: only to logits' input
     first_embedding_zero: bool = False  # slot 0 reads the feature alone
-    own_ends: bool = False  # its checkpoint may hold an embedding, an output layer and a vocabulary of its own
-    published: tuple[tuple[str, str], ...] = ()  # (prefix of a tensor here, prefix in published heads' files)
+    own_ends: bool = False  # checkpoints may hold an embedding, an output layer and a vocabulary of their own
+    published: tuple[tuple[str, str], ...] = ()  # (prefix of a tensor here, prefix in published files)
     mark: str | None = None  # a tensor that only this kind has
-    absent_bias: bool | None = None  # how those engines read an absent key `bias` (of `fc`); None: there is no such key
-    biases: tuple[str, ...] = ()  # fields of `HeadConfig` set in a new head, since those engines expect the tensors
+    absent_bias: bool | None = None  # value of an absent key `bias` (of `fc`) in other engines; None: no such key
+    biases: tuple[str, ...] = ()  # fields of `HeadConfig` set in a new head, since other engines expect the tensors
 
     @property
     def query_parts(self) -> int:
-        """Attention reads this many times M."""
+        """Input width of attention, in units of M."""
         return 2 if self.reads_layers else 1
 
 
@@ -88,7 +87,7 @@ _MTP = HeadSpec(
     ),
     final_norm=norm("final_norm", f"{LAYER}final_layernorm.weight"),
     next_feature_normed=True,
-    # As SGLang and vLLM serve such layers. It matters beyond slot 0, since every later slot attends to it.
+    # SGLang and vLLM do so. It affects later slots, which attend to slot 0.
     first_embedding_zero=True,
     published=(("fc.", "model.mtp_layers.0.input_proj."), (LAYER, "model.mtp_layers.0.")),
     mark=f"{LAYER}token_layernorm.weight",
@@ -104,21 +103,21 @@ ALGORITHMS: dict[str, HeadSpec] = {spec.algorithm: spec for spec in HEAD_SPECS.v
 
 
 def head_spec(kind: str) -> HeadSpec:
-    """The row of a kind. ValueError: there is none."""
+    """The specification of a kind. Raises ValueError if there is no such kind."""
     if kind not in HEAD_SPECS:
-        raise ValueError(f"no kind of draft head {kind!r}; there are: {', '.join(HEAD_SPECS)}")
+        raise ValueError(f"no kind of draft head {kind!r}; supported: {', '.join(HEAD_SPECS)}")
     return HEAD_SPECS[kind]
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs an EAGLE-3 head reads if nothing says which, as in SafeAILab/EAGLE: what the layers 2,
-    L // 2 and L - 3 read. They are three if L is at least 7."""
+    """The default layers whose outputs an EAGLE-3 head reads, as in SafeAILab/EAGLE: the inputs of the layers 2, L // 2
+    and L - 3. They are distinct if L is at least 7."""
     return 1, layers // 2 - 1, layers - 4
 
 
 def head_table(config: HeadConfig) -> Table:
-    """The parameters of a head, a flat dict. `ids` [W], the target's token ids of a smaller vocabulary, is made of the
-    tensor `OFFSETS`."""
+    """The parameters of a head, a flat dict. `ids` [W], the target's token ids of a smaller vocabulary, is computed
+    from the tensor `OFFSETS`."""
     spec = head_spec(config.kind)
     layer = (
         *spec.input_norms,
@@ -138,7 +137,7 @@ def head_table(config: HeadConfig) -> Table:
 
 
 def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
-    """Sizes of the letters of `head_table`; W is the head's vocabulary, F the input of `fc`, J that of attention."""
+    """Sizes of the letters of `head_table`. W: the head's vocabulary, F: input of `fc`, J: input of attention."""
     spec, width = head_spec(config.kind), config.hidden_size
     return dimensions(config) | {
         "V": target_vocab_size,
@@ -149,8 +148,8 @@ def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
 
 
 def head_reads(config: HeadConfig) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves that each level of a draft reads whole, and those read once a step, for the target's features. Without
-    `HeadConfig.own_head` a level reads the target's output matrix, too."""
+    """The leaves that each level of a draft reads as a whole, and the leaves that a step reads once for the target's
+    features. Without `HeadConfig.own_head` a level also reads the target's output matrix."""
     leaves = [leaf for scope in head_table(config) for leaf in scope.leaves if leaf.name not in ("embed", "ids")]
     once = [leaf for leaf in leaves if leaf.name.startswith("fc") and head_spec(config.kind).reads_layers]
     return [leaf for leaf in leaves if leaf not in once], once

@@ -1,4 +1,4 @@
-"""Heads of multi-token prediction in a target's own checkpoint; `mtp_spec` declares kinds and parameters."""
+"""Multi-token prediction (MTP) heads in a target's own checkpoint. `mtp_spec` declares styles and parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from specjax.types import Hidden, Positions, Tokens, Weights
 
 @dataclass(frozen=True, eq=False)
 class MtpHead:
-    """One head beside its target, with the functions of `specjax.models.draft_head.DraftHead`; its next feature is
-    normed, and is what the logits are made of."""
+    """A head and its target, with the methods of `specjax.models.draft_head.DraftHead`. The next feature is normed, and
+    logits are computed from it."""
 
     config: MtpConfig
     target: Target
@@ -33,7 +33,7 @@ class MtpHead:
 
     @property
     def pages(self) -> Any:
-        """What the head keeps of a token: a pytree of `PageSpec`s."""
+        """The cache entry of a token: a pytree of `PageSpec`s."""
         return self._layer.page_spec(self.config.layer)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
@@ -45,17 +45,17 @@ class MtpHead:
     def forward(
         self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, Any]:
-        """The next features, and what the layer keeps of the block."""
+        """The next features, and the cache entries of the block."""
         x, rotation = self._inputs(params, embedded, feature, positions)
         out, block = self._run(params, x, rotation, positions, mask, past)
         return self._norm(params, "final_norm", out), block
 
     def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> Any:
-        """What the layer keeps of a block, as `forward` returns it."""
+        """The cache entries of a block, as `forward` returns them."""
         return self._run(params, *self._inputs(params, embedded, feature, positions), method="keep")
 
     def _inputs(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Hidden, Any]:
-        """What the layer reads, and the rotation."""
+        """The layer's input, and the rotation."""
         config, style = self.config.layer, STYLES[self.config.style]
         if style.first_embedding_zero:
             embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
@@ -64,7 +64,7 @@ class MtpHead:
         return x, rotations(config.rope, config.latent.rope_dim if config.latent else config.head_dim, positions)
 
     def _run(self, params: Weights, *arguments: Any, method: str | None = None) -> Any:
-        """The layer, or one of its methods."""
+        """Apply the layer, or one of its methods."""
         config = self.config.layer
         leaves = family(config).table(config)[1].leaves
         layer = self._layer(config, leaves, None, self.backend, parent=None)
@@ -72,20 +72,20 @@ class MtpHead:
         return layer.apply({"params": weights}, *arguments, method=method)
 
     def _around(self, params: Weights) -> Weights:
-        """Where the weights around the layer are: with the head, or shared by all."""
+        """The weights around the layer: of this head, or shared by all heads."""
         return params[f"layers_{self.index}"] if STYLES[self.config.style].shared is None else params
 
     def _norm(self, params: Weights, name: str, x: Hidden) -> Hidden:
         return rms_norm(x, self._around(params)[name], self.config.layer.norm_epsilon, offset=self._layer.norm_offset)
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
-        """Logits, from what `forward` returned."""
+        """Logits of features that `forward` returned."""
         if self.config.own_head:
             return soft_cap(mesh.split(kernels.unembed(out, params["head"]), 2), self.config.logit_softcap)
         return self.target.unembed(target_params, out)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        """The target's ids of the head's tokens."""
+        """The target's ids of tokens of the head."""
         return params["ids"][ids] if self.config.mapped else ids
 
     @property

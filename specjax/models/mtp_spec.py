@@ -1,12 +1,12 @@
-"""Multi-token prediction (MTP) layers in a target's own checkpoint: which there are, and their parameters.
+"""Styles and parameters of multi-token prediction (MTP) layers in a target's own checkpoint.
 
-A head is one layer as the target's family has it, between a projection and a norm. Head i's slot t reads a feature f
-and the embedding e of token x_{t+1+i}, stands at RoPE position t, and predicts x_{t+2+i}:
+A head is one layer of the target's family between a projection and a norm. Slot t of head i reads a feature f and the
+embedding e of token x_{t+1+i}, has RoPE position t, and predicts x_{t+2+i}:
 
     x = fc(norm(e), norm(f))        out = norm(layer(x))        logits = target's head(out)
 
-or fc(norm(f), norm(e)). The first head's feature is the target's, after its final norm; that of each further one is the
-`out` of the head before it at the same slot. Sources: sgl-project/sglang `mimo_mtp.py`, `deepseek_nextn.py`;
+or fc(norm(f), norm(e)). The first head reads the target's feature after the final norm; each further head reads `out`
+of the previous head at the same slot. Sources: sgl-project/sglang `mimo_mtp.py`, `deepseek_nextn.py`;
 vllm-project/vllm `qwen3_next_mtp.py`. Imports no jax.
 """
 
@@ -23,25 +23,25 @@ from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, Scope, Sizes, Table
 
 @dataclass(frozen=True)
 class MtpStyle:
-    """How a checkpoint names and computes such layers. `{i}` is the head, `{layer}` that number after the target's."""
+    """Tensor names and computation of MTP layers. `{i}` is the head, `{layer}` is i plus the target's layers."""
 
     prefix: str  # of a layer's tensors
-    fc: str  # names of what is around a layer, after the prefix or, where the heads share it, after `shared`
+    fc: str  # name after the prefix, or after `shared`; likewise the three norms
     embedding_norm: str
     feature_norm: str
     final_norm: str
-    shared: str | None = None  # prefix of what all heads share; None: each has its own
-    feature_first: bool = False  # in what `fc` reads
+    shared: str | None = None  # prefix of tensors that all heads share; None: `fc` and norms belong to each head
+    feature_first: bool = False  # order of the inputs of `fc`
     first_embedding_zero: bool = False  # slot 0 reads the feature alone
-    copies: Mapping[str, str] = field(default_factory=dict)  # names of tensors that repeat the target's -> which
-    architecture: str | None = None  # in config.json, of models that are published with such layers
+    copies: Mapping[str, str] = field(default_factory=dict)  # name of a copied tensor -> the target's tensor
+    architecture: str | None = None  # in config.json of models that are published with such layers
 
     def layer_prefix(self, head: int, layers: int) -> str:
         return self.prefix.format(i=head, layer=layers + head)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Tensors around a layer that no layer of a target has."""
+        """Tensors that no layer of a target has."""
         return (f"{self.fc}.weight", *(f"{name}.weight" for name in (self.embedding_norm, self.feature_norm)))
 
 
@@ -62,7 +62,7 @@ STYLES: Mapping[str, MtpStyle] = {
 
 
 def mtp_config(names: Collection[str], target: ModelConfig) -> MtpConfig | None:
-    """The MTP layers of a checkpoint with these tensors; None if it has none."""
+    """The MTP layers of a checkpoint with the tensors `names`; None if it has none."""
     for key, style in STYLES.items():
         prefixes = (style.layer_prefix(i, target.num_layers) for i in count())
         heads = list(takewhile(lambda prefix, style=style: _is_head(names, prefix, style), prefixes))
@@ -73,27 +73,27 @@ def mtp_config(names: Collection[str], target: ModelConfig) -> MtpConfig | None:
 
 
 def published_mtp_config(architecture: str, target: ModelConfig, heads: int) -> MtpConfig | None:
-    """The ``heads`` MTP layers that a model of this architecture is published with; None if there is no such model."""
-    found = (key for key, style in STYLES.items() if style.architecture == architecture)
-    return next((_layers(key, target, heads, mixed=True) for key in found), None)
+    """The MTP layers that models of this architecture are published with; None if there are no such models."""
+    styles = (key for key, style in STYLES.items() if style.architecture == architecture)
+    return next((_layers(key, target, heads, mixed=True) for key in styles), None)
 
 
 def _layers(style: str, target: ModelConfig, heads: int, mixed: bool) -> MtpConfig:
-    """``mixed``: with the experts that the target has, if it has any."""
+    """``mixed``: with the target's experts, if it has experts."""
     experts = replace(target.experts, layers=(0,)) if target.experts is not None and mixed else None
     layer = replace(target, num_layers=1, windows=(), window_rope=None, experts=experts)
     return MtpConfig(style, layer, target.num_layers, heads, target.vocab_size)
 
 
 def _is_head(names: Collection[str], prefix: str, style: MtpStyle) -> bool:
-    """Whether a head has this prefix. One more of a target's own layers would be an error, and no head."""
+    """True if a head has this prefix. An additional layer of the target's kind is not a head."""
     if "{layer}" in style.prefix:
         return any(prefix + mark in names for mark in style.marks)
     return any(name.startswith(prefix) for name in names)
 
 
 def mtp_tensors(names: Collection[str], target: ModelConfig) -> set[str]:
-    """Those of a checkpoint's tensors that belong to its MTP layers."""
+    """The tensors of a checkpoint that belong to its MTP layers."""
     if (config := mtp_config(names, target)) is None:
         return set()
     style = STYLES[config.style]
@@ -102,7 +102,7 @@ def mtp_tensors(names: Collection[str], target: ModelConfig) -> set[str]:
 
 
 def mtp_table(config: MtpConfig) -> Table:
-    """The parameters: a dict `layers_i` for each head, with what is around its layer unless the heads share it."""
+    """The parameters: a dict `layers_i` for each head, with `fc` and norms unless the heads share them."""
     style = STYLES[config.style]
     around = (
         *linear("fc", "F -> M", Tensor(style.fc, "M F"), bias=False),
@@ -122,5 +122,5 @@ def mtp_table(config: MtpConfig) -> Table:
 
 
 def mtp_sizes(config: MtpConfig) -> Sizes:
-    """Sizes of the letters of `mtp_table`; F is the input of `fc`."""
+    """Sizes of the letters of `mtp_table`. F: the input of `fc`."""
     return dimensions(config.layer) | {"F": 2 * config.hidden_size}

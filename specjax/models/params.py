@@ -1,4 +1,4 @@
-"""A parameter is declared once: its name, shape, logical axes, initial values, and the tensors that fill it.
+"""Declarations of parameters: name, shape, logical axes, initial values, and the tensors that fill each.
 
 A table is a tuple of `Scope`s, computed from a model's or head's config. Initial values, loading and writing
 checkpoints, sharding, sizes, the optimiser's groups and the printed description (`describe`) follow from it.
@@ -10,11 +10,11 @@ widths of an expert's and of the shared MLP; of latent attention c the latent, a
 channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r.
 
 A checkpoint's tensor fills a leaf or a part of it. Its axes are products of letters: "KGE M" is a matrix [K*G*E, M].
-Splitting the products and transposing to the leaf's order is the whole transformation. Worked example, H = 4 query
-heads and K = 2 key/value heads, so G = 2: row h*E + e of `q_proj.weight` is query head h = k*G + g, that is (k, g, e)
-of "KGE"; it becomes qkv[:, k, g, e]. Keys go to qkv[:, k, G, e] and values to qkv[:, k, G + 1, e].
+Loading splits the products and transposes to the leaf's order. Worked example, H = 4 query heads and K = 2 key/value
+heads, so G = 2: row h*E + e of `q_proj.weight` is query head h = k*G + g, that is (k, g, e) of "KGE"; it becomes
+qkv[:, k, g, e]. Keys go to qkv[:, k, G, e] and values to qkv[:, k, G + 1, e].
 
-Imports neither jax nor any model, so that reading a checkpoint's description stays quick.
+Imports no jax, so that reading a checkpoint's description is quick.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "H": "heads", "I": "mlp", "
 
 
 class Part(NamedTuple):
-    """The indices of a leaf's axis that a tensor fills, starting at the size of `after` plus `offset`."""
+    """Indices of a leaf's axis that a tensor fills, starting at the size of `after` plus `offset`."""
 
     axis: str
-    letter: str = ""  # the tensor's axis in place of the leaf's; none: one index
+    letter: str = ""  # the tensor's axis in place of the leaf's; empty: one index
     after: str = ""
     offset: int = 0
 
@@ -65,14 +65,14 @@ GATE, UP = Part("2"), Part("2", offset=1)
 class Tensor:
     """A tensor of a checkpoint."""
 
-    name: str  # in the file, after the prefix of its scope
-    axes: str  # there; letters of one axis are written together
-    parts: tuple[Part, ...] = ()  # of the leaf that it fills, none: all; stacked experts: (Part("X", offset=3), GATE)
-    gguf: str = ""  # its name in a GGUF file, after that prefix; empty: it has none
-    interleaved: bool = False  # whether GGUF files hold its rows in llama.cpp's rotary order, see `checkpoint.gguf`
-    # First axes of all tensors stacked in this one, and its index: (("KGE", "KE", "KE"), 1) are the keys in `qkv_proj`.
+    name: str  # in safetensors, after the prefix of its scope
+    axes: str  # letters of one axis are written together
+    parts: tuple[Part, ...] = ()  # indices of the leaf; empty: all. A stacked expert: (Part("X", offset=3), GATE)
+    gguf: str = ""  # name in GGUF files, after the prefix of its scope; empty: absent there
+    interleaved: bool = False  # GGUF files hold its rows in llama.cpp's rotary order, see `checkpoint.gguf`
+    # First axes of all stacked tensors, and the index of this one: (("KGE", "KE", "KE"), 1) are the keys in `qkv_proj`.
     fused: tuple[tuple[str, ...], int] | None = None
-    # An axis of which only a part is meant, that part's letter, and the letter it comes after: ("w", "v", "n").
+    # Only a part of an axis: the axis, the part's letter, and the letter that precedes it: ("w", "v", "n").
     cut: tuple[str, str, str] | None = None
 
 
@@ -81,11 +81,11 @@ class Leaf:
     """One array of parameters."""
 
     name: str
-    letters: str  # of its axes; with an arrow from inputs to outputs where it is a linear map
-    tensors: tuple[Tensor, ...] = ()  # which together fill it
+    letters: str  # of its axes; a linear map has an arrow from inputs to outputs
+    tensors: tuple[Tensor, ...] = ()  # together they fill the leaf
     init: Literal["normal", "ones", "zeros", "indices"] = "normal"  # normal: deviation 0.02; indices: 0, 1, 2, ...
     dtype: str | None = None  # None: the model's
-    replicated: bool = False  # never split, whatever its letters
+    replicated: bool = False  # never split over devices
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -112,12 +112,12 @@ class Leaf:
 
         if self.init == "indices":
             return jax.numpy.arange(prod(shape), dtype=dtype).reshape(shape)
-        known = jax.nn.initializers
-        return {"normal": known.normal(0.02), "ones": known.ones, "zeros": known.zeros}[self.init](key, shape, dtype)
+        init = jax.nn.initializers
+        return {"normal": init.normal(0.02), "ones": init.ones, "zeros": init.zeros}[self.init](key, shape, dtype)
 
 
 class Scope(NamedTuple):
-    """Leaves that lie together in the parameter tree: those of a layer, or those that a model has once."""
+    """The leaves of one layer, or the leaves outside the layers."""
 
     leaves: tuple[Leaf, ...]
     name: str = ""  # of their dict in the tree; empty: at its top
@@ -129,7 +129,7 @@ Table = tuple[Scope, ...]
 
 
 def norm(name: str, tensor: str, gguf: str = "", *, letters: str = "M") -> Leaf:
-    """The weight of a norm over M, or over another axis."""
+    """The weight of a norm over M or another axis."""
     return Leaf(name, letters, (Tensor(tensor, letters, gguf=gguf),), init="ones")
 
 
@@ -142,7 +142,7 @@ HEAD_NORMS = (
 
 
 def linear(name: str, letters: str, *tensors: Tensor, bias: bool) -> tuple[Leaf, ...]:
-    """A linear map and, with `bias`, a leaf `name_bias`. The names of `tensors` lack their ".weight" and ".bias"."""
+    """A linear map and, with `bias`, a leaf `name_bias`. `tensors` are named without ".weight" and ".bias"."""
 
     def named(tensor: Tensor, suffix: str, axes: str) -> Tensor:
         gguf = f"{tensor.gguf}.{suffix}" if tensor.gguf else ""
@@ -156,8 +156,8 @@ def linear(name: str, letters: str, *tensors: Tensor, bias: bool) -> tuple[Leaf,
 
 
 def attention_leaves(*, bias: bool, output_bias: bool, inputs: str = "M", fused: bool = False) -> tuple[Leaf, ...]:
-    """Grouped-query attention; `bias` is of queries, keys and values, `inputs` the letter of their input axis; `fused`:
-    the three are one tensor."""
+    """Grouped-query attention. `bias` is for queries, keys and values, whose input axis is `inputs`; if `fused`, they
+    are one tensor."""
     query = Tensor("self_attn.q_proj", f"KGE {inputs}", (QUERIES,), "attn_q", interleaved=True)
     key = Tensor("self_attn.k_proj", f"KE {inputs}", (KEY,), "attn_k", interleaved=True)
     value = Tensor("self_attn.v_proj", f"KE {inputs}", (VALUE,), "attn_v")
@@ -170,7 +170,7 @@ def attention_leaves(*, bias: bool, output_bias: bool, inputs: str = "M", fused:
 
 
 def mlp_leaves(*, bias: bool, fused: bool = False) -> tuple[Leaf, ...]:
-    """A gated MLP; `fused`: gate and up projection are one tensor."""
+    """A gated MLP. If `fused`, gate and up projection are one tensor."""
     gate = Tensor("mlp.gate_proj", "I M", (GATE,), "ffn_gate")
     up = Tensor("mlp.up_proj", "I M", (UP,), "ffn_up")
     return (
@@ -180,7 +180,7 @@ def mlp_leaves(*, bias: bool, fused: bool = False) -> tuple[Leaf, ...]:
 
 
 def _fused(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The parts of one tensor that holds these one after another. GGUF files cannot be read this way."""
+    """Declarations of `tensors` that are stacked in one tensor `name`, which GGUF files do not have."""
     stacked = tuple(tensor.axes.split()[0] for tensor in tensors)
     return tuple(replace(tensor, name=name, gguf="", fused=(stacked, i)) for i, tensor in enumerate(tensors))
 
@@ -194,7 +194,7 @@ def end_leaves(*, tied: bool) -> tuple[Leaf, ...]:
 
 
 def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
-    """Sizes of the letters that a model has."""
+    """Sizes of a model's dimension letters."""
     sizes = {
         "V": config.vocab_size,
         "M": config.hidden_size,
@@ -215,8 +215,8 @@ def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
 
 
 def output_major(leaf: Leaf) -> Leaf:
-    """The declaration with outputs first and all inputs as one axis "@", as quantised leaves are stored: "M -> K Q E"
-    is "K Q E @". Stacked experts are outputs."""
+    """The declaration of a quantised leaf: outputs first, and all inputs as one axis "@". "M -> K Q E" is "K Q E @".
+    Stacked experts are outputs."""
     inputs, arrow, outputs = leaf.letters.partition("->")
     stacked = [letter for letter in inputs.split() if letter == "X"]
     letters = [*stacked, *(outputs if arrow else leaf.letters.split()[0]).split(), "@"]
@@ -225,30 +225,30 @@ def output_major(leaf: Leaf) -> Leaf:
 
 
 def input_letters(leaf: Leaf) -> list[str]:
-    """The axes that a product with the leaf sums over, those of "@" above."""
+    """The axes that a product with the leaf sums over, joined as "@" by `output_major`."""
     inputs, arrow, _ = leaf.letters.partition("->")
     return [letter for letter in (inputs.split() if arrow else leaf.letters.split()[1:]) if letter != "X"]
 
 
 def create(module: nn.Module, leaves: Iterable[Leaf], sizes: Sizes, dtype: str) -> dict[str, Array]:
-    """A module's parameters, as declared, or quantised ones where it was given those."""
+    """A module's parameters. Quantised leaves, whose shapes differ from the declared ones, are returned unchecked."""
     import jax
 
-    def made(leaf: Leaf) -> Any:
-        given = module.get_variable("params", leaf.name) if module.has_variable("params", leaf.name) else 0
-        if not jax.tree_util.all_leaves([given]):
-            return given  # of another shape than declared
+    def parameter(leaf: Leaf) -> Any:
+        value = module.get_variable("params", leaf.name) if module.has_variable("params", leaf.name) else 0
+        if not jax.tree_util.all_leaves([value]):
+            return value
         return module.param(leaf.name, leaf.initial, leaf.shape(sizes), np.dtype(leaf.dtype or dtype))
 
-    return {leaf.name: made(leaf) for leaf in leaves}
+    return {leaf.name: parameter(leaf) for leaf in leaves}
 
 
 def map_leaves(table: Table, function: Callable[[Leaf], T]) -> dict[str, Any]:
-    """The parameter tree with `function(leaf)` in each leaf's place: shapes, logical axes, ..."""
+    """The parameter tree with `function(leaf)` in place of each leaf."""
     tree: dict[str, Any] = {}
     for scope in table:
-        place = tree.setdefault(scope.name, {}) if scope.name else tree
-        place |= {leaf.name: function(leaf) for leaf in scope.leaves}
+        group = tree.setdefault(scope.name, {}) if scope.name else tree
+        group |= {leaf.name: function(leaf) for leaf in scope.leaves}
     return tree
 
 
@@ -257,31 +257,32 @@ def leaves_of(table: Table) -> Iterator[Leaf]:
 
 
 class Bits(NamedTuple):
-    """An estimate for quantised weights."""
+    """Estimated size of quantised weights."""
 
-    weight: float  # bits of one, its share of scales included
-    ends: bool  # whether embedding and output matrix are quantised, too
-    embed: bool = True  # False: of these the embedding is not
-    channel: int = 0  # bytes of the scales of each output
+    weight: float  # bits per weight, with its share of group scales
+    ends: bool  # True if embedding and output matrix are quantised, too
+    embed: bool = True  # False: the output matrix is quantised without the embedding
+    channel: int = 0  # bytes of the scale of an output
 
 
 def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -> int:
-    shape, each = leaf.shape(sizes), np.dtype(leaf.dtype or dtype).itemsize
+    """Bytes of a leaf, estimated if it is quantised."""
+    shape = leaf.shape(sizes)
     if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes) and (bits.embed or leaf.name != "embed"):
         outputs = prod(shape) // prod(sizes[letter] for letter in input_letters(leaf))
         return int(prod(shape) * bits.weight / 8) + outputs * bits.channel
-    return prod(shape) * each
+    return prod(shape) * np.dtype(leaf.dtype or dtype).itemsize
 
 
 def is_product(leaf: Leaf) -> bool:
-    """Whether a leaf is only multiplied by, so that it may be quantised: linear maps and the embedding. A router is
-    small, and what it chooses should not change."""
+    """True if a leaf may be quantised: linear maps and the embedding. A router is small, and quantisation would change
+    which experts it chooses."""
     return leaf.name == "embed" or (leaf.matrix is not None and leaf.name != "router")
 
 
 def head_copies(heads: int, kv_heads: int, devices: int) -> int:
-    """How many of the devices have a copy of each key/value head, whose query heads they share; 0: so many devices
-    cannot share the heads evenly."""
+    """Number of devices that hold a copy of the same key/value head and share its query heads; 0 if the devices cannot
+    share the heads evenly."""
     if kv_heads % devices == 0:
         return 1
     copies = devices // kv_heads
@@ -289,8 +290,7 @@ def head_copies(heads: int, kv_heads: int, devices: int) -> int:
 
 
 def read_leaves(table: Table) -> Iterator[Leaf]:
-    """The leaves that a forward reads whole: all but an embedding, of which it takes rows, unless it is the output
-    matrix, too."""
+    """The leaves that a forward reads as a whole: all except an embedding that is not the output matrix."""
     leaves = [*leaves_of(table)]
     tied = not any(leaf.matrix and "vocab" in leaf.axes for leaf in leaves)
     return (leaf for leaf in leaves if tied or leaf.matrix or "vocab" not in leaf.axes)
@@ -313,10 +313,10 @@ def describe(table: Table, sizes: Sizes) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor's rule with sizes filled in: ``leaf[part] = tensor[rows].reshape(split)[cut].transpose(axes)``."""
+    """How a tensor fills a leaf: ``leaf[part] = tensor[rows].reshape(split)[cut].transpose(axes)``."""
 
     tensor: str
-    shape: tuple[int, ...]  # in the file
+    shape: tuple[int, ...]  # of the tensor
     rows: slice
     leaf: tuple[str, ...]  # path in the parameter tree
     leaf_shape: tuple[int, ...]
@@ -329,21 +329,22 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """Numbers of the leaf that it fills."""
+        """Number of elements of the leaf that the tensor fills."""
         return prod(len(range(*part.indices(size))) for part, size in zip(self.cut, self.split, strict=True))
 
     def place(self, leaf: np.ndarray, tensor: np.ndarray, some: Mapping[int, slice] | None = None) -> None:
-        """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype. Of axes in `some`,
-        which the tensor has as a whole, the leaf holds only those indices; no others are read."""
+        """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype. `some`: indices of
+        axes of the leaf that ``leaf`` holds; other elements of the tensor are not read."""
         source = tensor[self.rows].reshape(self.split)[self.cut]
-        order = [each for each, part in enumerate(self.part) if isinstance(part, slice)]
+        order = [axis for axis, part in enumerate(self.part) if isinstance(part, slice)]
         cut = [slice(None)] * source.ndim
         for axis, indices in (some or {}).items():
             cut[self.axes[order.index(axis)]] = indices
         _copy(leaf[self.part].transpose(np.argsort(self.axes)), source[tuple(cut)])
 
     def within(self, axis: int, some: slice) -> Placement | None:
-        """The rule for a leaf that holds only some indices of an axis of which the tensor fills one; None: another."""
+        """The rule for a leaf that holds only the indices `some` of an axis, of which the tensor fills one index; None
+        if that index is not among them."""
         index = self.part[axis]
         assert isinstance(index, int), self
         if not some.start <= index < some.stop:
@@ -357,9 +358,9 @@ class Placement:
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """``target[...] = source``, where one may be the other transposed: then by blocks that stay in the cache. They pass
-    through rows of a length that is no power of two, whose columns would share a few lines of the cache."""
-    shape: list[int] = []  # with axes joined that are one in both
+    """``target[...] = source``. Transposes by blocks that fit the cache, through a buffer whose row length is not a
+    power of two, so that its columns do not share a few cache lines."""
+    shape: list[int] = []  # axes that are contiguous in both arrays are joined
     for i, size in enumerate(source.shape):
         if shape and all(array.strides[i - 1] == size * array.strides[i] for array in (target, source)):
             shape[-1] *= size
@@ -377,15 +378,16 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
     for place in np.ndindex(*before):
         for row, column in product(range(0, rows, height), range(0, columns, width)):
             block = *place, slice(row, row + height), slice(column, column + width)
-            held = buffer[: min(height, rows - row), : min(width, columns - column)]
-            held[...] = source[block]
-            target[block] = held
+            copied = buffer[: min(height, rows - row), : min(width, columns - column)]
+            copied[...] = source[block]
+            target[block] = copied
 
 
 def placements(table: Table, sizes: Sizes) -> Iterator[Placement]:
-    """The rules of all tensors that a checkpoint must hold, in the order of the parameter tree."""
-    every = ((scope, leaf, tensor) for scope in table for leaf in scope.leaves for tensor in leaf.tensors)
-    return (_placement(*each, sizes) for each in every)
+    """The rules of all tensors of a checkpoint, in the order of the parameter tree."""
+    return (
+        _placement(scope, leaf, tensor, sizes) for scope in table for leaf in scope.leaves for tensor in leaf.tensors
+    )
 
 
 def _placement(scope: Scope, leaf: Leaf, tensor: Tensor, sizes: Sizes) -> Placement:
@@ -424,8 +426,8 @@ def _placement(scope: Scope, leaf: Leaf, tensor: Tensor, sizes: Sizes) -> Placem
 
 
 def tensors_of(table: Iterable[Placement], read: Callable[[tuple[str, ...]], np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint, made of the leaves that `read` gives by their paths: the inverse of loading."""
+    """The tensors of a checkpoint from its leaves, the inverse of loading. `read` returns the leaf at a path."""
     pieces: dict[str, list[np.ndarray]] = {}
     for rule in table:
         pieces.setdefault(rule.tensor, []).append(rule.take(read(rule.leaf)))
-    return {name: found[0] if len(found) == 1 else np.concatenate(found) for name, found in pieces.items()}
+    return {name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in pieces.items()}

@@ -1,13 +1,10 @@
 """Rotary position embedding: the frequencies of each scaling, and the rotation of queries and keys.
 
-Every rotation follows from the token's own position and the config, never from the length of the text or of a forward:
-a token in a tree, in a chunk and alone is rotated alike. Where Hugging Face looks at the length:
+A rotation depends on the token's position and the config, not on the length of the text or of a forward pass. Two
+scalings depend on the length in Hugging Face's `modeling_rope_utils`, the source of the formulas:
 
-    dynamic    a token beyond the original length has the base of a text that ends with it, as in token-by-token
-               decoding there
-    longrope   one set of divisors for all requests, chosen by the longest context that is served
-
-Source of the formulas: Hugging Face `modeling_rope_utils`.
+    dynamic    here a token beyond the original length has the base of a text that ends with it
+    longrope   here all requests use one set of divisors, selected by the longest context served
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ Rotation: TypeAlias = tuple[Float32[Array, "B N R2"], Float32[Array, "B N R2"]]
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Rotations per token of each pair of channels, float32 [R / 2], R = E * `rope.partial`.
 
-    `llama3` (Llama 3.1): wavelengths above original_max / low_freq_factor are stretched by `factor`, those below
-    original_max / high_freq_factor kept, the ones between interpolated. `yarn`: the same idea, with a ramp over the
-    channels. `longrope`: a divisor for each channel. `dynamic`: unscaled, see `rotations`.
+    `llama3` (Llama 3.1): wavelengths above original_max / low_freq_factor are multiplied by `factor`, wavelengths below
+    original_max / high_freq_factor are unchanged, and wavelengths in between are interpolated. `yarn` interpolates with
+    a ramp over the channels. `longrope` has a divisor for each pair. `dynamic` is unscaled here, see `rotations`.
     """
     width = rope.width(head_dim)
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
@@ -46,8 +43,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
             divisors = np.array(rope.divisors, np.float32)
             return (1.0 / (divisors * np.float32(rope.theta) ** exponent)).astype(np.float32)
         case "yarn":
-            kept = 1 - _yarn_ramp(rope, width)
-            return (frequency / np.float32(rope.factor) * (1 - kept) + frequency * kept).astype(np.float32)
+            share = 1 - _yarn_ramp(rope, width)
+            return (frequency / np.float32(rope.factor) * (1 - share) + frequency * share).astype(np.float32)
     wavelength = 2 * math.pi / frequency
     low, high = rope.low_freq_factor, rope.high_freq_factor
     smooth = (rope.original_max_position / wavelength - low) / (high - low)
@@ -57,10 +54,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_ramp(rope: RopeConfig, width: int) -> np.ndarray:
-    """How much of each pair's frequency is stretched, 0 to 1, float32 [R / 2]."""
+    """Weight of the scaled frequency of each pair, 0 to 1, float32 [R / 2]."""
 
     def channel(rotations: float) -> float:
-        """The pair that turns so often within the original length."""
+        """The pair that makes this number of rotations within the original length."""
         turns = rope.original_max_position / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -72,7 +69,7 @@ def _yarn_ramp(rope: RopeConfig, width: int) -> np.ndarray:
 
 
 def rotations(rope: RopeConfig, head_dim: int, positions: Positions) -> Rotation:
-    """The rotation at each position. Computed once a forward."""
+    """The rotation at each position, computed once a forward pass."""
     at = positions.astype(jnp.float32)[..., None]
     frequency = jnp.asarray(inverse_frequencies(rope, head_dim))[None, None]
     if rope.scaling == "dynamic":
@@ -88,7 +85,7 @@ def rotations(rope: RopeConfig, head_dim: int, positions: Positions) -> Rotation
 
 
 def rotate(x: Float[Array, "B N *heads E"], cos: Float32[Array, "B N R2"], sin: Float32[Array, "B N R2"]) -> Array:
-    """Rotary embedding, half-split: channel i is paired with channel i + R / 2, and channels from R on are kept."""
+    """Rotary embedding, half-split: channel i is paired with channel i + R / 2, channels from R on are unchanged."""
     between, half = tuple(range(2, x.ndim - 1)), cos.shape[-1]
     cos, sin = jnp.expand_dims(cos, between), jnp.expand_dims(sin, between)
     wide = x.astype(jnp.float32)
@@ -98,5 +95,5 @@ def rotate(x: Float[Array, "B N *heads E"], cos: Float32[Array, "B N R2"], sin: 
 
 
 def half_split(x: Array) -> Array:
-    """Channels of interleaved pairs (0, 1), (2, 3), ... in the half-split order 0, 2, ..., 1, 3, ... (DeepSeek)."""
+    """Reorder interleaved pairs (0, 1), (2, 3), ... to half-split order 0, 2, ..., 1, 3, ... (DeepSeek)."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

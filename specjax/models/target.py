@@ -54,12 +54,12 @@ class Target(NamedTuple):
         forward: (params, x [B, N, M], positions int32 [B, N], mask, cache, page_table, prefix_length, *, features,
             before, ragged) -> `ForwardOutput`. `mask`: `specjax_kernels.CAUSAL`, or packed ancestor bits [B, N, W].
             `features`: see `specjax.drafters.base`. `before`: `Before` or None; its keys are the first C - N bits of
-            the mask. `ragged`: `Ragged` or None; how many tokens of each row count.
-        unembed: (params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]. `ids`: int32 [W], the
-            tokens whose logits are wanted, [..., W]; None: all. `capped`: with the config's soft cap.
+            the mask. `ragged`: `Ragged` or None; the numbers of tokens in the rows.
+        unembed: (params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]. `ids`: int32 [W],
+            compute the logits of these tokens only, [..., W]. `capped`: apply the config's soft cap.
         pages: a pytree of `specjax.cache.PageSpec`: the cache entries of a token.
         norm_offset: norms multiply by this + their weight.
-        ragged: whether `forward` can leave out the padding of rows of different lengths.
+        ragged: True if `forward` can omit the padding of rows of different lengths.
     """
 
     config: ModelConfig
@@ -72,7 +72,7 @@ class Target(NamedTuple):
 
 
 def no_past(target: Target, rows: int) -> tuple[Cache, PageTable, PerRequest]:
-    """An empty cache, a page table and prefix lengths for B = `rows` texts that begin at position 0."""
+    """An empty cache, a page table and prefix lengths for B = `rows` texts."""
     return init_cache(target.pages, PoolShape(1, 16)), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
 
 
@@ -83,10 +83,10 @@ def hidden_states(
 
     Args:
         params: the target's, `Params.target`.
-        tokens: int32 [B, N]. Texts from their first token on. Shorter ones are padded at the end with any token id:
-            attention is causal, so padding changes nothing before it.
-        features: "final": the hidden states after the final norm, which `Target.unembed` turns into logits of the next
-            token. A tuple of layers, 0-based: their output residual streams, concatenated.
+        tokens: int32 [B, N]. Whole texts. Shorter texts may be padded at the end with any token id: attention is
+            causal, so padding does not change earlier positions.
+        features: "final": the hidden states after the final norm, from which `Target.unembed` computes logits. A tuple
+            of layers, 0-based: their output residual streams, concatenated.
 
     Returns:
         [B, N, F] in the dtype of the target's config. F is M, times the number of layers if layers are given.
@@ -94,14 +94,14 @@ def hidden_states(
     Raises:
         ValueError: the target has no such layer, or fewer than N positions.
     """
-    layers, most = target.config.num_layers, target.config.max_positions
-    wanted = features if features == "final" else tuple(features)
-    if not wanted or (wanted != "final" and not set(wanted) <= set(range(layers))):
+    layers, limit = target.config.num_layers, target.config.max_positions
+    selected = features if features == "final" else tuple(features)
+    if not selected or (selected != "final" and not set(selected) <= set(range(layers))):
         raise ValueError(f'features must be "final" or layers from 0 to {layers - 1}, got {features!r:.60}')
-    if tokens.shape[1] > most:
-        raise ValueError(f"the texts have {tokens.shape[1]} tokens, and the model {most} positions")
+    if tokens.shape[1] > limit:
+        raise ValueError(f"the texts have {tokens.shape[1]} tokens, and the model {limit} positions")
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     past = no_past(target, tokens.shape[0])
-    output = target.forward(params, target.embed(params, tokens), positions, CAUSAL, *past, features=wanted)
+    output = target.forward(params, target.embed(params, tokens), positions, CAUSAL, *past, features=selected)
     assert output.features is not None
     return output.features

@@ -1,5 +1,5 @@
-"""The files of `configs/sglang`, one for each launch command of SGLang's documentation: they hold its numbers, and are
-served. A small random checkpoint of the same architecture and dialect stands for the weights."""
+"""The files of `configs/sglang`, one for each launch command of SGLang's documentation: their settings, and their texts
+when they are served with small random checkpoints of the same architecture and dialect."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ TOKEN_MAP = "thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"
 
 
 class Launch(NamedTuple):
-    """A launch command: the settings that are not a default of the server's, and what they make run."""
+    """A launch command: its settings that are not defaults, and the resulting algorithm and tree."""
 
     model: str
     draft: DraftOptions
-    ran: str  # the algorithm
+    algorithm: str
     depth: int
     width: int
-    others: dict[str, Any]  # dtype and the share of memory, where the command gives them
+    others: dict[str, Any]  # dtype and mem_fraction_static of the command
 
 
-def launch(model: str, draft: Any, *, ran: str = "", **others: Any) -> Launch:
+def launch(model: str, draft: Any, *, algorithm: str = "", **others: Any) -> Launch:
     if isinstance(draft, Ngram):
         return Launch(model, draft, "NGRAM", 15, 16, others)
-    return Launch(model, draft, ran or draft.algorithm, draft.steps, draft.nodes, others)
+    return Launch(model, draft, algorithm or draft.algorithm, draft.steps, draft.nodes, others)
 
 
 HALF = {"dtype": "float16"}
@@ -75,7 +75,7 @@ LAUNCHES: dict[str, Launch] = {
     "llama-3.1-8b-instruct-eagle3-chain": launch(
         LLAMA_31, Eagle3(EAGLE_3, None, 7, 1, 8), mem_fraction_static=0.6, **HALF
     ),
-    "mimo-7b-rl-mtp": launch(MIMO, Eagle(None, None, 1, 1, 2), ran="MTP", mem_fraction_static=0.5),
+    "mimo-7b-rl-mtp": launch(MIMO, Eagle(None, None, 1, 1, 2), algorithm="MTP", mem_fraction_static=0.5),
     "qwen2.5-7b-standalone": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 2, 7), mem_fraction_static=0.7),
     "qwen2.5-7b-standalone-overlap": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 1, 5), mem_fraction_static=0.7),
     "qwen2.5-7b-ngram": launch(QWEN, Ngram(nodes=16, max_match=12, max_breadth=10), mem_fraction_static=0.7),
@@ -84,7 +84,7 @@ LAUNCHES: dict[str, Launch] = {
 
 
 def read(name: str, *argv: Any) -> flags.Settings:
-    """As `specjax serve --config FILE ...` reads it."""
+    """The settings of `specjax serve --config FILE ...`."""
     parser = Parser(prog="specjax serve")
     add_flags(parser, flags.Settings())
     dry_run.add_flags(parser)
@@ -94,48 +94,36 @@ def read(name: str, *argv: Any) -> flags.Settings:
 # The files.
 
 
-def test_every_file_is_in_the_table():
+def test_files():
     assert {file.name for file in FOLDER.iterdir()} == {f"{name}.toml" for name in LAUNCHES}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_the_numbers_are_those_of_the_command(name, caplog):
-    wanted, found = LAUNCHES[name], read(name)
-    assert build.draft_options(found) == wanted.draft
+def test_settings_of_the_launch_command(name, caplog):
+    launch, settings = LAUNCHES[name], read(name)
+    assert build.draft_options(settings) == launch.draft
     assert not caplog.records, "each key has an effect"
-    given = {
+    changed = {
         field.name: getattr(group, field.name)
-        for group in (found.model, found.engine, found.server)
+        for group in (settings.model, settings.engine, settings.server)
         for field in fields(group)
         if getattr(group, field.name) != field.default
     }
-    assert given == {"model": wanted.model} | wanted.others
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_every_key_has_a_comment(name):
-    lines = (FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
-    assert re.fullmatch(r"# .+", lines[0]), "what it is"
-    for i, line in enumerate(lines):
-        if line and not line.startswith(("# ", "[")):
-            assert re.fullmatch(r"[a-z-]+ = .+", line) and re.fullmatch(r"# .+\.", lines[i - 1]), line
+    assert changed == {"model": launch.model} | launch.others
 
 
 # Checkpoints.
 
 LETTERS = byte_ids(b"aeinorst")
-"""What the models mostly write, so that random drafts are right now and then; and the ids of token maps."""
+"""Frequent tokens of the models, so that some random drafts are accepted; and the ids of token maps."""
 PADDED = VOCABULARY + 23
 SIZES: dict[str, Any] = {
     "vocab_size": PADDED, "max_position_embeddings": 256, "initializer_range": 0.3, "bos_token_id": 0,
     "eos_token_id": 2, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 HEAD: dict[str, Any] = {
-    "hidden_size": 32,
-    "target_hidden_size": 32,
-    "target_vocab_size": PADDED,
-    "draft_vocab_size": len(LETTERS),
-}
+    "hidden_size": 32, "target_hidden_size": 32, "target_vocab_size": PADDED, "draft_vocab_size": len(LETTERS),
+}  # fmt: skip
 ROPE_31 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -165,7 +153,7 @@ def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], dict[str, np.nd
 
 
 def literate(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With larger logits of LETTERS."""
+    """The tensors with larger logits of LETTERS."""
     tied = "lm_head.weight" not in tensors
     for name in tensors:
         if name.endswith("embed_tokens.weight" if tied else ("lm_head.weight", "shared_head.head.weight")):
@@ -174,7 +162,7 @@ def literate(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def fp8(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With those matrices quantised that are in DeepSeek's files."""
+    """The tensors with matrices quantised as in DeepSeek's files."""
     rng, written = np.random.default_rng(0), {}
     for name, tensor in tensors.items():
         if re.search(r"(self_attn|mlp)\..*_proj\w*\.weight$", name):
@@ -187,7 +175,7 @@ def fp8(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @functools.cache
 def model(name: str) -> Path:
-    """The folder of a random model of the architecture that `name` has on the hub."""
+    """The folder of a random model with the architecture of the hub's model `name`."""
     folder = root() / name.replace("/", "-")
     if name == DEEPSEEK:
         save_mtp(folder, "DeepseekV3ForCausalLM", "deepseek", **SIZES | NEXTN)
@@ -196,7 +184,7 @@ def model(name: str) -> Path:
         (folder / "config.json").write_text(json.dumps(config))
     elif name == MIMO:
         save_mtp(folder, "MiMoForCausalLM", "mimo", num_nextn_predict_layers=1, **SIZES)
-    elif name == SMALL_QWEN:  # 151936 rows, where the large one has 152064
+    elif name == SMALL_QWEN:  # with fewer rows of padding than the target, as on the hub
         small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCABULARY + 7, "tie_word_embeddings": True}
         save_model(folder, "Qwen2ForCausalLM", seed=1, **SIZES | small)
     else:
@@ -214,13 +202,13 @@ def model(name: str) -> Path:
 
 @functools.cache
 def draft_model(name: str) -> Path:
-    """As `model`, of what drafts."""
+    """The folder of a random draft."""
     folder = root() / name.replace("/", "-")
     if name == SMALL_QWEN:
         return model(name)
     if name == EAGLE_3:
-        own = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
-        save_head(folder, "eagle3", tensors=own, **HEAD)
+        vocabulary = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
+        save_head(folder, "eagle3", tensors=vocabulary, **HEAD)
         assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
     else:
         dialect, kv_heads = ("eagle", 4) if name == EAGLE_2 else ("eagle-nobias", 2)
@@ -240,15 +228,15 @@ def token_map(ids: list[int]) -> Path:
 # Served.
 
 SMALL = ("--dtype", "float32", "--max-running-requests", 2, "--max-total-tokens", 512, "--chunked-prefill-size", 16)
-WANTED: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
-METERED = WANTED | {"extra_body": {"ignore_eos": True, "return_speculative_metrics": True}}
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
+METERED = OPTIONS | {"extra_body": {"ignore_eos": True, "return_speculative_metrics": True}}
 SLOW = {"llama-2-7b-chat-eagle2-wide"}
-"""Another has its tree, another its models."""
+"""Other files have its tree and its models."""
 MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
 
 
 def with_checkpoints(name: str) -> flags.Settings:
-    """The file's settings; flags win, and name the checkpoints."""
+    """The file's settings with flags that name the checkpoints."""
     file = read(name)
     argv = ["--model", model(file.model.model), *SMALL, "--no-speculative-adaptive"]  # so that every step drafts
     if path := file.speculative.speculative_draft_model_path:
@@ -269,18 +257,19 @@ def served(settings: flags.Settings) -> Iterator[tuple[Running, openai.OpenAI]]:
 
 
 class Answers(NamedTuple):
-    texts: list[Any]  # with the reason of the end and the usage
-    histogram: list[int]  # of accepted drafts, over those that were asked for it
+    texts: list[Any]  # with finish reason and usage
+    histogram: list[int]  # of accepted drafts
 
 
 def ask(client: openai.OpenAI, name: str) -> Answers:
     """A chat, a chat as a stream, and completions, greedy and seeded."""
-    client.chat.completions.create(model=name, messages=MESSAGES, **METERED)  # the next two find as much in the cache
+    # The first request fills the prefix cache, so that the next two have equal hits.
+    client.chat.completions.create(model=name, messages=MESSAGES, **METERED)
     chat = client.chat.completions.create(model=name, messages=MESSAGES, **METERED)
     pieces, usage, reason = "", None, None
     options: Any = {"include_usage": True}
     for chunk in client.chat.completions.create(
-        model=name, messages=MESSAGES, stream=True, stream_options=options, **WANTED
+        model=name, messages=MESSAGES, stream=True, stream_options=options, **OPTIONS
     ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -288,14 +277,14 @@ def ask(client: openai.OpenAI, name: str) -> Answers:
             reason = choice.finish_reason or reason
     greedy = client.completions.create(model=name, prompt="an oar, an oat", **METERED)
     seeded = client.completions.create(model=name, prompt="rain", seed=5, **METERED | {"temperature": 1})
-    said = chat.choices[0].message.content
-    assert (said, chat.choices[0].finish_reason, chat.usage) == (pieces, reason, usage), "the stream is the same text"
-    texts = [(said, reason, usage)]
-    texts += [(each.choices[0].text, each.choices[0].finish_reason, each.usage) for each in (greedy, seeded)]
-    metered: list[Any] = [chat, greedy, seeded]
-    metrics = [each.metadata["speculative"] for each in metered]
-    assert all(each["spec_verify_ct"] > 0 for each in metrics)
-    return Answers(texts, np.sum([each["spec_accept_histogram"] for each in metrics], axis=0).tolist())
+    text = chat.choices[0].message.content
+    assert (text, chat.choices[0].finish_reason, chat.usage) == (pieces, reason, usage), "the stream has another text"
+    texts = [(text, reason, usage)]
+    texts += [(answer.choices[0].text, answer.choices[0].finish_reason, answer.usage) for answer in (greedy, seeded)]
+    answers: list[Any] = [chat, greedy, seeded]
+    metrics = [answer.metadata["speculative"] for answer in answers]
+    assert all(row["spec_verify_ct"] > 0 for row in metrics)
+    return Answers(texts, np.sum([row["spec_accept_histogram"] for row in metrics], axis=0).tolist())
 
 
 @functools.cache
@@ -310,24 +299,24 @@ def plain(model: flags.ModelSettings, engine: flags.EngineSettings) -> Answers:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAUNCHES]
 )
-def test_the_answers_are_those_without_drafts(name):
-    wanted, settings = LAUNCHES[name], with_checkpoints(name)
+def test_text_equals_no_drafting(name):
+    launch, settings = LAUNCHES[name], with_checkpoints(name)
     with served(settings) as (server, client):
         engine = server.engine
         assert (engine.drafter.name, engine.drafter.depth, engine.drafter.width) == (
-            wanted.ran, wanted.depth, wanted.width
+            launch.algorithm, launch.depth, launch.width
         )  # fmt: skip
         assert engine.target.config.dtype == "float32" and engine.config.overlap
-        assert engine.config.mem_fraction == wanted.others.get("mem_fraction_static", 0.85)
+        assert engine.config.mem_fraction == launch.others.get("mem_fraction_static", 0.85)
         leaves = jax.tree.leaves(engine.params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-        assert any(isinstance(leaf, Quantised) for leaf in leaves) == (wanted.model == DEEPSEEK)
-        if getattr(wanted.draft, "path", None) == EAGLE_3 or getattr(wanted.draft, "token_map", None):
+        assert any(isinstance(leaf, Quantised) for leaf in leaves) == (launch.model == DEEPSEEK)
+        if getattr(launch.draft, "path", None) == EAGLE_3 or getattr(launch.draft, "token_map", None):
             assert engine.params.draft["ids"].tolist() == LETTERS
-        found = ask(client, settings.model.model)
+        answers = ask(client, settings.model.model)
         assert engine.counters.drafted_steps == engine.counters.verifications > 0
-    assert found.texts == plain(settings.model, replace(settings.engine, mem_fraction_static=0.85)).texts
-    assert len({text for text, *_ in found.texts}) == 3 and all(len(set(text)) > 3 for text, *_ in found.texts)
-    assert sum(found.histogram[1:]) > 0, "some drafts were accepted"
+    assert answers.texts == plain(settings.model, replace(settings.engine, mem_fraction_static=0.85)).texts
+    assert len({text for text, *_ in answers.texts}) == 3 and all(len(set(text)) > 3 for text, *_ in answers.texts)
+    assert sum(answers.histogram[1:]) > 0, "some drafts were accepted"
 
 
 # The sizes of the real models, without weights.
@@ -382,11 +371,11 @@ PARAMETERS = {
     LLAMA_2: 6_738_415_616, LLAMA_3: 8_030_261_248, LLAMA_31: 8_030_261_248, QWEN: 7_615_616_512,
     DEEPSEEK: 671_026_419_200,
 }  # fmt: skip
-"""Of the published checkpoints, MTP layers aside. All have two bytes, but four if they are DeepSeek's router biases."""
+"""Of the published checkpoints without MTP layers. Each has two bytes, except DeepSeek's router biases with four."""
 
 
 def described(name: str) -> Path:
-    """A folder with the config.json and nothing else."""
+    """A folder with only config.json."""
     folder = root() / "real" / name.replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(REAL[name]))
@@ -394,29 +383,29 @@ def described(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", [MIMO, DEEPSEEK])
-def test_mtp_layers_are_described_by_config_json_as_by_tensors(name):
+def test_mtp_layers_in_config_json(name):
     files = resolve(str(model(name)), progress=False)
     target = model_config(files.config)
-    found = mtp_config(files, target)
-    assert found is not None and found == mtp_config(replace(files, weights=()), target)
+    layers = mtp_config(files, target)
+    assert layers is not None and layers == mtp_config(replace(files, weights=()), target)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_dry_run_of_the_real_sizes(name, capsys, monkeypatch):
-    monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would take the place of pytest's
-    wanted, file = LAUNCHES[name], FOLDER / f"{name}.toml"
-    argv = ["--dry-run", "--json", "--assume-device", "H200", "--config", file, "--model", described(wanted.model)]
-    if path := getattr(wanted.draft, "path", None):
+def test_dry_run_of_real_sizes(name, capsys, monkeypatch):
+    monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would replace pytest's
+    launch, file = LAUNCHES[name], FOLDER / f"{name}.toml"
+    argv = ["--dry-run", "--json", "--assume-device", "H200", "--config", file, "--model", described(launch.model)]
+    if path := getattr(launch.draft, "path", None):
         argv += ["--speculative-draft-model-path", described(path)]
-    if getattr(wanted.draft, "token_map", None):
+    if getattr(launch.draft, "token_map", None):
         argv += ["--speculative-token-map", token_map(list(range(32768)))]
-    status = command.main([str(each) for each in argv])
+    status = command.main([str(part) for part in argv])
     printed = capsys.readouterr()
-    assert status == (1 if wanted.model == DEEPSEEK else 0), printed  # of which no device holds the weights
+    assert status == (1 if launch.model == DEEPSEEK else 0), printed  # no device holds DeepSeek's weights
     document = json.loads(printed.out)
-    assert document["drafter"] == {"name": wanted.ran, "nodes": wanted.width, "levels": wanted.depth}
-    assert document["dtype"] == wanted.others.get("dtype", REAL[wanted.model]["torch_dtype"])
-    if count := PARAMETERS.get(wanted.model):
+    assert document["drafter"] == {"name": launch.algorithm, "nodes": launch.width, "levels": launch.depth}
+    assert document["dtype"] == launch.others.get("dtype", REAL[launch.model]["torch_dtype"])
+    if count := PARAMETERS.get(launch.model):
         weights = document["memory"]["weights"]
-        # DeepSeek's matrices are fp8; its embedding, output matrix, router and what makes keys and values are not.
-        assert 1.0 < weights / count < 1.01 if wanted.model == DEEPSEEK else weights == 2 * count
+        # DeepSeek's matrices are fp8, except embedding, output matrix, router and the projection to keys and values.
+        assert 1.0 < weights / count < 1.01 if launch.model == DEEPSEEK else weights == 2 * count

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, written bit by bit: they are the model of the dequantised weights."""
+"""Quantised checkpoints, written bit by bit, give the model of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, dequantize
 from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import Quantised, dequantise
@@ -17,55 +18,57 @@ from tiny_checkpoints import save_model, write_gguf
 from tqdm import tqdm
 
 from specjax.checkpoint import CheckpointError, load_params, model_config, resolve
+from specjax.checkpoint.parameters import make_leaf
+from specjax.checkpoint.quantised import BLOCK_TYPES, read_blocks
 from specjax.models import make_target
+from specjax.models.params import Leaf, Scope, Tensor
 
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "tie_word_embeddings": False}
 
 
 def save_quantised(folder: Path, name: str, *, head: bool = False, without: str = "") -> dict[str, np.ndarray]:
-    """A tiny Llama whose layers (and output matrix) are quantised; its values."""
+    """Write a tiny Llama whose layers (and output matrix) are quantised, and return its values."""
     save_model(folder, "LlamaForCausalLM", **SIZES)
     tensors, rng, form = load_file(folder / "model.safetensors"), np.random.default_rng(0), FORMATS[name]
     written, values = {}, {}
     for key, tensor in tensors.items():
         values[key] = tensor
         if key.endswith("proj.weight") or (head and key == "lm_head.weight"):
-            done = form.write(tensor, rng)
-            values[key] = done.value
-            written |= {f"{key.removesuffix('weight')}{part}": array for part, array in done.tensors.items()}
+            stored = form.write(tensor, rng)
+            values[key] = stored.value
+            written |= {f"{key.removesuffix('weight')}{part}": array for part, array in stored.tensors.items()}
             written[f"{key.removesuffix('weight')}input_scale"] = np.float32([1])
         else:
             written[key] = tensor
-    save_file(
-        {key: np.ascontiguousarray(array) for key, array in written.items() if key != without},
-        folder / "model.safetensors",
-    )
+    arrays = {key: np.ascontiguousarray(array) for key, array in written.items() if key != without}
+    save_file(arrays, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config}
     (folder / "config.json").write_text(json.dumps(config))
     return values
 
 
-def load(folder: Path):
+def load(folder: Path, quantization: str = "none"):
     files = resolve(str(folder), progress=False)
-    return load_params(files, model_config(files.config, dtype="float32"), quantization="none", progress=False)
+    config = model_config(files.config, dtype="float32")
+    return load_params(files, config, quantization=quantization, progress=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_the_dequantised_ones(tmp_path, name):
+def test_dequantised_weights(tmp_path, name):
     values = save_quantised(tmp_path / "quantised", name, head=name != "fp8 tensor")
-    plain = tmp_path / "plain"
-    save_model(plain, "LlamaForCausalLM", **SIZES)
-    save_file(values, plain / "model.safetensors")
-    found, wanted = load(tmp_path / "quantised"), load(plain)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-    moved = np.abs(np.asarray(wanted["layers_0"]["down"]) - load_original(tmp_path)).max()
-    assert moved > 1e-4, "the quantisation changed nothing"
+    for folder in ("plain", "original"):
+        save_model(tmp_path / folder, "LlamaForCausalLM", **SIZES)
+    save_file(values, tmp_path / "plain" / "model.safetensors")
+    params, expected = load(tmp_path / "quantised"), load(tmp_path / "plain")
+    assert jax.tree.structure(params) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), params, expected)
+    original = load(tmp_path / "original")["layers_0"]["down"]
+    change = np.abs(np.asarray(expected["layers_0"]["down"]) - np.asarray(original)).max()
+    assert change > 1e-4, "the quantisation changed nothing"
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "float16", "gguf"])
-def test_the_loading_line_gives_bytes_read_and_bytes_held(tmp_path, capsys, monkeypatch, name):
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4", "float16", "gguf"])
+def test_progress_line_has_bytes_read_and_held(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
     folder, wide = tmp_path / "model", {"intermediate_size": 64}
     if name in FORMATS:
@@ -78,15 +81,10 @@ def test_the_loading_line_gives_bytes_read_and_bytes_held(tmp_path, capsys, monk
     params = load_params(files, model_config(files.config, dtype="float32"))
     read = sum(entry.size for key, entry in files.headers.items() if not key.endswith("input_scale"))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert held < 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), "fewer than in float32"
+    assert held < 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), "fewer bytes than in float32"
     read, held = (tqdm.format_sizeof(size, "B", 1000) for size in (read, held))
     pattern = rf"Loading {re.escape(str(folder))}: {read} in [\d.]+ s, bytes read; {held} held\n"
-    assert re.search(pattern, said := capsys.readouterr().err), (pattern, said)
-
-
-def load_original(folder: Path) -> np.ndarray:
-    save_model(folder / "original", "LlamaForCausalLM", **SIZES)
-    return np.asarray(load(folder / "original")["layers_0"]["down"])
+    assert re.search(pattern, line := capsys.readouterr().err), (pattern, line)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_refusals(tmp_path, name, change, message):
         load(tmp_path)
 
 
-def test_a_scale_is_missing(tmp_path):
+def test_missing_scale(tmp_path):
     save_quantised(tmp_path, "fp8 blocks", without="model.layers.0.mlp.down_proj.weight_scale_inv")
     with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.mlp\.down_proj\.weight_scale"):
         load(tmp_path)
@@ -119,51 +117,66 @@ def test_a_scale_is_missing(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_stay_quantised(tmp_path, name):
-    """The leaves are those of the format, smaller than float16, and their weights the dequantised ones."""
     save_quantised(tmp_path, name, head=True)
-    files = resolve(str(tmp_path), progress=False)
-    config = model_config(files.config, dtype="float32")
-    kept = load_params(files, config, progress=False)
-    plain = load_params(files, config, quantization="none", progress=False)
-    found = {}
+    params, plain = load(tmp_path, "auto"), load(tmp_path)
+    sizes = {}
     for layer, leaf in (("layers_0", "qkv"), ("layers_1", "output"), ("layers_1", "gate_up"), ("layers_0", "down")):
-        weight, wanted = kept[layer][leaf], np.asarray(plain[layer][leaf])
+        weight, expected = params[layer][leaf], np.asarray(plain[layer][leaf])
         assert isinstance(weight, Quantised)
-        found[leaf] = weight.nbytes / wanted.size
+        sizes[leaf] = weight.nbytes / expected.size
         values = np.asarray(dequantise(weight))
-        inputs = 1 if wanted.shape[0] == values.shape[-1] else 3
-        flat = wanted.reshape(values.shape[-1], *wanted.shape[inputs:])
+        inputs = 1 if expected.shape[0] == values.shape[-1] else 3
+        flat = expected.reshape(values.shape[-1], *expected.shape[inputs:])
         np.testing.assert_allclose(np.moveaxis(values, -1, 0), flat, rtol=1e-6, atol=1e-7)
-    assert isinstance(kept["head"], Quantised)
-    assert max(found.values()) < (0.8 if "4" in name or name in ("awq", "gptq act order", "gptq v2") else 1.4), found
+    assert isinstance(params["head"], Quantised)
+    four_bits = "4" in name or name in ("awq", "gptq act order", "gptq v2")
+    assert max(sizes.values()) < (0.8 if four_bits else 1.4), sizes
+
+
+def blocks(kind: str, rows: int, count: int, seed: int = 0) -> np.ndarray:
+    """Random rows of blocks whose float16 scales are finite."""
+    size = BLOCK_TYPES[kind].size
+    array = np.random.default_rng(seed).integers(0, 256, (rows, count, size), np.uint8)
+    for at in {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(kind, (0, 2)):
+        array[..., at + 1] = array[..., at + 1] & 0xBF | 0x20  # the exponent is never all ones
+    return array.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_gguf_blocks(kind):
+    """Weights equal gguf's, and leaves have at most 3.5 bits more than the file."""
+    rows = blocks(kind, 6, 2)
+    expected = dequantize(rows, GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(read_blocks(kind, rows).dequantised(), expected)
+    leaf = Leaf("qkv", "I -> M", (Tensor("down", "M I"),))
+    quantised = make_leaf([read_blocks(kind, rows)], Scope((leaf,)), leaf, {"M": 6, "I": expected.shape[1]})
+    assert quantised is not None
+    np.testing.assert_allclose(dequantise(quantised), expected, rtol=1e-6)
+    assert quantised.nbytes <= rows.size + 3.5 / 8 * expected.size
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_so_beside_float32_activations(tmp_path, dtype):
-    """On a CPU; the logits are those of the same weights in float32."""
+def test_half_precision_is_kept_on_a_cpu(tmp_path, dtype):
+    """Beside float32 activations. Logits equal those of the weights in float32."""
     save_model(tmp_path, "LlamaForCausalLM", dtype=dtype, initializer_range=0.2, **SIZES)
     files = resolve(str(tmp_path), progress=False)
     config = model_config(files.config, dtype="float32")
-    kept = load_params(files, config, progress=False)
-    plain = load_params(files, config, quantization="none", progress=False)
+    params, plain = load(tmp_path, "auto"), load(tmp_path)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(plain)} == {"float32"}
-    assert {
-        str(kept["layers_0"]["qkv"].codes.dtype),
-        str(kept["head"].codes.dtype),
-        str(kept["embed"].codes.dtype),
-    } == {dtype}
-    assert str(kept["layers_0"]["mlp_norm"].dtype) == "float32"
+    codes = (params["layers_0"]["qkv"].codes, params["head"].codes, params["embed"].codes)
+    assert {str(array.dtype) for array in codes} == {dtype}
+    assert str(params["layers_0"]["mlp_norm"].dtype) == "float32"
     text = np.random.default_rng(0).integers(0, 320, 20)
     for width in (1, 13):
-        one, other = (
-            Reader(config, make_target(config), params, rows=1).read([text], width)[0] for params in (kept, plain)
+        logits, expected = (
+            Reader(config, make_target(config), weights, rows=1).read([text], width)[0] for weights in (params, plain)
         )
-        assert one.dtype == np.float32 and one.std() > 0.5
-        np.testing.assert_allclose(one, other, atol=1e-4)
+        assert logits.dtype == np.float32 and logits.std() > 0.5
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 def test_older_gptq_checkpoints(tmp_path):
-    """No g_idx, biases of zeros that no matrix has, and the description in a file of its own."""
+    """Without g_idx, with biases of zeros, and with the description in a file of its own."""
     values = save_quantised(tmp_path, "gptq 4")
     file = tmp_path / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("g_idx")}

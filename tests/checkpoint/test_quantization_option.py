@@ -1,21 +1,35 @@
-"""`--quantization` and `--dtype`: which combinations with a checkpoint work, and that others are refused early."""
+"""`--quantization`, `--dtype` and `--speculative-draft-quantization`: which combinations work, and early refusals."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from math import prod
+from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from engine_helpers import VOCABULARY, check_idle, tokenizer
 from family_helpers import EXPERTS
-from tiny_checkpoints import SIZES, save_model
+from specjax_kernels import Quantised, dequantise
+from tiny_checkpoints import SIZES, save_llama, save_model, save_mtp
+from tiny_heads import save_head
 
 import specjax.load
-from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
-from specjax.hardware.dry_run import outline
+from specjax.devices import DEVICES
+from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.hardware.dry_run import Case, make_plan, outline
+from specjax.limits import ParameterError
 from specjax.serve import command
+from specjax.serve.report import describe
+from specjax.settings import Parser, SettingsError, add_flags, read
 from specjax.train import run
 from specjax.train.options import TrainOptions
 
@@ -35,16 +49,16 @@ STORED = {
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("stored", STORED)
-def test_every_combination(stored, quantization):
+def test_combinations(stored, quantization):
     hf_config = LLAMA | {"quantization_config": STORED[stored]}
     config = model_config(hf_config)
     if quantization in ("auto", "none") or stored == "float":
         assert effective_quantization("m", hf_config, config, quantization) == quantization
     elif quantization == stored:
-        assert effective_quantization("m", hf_config, config, quantization) == "auto", "they are stored so"
+        assert effective_quantization("m", hf_config, config, quantization) == "auto"
     else:
-        message = f"quantization {quantization} is for float weights, and those of m are quantised already ({stored});"
-        with pytest.raises(CheckpointError, match=f"^{re.escape(message)} auto keeps them .* none dequantises them$"):
+        message = f"quantization {quantization} is for float weights, and m is quantised already ({stored});"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)} auto keeps its .* none dequantises them$"):
             effective_quantization("m", hf_config, config, quantization)
 
 
@@ -54,10 +68,7 @@ def test_every_combination(stored, quantization):
         ({"intermediate_size": 48}, "down of m has 48"),
         ({"hidden_size": 48, "head_dim": 8}, "head of m has 48"),
         ({"hidden_size": 48, "head_dim": 8, "tie_word_embeddings": True}, "embed of m has 48"),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8, **EXPERTS},
-            "experts_down of m has 24",
-        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8, **EXPERTS}, "experts_down of m has 24"),
     ],
 )
 def test_groups_of_four_bits(changes, tensor):
@@ -69,7 +80,7 @@ def test_groups_of_four_bits(changes, tensor):
 
 
 @pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])
-def test_families_that_float16_is_too_small_for(architecture, tmp_path):
+def test_float16_overflow(architecture, tmp_path):
     save_model(tmp_path, architecture)
     hf_config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "float16"}
     message = f"dtype float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
@@ -82,18 +93,12 @@ def test_families_that_float16_is_too_small_for(architecture, tmp_path):
         build.make_engine(chosen, progress=False)
 
 
-@pytest.fixture
-def quantised(tmp_path, monkeypatch):
-    """A folder with quantised weights, so its config says, of which nothing may be read."""
+def test_refused_before_weights_are_read(tmp_path, capsys, monkeypatch):
     save_model(tmp_path, "LlamaForCausalLM", intermediate_size=64)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": STORED["awq"]}))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": STORED["awq"]}))
     monkeypatch.setattr(specjax.load.checkpoint, "load_params", lambda *_, **__: pytest.fail("weights were read"))
-    return tmp_path
-
-
-def test_refused_before_weights_are_read_naming_where_it_was_set(quantised, tmp_path, capsys):
-    model = ("--model", str(quantised))
+    model = ("--model", str(tmp_path))
     file = tmp_path / "my.toml"
     file.write_text("[model]\nquantization = 'int8'\n")
     for argv, place in {
@@ -102,23 +107,170 @@ def test_refused_before_weights_are_read_naming_where_it_was_set(quantised, tmp_
     }.items():
         assert command.main([*model, *argv, "--dry-run"]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"specjax serve: {place} is for float weights, and those of {tmp_path}"), line
+        assert line.startswith(f"specjax serve: {place} is for float weights, and {tmp_path}"), line
+    settings = flags.Settings(model=flags.ModelSettings(model=str(tmp_path), quantization="int4"))
     with pytest.raises(CheckpointError, match=r"^--quantization int4 is for float weights"):
-        build.make_engine(
-            flags.Settings(model=flags.ModelSettings(model=str(quantised), quantization="int4")), progress=False
-        )
+        build.make_engine(settings, progress=False)
     with pytest.raises(CheckpointError, match=r"^quantization int4 is for float weights"):
-        outline(str(quantised), quantization="int4")
+        outline(str(tmp_path), quantization="int4")
 
 
-def test_the_built_in_model_is_quantised_already():
-    files = checkpoint.resolve(checkpoint.BUILT_IN_MODEL, outline=True)
-    config = model_config(files.config)
-    assert effective_quantization(files.name, files.config, config, "none") == "none"
-    with pytest.raises(CheckpointError, match=r"quantised already \(gguf\)"):
-        effective_quantization(files.name, files.config, config, "int8")
-
-
-def test_training_reads_float_weights():
+def test_training_needs_float_weights():
     with pytest.raises(ValueError, match=r"^--quantization int8 does not apply to training"):
         run.prepare(TrainOptions(model=flags.ModelSettings(quantization="int8")))
+
+
+# Drafts.
+
+FLAG = "--speculative-draft-quantization"
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": VOCABULARY, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A target, a target with an MTP layer, and a draft of each kind."""
+    root = tmp_path_factory.mktemp("drafts")
+    save_llama(root / "model", **SMALL, num_hidden_layers=3, initializer_range=0.3)
+    save_llama(root / "small", **SMALL, num_hidden_layers=1, initializer_range=0.3)
+    changes = {"max_position_embeddings": 256, "head_dim": 8, "tie_word_embeddings": False}
+    save_mtp(root / "mtp", "MiMoForCausalLM", "mimo", count=1, **SMALL, **changes, initializer_range=0.3)
+    for name in ("model", "small", "mtp"):
+        tokenizer().save_pretrained(root / name)
+    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    save_head(root / "eagle3", "eagle3", config=config, target_vocab_size=VOCABULARY)
+    save_head(root / "eagle", "eagle", target_vocab_size=VOCABULARY)
+    return root
+
+
+@functools.cache
+def engine(model: str, draft: DraftOptions) -> Engine:
+    return Engine.from_pretrained(model, draft=draft, config=CONFIG, progress=False)
+
+
+CONFIG = EngineConfig(max_running_requests=2, page_size=4, max_total_tokens=128, context_length=64)
+CHAIN: dict[str, Any] = {"steps": 2, "topk": 1, "nodes": 3}
+DRAFTS = {"EAGLE": (Eagle, "model", "eagle"), "EAGLE3": (Eagle3, "model", "eagle3"), "MTP": (Mtp, "mtp", None)}
+DRAFTS["STANDALONE"] = (Standalone, "model", "small")
+
+
+def nbytes(tree: Any) -> int:
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "int8") for name in DRAFTS), pytest.param("EAGLE3", "fp8", marks=pytest.mark.slow)]
+)
+def test_draft_quantization_changes_no_text(saved, name, kind):
+    """Greedy and sampled. Only 8-bit matrices are stored, and a dry run counts them."""
+    options, model, path = DRAFTS[name]
+    path = None if path is None else str(saved / path)
+    draft = options(path=path, **CHAIN, quantization=kind)
+    plain, drafting = (engine(str(saved / model), each) for each in (NoDraft(), draft))
+    samplings = [SamplingParams(max_new_tokens=16), SamplingParams(max_new_tokens=16, temperature=1.0, seed=4)]
+    requests = list(zip(["the hell", "12 and 12"], samplings, strict=True))
+    texts = [[each.generate(*request).output_ids for request in requests] for each in (plain, drafting)]
+    assert texts[0] == texts[1] and drafting.counters.drafted_steps > 0
+    check_idle(drafting)
+    leaves = jax.tree.leaves(drafting.params.draft, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    matrices = [leaf for leaf in leaves if isinstance(leaf, Quantised)]
+    assert {str(leaf.codes.dtype) for leaf in matrices} == {{"int8": "int8", "fp8": "float8_e4m3fn"}[kind]}
+    assert {leaf.scale.shape[-1] for leaf in matrices} == {1}, "a scale for each output"
+    others = [leaf.shape for leaf in leaves if not isinstance(leaf, Quantised) and len(leaf.shape) > 1]
+    expected = {"STANDALONE": [(VOCABULARY, 16)], "MTP": [(2, 4, 8)]}  # an embedding, of which rows are read; biases
+    assert others == expected.get(name, [])
+    jax.tree.map(np.testing.assert_array_equal, plain.params.target, drafting.params.target)
+    described = outline(str(saved / model), draft=draft)
+    plan = make_plan(Case(described, CONFIG, DEVICES["RTX4090"], "cpu"))
+    assert plan["memory"]["draft_weights"] == nbytes(drafting.params.draft)
+    assert f"weights in {kind}" in drafting.drafter.source and drafting.drafter.source == described.drafter.source
+    described = [describe(each, "m")["speculative_draft_quantization"] for each in (plain, drafting)]
+    assert described == ["none", kind]
+
+
+def test_token_map_quantises_the_targets_columns(saved, tmp_path):
+    ids = np.arange(40, 10, -1)
+    np.save(tmp_path / "map.npy", ids)
+    draft = Eagle(str(saved / "eagle"), token_map=str(tmp_path / "map.npy"), quantization="int8")
+    model = specjax.load.load(str(saved / "model"), draft=draft, progress=False)
+    head, columns = model.params.draft["head"], np.asarray(model.params.target["head"])[:, ids].T
+    assert isinstance(head, Quantised) and head.shape == columns.shape
+    assert (np.abs(np.asarray(dequantise(head)) - columns) < 0.51 * np.asarray(head.scale)).all()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "platform", "otherwise", "stored", "expected"),
+    [
+        (None, "bfloat16", "gpu", "none", None, "int8"),
+        (None, "float16", "gpu", "auto", None, "int8"),
+        (None, "float32", "gpu", "none", None, "none"),
+        (None, "float32", "cpu", "auto", None, "auto"),
+        (None, "bfloat16", "cpu", "none", None, "none"),
+        (None, "float32", "cpu", "int8", None, "int8"),
+        (None, "bfloat16", "gpu", "int4", None, "int4"),
+        (None, "bfloat16", "gpu", "auto", "awq", "auto"),
+        (None, "bfloat16", "gpu", "none", "awq", "none"),
+        ("none", "bfloat16", "gpu", "int8", None, "none"),
+        ("none", "bfloat16", "gpu", "auto", "awq", "none"),
+        ("fp8", "float32", "cpu", "none", None, "fp8"),
+        ("int8", "float32", "cpu", "int4", None, "int8"),
+        ("fp8", "bfloat16", "gpu", "auto", "fp8", "auto"),
+        ("int8", "bfloat16", "gpu", "auto", "fp8", ValueError),
+        ("fp8", "float32", "cpu", "auto", "gguf", ValueError),
+    ],
+)
+def test_draft_defaults(quantization, dtype, platform, otherwise, stored, expected):
+    options = Standalone("p", quantization=quantization)
+    if expected is not ValueError:
+        assert options.weights("m", dtype, platform, otherwise=otherwise, stored=stored) == expected
+        return
+    message = f"Standalone.quantization {quantization} is for float weights, and those of m are quantised already"
+    message = re.escape(f"{message} ({stored});")
+    with pytest.raises(ValueError, match=f"^{message} without it they stay .*, none dequantises them$"):
+        options.weights("m", dtype, platform, otherwise=otherwise, stored=stored)
+
+
+def drafting(*argv: object) -> DraftOptions | str:
+    parser = Parser()
+    add_flags(parser, flags.Settings())
+    return build.draft_options(read(parser.parse_args([str(arg) for arg in argv]), flags.Settings()))
+
+
+def test_draft_flag_and_config_file(tmp_path):
+    head = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "h")
+    assert drafting(*head, FLAG, "FP8") == Eagle3("h", quantization="fp8")
+    assert drafting(FLAG, "none") == Auto(quantization="none")
+    file = tmp_path / "my.toml"
+    file.write_text("[speculative]\nspeculative-draft-quantization = 'int8'\n")
+    assert drafting(*head, "--config", file) == Eagle3("h", quantization="int8")
+    for name in ("NGRAM", "NONE", "my:factory"):
+        message = f"^{FLAG} int8 is no use to {name}: --speculative-algorithm EAGLE or"
+        with pytest.raises(ValueError, match=message), flags.named_as_flags(flags.Settings()):
+            drafting("--speculative-algorithm", name, FLAG, "int8")
+    with pytest.raises(SettingsError, match=f"^{FLAG} must be one of int8, fp8, none, got 'int4'$"):
+        drafting(FLAG, "int4")
+    for owner, flag in (("Mtp", FLAG), ("", "--quantization")):
+        assert str(flags.with_flag(ParameterError("quantization", "int8", owner))) == f"{flag} int8"
+
+
+def test_quantised_drafts_are_refused_before_weights_are_read(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(specjax.load.checkpoint, "load_params", lambda *_, **__: pytest.fail("weights were read"))
+    for name in ("small", "mtp"):
+        (folder := tmp_path / name).mkdir()
+        for file in (saved / name).glob("*.json*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"quantization_config": STORED["fp8"], "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config))
+    standalone = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(tmp_path / "small"))
+    for argv in (
+        ("--model", str(saved / "model"), *standalone),
+        ("--model", str(tmp_path / "mtp"), "--speculative-algorithm", "MTP"),
+    ):
+        assert command.main([*argv, FLAG, "int8", "--dry-run"]) == 2
+        assert f"{FLAG} int8 is for float weights, and " in capsys.readouterr().err
+        assert command.main([*argv, "--dry-run", "--assume-device", "h200"]) in (0, 1)
+        capsys.readouterr()
+    chosen = Standalone(str(tmp_path / "small"), quantization="int8")
+    (tmp_path / "small" / "model.safetensors").write_bytes((saved / "small" / "model.safetensors").read_bytes())
+    with pytest.raises((CheckpointError, ValueError), match=r"Standalone.quantization int8 is for float weights"):
+        specjax.load.load(str(saved / "model"), draft=chosen, progress=False)

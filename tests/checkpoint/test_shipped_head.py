@@ -1,7 +1,6 @@
-"""What AUTO means: which models a head that comes with specjax is for, and the flags and trees that it drafts with.
+"""Shipped draft heads: the models that they match, and the options and trees that AUTO chooses.
 
-The table is replaced by a row for a tiny model, with a head of random weights: the texts must be those of plain
-decoding, whatever is chosen.
+The table of heads is replaced by a row for a tiny model, with a head of random weights.
 """
 
 from __future__ import annotations
@@ -30,25 +29,16 @@ from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.serve import command
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
-"""Seven layers are the fewest that have EAGLE-3's default auxiliary layers."""
+"""EAGLE-3's default auxiliary layers need seven layers."""
 LETTERS = byte_ids(b"aei")
-"""What the head proposes."""
-SERVING = """
-[cpu]
-steps = 2
-topk = 3
-nodes = 13
-[gpu]
-steps = 4
-topk = 2
-nodes = 9
-"""
+"""The tokens that the head proposes."""
+SERVING = "[cpu]\nsteps = 2\ntopk = 3\nnodes = 13\n[gpu]\nsteps = 4\ntopk = 2\nnodes = 9\n"
 NOTE, SOURCE = "2 steps, top-k 3, 13 draft tokens (automatic)", "of-letters, which comes with specjax"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """`model` with a tokenizer, `sibling` of the same architecture and another training, and `heads/of-letters`."""
+def saved(tmp_path_factory) -> Path:
+    """`model` with a tokenizer, `sibling` with other weights, and `heads/of-letters`."""
     root = tmp_path_factory.mktemp("shipped")
     for name, seed in (("model", 0), ("sibling", 1)):
         save_llama(root / name, **SIZES, initializer_range=0.3, eos_token_id=2, seed=seed)
@@ -63,18 +53,25 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def row(made, monkeypatch) -> shipped.ShippedHead:
-    """The only row of the table: the head is for `model`, by content; no folder has its name."""
-    files = resolve(str(made / "model"))
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 7}
-    found = shipped.ShippedHead("of-letters", "eagle3", "tiny-instruct", str(shipped.final_norm(files)), sizes)
-    monkeypatch.setattr(shipped, "FOLDER", made / "heads")
-    monkeypatch.setattr(shipped, "HEADS", (found,))
-    return found
+def row(saved, monkeypatch) -> shipped.ShippedHead:
+    """The only row of the table, which matches `model` by its norm."""
+    norm, sizes = str(shipped.final_norm(resolve(str(saved / "model")))), {"vocab_size": VOCABULARY, "num_layers": 7}
+    head = shipped.ShippedHead("of-letters", "eagle3", "tiny-instruct", norm, sizes)
+    monkeypatch.setattr(shipped, "FOLDER", saved / "heads")
+    monkeypatch.setattr(shipped, "HEADS", (head,))
+    return head
 
 
-def loaded(model: str | Path, algorithm: str = "AUTO", **given: Any) -> load.LoadedModel:
-    return load.load(str(model), draft=options_of(algorithm, **given), progress=False)
+@pytest.fixture
+def heads(saved, tmp_path, monkeypatch) -> Path:
+    """A copy of the heads' folder, to be changed."""
+    shutil.copytree(saved / "heads", tmp_path / "heads")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+def loaded(model: str | Path, algorithm: str = "AUTO", **options: Any) -> load.LoadedModel:
+    return load.load(str(model), draft=options_of(algorithm, **options), progress=False)
 
 
 def head_of(model: str | Path) -> shipped.ShippedHead | None:
@@ -82,59 +79,42 @@ def head_of(model: str | Path) -> shipped.ShippedHead | None:
     return shipped.shipped_head(files, checkpoint.model_config(files.config))
 
 
-# Which model.
+# The models that a head matches.
 
 
-def test_a_folder_is_known_by_its_content(row, made, tmp_path):
-    assert head_of(made / "model") == row
-    shutil.copytree(made / "model", tmp_path / "elsewhere")
-    assert head_of(tmp_path / "elsewhere") == row, "whatever it is called"
-    assert head_of(made / "sibling") is None, "another training"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_content_is_the_same_in_every_precision(row, made, tmp_path, monkeypatch, dtype):
-    """Trained in bfloat16, a norm is written to the bit by every format that can hold it."""
-    for name, saved in (("source", "bfloat16"), ("other", dtype)):
-        save_llama(tmp_path / name, **SIZES, dtype=saved)
-    norm = shipped.final_norm(resolve(str(tmp_path / "source")))
-    monkeypatch.setattr(shipped, "HEADS", (dataclasses.replace(row, norm=norm),))
-    assert head_of(tmp_path / "source") and head_of(tmp_path / "other")
-
-
-def test_a_gguf_is_known_by_its_content(row, tmp_path, monkeypatch):
+def test_match_by_final_norm(row, saved, tmp_path, monkeypatch):
+    """A norm trained in bfloat16 is equal in every precision and format, and in any folder."""
+    shutil.copytree(saved / "model", tmp_path / "elsewhere")
+    assert head_of(saved / "model") == row == head_of(tmp_path / "elsewhere")
+    assert head_of(saved / "sibling") is None
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
     sizes = SIZES | {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}  # Q8_0 has blocks of 32
-    tensors = save_llama(tmp_path / "source", **sizes)
+    for name in ("bfloat16", "float32"):
+        tensors = save_llama(tmp_path / name, **sizes, dtype=name)
     write_gguf(tmp_path / "any.gguf", tensors, quantize=True, tokenizer=byte_level_metadata(300), **sizes)
-    norm = str(shipped.final_norm(resolve(str(tmp_path / "source"))))
-    monkeypatch.setattr(
-        shipped, "HEADS", (dataclasses.replace(row, norm=norm, sizes={"hidden_size": 32, "vocab_size": 300}),)
-    )
-    assert head_of(tmp_path / "any.gguf") is not None, "of 8 bits, in a file of any name"
-    assert head_of(tmp_path / "source") is not None
+    norm = str(shipped.final_norm(resolve(str(tmp_path / "bfloat16"))))
+    other = dataclasses.replace(row, norm=norm, sizes={"hidden_size": 32, "vocab_size": 300})
+    monkeypatch.setattr(shipped, "HEADS", (other,))
+    for name in ("bfloat16", "float32", "any.gguf"):
+        assert head_of(tmp_path / name) == other, name
 
 
-@pytest.mark.parametrize("name", ["Tiny-Instruct", "tiny-instruct"])
-def test_a_model_is_known_by_its_name(row, made, tmp_path, name):
-    shutil.copytree(made / "sibling", tmp_path / name)
-    assert head_of(tmp_path / name) == row, "a fine-tune of that name: slower at worst"
-    shutil.copytree(made / "sibling", tmp_path / f"{name}-2")
-    assert head_of(tmp_path / f"{name}-2") is None
-
-
-def test_a_hub_id_is_known_by_its_last_part(row, made, monkeypatch):
-    files = dataclasses.replace(resolve(str(made / "sibling")), name="someone/Tiny-Instruct")
+def test_match_by_name(row, saved, tmp_path):
+    for name in ("Tiny-Instruct", "tiny-instruct"):
+        shutil.copytree(saved / "sibling", tmp_path / name, dirs_exist_ok=True)
+        assert head_of(tmp_path / name) == row
+    shutil.copytree(saved / "sibling", tmp_path / "tiny-instruct-2")
+    assert head_of(tmp_path / "tiny-instruct-2") is None
+    files = dataclasses.replace(resolve(str(saved / "sibling")), name="someone/Tiny-Instruct")
     config = checkpoint.model_config(files.config)
     assert shipped.shipped_head(files, config) == row
     assert shipped.shipped_head(dataclasses.replace(files, name="someone/else"), config) is None
-    assert checkpoint.may_have_head("someone/Tiny-Instruct", "eagle3"), "judged without a download"
+    assert checkpoint.may_have_head("someone/Tiny-Instruct", "eagle3")
     assert not checkpoint.may_have_head("someone/else", "eagle3")
     assert not checkpoint.may_have_head("someone/Tiny-Instruct", "eagle")
 
 
-def test_a_model_of_other_sizes_is_another_model(row, made, tmp_path, monkeypatch):
-    """Tokens were added, for example: the head would not even load."""
+def test_no_match_of_other_sizes(row, tmp_path):
     save_llama(tmp_path / "tiny-instruct", **SIZES | {"vocab_size": VOCABULARY + 8}, eos_token_id=2)
     tokenizer().save_pretrained(tmp_path / "tiny-instruct")
     assert head_of(tmp_path / "tiny-instruct") is None
@@ -142,73 +122,63 @@ def test_a_model_of_other_sizes_is_another_model(row, made, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", ""])
-def test_a_head_that_is_not_there_ships_for_nothing(row, made, tmp_path, monkeypatch, missing):
-    shutil.copytree(made / "heads", tmp_path / "heads")
+def test_absent_head(row, saved, heads, missing):
     if missing:
-        (tmp_path / "heads" / "of-letters" / missing).unlink()
+        (heads / "of-letters" / missing).unlink()
     else:
-        shutil.rmtree(tmp_path / "heads" / "of-letters")
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "heads")
-    assert head_of(made / "model") is None
-    assert loaded(made / "model").drafter.name == "NGRAM"
+        shutil.rmtree(heads / "of-letters")
+    assert head_of(saved / "model") is None
+    assert loaded(saved / "model").drafter.name == "NGRAM"
     with pytest.raises(ValueError, match=r"^Eagle3.path is missing: EAGLE3 needs a draft head"):
-        loaded(made / "model", "EAGLE3")
+        loaded(saved / "model", "EAGLE3")
 
 
-# What is chosen, with which flags.
+# The algorithm and its options.
 
 
-@pytest.mark.parametrize("algorithm", ["AUTO", "auto", "EAGLE3", "eagle3"])
-def test_the_head_drafts_unless_another_algorithm_is_asked_for(row, made, algorithm):
-    found = loaded(made / "model", algorithm)
-    assert found.drafter.name == "EAGLE3"
-    assert (found.drafter.note, found.drafter.source) == (NOTE, SOURCE)
-    assert not found.drafter.explicit_width, "batches that drafting would slow do without"
-    np.testing.assert_array_equal(found.params.draft["ids"], LETTERS)
-    assert loaded(made / "model", "NONE").drafter.name == "NONE"
-    assert loaded(made / "model", "NGRAM").drafter.name == "NGRAM"
-
-
-def test_without_a_head_auto_is_ngram(row, made, caplog):
-    found = loaded(made / "sibling").drafter
-    assert found.name == "NGRAM"
-    assert not found.explicit_width, "batches that drafting would slow do without"
-    assert not caplog.records
-    given = loaded(made / "sibling", capacity=2048, nodes=5).drafter
-    assert given.width == 5 and given.explicit_width
-    with pytest.raises(ValueError, match=r"^Eagle3.path is missing: EAGLE3 needs a draft head"):
-        loaded(made / "sibling", "EAGLE3")
-
-
-def test_each_kind_has_its_head(row, made, tmp_path, monkeypatch):
-    shutil.copytree(made / "heads", tmp_path / "heads")
-    save_head(tmp_path / "heads" / "second", "eagle", format="safetensors", target_vocab_size=VOCABULARY)
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "heads")
-    monkeypatch.setattr(shipped, "HEADS", (row, dataclasses.replace(row, name="second", kind="eagle")))
-    found = [loaded(made / "model", algorithm).drafter.source for algorithm in ("AUTO", "EAGLE3", "EAGLE")]
-    assert [source.partition(",")[0] for source in found] == ["of-letters", "of-letters", "second"]
-    with pytest.raises(ValueError, match=r"^Standalone.path is missing: STANDALONE needs a draft model"):
-        loaded(made / "model", "STANDALONE")
-
-
-def test_a_head_of_another_kind_does_not_ship_for_eagle(row, made):
+@pytest.mark.parametrize("algorithm", ["auto", "EAGLE3"])
+def test_shipped_head_drafts_by_default(row, saved, algorithm):
+    model = loaded(saved / "model", algorithm)
+    assert (model.drafter.name, model.drafter.note, model.drafter.source) == ("EAGLE3", NOTE, SOURCE)
+    assert not model.drafter.explicit_width
+    np.testing.assert_array_equal(model.params.draft["ids"], LETTERS)
+    assert loaded(saved / "model", "NONE").drafter.name == "NONE"
+    assert loaded(saved / "model", "NGRAM").drafter.name == "NGRAM"
     with pytest.raises(ValueError, match=r"^Eagle.path is missing: EAGLE needs a draft head"):
-        loaded(made / "model", "EAGLE")
+        loaded(saved / "model", "EAGLE")
 
 
-def test_a_head_that_is_named_comes_first(row, made, tmp_path):
+def test_auto_without_a_head_is_ngram(row, saved, caplog):
+    drafter = loaded(saved / "sibling").drafter
+    assert drafter.name == "NGRAM" and not drafter.explicit_width
+    assert not caplog.records
+    drafter = loaded(saved / "sibling", capacity=2048, nodes=5).drafter
+    assert drafter.width == 5 and drafter.explicit_width
+    with pytest.raises(ValueError, match=r"^Eagle3.path is missing: EAGLE3 needs a draft head"):
+        loaded(saved / "sibling", "EAGLE3")
+
+
+def test_each_kind_has_its_head(row, saved, heads, monkeypatch):
+    save_head(heads / "second", "eagle", format="safetensors", target_vocab_size=VOCABULARY)
+    monkeypatch.setattr(shipped, "HEADS", (row, dataclasses.replace(row, name="second", kind="eagle")))
+    sources = [loaded(saved / "model", algorithm).drafter.source for algorithm in ("AUTO", "EAGLE3", "EAGLE")]
+    assert [source.partition(",")[0] for source in sources] == ["of-letters", "of-letters", "second"]
+    with pytest.raises(ValueError, match=r"^Standalone.path is missing: STANDALONE needs a draft model"):
+        loaded(saved / "model", "STANDALONE")
+
+
+def test_explicit_path_overrides_the_shipped_head(row, saved, tmp_path):
     other = tmp_path / "other"
     save_head(other, "eagle3", target_vocab_size=VOCABULARY)
-    found = loaded(made / "model", "EAGLE3", path=str(other))
-    assert found.drafter.note == "5 steps, top-k 4, 8 draft tokens (automatic)", "not what was measured for ours"
-    assert found.drafter.source == str(other)
-    assert len(found.params.draft["ids"]) == 11
+    model = loaded(saved / "model", "EAGLE3", path=str(other))
+    assert model.drafter.note == "5 steps, top-k 4, 8 draft tokens (automatic)"
+    assert model.drafter.source == str(other) and len(model.params.draft["ids"]) == 11
     with pytest.raises(TypeError, match="Auto has no option 'path'"):
-        loaded(made / "model", "AUTO", path=str(other))
+        loaded(saved / "model", "AUTO", path=str(other))
 
 
 @pytest.mark.parametrize(
-    ("given", "tree"),
+    ("options", "tree"),
     [
         ({"steps": 4}, (4, 1, 5)),
         ({"nodes": 3}, (2, 1, 3)),
@@ -216,84 +186,69 @@ def test_a_head_that_is_named_comes_first(row, made, tmp_path):
         ({"steps": 3, "topk": 2, "nodes": 7}, (3, 2, 7)),
     ],
 )
-def test_numbers_of_a_tree_are_the_heads(row, made, given, tree, caplog):
-    """Those that are not given follow the rules of any EAGLE tree; the automatic steps are the measured ones."""
-    drafter = loaded(made / "model", **given).drafter
+def test_explicit_numbers_of_the_tree(row, saved, options, tree, caplog):
+    """Absent numbers follow the rules of any EAGLE tree, except steps, which are the measured ones."""
+    drafter = loaded(saved / "model", **options).drafter
     assert drafter.note.startswith(f"{tree[0]} steps, top-k {tree[1]}, {tree[2]} draft tokens (")
-    assert drafter.explicit_width
-    assert not caplog.records
+    assert drafter.explicit_width and not caplog.records
 
 
-def test_flags_that_have_no_effect_are_named(row, made, caplog):
-    loaded(made / "model", capacity=2048, steps=1)
-    (record,) = caplog.records
-    assert (record.levelno, record.getMessage()) == (
-        logging.WARNING,
-        "no effect with EAGLE3, which AUTO chose: capacity",
-    )
-    caplog.clear()
-    loaded(made / "sibling", capacity=2048, steps=1, token_map="64")
-    (record,) = caplog.records
-    assert record.getMessage().endswith("NGRAM, which AUTO chose: steps, token_map")
+def test_options_without_effect_are_logged(row, saved, caplog):
+    loaded(saved / "model", capacity=2048, steps=1)
+    loaded(saved / "sibling", capacity=2048, steps=1, token_map="64")
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "no effect with EAGLE3, which AUTO chose: capacity"),
+        (logging.WARNING, "no effect with NGRAM, which AUTO chose: steps, token_map"),
+    ]
 
 
-def test_a_value_that_what_was_chosen_cannot_work_with(row, made, monkeypatch):
+def test_values_outside_the_chosen_algorithms_range(row, saved, monkeypatch):
     monkeypatch.setattr(checkpoint, "load_params", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match=r"^Ngram.nodes must be an integer from 2 to 64, got 100"):
-        loaded(made / "sibling", topk=8, nodes=100)
+        loaded(saved / "sibling", topk=8, nodes=100)
 
 
 @pytest.mark.parametrize(("platform", "tree"), [("cpu", (2, 3, 13)), ("gpu", (4, 2, 9)), ("cuda", (4, 2, 9))])
-def test_each_kind_of_device_has_its_tree(row, made, monkeypatch, platform, tree):
-    files = resolve(str(made / "model"))
-    config = checkpoint.model_config(files.config)
+def test_measured_tree_of_the_platform(row, saved, monkeypatch, platform, tree):
+    files = resolve(str(saved / "model"))
     monkeypatch.setattr("specjax.load.jax.default_backend", lambda: platform)
-    assert load.choose(Auto(), files, config) == (Eagle3(str(row.folder)), TreeShape(*tree), row, None)
+    chosen = load.choose(Auto(), files, checkpoint.model_config(files.config))
+    assert chosen == (Eagle3(str(row.folder)), TreeShape(*tree), row, None)
+
+
+@pytest.mark.parametrize("text", [None, "[gpu]\nsteps = 1\n"])
+def test_default_tree_of_an_unmeasured_platform(row, saved, heads, text):
+    serving = heads / "of-letters" / "serving.toml"
+    serving.unlink() if text is None else serving.write_text(text)
+    assert loaded(saved / "model").drafter.note.startswith("5 steps, top-k 4, 8 draft tokens")
 
 
 @pytest.mark.parametrize(
-    ("text", "note"),
-    [(None, "5 steps, top-k 4, 8 draft tokens"), ("[gpu]\nsteps = 1\n", "5 steps, top-k 4, 8 draft tokens")],
-)
-def test_a_device_that_was_not_measured_gets_the_tree_of_the_family(row, made, tmp_path, monkeypatch, text, note):
-    (serving(made, tmp_path, monkeypatch)).unlink() if text is None else serving(made, tmp_path, monkeypatch, text)
-    assert loaded(made / "model").drafter.note.startswith(note)
-
-
-def serving(made: Path, folder: Path, monkeypatch, text: str = "") -> Path:
-    """A copy of the head with another serving.toml."""
-    shutil.copytree(made / "heads", folder / "heads")
-    monkeypatch.setattr(shipped, "FOLDER", folder / "heads")
-    (folder / "heads" / "of-letters" / "serving.toml").write_text(text)
-    return folder / "heads" / "of-letters" / "serving.toml"
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
+    ("text", "message"),
     [
-        ("[cpu]\nsteps = 1\n", CheckpointError, "all three are needed"),
-        (SERVING.replace("[gpu]", "speed = 1\n[gpu]"), CheckpointError, "serving.toml: .* argument 'speed'"),
-        (SERVING.replace("[gpu]", "positions = 0\n[gpu]"), CheckpointError, "must be an integer of at least 1, got 0"),
-        ("[tpu]\nsteps = 1\n", CheckpointError, "has tpu; it may hold the tables cpu, gpu"),
-        ("steps = 1\n", CheckpointError, "it may hold the tables"),
-        ("[cpu", CheckpointError, "cannot be read"),
+        ("[cpu]\nsteps = 1\n", "all three are needed"),
+        (SERVING.replace("[gpu]", "speed = 1\n[gpu]"), "serving.toml: .* argument 'speed'"),
+        (SERVING.replace("[gpu]", "positions = 0\n[gpu]"), "must be an integer of at least 1, got 0"),
+        ("[tpu]\nsteps = 1\n", "has tpu; it may hold the tables cpu, gpu"),
+        ("steps = 1\n", "it may hold the tables"),
+        ("[cpu", "cannot be read"),
     ],
 )
-def test_a_wrong_serving_file(row, made, tmp_path, monkeypatch, text, error, message):
-    serving(made, tmp_path, monkeypatch, text)
-    with pytest.raises(error, match=message):
-        loaded(made / "model")
+def test_serving_file_refusals(row, saved, heads, text, message):
+    (heads / "of-letters" / "serving.toml").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(saved / "model")
 
 
-# As users meet it.
+# The command, the server and Python.
 
 
-def test_the_command_says_what_auto_chose_and_the_text_is_the_models_own(row, made, tmp_path, capsys):
+def test_command_reports_the_choice_of_auto(row, saved, tmp_path, capsys):
     lines = [{"prompt": "hello"}, {"prompt": "a", "logit_bias": {str(token): 60.0 for token in LETTERS}}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = {}
     for algorithm, name in (("AUTO", "EAGLE3"), ("NONE", "NONE")):
-        argv = ["--model", made / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
+        argv = ["--model", saved / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
         argv += ["--speculative-algorithm", algorithm, "--max-total-tokens", 256, "--chunked-prefill-size", 16]
         argv += ["--max-running-requests", 1, "--max-new-tokens", 12, "--ignore-eos", "--no-progress"]
         argv += ["--no-speculative-adaptive"]
@@ -302,39 +257,25 @@ def test_the_command_says_what_auto_chose_and_the_text_is_the_models_own(row, ma
         assert summary["algorithm"] == name
         assert ("comes with specjax" in summary["draft"]) is (name == "EAGLE3")
         rows[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-        # This tree holds every text of two of the letters that the head proposes, and the second line has no others.
+        # The tree holds every text of two of the head's letters, and the second line has no other tokens.
         assert rows[name][1]["spec_verify_ct"] == (4 if name == "EAGLE3" else 11)
     for drafted, plain in zip(rows["EAGLE3"], rows["NONE"], strict=True):
         assert drafted["output_ids"] == plain["output_ids"]
 
 
-def test_the_server_says_what_auto_chose(row, made, caplog):
+def test_server_logs_the_choice_of_auto(row, saved, caplog):
     caplog.set_level(logging.INFO, logger="specjax")
-    model, engine = flags.ModelSettings(str(made / "model")), flags.EngineSettings(max_total_tokens=128)
+    model, engine = flags.ModelSettings(str(saved / "model")), flags.EngineSettings(max_total_tokens=128)
     command.load(flags.Settings(model, engine))
     (table,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation:")]
     rows = ["algorithm  EAGLE3", f"tree       up to 13 tokens; {NOTE}", f"head       {SOURCE}", "drafts     in "]
-    assert all(found.startswith(f"  {row}") for found, row in zip(table.splitlines()[1:], rows, strict=True)), table
+    assert all(line.startswith(f"  {row}") for line, row in zip(table.splitlines()[1:], rows, strict=True)), table
 
 
-def test_from_python(row, made):
-    # The shapes of the command above, whose programs are there.
-    config = EngineConfig(max_running_requests=1, max_total_tokens=256, chunked_prefill_size=16)
-    engines = [
-        Engine.from_pretrained(str(made / "model"), config=config, progress=False, **given)
-        for given in ({}, {"draft": "NONE"})
-    ]
-    assert [engine.drafter.name for engine in engines] == ["EAGLE3", "NONE"]
-    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3)
-    drafted, plain = (engine.generate("hello", params) for engine in engines)
-    assert drafted.output_ids == plain.output_ids
+# The heads in the package.
 
 
-# What is in the package.
-
-
-def test_the_table_describes_the_built_in_model():
-    """In FORMATS.md's words: 30 layers of 576, 9 heads and 3 for keys and values, 49,152 tokens."""
+def test_table_names_the_built_in_model():
     assert [head.kind for head in shipped.HEADS] == ["eagle3", "eagle"], "AUTO takes the first"
     head = shipped.HEADS[0]
     assert head.model == checkpoint.BUILT_IN_MODEL
@@ -345,7 +286,7 @@ def test_the_table_describes_the_built_in_model():
 
 
 @pytest.mark.real_model
-def test_the_built_in_model_is_the_one_in_the_table():
+def test_table_matches_the_built_in_model():
     files = resolve(checkpoint.BUILT_IN_MODEL, progress=False)
     config = checkpoint.model_config(files.config)
     for head in shipped.HEADS:
@@ -354,8 +295,7 @@ def test_the_built_in_model_is_the_one_in_the_table():
 
 
 @pytest.mark.parametrize("head", shipped.HEADS, ids=lambda head: head.name)
-def test_what_ships_is_whole(head):
-    """Small enough for a wheel, with a tree for each kind of device."""
+def test_shipped_files(head):
     assert head.exists and (head.folder / "README.md").is_file()
     assert sum(file.stat().st_size for file in head.folder.iterdir()) <= 40e6
     assert set(tomllib.loads((head.folder / "serving.toml").read_text())) == set(shipped.DEVICES)
@@ -365,40 +305,27 @@ def test_what_ships_is_whole(head):
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize(
-    "draft", ["AUTO", pytest.param(Eagle3(steps=3, topk=1, nodes=4), id="chain", marks=pytest.mark.slow)]
-)
-def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing(draft, trim):
-    """Prompts of nobody's evaluation. A head that learnt nothing, or reads features in another order than it was
-    trained with, is accepted once in a hundred drafts; a broken depth shows as a chain that is hardly ever longer."""
-    prompts = [
-        [{"role": "user", "content": text}]
-        for text in (
-            "How do I boil an egg?",
-            "Write a short letter to my landlord about a broken window.",
-            "Why do cats purr?",
-        )
-    ]
+def test_shipped_eagle3_head(trim):
+    """A head with untrained weights, or with features in another order, has 1 % of its drafts accepted."""
+    texts = ("How do I boil an egg?", "Write a short letter to my landlord about a broken window.", "Why do cats purr?")
     sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
-
-    def run(draft, name):
-        engine = Engine.from_pretrained(draft=draft, progress=False)
-        assert engine.drafter.name == name
-        # One at a time: on a CPU the automatic tree is not for several requests.
-        done = [engine.generate(prompt, sampling) for prompt in prompts]
+    completions = {}
+    for draft in ("EAGLE3", "NONE"):
+        engine = Engine.from_pretrained(draft="AUTO" if draft == "EAGLE3" else draft, progress=False)
+        assert engine.drafter.name == draft
+        # One at a time, because on a CPU the automatic tree is for one request.
+        completions[draft] = [engine.generate([{"role": "user", "content": text}], sampling) for text in texts]
         del engine
         trim()  # before the next model is loaded
-        return done
-
-    done, plain = run(draft, "EAGLE3"), run("NONE", "NONE")
-    emitted = sum(len(completion.output_ids) - 1 for completion in done)
-    assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.4
-    assert [completion.output_ids for completion in done] == [completion.output_ids for completion in plain]
+    emitted = sum(len(completion.output_ids) - 1 for completion in completions["EAGLE3"])
+    assert emitted / sum(completion.spec_verify_ct for completion in completions["EAGLE3"]) > 1.4
+    drafted, plain = ([completion.output_ids for completion in done] for done in completions.values())
+    assert drafted == plain
 
 
 @pytest.mark.real_model
-def test_the_shipped_eagle_head_drafts_with_and_without_a_token_map(trim):
-    """The head after its last step had 0.36 of its first drafts accepted on prompts that it had not seen."""
+def test_shipped_eagle_head_and_token_map(trim):
+    """The trained head has 0.36 of its first drafts accepted on unseen prompts."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
     texts = {}
     for draft in (NoDraft(), Eagle(), Eagle(token_map="8192")):

@@ -1,4 +1,4 @@
-"""read_token_map: every format, every refusal, and the maps that come with specjax."""
+"""read_token_map: every format, the refusals, and the maps that come with specjax."""
 
 from __future__ import annotations
 
@@ -40,34 +40,26 @@ def write(folder: Path, suffix: str, value: Any) -> str:
     return str(file)
 
 
-def refused(given: str, **options: Any) -> str:
+def refused(name: str, **options: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
-        read_token_map(given, **({"vocab_size": 30} | options))
-    assert str(caught.value).startswith(f"{given}: ")
+        read_token_map(name, **({"vocab_size": 30} | options))
+    assert str(caught.value).startswith(f"{name}: ")
     return str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".json", ".npy", ".safetensors"])
-def test_files(tmp_path, suffix):
-    ids = read_token_map(write(tmp_path, suffix, IDS), vocab_size=30)
-    assert ids.dtype == np.int32 and ids.tolist() == IDS
-
-
-def test_other_contents_of_the_same_formats(tmp_path):
+def test_formats(tmp_path):
     import torch
 
-    assert read_token_map(write(tmp_path, ".pt", torch.tensor(IDS)), vocab_size=30).tolist() == IDS
-    for dtype in (np.int64, np.int32, np.int16, np.uint8, np.int8):
-        assert read_token_map(write(tmp_path, ".npy", np.array(IDS, dtype)), vocab_size=30).tolist() == IDS
-        assert read_token_map(write(tmp_path, ".safetensors", np.array(IDS, dtype)), vocab_size=30).tolist() == IDS
-    for dtype in (np.uint16, np.uint32, np.uint64):
-        assert read_token_map(write(tmp_path, ".safetensors", np.array(IDS, dtype)), vocab_size=30).tolist() == IDS
-    several = {"token_map": np.array(IDS), "counts": np.array([4, 3])}
-    assert read_token_map(write(tmp_path, ".safetensors", several), vocab_size=30).tolist() == IDS
-    assert read_token_map(write(tmp_path, ".json", [5]), vocab_size=30).tolist() == [5]
-    file = tmp_path / "ours.pt"
-    write_torch_list(file, IDS)
-    assert read_token_map(str(file), vocab_size=30).tolist() == IDS
+    integers = (np.int64, np.int32, np.int16, np.int8, np.uint8)
+    values = [(suffix, IDS) for suffix in (".pt", ".json", ".npy", ".safetensors")]
+    values += [(suffix, np.array(IDS, dtype)) for suffix in (".npy", ".safetensors") for dtype in integers]
+    values += [(".safetensors", np.array(IDS, dtype)) for dtype in (np.uint16, np.uint32, np.uint64)]
+    values += [(".safetensors", {"token_map": np.array(IDS), "counts": np.array([4, 3])}), (".pt", torch.tensor(IDS))]
+    for suffix, value in values:
+        ids = read_token_map(write(tmp_path, suffix, value), vocab_size=30)
+        assert ids.dtype == np.int32 and ids.tolist() == IDS
+    write_torch_list(tmp_path / "ours.pt", IDS)
+    assert read_token_map(str(tmp_path / "ours.pt"), vocab_size=30).tolist() == IDS
 
 
 @pytest.mark.parametrize(
@@ -94,48 +86,46 @@ def test_other_contents_of_the_same_formats(tmp_path):
         (".npy", np.array([3, 9, 9]), "ids must differ; repeated: 9"),
         (".npy", np.array([], np.int64), r"it holds array\(\[\]"),
         (".npy", np.array([1, 2**63], np.uint64), "entry 1 is 9223372036854775808, outside"),
-        (
-            ".safetensors",
-            {"a": np.array([1]), "b": np.array([2])},
-            "holds the tensors a, b; one is needed, or one named",
-        ),
+        (".safetensors", {"a": np.array([1]), "b": np.array([2])}, "holds the tensors a, b; one is needed, or one nam"),
         (".safetensors", np.array([1.0]), r"it holds array\(\[1\.\]\)"),
     ],
 )
 def test_refused_contents(tmp_path, suffix, value, message):
-    given = write(tmp_path, suffix, value)
-    assert re.search(message, refused(given))
+    assert re.search(message, refused(write(tmp_path, suffix, value)))
 
 
 def test_refused_files(tmp_path):
     assert "neither a number nor a file of a known format: .pt, .safetensors, .npy, .json" in refused("frequent")
     assert "neither a number" in refused("-3")
-    assert "there is no such file" in refused("map.pt")
-    assert "there is no such file" in refused("./maps/map.pt")
-    assert "there is no such file" in refused(str(tmp_path / "map.npy"))
+    for name in ("map.pt", "./maps/map.pt", str(tmp_path / "map.npy")):
+        assert "there is no such file" in refused(name)
     for suffix in (".npy", ".json", ".safetensors", ".pt"):
         file = tmp_path / f"bad{suffix}"
         file.write_bytes(b"[1, 2")
         assert str(file) in refused(str(file))
-    objects = tmp_path / "objects.npy"
+    objects, deep, huge = (tmp_path / name for name in ("objects.npy", "deep.json", "huge.npy"))
     np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
-    assert "cannot be read" in refused(str(objects))
+    deep.write_text("[" * 100_000)
+    with huge.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
+    for file in (objects, deep, huge):
+        assert "cannot be read" in refused(str(file))
 
 
 def test_hub(tmp_path, monkeypatch):
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def download(repository: str, file: str, **options: Any) -> str:
-        asked.append((repository, file))
+        requests.append((repository, file))
         return write(tmp_path, ".pt", IDS)
 
     assert re.search("no such file, and the .* hub gave no freq_8.pt of 'org/repo'", refused("org/repo/freq_8.pt"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    for given in ("org/repo/freq_8.pt", "repo/freq_8.pt", "org/repo/maps/freq_8.pt"):
-        assert read_token_map(given, vocab_size=30).tolist() == IDS
-    assert asked == [("org/repo", "freq_8.pt"), ("repo", "freq_8.pt"), ("org/repo", "maps/freq_8.pt")]
+    for name in ("org/repo/freq_8.pt", "repo/freq_8.pt", "org/repo/maps/freq_8.pt"):
+        assert read_token_map(name, vocab_size=30).tolist() == IDS
+    assert requests == [("org/repo", "freq_8.pt"), ("repo", "freq_8.pt"), ("org/repo", "maps/freq_8.pt")]
 
 
 # The maps that come with specjax.
@@ -148,8 +138,8 @@ def data(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     np.save(folder / "tiny-token-map.npy", np.array([4, 9, 1, 0], np.uint16))
-    mark = hashlib.sha256("\0".join(TOKENS).encode("utf-8")).hexdigest()
-    (folder / "tiny.json").write_text(json.dumps({"fingerprint": mark, "file": "tiny-token-map.npy", "model": "x"}))
+    digest = hashlib.sha256("\0".join(TOKENS).encode("utf-8")).hexdigest()
+    (folder / "tiny.json").write_text(json.dumps({"fingerprint": digest, "file": "tiny-token-map.npy", "model": "x"}))
     (folder / "README.md").write_text("about")
     (folder / "other.json").write_text("[]")
     monkeypatch.setattr(token_map, "FOLDER", folder)
@@ -157,44 +147,29 @@ def data(tmp_path, monkeypatch) -> Path:
 
 
 def test_numbers(data):
-    assert [found.name for found in shipped_maps()] == ["tiny"]
+    assert [row.name for row in shipped_maps()] == ["tiny"]
     assert fingerprint(TOKENS) == shipped_maps()[0].fingerprint
     for count in (1, 2, 4):
         ids = read_token_map(str(count), vocab_size=30, tokens=lambda: TOKENS)
         assert ids.dtype == np.int32 and ids.tolist() == [4, 9, 1, 0][:count]
     for count in ("0", "5"):
-        message = refused(count, tokens=lambda: TOKENS)
-        assert f"{count} is not in 1..4, the ids in the map of tiny" in message
+        assert f"{count} is not in 1..4, the ids in the map of tiny" in refused(count, tokens=lambda: TOKENS)
     assert "entry 1 is 9, outside" in refused("2", vocab_size=9, tokens=lambda: TOKENS)
 
 
-def test_numbers_need_the_vocabulary_of_the_map(data):
+def test_numbers_need_the_vocabulary_of_the_map(data, tmp_path, monkeypatch):
     for tokens in (None, lambda: TOKENS[:-1], lambda: [*TOKENS[:-1], "t30"], lambda: TOKENS[::-1]):
         message = refused("2", tokens=tokens)
         assert "needs a model with the vocabulary of a map that comes with specjax (tiny)" in message
-        assert "give a file (.pt, .safetensors, .npy, .json)" in message
-        assert "specjax train vocab" in message
-
-
-def test_no_maps_at_all(tmp_path, monkeypatch):
+        assert "give a file (.pt, .safetensors, .npy, .json) made by `specjax train vocab`" in message
     monkeypatch.setattr(token_map, "FOLDER", tmp_path / "absent")
     assert shipped_maps() == ()
     assert "(there is none)" in refused("2", tokens=lambda: TOKENS)
 
 
-def test_the_data_folder_is_the_packages():
+def test_shipped_maps():
     assert str(token_map.FOLDER).endswith("specjax/data")
-    for found in shipped_maps():
-        ids = np.load(found.file)
-        assert re.fullmatch("[0-9a-f]{64}", found.fingerprint)
+    for row in shipped_maps():
+        ids = np.load(row.file)
+        assert re.fullmatch("[0-9a-f]{64}", row.fingerprint)
         assert ids.ndim == 1 and len(np.unique(ids)) == len(ids) and ids.dtype.kind in "iu"
-
-
-def test_files_that_ask_for_too_much(tmp_path):
-    deep = tmp_path / "deep.json"
-    deep.write_text("[" * 100_000)
-    assert "cannot be read" in refused(str(deep))
-    huge = tmp_path / "huge.npy"
-    with huge.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
-    assert "cannot be read" in refused(str(huge))

@@ -12,15 +12,8 @@ from quantised_formats import packed
 from specjax_kernels import quantise
 
 from specjax.checkpoint import load_params, model_config, resolve
-from specjax.checkpoint.parameters import ahead
-from specjax.checkpoint.quantised_matrix import (
-    BLOCK_BYTES,
-    aligned_empty,
-    pack_awq,
-    pack_rows,
-    quantise_leaf,
-    unpack_nibbles,
-)
+from specjax.checkpoint.parameters import ahead, aligned_empty, quantise_leaf
+from specjax.checkpoint.quantised import BLOCK_BYTES, pack_awq, pack_rows, unpack_nibbles
 from specjax.checkpoint.weights import save_shards
 from specjax.models.params import Leaf, Scope, Tensor, placements
 

@@ -23,8 +23,8 @@ from specjax.config import HeadConfig
 from specjax.drafters import Drafter, StandaloneParams, TreeShape, eagle_drafter
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Completion, SamplingParams
+from specjax.models.blocks import Ragged
 from specjax.models.draft_head import init_head_params
-from specjax.models.ragged import Ragged
 from specjax.train.head import head_config
 from specjax.train.options import DraftSettings
 

@@ -15,7 +15,7 @@ from specjax.engine import SamplingParams
 from specjax.engine.buckets import Buckets
 from specjax.engine.keys import Key
 from specjax.engine.sequence import Status
-from specjax.models.ragged import Ragged
+from specjax.models.blocks import Ragged
 
 
 def buckets(platform: str = "cpu", algorithm: str = "NONE", **given: Any) -> Buckets:

@@ -23,7 +23,7 @@ SPECIAL = (
 )  # fmt: skip
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # not special, as in Qwen's tokenizer
 
-# Written by the template where it is asked for a prompt, and around a turn.
+# A turn, and the beginning of an answer.
 _CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n"
 _TOOLS = (
@@ -35,7 +35,7 @@ _CALLS = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}"
 )
-# Qwen3's: thoughts are split off and trimmed, kept after the last user's message alone, and there also if empty.
+# Qwen3: thoughts are split off and trimmed, and written only after the last user's message, even if they are empty.
 _QWEN3 = (
     _TOOLS + "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -62,8 +62,8 @@ class Family(NamedTuple):
     thinks: str = "no"  # no; writes: the target writes <think> itself; opened: the prompt ends with it
     variables: Mapping[str, Any] = MappingProxyType({})
     tools: bool = False
-    lead: str = ""  # what the target writes first
-    skips: bool = False  # whether that is special tokens, which texts leave out
+    lead: str = ""  # written first by the target
+    skips: bool = False  # True if `lead` is special tokens, which texts omit
 
 
 FAMILIES = {

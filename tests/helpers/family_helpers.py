@@ -1,4 +1,4 @@
-"""Tiny random models of every family, on disk as users have them, with transformers as the oracle."""
+"""Tiny random models of every family on disk, with transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.config import ModelConfig
 from specjax.models import make_target
 
 WINDOW = 4
-"""Shorter than a path of a tree: its deep nodes see neither the prefix nor their first ancestors."""
+"""Shorter than a path of a tree, so that deep nodes see neither the prefix nor their first ancestors."""
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
@@ -31,7 +31,7 @@ PARTIAL_LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0],
 }  # fmt: skip
 GEMMA = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
-# Of Gemma 2's random models logits reach 20: caps of 2 and 8 bend them.
+# Logits of random Gemma 2 models reach 20, so caps of 2 and 8 have an effect.
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,10 +51,10 @@ FAMILIES = DENSE | {
 
 
 def save_family(folder: Path, family: str, **changes: Any) -> Path:
-    """A random model of two layers; both kinds, where a family has two. Wide enough weights for text that varies."""
-    name, own = FAMILIES[family]
+    """Save a random model of two layers, of both kinds if a family has two, with large weights so that text varies."""
+    name, sizes = FAMILIES[family]
     common = {"initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 0}
-    save_model(folder, f"{name}ForCausalLM", seed=list(FAMILIES).index(family), **common | own | changes)
+    save_model(folder, f"{name}ForCausalLM", seed=list(FAMILIES).index(family), **common | sizes | changes)
     return folder
 
 
@@ -63,7 +63,7 @@ def load_oracle(folder: Path, family: str) -> Any:
     import torch
     import transformers
 
-    torch.set_num_threads(1)  # two that share their cores with other work wait for each other
+    torch.set_num_threads(1)  # threads that share cores with other processes wait for each other
     name = FAMILIES[family][0]
     kind = getattr(transformers, f"{'Qwen2' if name == 'MiMo' else name}ForCausalLM")
     return kind.from_pretrained(folder, attn_implementation="eager").eval()
@@ -72,7 +72,7 @@ def load_oracle(folder: Path, family: str) -> Any:
 class Family(NamedTuple):
     folder: Path
     config: ModelConfig
-    toy: Toy  # its logits are transformers'
+    toy: Toy  # with transformers' logits
     oracle: Any
 
 

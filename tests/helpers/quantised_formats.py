@@ -1,7 +1,5 @@
-"""Writers of quantised checkpoints, one plain function a published layout, and what the weights are worth in float64.
-
-The oracle of `specjax.checkpoint.quantised`: each packs bit by bit, as the format's description says.
-"""
+"""The oracle of `specjax.checkpoint.quantised`: a writer for each published layout, which packs bit by bit and computes
+the values of the weights in float64."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ GROUP = 32
 
 
 class Written(NamedTuple):
-    tensors: dict[str, np.ndarray]  # by the part of their name after the module's
-    value: np.ndarray  # float32 [out, in]: what they mean
+    tensors: dict[str, np.ndarray]  # by their names after the module's
+    value: np.ndarray  # float32 [out, in]: the weights
 
 
 class Format(NamedTuple):
@@ -50,7 +48,7 @@ def gptq(bits: int, *, ordered: bool = False, version: int = 1) -> Format:
         inside = matrix.shape[1]
         index = np.arange(inside) // GROUP
         if ordered:
-            index = np.random.default_rng(inside).permutation(index)  # all that read the same inputs share it
+            index = np.random.default_rng(inside).permutation(index)  # matrices with equal inputs share the order
         codes, scale, zero, value = grouped(matrix, bits, GROUP, rng, index)
         if version == 1:
             zero = (zero - 1) % 2**bits
@@ -86,7 +84,7 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
 
 
 def compressed_packed(bits: int, *, symmetric: bool, old: bool = False) -> Format:
-    """`old`: zero points are signed numbers, one a byte."""
+    """`old`: each byte holds a zero point as a signed number."""
 
     def write(matrix: np.ndarray, rng: np.random.Generator) -> Written:
         codes, scale, zero, value = grouped(matrix, bits, GROUP, rng)
@@ -110,19 +108,19 @@ def compressed_packed(bits: int, *, symmetric: bool, old: bool = False) -> Forma
 
 
 def scaled(dtype: Any, config: Mapping[str, Any], scales: str, suffix: str = "weight_scale") -> Format:
-    """fp8 or int8 with a scale for all, for each row, or for blocks of 128 x 128."""
+    """fp8 or int8 with a scale for the matrix, for each row, or for blocks of 128 x 128."""
 
     def write(matrix: np.ndarray, rng: np.random.Generator) -> Written:
         del rng
         out, inside = matrix.shape
         rows, columns = {"tensor": (out, inside), "channel": (1, inside), "block": (128, 128)}[scales]
-        most = 127.0 if dtype == np.int8 else 448.0
+        largest = 127.0 if dtype == np.int8 else 448.0
         scale = np.zeros((-(-out // rows), -(-inside // columns)), np.float32)
         codes, value = np.zeros(matrix.shape, dtype), np.zeros(matrix.shape, np.float32)
         for r in range(scale.shape[0]):
             for c in range(scale.shape[1]):
                 part = slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns)
-                scale[r, c] = np.abs(matrix[part]).max() / most
+                scale[r, c] = np.abs(matrix[part]).max() / largest
                 exact = matrix[part] / scale[r, c]
                 codes[part] = (np.round(exact) if dtype == np.int8 else exact).astype(dtype)
                 value[part] = (codes[part].astype(np.float64) * scale[r, c]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Small random checkpoints for tests: saved by transformers, or written as GGUF the way llama.cpp's converter does."""
+"""Small random checkpoints: saved by transformers, or written as GGUF files like llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def save_llama(folder: Path, **changes: Any) -> dict:
 def save_model(
     folder: Path, architecture: str, *, seed: int = 0, dtype: str = "float32", shard: str = "5GB", **changes: Any
 ) -> dict:
-    """Save a random model; returns its tensors, name -> float32 array. Norms, biases and routers are random too.
+    """Save a random model with random norms, biases and routers. Returns its tensors, name -> float32 array.
 
     Args:
-      architecture: a class of transformers; MiMoForCausalLM, which has none there, is saved as a Qwen2 that says so.
+      architecture: a class of transformers, or MiMoForCausalLM, a Qwen2 with another architecture in config.json.
       changes: to ``SIZES``, of its config.json.
     """
     import torch
@@ -82,14 +82,14 @@ MTP_NAMES: dict[str, tuple[str, str, dict[str, str]]] = {
         {"fc": "fc", "embedding": "pre_fc_norm_embedding", "feature": "pre_fc_norm_hidden", "final": "norm"},
     ),
 }  # fmt: skip
-"""Style of multi-token prediction layers -> prefixes of a layer and of what is around it, and names of the latter."""
+"""Style of MTP layers -> prefixes of a layer and of the tensors around it, and names of these tensors."""
 
 
 def save_mtp(folder: Path, architecture: str, style: str, *, count: int = 1, seed: int = 0, **changes: Any) -> dict:
     """Save a random model whose shards also hold MTP layers; see ``save_model``.
 
-    Head i's layer is that of a random model of one layer, saved in ``folder / "head{i}"``, whose final norm is the
-    head's. In the style qwen3_next all heads have the first one's.
+    The layer and the final norm of head i are from a random model of one layer, saved in ``folder / "head{i}"``. In the
+    style qwen3_next all heads share the first head's norms and projection.
 
     Returns: the tensors around each layer, ``{i}.fc`` and so on -> float32 array.
     """
@@ -97,31 +97,28 @@ def save_mtp(folder: Path, architecture: str, style: str, *, count: int = 1, see
 
     save_model(folder, architecture, seed=seed, **changes)
     tensors, around = load_file(folder / "model.safetensors"), {}
-    width, layers = (
-        changes.get("hidden_size", SIZES["hidden_size"]),
-        changes.get("num_hidden_layers", SIZES["num_hidden_layers"]),
-    )
+    width, layers = ((SIZES | changes)[key] for key in ("hidden_size", "num_hidden_layers"))
     rng, (inner, outer, names) = np.random.default_rng(seed), MTP_NAMES[style]
-    one: dict[str, Any] = (
-        changes | {"num_hidden_layers": 1} | ({"first_k_dense_replace": 0} if style == "deepseek" else {})
-    )
+    single: dict[str, Any] = changes | {"num_hidden_layers": 1}
+    if style == "deepseek":
+        single["first_k_dense_replace"] = 0
     for i in range(count):
-        save_model(folder / f"head{i}", architecture, seed=seed + 1 + i, **one)
+        save_model(folder / f"head{i}", architecture, seed=seed + 1 + i, **single)
         layer = load_file(folder / f"head{i}" / "model.safetensors")
-        own = {
+        parts = {
             "fc": rng.normal(0, 0.3, (width, 2 * width)).astype(np.float32),
             "embedding": rng.uniform(0.5, 1.5, width).astype(np.float32),
             "feature": rng.uniform(0.5, 1.5, width).astype(np.float32),
             "final": layer["model.norm.weight"],
         }
         if i and style == "qwen3_next":
-            own = {name: around[f"0.{name}"] for name in own}
-        around |= {f"{i}.{name}": tensor for name, tensor in own.items()}
+            parts = {name: around[f"0.{name}"] for name in parts}
+        around |= {f"{i}.{name}": tensor for name, tensor in parts.items()}
         numbers = {"i": i, "layer": layers + i}
         for name, tensor in layer.items():
             if name.startswith("model.layers.0."):
                 tensors[inner.format(**numbers) + name.removeprefix("model.layers.0.")] = tensor
-        tensors |= {f"{outer.format(**numbers)}{names[name]}.weight": own[name] for name in own}
+        tensors |= {f"{outer.format(**numbers)}{names[name]}.weight": parts[name] for name in parts}
         if style == "deepseek":
             for name, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
                 tensors[f"{inner.format(**numbers)}{name}.weight"] = tensors[f"{original}.weight"].copy()
@@ -130,7 +127,7 @@ def save_mtp(folder: Path, architecture: str, style: str, *, count: int = 1, see
 
 
 def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The order of q and k rows in a GGUF: of each head, rows 0, E/2, 1, E/2 + 1, ..."""
+    """The order of q and k rows in a GGUF file: in each head, rows 0, E/2, 1, E/2 + 1, ..."""
     width = len(rows) // heads
     order = [h * width + half * (width // 2) + i for h in range(heads) for i in range(width // 2) for half in (0, 1)]
     return rows[order]
@@ -169,7 +166,7 @@ def write_gguf(
     quantize: bool = False,
     **changes: Any,
 ) -> None:
-    """Write a GGUF with the weights of ``save_llama``.
+    """Write a GGUF file with the weights of ``save_llama``.
 
     Args:
       tensors: Hugging Face names.

@@ -54,18 +54,18 @@ def save_head(
     """Save a random head.
 
     Args:
-      folder: made if need be; gets config.json and the weights.
+      folder: gets config.json and the weights; created if absent.
       kind: eagle, eagle3 or mtp.
       dialect: of ``DIALECTS``; ``kind`` itself if None.
-      format: safetensors, bin, sharded safetensors or sharded bin; if None, what the dialect is published in.
+      format: safetensors, bin, sharded safetensors or sharded bin; None: the published format of the kind.
       seed: of the weights.
-      dtype: of torch, as stored; the values that are returned are rounded to it.
+      dtype: stored dtype of torch, to which the returned values are rounded.
       config: changes to config.json; None removes a key.
       tensors: changes to the tensors as saved, after renaming; None removes one.
       sizes: changes to ``SIZES``.
 
     Returns:
-      The tensors under the names that FORMATS.md has for the kind, float32; ``d2t`` int64, ``t2d`` bool.
+      The tensors under the published names of the kind, float32; ``d2t`` int64, ``t2d`` bool.
     """
     import torch
 
@@ -142,7 +142,7 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
 
 
 def _renamed(tensors: dict[str, Any], dialect: str) -> dict[str, Any]:
-    """The names of the dialect, fused where it fuses."""
+    """The tensors under the names of the dialect; fused projections are joined."""
     import torch
 
     if dialect == "eagle3-fused":

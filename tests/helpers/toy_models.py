@@ -1,4 +1,4 @@
-"""Small things with known answers: a model that is a table, a tiny random Llama, drafters that read from a list.
+"""Small models and drafters with known answers: a table model, a tiny random Llama, and drafters that read a list.
 
 The table model's logits are row ``hash(context) % rows`` of a table, bit for bit, so its ties are exact. The hash runs
 over what a real model would attend to: committed tokens read from the pages, and visible nodes of the block. A token
@@ -36,7 +36,7 @@ SEEDS = (0, 7, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63))
 class Toy(NamedTuple):
     target: Target
     params: dict
-    logits: Callable[[Sequence[int]], np.ndarray]  # the oracle's: tokens so far -> logits of the next
+    logits: Callable[[Sequence[int]], np.ndarray]  # of the oracle: tokens so far -> logits of the next
 
     @property
     def vocab(self) -> int:
@@ -47,7 +47,7 @@ class Toy(NamedTuple):
 
 
 def random_table(seed: int, rows: int = 13, vocab: int = 7, ties: bool = False) -> np.ndarray:
-    """Normal logits; with `ties`, only three values, so that most rows hold exact ties."""
+    """Normal logits; with `ties`, three values only, so that most rows have exact ties."""
     rng = np.random.default_rng(seed)
     table = rng.choice([0.0, 1.0, 2.0], (rows, vocab)) if ties else rng.normal(0, 2, (rows, vocab))
     return table.astype(np.float32)
@@ -59,7 +59,7 @@ def table_row(tokens: Sequence[int], window: int, rows: int, stride: int = 5) ->
 
 
 def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
-    """`stride`: what a token weighs more for each step back."""
+    """`stride`: increase of a token's weight for each position back."""
     rows, vocab = table.shape
 
     def logits(tokens):
@@ -70,7 +70,7 @@ def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
 
 @functools.cache
 def table_target(rows: int, vocab: int, window: int, stride: int) -> Target:
-    """The functions of all table models of one shape: what is compiled for one table serves the others."""
+    """The functions of all table models of one shape, which share their compiled programs."""
     config = ModelConfig("table", vocab, rows, 1, 1, 1, 1, 1, 1e-5, RopeConfig(), 1 << 20, tied_embeddings=False)
 
     def embed(params, tokens):
@@ -86,32 +86,32 @@ def table_target(rows: int, vocab: int, window: int, stride: int) -> Target:
         else:
             visible = unpack_bits(mask, width)
         safe = jnp.minimum(page_table, pool_shape(cache).pages - 1)
-        held = [leaf[safe].reshape(x.shape[0], -1).astype(jnp.int32) for leaf in cache]
-        index = jnp.arange(held[0].shape[1], dtype=jnp.int32)[None, :]
+        entries = [leaf[safe].reshape(x.shape[0], -1).astype(jnp.int32) for leaf in cache]
+        index = jnp.arange(entries[0].shape[1], dtype=jnp.int32)[None, :]
         committed = index < prefix_length[:, None]
-        misplaced = jnp.sum(committed & (held[1] != index), axis=1)
+        misplaced = jnp.sum(committed & (entries[1] != index), axis=1)
 
         def weight(position, seen):  # of keys at `position` [B, 1, C] for queries [B, N]
             age = positions[:, :, None] - position
             return jnp.where(seen & (age >= 0) & (age < window), 1 + stride * age, 0)
 
-        total = jnp.sum(weight(index[:, None, :], committed[:, None, :]) * held[0][:, None, :], axis=2)
+        total = jnp.sum(weight(index[:, None, :], committed[:, None, :]) * entries[0][:, None, :], axis=2)
         total += jnp.sum(weight(positions[:, None, :], visible) * token[:, None, :], axis=2)
         hidden = jax.nn.one_hot((total + 3 * misplaced[:, None]) % rows, rows, dtype=jnp.float32)
         block = [leaf.astype(jnp.float32)[:, :, None, None] for leaf in (token, positions)]
-        wanted = {None: None, "final": hidden}.get(features, hidden)
-        return ForwardOutput(hidden, wanted, tuple(block))
+        selected = {None: None, "final": hidden}.get(features, hidden)
+        return ForwardOutput(hidden, selected, tuple(block))
 
     def unembed(params, hidden, ids=None):
         logits = params["table"][jnp.argmax(hidden, axis=-1)]
         return logits if ids is None else logits[..., ids]
 
-    # It keeps a token's id and its position.
+    # A cache entry is a token's id and position.
     pages = (PageSpec((1, 1), "float32", (None, None)),) * 2
     return Target(config, embed, forward, unembed, pages)
 
 
-# A tiny Llama, judged by the oracle's.
+# A tiny Llama, compared with the oracle's.
 
 
 llama_target = functools.cache(make_target)
@@ -129,7 +129,7 @@ def tiny_llama(seed: int = 0, **changes) -> Toy:
         normal = rng.normal(0, 1, leaf.shape)
         if path[-1].key.endswith("norm"):
             return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
-        if path[-1].key == "embed":  # tied, a large one would only repeat its input
+        if path[-1].key == "embed":  # large tied embeddings would only repeat the input
             return jnp.asarray(normal * (0.2 if config.tied_embeddings else 1.0), leaf.dtype)
         return jnp.asarray(normal * 0.3, leaf.dtype)
 
@@ -143,7 +143,7 @@ def tiny_llama(seed: int = 0, **changes) -> Toy:
     return Toy(llama_target(config), params, lambda tokens: last(tuple(int(t) for t in tokens)))
 
 
-# Trees as arrays, and drafters that propose what they are told.
+# Trees as arrays, and drafters that propose listed trees.
 
 
 def random_tree(root: int, width: int, vocab: int, rng: np.random.Generator, depth: int = 100) -> Tree:
@@ -162,7 +162,7 @@ def random_tree(root: int, width: int, vocab: int, rng: np.random.Generator, dep
 
 
 def as_arrays(trees: Sequence[Tree], width: int, *, scored: bool = False) -> DraftTree:
-    """[B, width] arrays; what a tree lacks is invalid. Scores are the trees' own, or minus the depth."""
+    """[B, width] arrays, in which absent nodes are invalid. Scores are the trees' scores, or minus the depth."""
 
     def scores(tree):
         return tree.scores if scored else [-float(depth) for depth in oracle.depths(tree)]
@@ -186,7 +186,7 @@ def as_tree(tree: DraftTree, row: int) -> Tree:
 
 
 class Seen(NamedTuple):
-    """What a listed drafter was told, by row of state and position."""
+    """Observations of a listed drafter, by row of state and position."""
 
     tokens: Array  # [R, X]
     next_tokens: Array
@@ -194,7 +194,7 @@ class Seen(NamedTuple):
 
 
 def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int = 128, widths=(), scored=False):
-    """Proposes tree ``prefix_length % len(trees)`` with the root replaced, and writes down what it observes.
+    """Proposes tree ``prefix_length % len(trees)`` with the root replaced, and records its observations.
 
     So the tree depends on the request's own progress alone, and ``trees[n % len(trees)]`` is the oracle's proposal.
     """
@@ -214,7 +214,7 @@ def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int
 
 @functools.cache
 def _write_down(length: int):
-    """`observe` of all listed drafters, whatever their trees: see `_compiled_prefill`."""
+    """`observe` of all listed drafters, shared by all trees: see `_compiled_prefill`."""
 
     def observe(params, state, context, seen):
         del params
@@ -231,7 +231,7 @@ def _write_down(length: int):
 
 
 def listed_proposal(trees: Sequence[Tree]) -> Callable[[list[int]], Tree]:
-    """The same for the oracle: of prompt + emitted tokens, all but the root are committed."""
+    """The oracle's trees. All tokens of prompt and output except the root are committed."""
 
     def propose(tokens: list[int]) -> Tree:
         tree = trees[(len(tokens) - 1) % len(trees)]
@@ -244,7 +244,7 @@ def listed_proposal(trees: Sequence[Tree]) -> Callable[[list[int]], Tree]:
 
 
 def sampling_rows(requests: Sequence[Sampling], vocab: int) -> SamplingRows:
-    """[B] rows of the oracle's parameters."""
+    """The oracle's sampling parameters as [B] rows."""
     rows = []
     for request in requests:
         fields = dataclasses.asdict(request)
@@ -261,7 +261,7 @@ def history(prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]]
 
 
 def some_sampling(rng: np.random.Generator, vocab: int, **fixed) -> Sampling:
-    """Every field drawn, each off about half the time; ``fixed`` overrides."""
+    """Random fields, each disabled about half the time; ``fixed`` overrides."""
 
     def maybe(off, value):
         return off if rng.random() < 0.5 else value
@@ -295,7 +295,7 @@ def compiled_steps(target: Target, drafter: Drafter, config: StepConfig):
 
 @functools.cache
 def _compiled_prefill(target: Target, features, observe):
-    """A prefill needs nothing else of a drafter, and no `StepConfig`: one program for all that agree in these."""
+    """A prefill depends on nothing else of a drafter, and on no `StepConfig`, so drafters share the program."""
     drafter = none_drafter()._replace(features=features, observe=observe)
     return jax.jit(functools.partial(prefill_step, target=target, drafter=drafter), donate_argnums=1)
 
@@ -308,7 +308,7 @@ class Finished(NamedTuple):
 
 
 UNTOUCHED = -7.0
-"""What a runner's pages hold until something is committed there."""
+"""Content of a runner's pages before a commit."""
 
 
 class Runner:
@@ -338,7 +338,7 @@ class Runner:
         self.state = self.steps.admit(self.state, jnp.int32(slot), jax.tree.map(jnp.asarray, row))
 
     def prefill(self, texts: Sequence[Sequence[int]], forced: int = -1, chunk: int | None = None) -> StepOutput:
-        """Commits one text a row, chunk by chunk. Returns the outputs of their last chunks, stacked."""
+        """Commits a text per row, chunk by chunk. Returns the stacked outputs of the last chunks."""
         chunk, done = chunk or self.chunk, [0] * self.rows
         last: dict[int, StepOutput] = {}
         texts = [list(text) for text in texts] + [[]] * (self.rows - len(texts))
@@ -351,8 +351,8 @@ class Runner:
                 done[row] += len(part)
                 following[row] = text[done[row]] if done[row] < len(text) else forced
             inputs = self.inputs(length[:-1] > 0)
-            given = PrefillInput(*inputs[:3], *map(jnp.asarray, (tokens, length, following)))
-            self.state, output = self.steps.prefill(self.params, self.state, given)
+            prefill = PrefillInput(*inputs[:3], *map(jnp.asarray, (tokens, length, following)))
+            self.state, output = self.steps.prefill(self.params, self.state, prefill)
             last |= {row: output for row in range(self.rows) if length[row] and done[row] == len(texts[row])}
         picked = [jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], last[row]) for row in sorted(last)]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *picked)

@@ -1,4 +1,4 @@
-"""A copy of the tree, wheels of it, and virtual environments with these and nothing of this checkout."""
+"""A copy of the source tree, its wheels, and virtual environments without this checkout."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Output of a command that must succeed, with nothing of this process's import path."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    """Output of a command that must succeed, without this process's import path."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=300
+        [*map(str, command)], cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-FOLDERS = ("specjax", "kernels", "deploy")  # the last must not get into what is built
+FOLDERS = ("specjax", "kernels", "deploy")  # builds must not contain the last one
 
 
 def copy_tree(target: Path) -> Path:
-    """What a build reads, and a folder that it must leave alone, as they are here: with bytecode, for example."""
+    """A copy of the files that a build reads, with bytecode, and of a folder that it must not read."""
     for name in ("pyproject.toml", ".gitignore", "README.md", "LICENSE", "CHANGELOG.md"):
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
@@ -39,7 +39,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def build(tree: Path, out: Path) -> tuple[Path, Path]:
-    """The sdist, and the wheel that is built from the unpacked sdist."""
+    """The sdist, and the wheel built from the unpacked sdist."""
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, cwd=tree.parent)
     return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
 
@@ -55,9 +55,9 @@ class Environment(NamedTuple):
 
 
 def install(what: Path, root: Path, *options: str) -> Environment:
-    """A virtual environment with the wheel or tree, and for its dependencies a look into this one's packages.
+    """A virtual environment with the wheel or tree, which finds its dependencies in this environment.
 
-    A folder named in a .pth file does not have its own .pth files read, so an editable install here is not seen there.
+    Python does not read .pth files in a folder that a .pth file names, so editable installs here are not found.
     """
     run(sys.executable, "-m", "venv", "--without-pip", root / "env", cwd=root)
     binaries = root / "env" / ("Scripts" if os.name == "nt" else "bin")

@@ -11,7 +11,8 @@ from specjax_kernels.cpu import repacking
 from specjax_kernels.cpu.runtime import host_function
 from specjax_kernels.quantised import pack
 
-from specjax.checkpoint.quantised_matrix import pack_awq, pack_rows, quantise_leaf
+from specjax.checkpoint.parameters import quantise_leaf
+from specjax.checkpoint.quantised import pack_awq, pack_rows
 from specjax.models.params import Scope, mlp_leaves
 
 SHAPES = [(8, 32), (24, 96), (136, 64), (40, 1056)]

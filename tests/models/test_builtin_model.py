@@ -1,4 +1,4 @@
-"""The built-in model, converted for real, against transformers' own reading of the same GGUF."""
+"""The built-in model, downloaded and converted, against transformers' reading of the same GGUF file."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def files() -> ModelFiles:
-    """In the ordinary cache: 90 MB are fetched once per machine."""
+    """In the user's cache, so that 90 MB are downloaded once per machine."""
     return resolve(BUILT_IN_MODEL)
 
 
 @pytest.fixture(scope="module")
 def gguf(files, tmp_path_factory) -> Path:
-    """The GGUF itself, out of the wheel."""
+    """The GGUF file in the wheel."""
     import os
 
     wheel = os.environ.get(hub.WHEEL_VARIABLE) or default_cache_dir() / "downloads" / hub.WHEEL_NAME
@@ -52,11 +52,11 @@ def gguf(files, tmp_path_factory) -> Path:
 
 
 def prompts() -> list[str]:
-    found = list(PROMPTS)
+    texts = list(PROMPTS)
     for file in PROMPT_FILES:
         lines = file.read_text(encoding="utf-8").splitlines()[:60]
-        found += [turn for line in lines for turn in json.loads(line)["turns"]]
-    return found
+        texts += [turn for line in lines for turn in json.loads(line)["turns"]]
+    return texts
 
 
 def test_config(files):
@@ -91,11 +91,8 @@ def test_round_trip_and_single_digits(files):
     assert tokenizer.convert_ids_to_tokens(tokenizer("a 123").input_ids) == ["a", "Ġ", "1", "2", "3"]
 
 
-def test_tokens_equal_those_of_transformers(files, gguf):
-    """transformers reads the same vocabulary, but does not know the word rule "smollm" (5.23): digits stay together.
-
-    So its tokens are compared with digits taken one by one, which is what the rule says.
-    """
+def test_tokens_equal_transformers(files, gguf):
+    """transformers (5.23) does not have the word rule "smollm", so digits are split before its tokenizer."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -111,7 +108,7 @@ def test_tokens_equal_those_of_transformers(files, gguf):
         assert ours(prompt).input_ids == backend.encode(prompt).ids
 
 
-def test_weights_equal_those_of_transformers(files, gguf):
+def test_weights_equal_transformers(files, gguf):
     """Bit for bit, on the first and last layer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -147,7 +144,7 @@ def test_weights_equal_those_of_transformers(files, gguf):
         np.testing.assert_array_equal(layer["attention_norm"], theirs(prefix + "input_layernorm.weight"))
 
 
-def test_offline_with_the_cache_filled(files, monkeypatch):
+def test_offline_with_a_filled_cache(files, monkeypatch):
     import socket
 
     monkeypatch.setattr(socket, "socket", lambda *a, **k: pytest.fail("network"))

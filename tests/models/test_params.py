@@ -44,7 +44,7 @@ def head(kind: str) -> HeadConfig:
 
 
 def check_inverse(declared: Table, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Every number of every leaf comes from one place of one tensor, and goes back there. Returns the tensors."""
+    """Every number of a leaf comes from one place of one tensor, and returns there. Returns the tensors."""
     rng = np.random.default_rng(0)
     params = map_leaves(declared, lambda leaf: rng.normal(size=leaf.shape(sizes)))
 
@@ -54,14 +54,14 @@ def check_inverse(declared: Table, sizes: dict[str, int]) -> dict[str, np.ndarra
     rules = list(placements(declared, sizes))
     tensors = tensors_of(rules, lambda path: at(params, path))
     assert {rule.tensor: rule.shape for rule in rules} == {name: tensor.shape for name, tensor in tensors.items()}
-    found = map_leaves(declared, lambda leaf: np.full(leaf.shape(sizes), np.nan))
+    loaded = map_leaves(declared, lambda leaf: np.full(leaf.shape(sizes), np.nan))
     for rule in rules:
-        rule.place(at(found, rule.leaf), tensors[rule.tensor])
+        rule.place(at(loaded, rule.leaf), tensors[rule.tensor])
     for scope in declared:
         for leaf in scope.leaves:
             if leaf.tensors:
                 path = (scope.name, leaf.name) if scope.name else (leaf.name,)
-                np.testing.assert_array_equal(at(found, path), at(params, path))
+                np.testing.assert_array_equal(at(loaded, path), at(params, path))
     return tensors
 
 
@@ -71,24 +71,16 @@ def test_export_is_the_inverse_of_loading():
         check_inverse(head_table(head(kind)), head_sizes(head(kind), 31))
 
 
-def test_fused_tensors_stacked_experts_and_layers_that_differ():
-    """What the next families need: Phi-3's fused projections, an expert layer among others, a leaf of another type."""
+def test_fused_tensors_and_stacked_experts():
     axes = ("KGE", "KE", "KE")
     parts = enumerate((QUERIES, KEY, VALUE))
-    qkv = Leaf(
-        "qkv",
-        "M -> K Q E",
-        tuple(Tensor("qkv.weight", f"{axes[i]} M", (part,), fused=(axes, i)) for i, part in parts),
+    fused = tuple(Tensor("qkv.weight", f"{axes[i]} M", (part,), fused=(axes, i)) for i, part in parts)
+    stacked = tuple(
+        Tensor(f"experts.{x}.{name}.weight", "I M", (Part("X", offset=x), part))
+        for x in range(3)
+        for name, part in (("gate", GATE), ("up", UP))
     )
-    experts = Leaf(
-        "gate_up",
-        "X M -> 2 I",
-        tuple(
-            Tensor(f"experts.{x}.{name}.weight", "I M", (Part("X", offset=x), part))
-            for x in range(3)
-            for name, part in (("gate", GATE), ("up", UP))
-        ),
-    )
+    qkv, experts = Leaf("qkv", "M -> K Q E", fused), Leaf("gate_up", "X M -> 2 I", stacked)
     router = Leaf("router", "M -> X", (Tensor("router.weight", "X M"),), dtype="float32")
     declared = (Scope((qkv,), "layers_0", "0."), Scope((qkv, experts, router), "layers_1", "1."))
     sizes = dimensions(MODEL) | {"X": 3}
@@ -100,7 +92,7 @@ def test_fused_tensors_stacked_experts_and_layers_that_differ():
     assert held_bytes(leaves_of(declared), sizes, "bfloat16") == 2 * numbers + 4 * 16 * 3
 
 
-def test_the_models_have_what_is_declared():
+def test_models_have_the_declared_shapes():
     sizes = dimensions(MODEL)
     shapes = jax.tree.map(lambda leaf: leaf.shape, dict(jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))))
     assert shapes == map_leaves(table(MODEL), lambda leaf: leaf.shape(sizes))
@@ -115,7 +107,7 @@ def test_the_models_have_what_is_declared():
         assert held_bytes(leaves_of(head_table(config)), sizes, "float32") == bytes_
 
 
-def test_what_a_declaration_says():
+def test_declaration_properties():
     leaf = Leaf("qkv", "M -> K Q E")
     assert leaf.axes == (None, "kv_heads", None, None) and leaf.matrix == ((0,), (1, 2, 3))
     assert Leaf("embed", "V M").matrix is None and Leaf("ids", "W", replicated=True).axes == (None,)
@@ -124,12 +116,12 @@ def test_what_a_declaration_says():
     assert "M -> K Q E" in text and "[16, 2, 4, 8]" in text and "model.layers.0.self_attn.q_proj.weight" in text
 
 
-def test_the_tables_are_printed(capsys):
+def test_main_prints_all_tables(capsys):
     runpy.run_module("specjax.models", run_name="__main__")
     text = capsys.readouterr().out
     assert all(f"{spec.algorithm} head" in text for spec in HEAD_SPECS.values()) and "model.embed_tokens" in text
 
 
-def test_no_such_family():
-    with pytest.raises(ValueError, match="no model family 'other'; there are: deepseek_v3, gemma2, gemma3, llama"):
+def test_unknown_family():
+    with pytest.raises(ValueError, match="no model family 'other'; supported: deepseek_v3, gemma2, gemma3, llama"):
         make_target(ModelConfig("other", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False))

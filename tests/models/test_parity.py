@@ -1,5 +1,5 @@
-"""Logits of the Llama family against transformers, on random models of every shape: in one piece, through pages, in a
-tree. A prefix is committed block by block, so that every block but the first also attends to pages."""
+"""Logits of all families against transformers, on random models: in one block, through pages, and in a tree. Prefixes
+are committed block by block, so that every block but the first also attends to pages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Model(NamedTuple):
         """transformers' logits [X, V] of one sequence, float32."""
         import torch
 
-        torch.set_num_threads(1)  # two that share their cores with other work wait for each other
+        torch.set_num_threads(1)  # threads that share cores with other processes wait for each other
         with torch.inference_mode():
             return self.oracle(torch.tensor([[int(token) for token in tokens]])).logits[0].numpy()
 
@@ -102,7 +102,7 @@ def load(folder, dtype: str = "float32") -> tuple[ModelConfig, Target, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Shape to folder, saved on first use. Weights wide enough that every part of the model moves the logits."""
+    """Shape to folder, saved on first use. Weights are large, so that every part of the model changes the logits."""
     root, saved = tmp_path_factory.mktemp("parity"), {}
 
     def folder(shape: str):
@@ -133,7 +133,7 @@ def _forward(target, params, tokens, depth, mask, cache, table, start):
 
 
 class Reader:
-    """Sequences through a model, two unless told, block by block, over pages in random order."""
+    """Runs `rows` sequences through a model, block by block, with pages in random order."""
 
     def __init__(self, config: ModelConfig, target: Target, params: Any, *, page_size: int = 4, rows: int = 2) -> None:
         self.target, self.params = target, params
@@ -144,7 +144,7 @@ class Reader:
         self.length = jnp.zeros(rows, jnp.int32)
 
     def look(self, tokens: np.ndarray, depth=None, mask=CAUSAL) -> tuple[np.ndarray, Block]:
-        """Logits of a block after what is committed; commits nothing."""
+        """Logits of a block after the committed tokens; commits nothing."""
         tokens = jnp.asarray(tokens, jnp.int32)
         if depth is None:
             depth = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -157,8 +157,8 @@ class Reader:
         self.length = self.length + added
 
     def read(self, texts: list[np.ndarray], width: int) -> list[np.ndarray]:
-        """The texts in chunks of at most `width`, each at its own pace; their logits."""
-        found: list[list[np.ndarray]] = [[] for _ in texts]
+        """Logits of the texts, read in chunks of at most `width`."""
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
         done = [0] * len(texts)
         while any(d < len(text) for d, text in zip(done, texts, strict=True)):
             block = np.zeros((len(texts), width), np.int32)
@@ -168,9 +168,9 @@ class Reader:
             logits, keys_values = self.look(block)
             self.keep(keys_values, count)
             for row in range(len(texts)):
-                found[row].append(logits[row, : count[row]])
+                parts[row].append(logits[row, : count[row]])
                 done[row] += count[row]
-        return [np.concatenate(parts) for parts in found]
+        return [np.concatenate(arrays) for arrays in parts]
 
 
 def some_texts(seed: int = 0) -> list[np.ndarray]:
@@ -178,14 +178,14 @@ def some_texts(seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(0, 300, length) for length in LENGTHS]
 
 
-def close(found: np.ndarray, expected: np.ndarray, atol: float = TOLERANCE) -> None:
+def close(logits: np.ndarray, expected: np.ndarray, atol: float = TOLERANCE) -> None:
     assert np.isfinite(expected).all()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=atol)
 
 
 WIDTHS = {"in one piece": max(LENGTHS), "in chunks": 13, "token by token": 1}
 TWICE = {("llama 2", "in one piece"), ("biases", "in one piece"), ("llama 3", "token by token")}
-"""Besides the chunks. What the other shapes compute differently does not depend on the width."""
+"""Shapes and widths besides chunks. Other differences between shapes do not depend on the width."""
 
 
 @pytest.mark.parametrize(
@@ -200,17 +200,16 @@ TWICE = {("llama 2", "in one piece"), ("biases", "in one piece"), ("llama 3", "t
     ],
     indirect=["model"],
 )  # fmt: skip
-def test_logits_are_those_of_transformers(model, width):
+def test_logits_equal_transformers(model, width):
     texts = [text[: 40 if width == 1 else None] for text in some_texts()]
-    for text, found in zip(texts, Reader(*model[:3]).read(texts, width), strict=True):
+    for text, logits in zip(texts, Reader(*model[:3]).read(texts, width), strict=True):
         expected = model.expected(text)
         assert expected.std() > 0.5, "the weights are too small to tell models apart"
-        close(found, expected)
+        close(logits, expected)
 
 
 @pytest.mark.parametrize("model", ["llama 3", "gemma 3", "qwen3 moe", "deepseek v3"], indirect=True)
-def test_hidden_states_are_those_of_transformers(model):
-    """Of two texts, the shorter one padded."""
+def test_hidden_states_equal_transformers(model):
     import torch
 
     texts, last = some_texts(), model.config.num_layers - 1
@@ -221,8 +220,8 @@ def test_hidden_states_are_those_of_transformers(model):
     layers = hidden_states(model.target, model.params, jnp.asarray(tokens), tuple(range(last)))
     for row, text in enumerate(texts):
         with torch.inference_mode():
-            given = torch.tensor([[int(token) for token in text]])
-            streams = [each[0].numpy() for each in model.oracle(given, output_hidden_states=True).hidden_states]
+            ids = torch.tensor([[int(token) for token in text]])
+            streams = [layer[0].numpy() for layer in model.oracle(ids, output_hidden_states=True).hidden_states]
         close(final[row, : len(text)], streams[-1], atol=2e-3)
         close(layers[row, : len(text)], np.concatenate(streams[1:-1], axis=1), atol=2e-3)
 
@@ -236,32 +235,23 @@ def test_hidden_states_are_those_of_transformers(model):
         (600, "final", "the texts have 600 tokens, and the model 512 positions"),
     ],
 )
-def test_hidden_states_that_a_model_has_not(folders, tokens, features, problem):
+def test_hidden_states_refusals(folders, tokens, features, problem):
     _, target, params = load(folders("llama 3"))
     with pytest.raises(ValueError, match=problem):
         hidden_states(target, params, jnp.zeros((1, tokens), jnp.int32), features)
 
 
-def test_one_token_at_a_time_far_into_a_text(model):
-    """After a prefill: positions beyond the original length of scaled models."""
-    texts = some_texts(1)
-    reader = Reader(*model[:3])
-    reader.read([text[:-6] for text in texts], 13)
-    for text, found in zip(texts, reader.read([text[-6:] for text in texts], 1), strict=True):
-        close(found, model.expected(text)[-6:])
-
-
-def test_one_request_alone(model):
-    """One row in all: a CPU takes its products in parts (`project`)."""
-    text = some_texts(4)[0][:30]
+def test_decoding_after_prefill(model):
+    """One row, whose products a CPU splits, at positions beyond the original length of scaled models."""
+    text = some_texts(1)[0]
     reader = Reader(*model[:3], rows=1)
-    reader.read([text[:-10]], 13)
-    (found,) = reader.read([text[-10:]], 1)
-    close(found, model.expected(text)[-10:])
+    reader.read([text[:-6]], 13)
+    (logits,) = reader.read([text[-6:]], 1)
+    close(logits, model.expected(text)[-6:])
 
 
-def test_every_path_of_a_tree_is_a_text(model):
-    """Two different trees at two different lengths; then the path that was kept is a prefix like any other."""
+def test_tree_paths_equal_texts(model):
+    """Two trees at different prefix lengths; then a committed path is a prefix."""
     texts = [text[:-8] for text in some_texts(2)]
     reader, rng = Reader(*model[:3]), np.random.default_rng(3)
     reader.read([text[:-1] for text in texts], 13)
@@ -277,10 +267,10 @@ def test_every_path_of_a_tree_is_a_text(model):
     padded = np.array([path + [0] * (7 - len(path)) for path in paths], np.int32)
     reader.keep(take_path(block, jnp.asarray(padded)), [len(path) for path in paths])
     after = np.array([[5, 6], [7, 8]])
-    found, _ = reader.look(after)
+    logits, _ = reader.look(after)
     for row, (text, tree, path) in enumerate(zip(texts, trees, paths, strict=True)):
         whole = [*text[:-1], *(tree.tokens[i] for i in path), *after[row]]
-        close(found[row], model.expected(whole)[-2:])
+        close(logits[row], model.expected(whole)[-2:])
 
 
 def path_to(tree, node: int) -> list[int]:
@@ -292,8 +282,7 @@ def depth_of(tree):
     return lambda node: len(path_to(tree, node))
 
 
-def test_scaled_rope_is_what_makes_them_agree(folders):
-    """The comparison would notice: without the scaling, and with half of it, logits are elsewhere."""
+def test_parity_depends_on_rope_scaling(folders):
     config, _, params = load(folders("llama 3.1"))
     right, *wrong = (
         Reader(changed, make_target(changed), params).read(some_texts(), max(LENGTHS))[0]
@@ -313,21 +302,21 @@ HALF = {"bfloat16": 0.3, "float16": 0.03}
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_is_near(folders, dtype):
+def test_half_precision(folders, dtype):
     folder = folders("llama 3.1")
     exact, half = (Reader(*load(folder, name)) for name in ("float32", dtype))
     leaves = jax.tree.leaves((half.params, half.cache))
     assert {str(leaf.dtype) for leaf in leaves} == {dtype}
     texts = some_texts()
-    for one, other in zip(exact.read(texts, 13), half.read(texts, 13), strict=True):
-        assert other.dtype == np.float32
-        print(dtype, "std", one.std(), "largest difference", np.abs(one - other).max())
-        close(other, one, HALF[dtype])
+    for expected, logits in zip(exact.read(texts, 13), half.read(texts, 13), strict=True):
+        assert logits.dtype == np.float32
+        print(dtype, "std", expected.std(), "largest difference", np.abs(expected - logits).max())
+        close(logits, expected, HALF[dtype])
 
 
-def test_dynamic_scaling_is_that_of_token_by_token_decoding(tmp_path):
-    """Beyond the original length transformers rotates a token by the length of the text so far, whatever comes after;
-    a chunk must not change that."""
+def test_dynamic_scaling_equals_token_by_token_decoding(tmp_path):
+    """In transformers, a rotation beyond the original length depends on the length of the text up to the token. Chunks
+    must give the rotations of token-by-token decoding."""
     import torch
     from transformers import DynamicCache, LlamaForCausalLM
 
@@ -340,21 +329,21 @@ def test_dynamic_scaling_is_that_of_token_by_token_decoding(tmp_path):
     oracle = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected, cache = [], DynamicCache(config=oracle.config)
     # transformers 5.24 has renamed the argument.
-    given = {"cache" if "cache" in inspect.signature(oracle.forward).parameters else "past_key_values": cache}
+    options = {"cache" if "cache" in inspect.signature(oracle.forward).parameters else "past_key_values": cache}
     with torch.inference_mode():
         for token in text:
-            out = oracle(torch.tensor([[int(token)]]), use_cache=True, **given)
+            out = oracle(torch.tensor([[int(token)]]), use_cache=True, **options)
             expected.append(out.logits[0, 0].numpy())
-    (found,) = Reader(config, target, params, rows=1).read([text], 13)
-    close(found, np.stack(expected))
+    (logits,) = Reader(config, target, params, rows=1).read([text], 13)
+    close(logits, np.stack(expected))
     unscaled = dataclasses.replace(config, rope=RopeConfig(theta=500.0))
     (other,) = Reader(unscaled, make_target(unscaled), params, rows=1).read([text], 13)
-    assert np.abs(found - other)[30:].max() > 100 * TOLERANCE
-    close(other[:24], found[:24])
+    assert np.abs(logits - other)[30:].max() > 100 * TOLERANCE
+    close(other[:24], logits[:24])
 
 
 def test_longrope_within_the_original_length(folders):
-    """The short factors, if no text may be longer; transformers takes them for each text that is not."""
+    """Short factors if no text may be longer. transformers uses them for each shorter text."""
     import transformers
 
     folder = folders("phi 3 longrope")
@@ -364,5 +353,5 @@ def test_longrope_within_the_original_length(folders):
     oracle = transformers.Phi3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     model = Model(config, make_target(config), params, oracle)
     texts = [text[:32] for text in some_texts()]
-    for text, found in zip(texts, Reader(*model[:3]).read(texts, 13), strict=True):
-        close(found, model.expected(text))
+    for text, logits in zip(texts, Reader(*model[:3]).read(texts, 13), strict=True):
+        close(logits, model.expected(text))

@@ -21,18 +21,17 @@ from specjax.drafters import make_drafter
 pytestmark = pytest.mark.real_model
 
 TOLERANCE = 2e-4
-"""What transformers' float32 logits and ours differ by at most, but for `RARE` of them."""
+"""Largest difference to transformers' float32 logits, except for `RARE` of them."""
 
 RARE = 1e-5
 
 ROUNDING = 5
-"""How many times as far as transformers' float32 logits ours may be from those with products and sums in float64 (norms
-and angles stay as transformers has them, in float32). Both round, and how much depends on the processor. Some rows (the
-10th, of "assistant named") magnify what is rounded before them: one order of the products' sums gives a largest
-difference of 0.00006 there, another 0.00028; transformers' own is 0.00009."""
+"""Largest ratio of our error to transformers' error in float32, against products and sums in float64 (norms and angles
+in float32). Rounding depends on the processor and on the order of sums. Some rows (the 10th, of "assistant named")
+magnify it: largest differences are 0.00006 with one order, 0.00028 with another, and 0.00009 with transformers."""
 
 NEAR = 1e-3
-"""A gap between transformers' two best logits below which the texts may part."""
+"""Texts may differ where the gap between transformers' two best logits is smaller."""
 
 MAX_NEW_TOKENS = 32
 
@@ -53,12 +52,12 @@ class Greedy(NamedTuple):
     tokens: list[int]
     gaps: list[float]
     logits: np.ndarray  # [X, V] of prompt and tokens in one forward
-    exact: np.ndarray  # the same with products and sums in float64
+    exact: np.ndarray  # with products and sums in float64
 
 
 @pytest.fixture(scope="module")
 def expected(trim, tmp_path_factory) -> list[Greedy]:
-    """transformers' own rendering, greedy text and logits."""
+    """transformers' rendering, greedy text and logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,7 +66,7 @@ def expected(trim, tmp_path_factory) -> list[Greedy]:
     save_dequantised(resolve(BUILT_IN_MODEL), folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
+    references = []
     for text in PROMPTS:
         message = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -80,23 +79,23 @@ def expected(trim, tmp_path_factory) -> list[Greedy]:
         count = prompt["input_ids"].shape[1]
         tokens = done.sequences[0].tolist()
         gaps = (best[:, 0] - best[:, 1]).tolist()
-        found.append(Greedy(tokens[:count], tokens[count:], gaps, logits, np.zeros(0)))
+        references.append(Greedy(tokens[:count], tokens[count:], gaps, logits, np.zeros(0)))
     model.double()  # in place: two models would take 1.6 GB
     with torch.inference_mode():
-        exact = [model(torch.tensor([each.prompt + each.tokens])).logits[0].numpy() for each in found]
+        exact = [model(torch.tensor([row.prompt + row.tokens])).logits[0].numpy() for row in references]
     del model
-    trim()  # before ours is loaded
-    return [each._replace(exact=logits) for each, logits in zip(found, exact, strict=True)]
+    trim()  # before our model is loaded
+    return [row._replace(exact=logits) for row, logits in zip(references, exact, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def plain(expected) -> Engine:  # after `expected`, whose model is gone by then
-    # The pool that tests' engines have (see conftest.py), so that all share their programs.
+def plain(expected) -> Engine:  # after `expected`, which has freed its model
+    # The pool size of tests' engines (conftest.py), so that compiled programs are shared.
     return Engine.from_pretrained(dtype="float32", draft="NONE", config=EngineConfig(max_total_tokens=2048))
 
 
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
-def test_greedy_text_is_that_of_transformers(algorithm, plain, expected):
+def test_greedy_text_equals_transformers(algorithm, plain, expected):
     engine = plain
     if algorithm != "NONE":
         engine = Engine(plain.target, plain.params, plain.tokenizer, make_drafter(algorithm), eos_ids=plain.eos_ids)
@@ -104,10 +103,10 @@ def test_greedy_text_is_that_of_transformers(algorithm, plain, expected):
     for text, reference in zip(PROMPTS, expected, strict=True):
         message = [{"role": "user", "content": text}]
         assert engine.encode(message) == reference.prompt
-        found = engine.generate(message, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
-        accepted += sum(found.spec_accept_histogram[1:])
-        if found.output_ids != reference.tokens:
-            pairs = enumerate(zip(found.output_ids, reference.tokens, strict=False))
+        result = engine.generate(message, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+        accepted += sum(result.spec_accept_histogram[1:])
+        if result.output_ids != reference.tokens:
+            pairs = enumerate(zip(result.output_ids, reference.tokens, strict=False))
             at = next(i for i, (ours, theirs) in pairs if ours != theirs)
             print(f"{algorithm}: {text[:40]!r} parts at token {at}, where the gap is {reference.gaps[at]}")
             assert reference.gaps[at] < NEAR
@@ -115,7 +114,7 @@ def test_greedy_text_is_that_of_transformers(algorithm, plain, expected):
     engine.check_integrity()
 
 
-def test_logits_are_as_near_to_those_in_float64_as_transformers_own(plain, expected):
+def test_logits_error_against_float64(plain, expected):
     target, params = plain.target, plain.params.target
     cache = init_cache(target.pages, PoolShape(1, 1))
 
@@ -131,9 +130,9 @@ def test_logits_are_as_near_to_those_in_float64_as_transformers_own(plain, expec
         count = len(reference.logits)
         tokens = np.zeros((1, width), np.int32)
         tokens[0, :count] = reference.prompt + reference.tokens
-        found = np.asarray(logits(params, jnp.asarray(tokens)))[:count]
-        ours, theirs = (np.abs(of - reference.exact) for of in (found, reference.logits))
+        result = np.asarray(logits(params, jnp.asarray(tokens)))[:count]
+        ours, theirs = (np.abs(of - reference.exact) for of in (result, reference.logits))
         print(f"{count} tokens: at most {ours.max():.1e} from the logits in float64, transformers {theirs.max():.1e}")
-        assert (np.abs(found - reference.logits) > TOLERANCE).mean() <= RARE
+        assert (np.abs(result - reference.logits) > TOLERANCE).mean() <= RARE
         assert ours.max() <= min(ROUNDING * theirs.max(), NEAR)
         assert np.square(ours).mean() <= ROUNDING**2 * np.square(theirs).mean()

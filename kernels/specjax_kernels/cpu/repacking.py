@@ -1,6 +1,6 @@
 """Host functions for loading: codes of 4 bits from published words to `Quantised`'s layout, and 8-bit quantisation.
 
-They work on numpy arrays for any device, and equal `specjax.checkpoint.quantised_matrix` and `specjax_kernels.quantise`
+They work on numpy arrays for any device, and equal `specjax.checkpoint.quantised` and `specjax_kernels.quantise`
 bit for bit. Every function returns False and writes nothing if it is not compiled: loading does not block on a
 compiler. `prepare` compiles them for later processes.
 """

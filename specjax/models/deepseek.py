@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1: multi-head latent attention, and experts with groups and a shared MLP.
 
-Attention runs on the latents themselves: a query head is carried into the latent space, attends to the one latent (and
-the one rotated key) a token as if all heads shared it, and the result is carried out to the head's values. Pages hold
-rank + rope_dim numbers a token and layer.
+Attention runs on the latents: each query head is projected into the latent space and attends to the latent and the
+rotated key of each token, which all heads share. The result is projected to the head's values. Pages hold
+rank + rope_dim numbers per token and layer.
 
     keys [T, H, n] = latent [T, c] @ key_up [H, n, c]      q . (key_up latent) = (q key_up) . latent
 """
@@ -28,9 +28,7 @@ from specjax.types import Hidden, Positions
 
 
 def latent_leaves(latent: Latent, *, bias: bool) -> tuple[Leaf, ...]:
-    """Multi-head latent attention."""
     a = "self_attn."
-
     if latent.query_rank is None:
         queries = linear_leaves("queries", "M -> H q", Tensor(f"{a}q_proj", "Hq M"), bias=False)
     else:
@@ -56,11 +54,11 @@ def table(config: ModelConfig) -> Table:
 
 
 NORM_EPSILON = 1e-6
-"""Of the norms of latents, as transformers and DeepSeek's own code have it, whatever rms_norm_eps is."""
+"""Epsilon of the norms of latents, independent of rms_norm_eps as in transformers and DeepSeek's code."""
 
 
 class Latents(NamedTuple):
-    """What a layer keeps of tokens: latent and rotated key side by side, [..., 1, rank + rope_dim]."""
+    """Cache entries of a layer: latent and rotated key side by side, [..., 1, rank + rope_dim]."""
 
     latent: Array
 
@@ -85,13 +83,13 @@ class LatentLayer(Layer):
         block = self._latents(x, rotation)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         inward = jnp.einsum("bnhd,hdc->bnhc", queries[..., : c.nope_dim], w["key_up"], precision=precision)
-        turned = rotate(half_split(queries[..., c.nope_dim :]), *rotation)
-        query = jnp.concatenate([inward, turned], axis=-1)
+        rotated = rotate(half_split(queries[..., c.nope_dim :]), *rotation)
+        query = jnp.concatenate([inward, rotated], axis=-1)
         ragged = past.ragged
         if ragged is not None:
             query, block, positions = jax.tree.map(ragged.parted, (query, block, positions))
         if callable(self.backend):
-            # One key for all heads, which is also the value, less its rotated channels.
+            # One key for all heads. Without its rotated channels it is also the value.
             shared = jnp.concatenate([query, block.latent, block.latent], axis=2)[:, :, None]
             attended = self.backend(shared, past, positions, mask, Scores(scale))[..., : c.rank]
         else:
@@ -117,13 +115,13 @@ class LatentLayer(Layer):
 
 
 def _by_heads(query: Any, latent: Any, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Any:
-    """`kernels.tree_attention`; under a mesh each device has some query heads, and all latents."""
+    """`kernels.tree_attention`; under a mesh each device has some query heads and all latents."""
 
     def attend(query: Any, latent: Any, pages: Any, where: tuple[Any, ...], masks: tuple[Any, ...]) -> Any:
         table, length, positions = where
-        nowhere = jnp.zeros(latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
+        unused = jnp.zeros(latent.shape[:2], jnp.int32)  # positions of keys, which only windows read
         return kernels.tree_attention(
-            query, latent, None, pages, None, table, length, positions, nowhere, masks[0] if masks else mask, **options
+            query, latent, None, pages, None, table, length, positions, unused, masks[0] if masks else mask, **options
         )
 
     where = past.page_table, past.prefix_length, positions
