@@ -388,6 +388,74 @@ def llama_features(
     )
 
 
+# Trees of an implementation against the oracle's.
+
+ERROR = 1e-4
+"""Tolerance of scores. Where the oracle's own gap is smaller, a tree may differ."""
+
+TRACED = [
+    ([4, 8, 15, 16, 23], oracle.Sampling(max_tokens=20)),
+    ([7], oracle.Sampling(max_tokens=20, temperature=1.0, seed=1)),
+]
+"""Requests of the runs that `check_steps` compares."""
+
+
+def check_tree(tree: Any, row: int, expected: DraftTree) -> bool:
+    """Compares a row of a `specjax.DraftTree`: structure exactly, scores to `ERROR`. False if the oracle's gap is too
+    small to decide."""
+    if expected.gap <= ERROR:
+        return False
+    assert tree.valid[row].tolist() == expected.valid
+    paths: list[TokenPath] = [()]
+    for node in range(1, expected.size):
+        parent = int(tree.parents[row, node])
+        assert 0 <= parent < node
+        paths.append((*paths[parent], int(tree.tokens[row, node])))
+    assert tree.depth[row, : expected.size].tolist() == [len(path) for path in paths]
+    scores = dict(zip(paths, tree.scores[row].tolist(), strict=False))
+    assert scores.keys() == {expected.path(node) for node in range(expected.size)}
+    wanted = [expected.scores[node] for node in range(expected.size)]
+    np.testing.assert_allclose([scores[expected.path(node)] for node in range(expected.size)], wanted, atol=ERROR)
+    if expected.order_gap > ERROR:
+        assert tree.tokens[row].tolist() == expected.tokens
+        assert tree.parents[row].tolist() == expected.parents
+    return True
+
+
+def start(runner: Any, requests: Sequence[tuple[list[int], oracle.Sampling]] = TRACED) -> dict[int, list[int]]:
+    """Admits and prefills requests in chunks of two tokens; returns each row's text with its first drawn token."""
+    for row, (prompt, request) in enumerate(requests):
+        runner.admit(row, prompt, request)
+    first = runner.prefill([prompt for prompt, _ in requests], chunk=2)
+    return {row: [*prompt, int(first.tokens[row, 0])] for row, (prompt, _) in enumerate(requests)}
+
+
+def check_steps(
+    runner: Any, texts: dict[int, list[int]], expected: Callable[[int, list[int]], DraftTree | None], steps: int = 5
+) -> tuple[int, int]:
+    """Runs steps of a `toy_models.Runner` with traces, and compares the trees; appends what they emit to `texts`.
+
+    Args:
+        texts: the text of each row that runs.
+        expected: (row, text) -> the oracle's tree; None: nothing may be drafted.
+
+    Returns:
+        The number of trees that were compared, and the number of steps without a tree.
+    """
+    compared = undrafted = 0
+    for _ in range(steps):
+        output = runner.step([row in texts for row in range(runner.rows)])
+        for row, text in texts.items():
+            tree = expected(row, text)
+            if tree is None:
+                assert output.trace.tree.valid[row].sum() == 1
+                undrafted += 1
+            else:
+                compared += check_tree(output.trace.tree, row, tree)
+            text += output.tokens[row, : output.emitted[row]].tolist()
+    return compared, undrafted
+
+
 # Golden trees. The draft is a table: log-probabilities given the last token, so that a tree can be checked by eye.
 
 

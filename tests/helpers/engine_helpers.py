@@ -121,6 +121,17 @@ def make_engine(
     return engine
 
 
+def warm_grammars(engine: Engine) -> Engine:
+    """Compiles the largest batch's steps, with and without grammars; it serves smaller batches, too."""
+    buckets = engine.buckets
+    batch, table = buckets.batches[-1], buckets.tables[-1]
+    choices = {"step": buckets.choices(batch), "constrained": buckets.constrained_choices(batch)}
+    keys = [Key(kind, batch, table, nodes=nodes) for kind, widths in choices.items() for nodes in widths]
+    keys += [Key("propose", batch, table)] if buckets.drafts(batch) else []
+    engine.warm_up(keys, progress=False)
+    return engine
+
+
 def reluctant_engine(model: Toy, drafter: Drafter | DraftOptions | str, **config: Any) -> Engine:
     """An adaptive engine to which steps with drafts seem a thousand times slower than others."""
     engine = make_engine(model, drafter, adaptive=True, **config)
