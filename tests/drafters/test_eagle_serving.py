@@ -25,7 +25,7 @@ from engine_helpers import VOCABULARY, byte_ids, check_idle, drain, outcome, tok
 from server_helpers import running
 from specjax_kernels import CAUSAL
 from tiny_checkpoints import save_llama
-from tiny_heads import save_head
+from tiny_heads import DIALECTS, save_head
 
 from specjax import PoolShape, init_cache
 from specjax.cli import build, flags, generate
@@ -64,14 +64,11 @@ def tidy():
 @functools.cache
 def head(dialect: str, **changes: Any) -> str:
     """A saved head that fits the target, unless `changes` say otherwise. An EAGLE-3 head proposes LETTERS only."""
-    kind = "eagle3" if dialect.startswith("eagle3") else "eagle"
-    made = folder() / "-".join([dialect, *(f"{name}={value}" for name, value in changes.items())])
-    sizes = SHAPE | changes
-    replaced = {}
-    if kind == "eagle3" and dialect != "eagle3-full-vocabulary" and not changes:
-        replaced = {"d2t": OFFSETS, "t2d": MASK}
-    save_head(made, kind, dialect=dialect, tensors=replaced, **sizes)
-    return str(made)
+    kind = DIALECTS[dialect]
+    path = folder() / "-".join([dialect, *(f"{name}={value}" for name, value in changes.items())])
+    tensors = {"d2t": OFFSETS, "t2d": MASK} if kind == "eagle3" and not changes else {}
+    save_head(path, kind, dialect=dialect, tensors=tensors, **SHAPE | changes)
+    return str(path)
 
 
 @functools.cache
@@ -170,57 +167,42 @@ def plain() -> Run:
     return Run({row["id"]: row for row in rows}, summary)
 
 
-WIDE = {"max_running_requests": 4, "page_size": 1}
-NARROW = {"max_running_requests": 1, "page_size": 16}
-
-
 @pytest.mark.parametrize(
-    "given",
+    ("algorithm", "dialect", "tree", "config", "token_map_suffix"),
     [
+        ("Eagle3", "eagle3", WHOLE, {"max_running_requests": 4, "page_size": 4}, None),  # the programs of `eagle3()`
+        ("EAGLE", "eagle-qwen2", (3,), {"max_running_requests": 1, "page_size": 1}, "pt"),
+        ("mtp", "mtp", (3, 2, 6), {"max_running_requests": 1, "page_size": 16}, None),
         pytest.param(
-            lambda: drafting("EAGLE", "eagle", *WHOLE, **WIDE, speculative_token_map=token_map("json")),
-            marks=pytest.mark.slow,
+            "EAGLE", "eagle", WHOLE, {"max_running_requests": 4, "page_size": 1}, "json", marks=pytest.mark.slow
         ),
-        pytest.param(lambda: drafting("eagle", "eagle-nobias", 3, 2, 6, **NARROW), marks=pytest.mark.slow),
-        lambda: drafting("EAGLE", "eagle-qwen2", 3, **NARROW | {"page_size": 1}, speculative_token_map=token_map("pt")),
-        lambda: drafting("Eagle3", "eagle3", *WHOLE, **WIDE | {"page_size": 4}),  # the programs of `eagle3()`
         pytest.param(
-            lambda: drafting("Eagle3", "eagle3-own-embedding", *WHOLE, **WIDE | {"page_size": 16}),
-            marks=pytest.mark.slow,
+            "EAGLE3", "eagle3-own-embedding", WHOLE, {"max_running_requests": 4}, None, marks=pytest.mark.slow
         ),
-        pytest.param(lambda: drafting("EAGLE3", "eagle3-speculators", 3, **NARROW), marks=pytest.mark.slow),
     ],
-    ids=[
-        "EAGLE tree, map",
-        "EAGLE tree",
-        "EAGLE chain, map of torch",
-        "EAGLE3 tree",
-        "EAGLE3 tree, own",
-        "EAGLE3 chain",
-    ],
+    ids=["EAGLE3 tree", "EAGLE chain, map", "MTP tree", "EAGLE tree, map", "EAGLE3 tree, own embedding"],
 )
-def test_the_texts_are_those_without_drafts(given, capsys):
-    given = given()
-    whole = given[7:10:2] == ["3", "13"]
-    found = complete(given, capsys)
-    assert found.texts == plain().texts
-    summary = found.summary
-    assert summary["algorithm"] == given[1].upper()
+def test_texts_equal_those_without_drafts(algorithm, dialect, tree, config, token_map_suffix, capsys):
+    others = config | ({"speculative_token_map": token_map(token_map_suffix)} if token_map_suffix else {})
+    completed = complete(drafting(algorithm, dialect, *tree, **others), capsys)
+    assert completed.texts == plain().texts
+    summary = completed.summary
+    assert summary["algorithm"] == algorithm.upper()
     assert (summary["requests"], summary["failed"]) == (len(LINES), 0)
     for name in ("letters", "drawn letters"):
-        row = found.rows[name]
+        row = completed.rows[name]
         assert set(row["output_ids"]) <= set(LETTERS)
-        if whole:
+        if tree == WHOLE:
             assert row["spec_verify_ct"] == -(-(row["completion_tokens"] - 1) // 3), row
-    assert len(set(found.rows["drawn letters"]["output_ids"])) > 1
-    steps = sum(row["spec_verify_ct"] for row in found.rows.values())
-    tokens = sum(row["completion_tokens"] - 1 for row in found.rows.values())
+    assert len(set(completed.rows["drawn letters"]["output_ids"])) > 1
+    steps = sum(row["spec_verify_ct"] for row in completed.rows.values())
+    tokens = sum(row["completion_tokens"] - 1 for row in completed.rows.values())
     assert summary["verify_steps"] == steps
     assert summary["accept_length"] == pytest.approx(tokens / steps, abs=1e-4)
-    assert found.rows["alone"]["spec_accept_length"] == 1.0
+    assert completed.rows["alone"]["spec_accept_length"] == 1.0
 
 
-# Which tree the flags mean, and who says so. Nothing is compiled for these.
+# Trees by flags. Nothing is compiled for these.
 
 
 def loaded(draft: DraftOptions) -> LoadedModel:
@@ -250,27 +232,17 @@ def test_the_shape_of_the_tree(given, steps, topk, tokens, how, caplog):
     assert not caplog.records
 
 
-def test_targets_of_other_families_get_a_short_chain():
+def test_make_drafter():
     toy = pair_model()
-    drafter = make_drafter("EAGLE", target=toy.target, head=small_head("eagle", toy))
-    assert drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
-
-
-def test_a_drafter_needs_both_models():
-    toy = pair_model()
+    config = small_head("eagle", toy)
+    drafter = make_drafter("EAGLE", target=toy.target, head=config)
+    assert drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)", "the target is no Llama"
     with pytest.raises(ValueError, match="what is given is a head of kind 'eagle' and no target"):
-        make_drafter("EAGLE", head=small_head("eagle", toy))
+        make_drafter("EAGLE", head=config)
     with pytest.raises(ValueError, match=r"what is given is no head$"):
         make_drafter("EAGLE3", target=toy.target)
-
-
-def test_a_chain_has_a_token_a_step_and_the_root(caplog):
-    drafter = loaded(Eagle(head("eagle"), steps=3, topk=1, nodes=9)).drafter
-    assert (drafter.width, drafter.depth, drafter.name) == (4, 3, "EAGLE")
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    for part in ("4 draft tokens, not 9", "top-k 1", "chain"):
-        assert part in record.getMessage()
+    with pytest.raises(ValueError, match="MTP needs a target and a draft head of kind 'mtp'"):
+        make_drafter("MTP", target=toy.target, head=config)
 
 
 def test_warnings_of_a_start(caplog):
@@ -329,26 +301,7 @@ def test_the_server_says_what_was_chosen(caplog):
     )
 
 
-@pytest.mark.slow
-def test_a_tree_that_was_asked_for_is_drafted_at_any_batch_size():
-    """16 trees of 13 nodes are more than a CPU checks in the time of a plain step; 16 of the automatic 8 are, too."""
-    asked = make(whole(), max_running_requests=16, max_total_tokens=1024)
-    automatic = Engine.from_pretrained(
-        str(folder() / "model"), draft=Eagle3(head("eagle3")), config=asked.config, progress=False,
-    )  # fmt: skip
-    params = [SamplingParams(max_new_tokens=14, logit_bias=BIAS, ignore_eos=True)] * 16  # one bucket: all end together
-    found, plain = ({}, {})
-    for engine, texts in ((asked, found), (automatic, plain)):
-        for sequence in [engine.add([20 + i, 21], one) for i, one in enumerate(params)]:
-            texts[sequence.id] = sequence
-        while engine.unfinished:
-            engine.step()
-    assert [s.output.tokens for s in found.values()] == [s.output.tokens for s in plain.values()]
-    assert [s.output.verify_steps for s in found.values()] == [5] * 16, "three of 13 tokens a step"
-    assert automatic.buckets.tree_widths(16) == (1,), "these did not draft while all ran"
-
-
-# What cannot work: one line that says why, status 2, and nothing large has been read.
+# Refused starts: one line on stderr, status 2, and nothing large has been read.
 
 
 @pytest.fixture
@@ -374,15 +327,15 @@ ALGORITHM = "--speculative-algorithm"
 TREE = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "eagle3"])
-def test_without_a_head(refused, name):
-    assert refused(ALGORITHM, name) == f"{DRAFT} is missing: {name.upper()} needs a draft head"
-
-
-@pytest.mark.parametrize("name", ["none", "ngram", "auto"])
-def test_a_head_for_an_algorithm_that_has_none(refused, name):
-    message = refused(ALGORITHM, name, DRAFT, "h")
-    assert message.startswith(f"{DRAFT} h is no use to ") and f"{ALGORITHM} EAGLE or EAGLE3" in message
+def test_missing_and_useless_paths(refused, tmp_path):
+    for name in ("EAGLE", "eagle3"):
+        assert refused(ALGORITHM, name) == f"{DRAFT} is missing: {name.upper()} needs a draft head"
+    for name in ("none", "ngram", "auto"):
+        message = refused(ALGORITHM, name, DRAFT, "h")
+        assert message.startswith(f"{DRAFT} h is no use to ") and f"{ALGORITHM} EAGLE or EAGLE3" in message
+    for path in (tmp_path / "nowhere", tmp_path / "in.jsonl"):
+        assert refused(ALGORITHM, "EAGLE", DRAFT, path).startswith(f"{DRAFT} {path}: '{path}' is ")
+    assert "has no config.json" in refused(ALGORITHM, "EAGLE", DRAFT, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -390,12 +343,10 @@ def test_a_head_for_an_algorithm_that_has_none(refused, name):
     [
         ((2, 2, 8), (f"{TREE[2]} is 8", "2 steps of top-k 2 give 6 candidates", "at most 7 tokens")),
         ((None, 2, 20), (f"{TREE[2]} is 20", "5 steps of top-k 2 give 18 candidates", "at most 19 tokens")),
-        ((2, 2, 1), (f"{TREE[2]} must be an integer from 2 to 512", "got 1")),
         ((None, None, 1), (f"{TREE[2]} must be an integer from 2 to 512", "got 1")),
         ((None, 1, 100), (f"{TREE[2]} must be from 2 to 65 for a chain", "got 100")),
         ((0, None, None), (f"{TREE[0]} must be an integer from 1 to 64", "got 0")),
         ((None, -1, None), (f"{TREE[1]} must be an integer from 1 to 64", "got -1")),
-        ((65, 1, 2), (f"{TREE[0]} must be an integer from 1 to 64", "got 65")),
         ((9, 9, 513), (f"{TREE[2]} must be an integer from 2 to 512", "got 513")),
     ],
 )
@@ -425,43 +376,28 @@ for options in {"steps": 3.0}, {"steps": "3"}, {"topk": True}, {"nodes": 8.5}, {
     ]
 
 
-@pytest.mark.parametrize(("name", "dialect"), [("EAGLE", "eagle3"), ("EAGLE3", "eagle"), ("EAGLE3", "eagle-nobias")])
-def test_a_head_of_the_other_kind_names_the_flag_that_works(refused, name, dialect):
-    other = "EAGLE" if name == "EAGLE3" else "EAGLE3"
-    message = refused(ALGORITHM, name, DRAFT, head(dialect))
-    assert message.startswith(f"{DRAFT} {head(dialect)}: this is a head for {other}, not {name} ")
+MISFITS = [
+    ("EAGLE", "eagle3", {}, ("this is a head for EAGLE3, not EAGLE ",)),
+    ("EAGLE3", "eagle", {}, ("this is a head for EAGLE, not EAGLE3 ",)),
+    ("EAGLE", "eagle", {"hidden_size": 24}, ("[24, 48] is for another target", "[16, 32] is needed")),
+    ("EAGLE", "eagle", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
+    ("EAGLE3", "eagle3", {"target_hidden_size": 24}, ("[16, 72] is for another target", "[16, 48] is needed")),
+    ("EAGLE3", "eagle3", {"hidden_size": 24}, ("no embed_tokens.weight", "is 16 wide, the draft head 24")),
+    ("EAGLE3", "eagle3", {"aux_layers": 2}, ("[16, 48] is needed, for the auxiliary layers 1, 2, 3",)),
+    ("EAGLE3", "eagle3", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "dialect", "changes", "parts"),
-    [
-        ("EAGLE", "eagle", {"hidden_size": 24}, ("[24, 48] is for another target", "[16, 32] is needed")),
-        ("EAGLE", "eagle", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
-        (
-            "EAGLE3",
-            "eagle3",
-            {"target_hidden_size": 24},
-            ("[16, 72] is for another target", "[16, 48] is needed", "auxiliary layers 1, 2, 3"),
-        ),
-        ("EAGLE3", "eagle3", {"hidden_size": 24}, ("no embed_tokens.weight", "is 16 wide, the draft head 24")),
-        (
-            "EAGLE3",
-            "eagle3",
-            {"aux_layers": 2},
-            ("[16, 32] is for another target", "[16, 48] is needed, for the auxiliary layers 1, 2, 3"),
-        ),
-        ("EAGLE3", "eagle3", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
-    ],
-)
-def test_a_head_that_does_not_fit(refused, name, dialect, changes, parts):
-    given = head(dialect, **changes)
-    message = refused(ALGORITHM, name, DRAFT, given)
-    assert message.startswith(f"{DRAFT} {given}: ")
+@pytest.mark.parametrize(("name", "dialect", "changes", "parts"), MISFITS)
+def test_heads_that_do_not_fit(refused, name, dialect, changes, parts):
+    path = head(dialect, **changes)
+    message = refused(ALGORITHM, name, DRAFT, path)
+    assert message.startswith(f"{DRAFT} {path}: ")
     assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("content", "message"),
     [
         ([5, VOCABULARY], f"entry 1 is {VOCABULARY}, outside the target's vocabulary 0..{VOCABULARY - 1}"),
         ([-1], "entry 0 is -1, outside"),
@@ -469,32 +405,18 @@ def test_a_head_that_does_not_fit(refused, name, dialect, changes, parts):
         ([], "it holds []; a list or a tensor of token ids is needed"),
         ([1.5], "it holds [1.5]; a list or a tensor of token ids is needed"),
         ({"a": 1}, "it holds {'a': 1}; a list or a tensor of token ids is needed"),
-    ],
-)
-def test_a_bad_token_map(refused, ids, message, tmp_path):
-    (tmp_path / "map.json").write_text(json.dumps(ids))
-    found = refused(*drafting("EAGLE", "eagle", speculative_token_map=tmp_path / "map.json"))
-    assert found.startswith(f"--speculative-token-map {tmp_path}/map.json: {message}")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
         ("64", "a number needs a model with the vocabulary of a map that comes with specjax"),
         ("map.txt", "it is neither a number nor a file of a known format"),
         ("/no/map.json", "there is no such file"),
     ],
 )
-def test_a_token_map_that_is_not_there(refused, given, message):
-    found = refused(*drafting("EAGLE", "eagle", speculative_token_map=given))
-    assert found.startswith(f"--speculative-token-map {given}: {message}")
-
-
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
-def test_a_head_that_is_not_there(refused, name, tmp_path):
-    for path in (tmp_path / "nowhere", tmp_path / "in.jsonl"):
-        assert refused(ALGORITHM, name, DRAFT, path).startswith(f"{DRAFT} {path}: '{path}' is ")
-    assert "has no config.json" in refused(ALGORITHM, name, DRAFT, tmp_path)
+def test_bad_token_maps(refused, content, message, tmp_path):
+    name = content
+    if not isinstance(content, str):
+        name = str(tmp_path / "map.json")
+        Path(name).write_text(json.dumps(content))
+    stated = refused(*drafting("EAGLE", "eagle", speculative_token_map=name))
+    assert stated.startswith(f"--speculative-token-map {name}: {message}")
 
 
 class Program:
