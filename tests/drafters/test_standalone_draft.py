@@ -1,4 +1,4 @@
-"""STANDALONE: the trees that a draft model proposes, its vocabulary, its options, and its use from folders."""
+"""STANDALONE: the trees that a draft model proposes, its options, and its use from folders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import oracle
 import pytest
 from draft_helpers import noisy
 from eagle_oracle import TRACED, DraftTree, check_steps, grow_tree, log_softmax, start
-from engine_helpers import MERGES, SPECIAL, VOCABULARY, check_idle, outcome, tokenizer
+from engine_helpers import VOCABULARY, check_idle, other_tokenizer, outcome, tokenizer
 from oracle import Sampling
 from tiny_checkpoints import save_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Runner, Toy, tiny_llama
-from transformers import PreTrainedTokenizerFast
 
-from specjax.checkpoint import CheckpointError, match_vocabularies
 from specjax.cli import build, flags
 from specjax.drafters import NoDraft, Standalone, StandaloneParams, TreeShape
 from specjax.drafters.factories import make_drafter
@@ -100,82 +97,6 @@ def test_trees_of_steps_equal_the_oracle(case):
     compared, beyond = check_steps(runner, texts, expected, 9 if is_other else 5)
     assert compared >= 6 and bool(beyond) == is_other
     assert is_other or max(map(len, texts.values())) > 11, "some drafts are accepted"
-
-
-# Vocabularies.
-
-
-def spelled(words: list[str], merges=(), special=SPECIAL, kind: str = "byte-level") -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
-    if kind == "byte-level":
-        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    if kind == "SentencePiece":
-        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    core.add_special_tokens(list(special))
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
-
-
-LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-@functools.cache
-def other_tokenizer() -> PreTrainedTokenizerFast:
-    """Other special tokens, bytes in another order, and other merges: `he` in common, and `wor` of its own."""
-    words = [*LETTERS[::-1], "he", "wo", "wor", "<s>", "<|im_end|>"]
-    return spelled(words, [("h", "e"), ("w", "o"), ("wo", "r")], ("<s>", "<|im_end|>"))
-
-
-def test_padding_is_ignored():
-    one = tokenizer()
-    assert match_vocabularies(one, one, VOCABULARY, VOCABULARY) == (None, None, VOCABULARY)
-    assert match_vocabularies(one, one, VOCABULARY + 9, VOCABULARY) == (None, None, VOCABULARY)
-    ids, reads, common = match_vocabularies(one, one, VOCABULARY, VOCABULARY + 3, intersection=True)
-    np.testing.assert_array_equal(ids, [*range(VOCABULARY), -1, -1, -1])
-    assert reads is None and common == VOCABULARY
-    padded = spelled([*SPECIAL, *LETTERS, "[PAD259]", "[PAD260]"])
-    assert match_vocabularies(spelled([*SPECIAL, *LETTERS]), padded, 262, 262).common == 259
-
-
-def test_error_names_differing_tokens():
-    words = [*SPECIAL, *LETTERS, *(a + b for a, b in MERGES)]
-    for changed, message in {
-        (*words[:-1], "Ġth"): rf"^its tokenizer is not the target's: id {len(words) - 1} is 'Ġthe' in the target's and "
-        "'Ġth' in the draft's$",
-        (*words[:-1],): rf"id {len(words) - 1} is 'Ġthe' in the target's and no token in the draft's$",
-        (*words, "new"): rf"id {len(words)} is no token in the target's and 'new' in the draft's$",
-        (words[1], words[0], *words[2:]): r"id 0 is '<\|endoftext\|>' in the target's and '<\|im_start\|>' in the",
-        (*words[3:], *words[:3]): r"id 0 is .*, id 1 is .*, id 2 is .* \(265 ids differ\)$",
-    }.items():
-        with pytest.raises(CheckpointError, match=message):
-            match_vocabularies(tokenizer(), spelled(list(changed)), 265, 265)
-
-
-def test_intersection():
-    ours, theirs = tokenizer().get_vocab(), other_tokenizer().get_vocab()
-    ids, reads, common = match_vocabularies(tokenizer(), other_tokenizer(), 270, 265, intersection=True)
-    assert ids is not None and reads is not None and common == 256 + 2, "bytes, `he` and <|im_end|>"
-    for token, i in theirs.items():
-        assert ids[i] == ours.get(token, -1)
-        assert token not in ours or reads[ours[token]] == i
-    assert (ids[261:] == -1).all()
-    assert reads[ours["hell"]] == theirs["l"] and reads[ours["Ġthe"]] == theirs["he"], "the last piece"
-    assert reads[ours["<|im_start|>"]] == theirs[">"]
-    # Rows that the draft does not have are not read.
-    assert match_vocabularies(tokenizer(), other_tokenizer(), 270, 100, intersection=True).reads.max() < 100
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("SentencePiece", "its tokenizer is SentencePiece, the target's byte-level; both must be"),
-        ("none", "its tokenizer is of an unknown kind, the target's byte-level"),
-    ],
-)
-def test_tokenizers_of_other_kinds(kind, message):
-    with pytest.raises(CheckpointError, match=message):
-        match_vocabularies(tokenizer(), spelled(["a", "b"], kind=kind), 270, 270, intersection=True)
-    with pytest.raises(CheckpointError, match="has no token of the target's, special ones aside"):
-        match_vocabularies(tokenizer(), spelled([*SPECIAL, "xyz"]), 270, 270, intersection=True)
 
 
 # From folders, and by flags.

@@ -22,6 +22,8 @@ from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+"""Spelling of the 256 bytes."""
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("1", "2"), ("Ġ", "t"), ("Ġt", "he"))
 END = 2  # <|im_end|>
 TEMPLATE = (
@@ -39,8 +41,7 @@ NEAR = 1e-3
 
 def byte_level_bpe(special: List[str] = SPECIAL) -> Tokenizer:
     """A new byte-level BPE: special tokens, the 256 bytes, six merges."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*special, *letters, *(a + b for a, b in MERGES)]
+    words = [*special, *LETTERS, *(a + b for a, b in MERGES)]
     core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -54,6 +55,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=byte_level_bpe(), eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
     )
+
+
+def spelled(words: List[str], merges=(), special=SPECIAL, kind: str = "byte-level") -> PreTrainedTokenizerFast:
+    """A tokenizer with these tokens; `kind`: byte-level, SentencePiece or none."""
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    if kind == "byte-level":
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if kind == "SentencePiece":
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
+
+
+@functools.cache
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """Other special tokens, bytes in another order, and other merges: `he` in common, and `wor` of its own."""
+    words = [*LETTERS[::-1], "he", "wo", "wor", "<s>", "<|im_end|>"]
+    return spelled(words, [("h", "e"), ("w", "o"), ("wo", "r")], ("<s>", "<|im_end|>"))
 
 
 VOCABULARY = len(SPECIAL) + 256 + len(MERGES)
