@@ -28,8 +28,7 @@ from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Coupling
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import Coupling, TreeShape
 from specjax.models.blocks import Past, joined
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_spec

@@ -14,10 +14,8 @@ from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft
+from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
 from specjax.drafters.standalone import standalone_drafter
-from specjax.drafters.table import options_of
-from specjax.drafters.tree_shape import TreeShape
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 

@@ -24,8 +24,7 @@ from specjax_kernels import largest, pack_bits
 
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
 from specjax.drafters.coupling import with_noise
-from specjax.drafters.options import Coupling
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import Coupling, TreeShape
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
 
 

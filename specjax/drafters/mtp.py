@@ -38,8 +38,7 @@ from specjax.drafters.base import (
 )
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Coupling, Mtp
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import Coupling, Mtp, TreeShape
 from specjax.models.blocks import Past
 from specjax.models.mtp import MtpHead
 from specjax.models.target import Target

@@ -20,7 +20,7 @@ from toy_models import Runner, as_tree, sampling_rows
 from specjax.drafters import Context, TreeShape, eagle_drafter
 from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
 from specjax.drafters.factories import make_drafter
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.models.draft_head import with_token_map
 from specjax.serve.report import describe
 from specjax.step import StepConfig

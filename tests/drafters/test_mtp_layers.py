@@ -25,7 +25,7 @@ from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_con
 from specjax.config import ModelConfig, MtpConfig
 from specjax.drafters import Auto, Eagle, Mtp
 from specjax.drafters.factories import make_drafter
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.load import choose, load
 from specjax.models import make_target
 from specjax.models.blocks import Past

@@ -20,8 +20,8 @@ from toy_models import Runner, Toy, tiny_llama
 from specjax.cli import build, flags
 from specjax.drafters import NoDraft, Standalone, StandaloneParams, TreeShape
 from specjax.drafters.factories import make_drafter
+from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
-from specjax.drafters.table import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.buckets import Buckets
 from specjax.step import StepConfig

@@ -15,7 +15,7 @@ from specjax.config import Experts
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS, distinct_experts
 from specjax.devices import DEVICES
 from specjax.drafters.base import Params
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import TreeShape
 from specjax.engine import Engine, SamplingParams, batch
 from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
 from specjax.engine.keys import PLAIN, TREE, Key

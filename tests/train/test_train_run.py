@@ -18,7 +18,7 @@ from toy_models import tiny_llama
 from train_helpers import arguments, save_data, save_model, start
 
 from specjax import Engine, SamplingParams
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.train import run
 from specjax.train.__main__ import main
 from specjax.train.options import DataSettings, OptimizerSettings, TrainOptions
