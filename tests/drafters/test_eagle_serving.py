@@ -173,13 +173,13 @@ def loaded(draft: DraftOptions) -> LoadedModel:
     ("given", "steps", "topk", "tokens", "how"),
     [
         ({}, 5, 4, 8, "automatic"),
-        ({"steps": 2, "topk": 3, "nodes": 5}, 2, 3, 5, "given"),
-        ({"steps": 4}, 4, 1, 5, "what was not given was chosen"),
-        ({"nodes": 7}, 6, 1, 7, "what was not given was chosen"),
-        ({"steps": 3, "topk": 4}, 3, 4, 13, "what was not given was chosen"),
-        ({"steps": 20, "topk": 8}, 20, 8, 64, "what was not given was chosen"),
-        ({"topk": 2}, 5, 2, 11, "what was not given was chosen"),
-        ({"topk": 2, "nodes": 4}, 5, 2, 4, "what was not given was chosen"),
+        ({"steps": 2, "topk": 3, "nodes": 5}, 2, 3, 5, "set by options"),
+        ({"steps": 4}, 4, 1, 5, "partly automatic"),
+        ({"nodes": 7}, 6, 1, 7, "partly automatic"),
+        ({"steps": 3, "topk": 4}, 3, 4, 13, "partly automatic"),
+        ({"steps": 20, "topk": 8}, 20, 8, 64, "partly automatic"),
+        ({"topk": 2}, 5, 2, 11, "partly automatic"),
+        ({"topk": 2, "nodes": 4}, 5, 2, 4, "partly automatic"),
     ],
 )
 def test_tree_shape_options(given, steps, topk, tokens, how, caplog):
@@ -195,9 +195,9 @@ def test_make_drafter():
     config = small_head("eagle", toy)
     drafter = make_drafter("EAGLE", target=toy.target, head=config)
     assert drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)", "the target is no Llama"
-    with pytest.raises(ValueError, match="what is given is a head of kind 'eagle' and no target"):
+    with pytest.raises(ValueError, match="got a head of kind 'eagle' and no target"):
         make_drafter("EAGLE", head=config)
-    with pytest.raises(ValueError, match=r"what is given is no head$"):
+    with pytest.raises(ValueError, match=r"got no head$"):
         make_drafter("EAGLE3", target=toy.target)
     with pytest.raises(ValueError, match="MTP needs a target and a draft head of kind 'mtp'"):
         make_drafter("MTP", target=toy.target, head=config)

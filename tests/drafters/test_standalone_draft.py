@@ -177,7 +177,7 @@ def test_flags_and_options():
     )
     assert (Standalone("m").shape(), Standalone("m", topk=2).shape()) == (TreeShape(3, 1, 4), TreeShape(3, 2, 7))
     assert options_of("standalone", path="m") == Standalone("m") and Standalone.kind is None
-    with pytest.raises(ValueError, match="STANDALONE needs a target and a draft model; what is missing is model"):
+    with pytest.raises(ValueError, match="STANDALONE needs a target and a draft model; missing: model"):
         make_drafter("STANDALONE", target=target().target)
     made = make_drafter(Standalone("m"), target=target().target, model=target().target)
     assert (made.name, made.width, made.depth, made.explicit_width) == ("STANDALONE", 4, 3, False)
