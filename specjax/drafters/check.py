@@ -7,15 +7,14 @@ state.
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Observation, PageSize, Params
@@ -37,11 +36,11 @@ class DrafterError(TypeError):
 
 
 def check_drafter(drafter: Drafter, target: Target, params: Params | None = None, *, batch: int = BATCH) -> None:
-    """Checks a drafter by tracing its three functions; nothing is compiled or run.
+    """Checks a drafter by tracing its three functions; none of them is compiled or run.
 
-    The checks cover the declared `width` and `depth`, the requested features, shapes and dtypes of the trees (int32
-    tokens, parents and depth, bool valid, float32 scores, each [B, N]), and the state that `propose` and `observe`
-    return.
+    The checks cover the declared `width`, the declared `depth` if the trees' depths do not depend on inputs, the
+    requested features, shapes and dtypes of the trees (int32 tokens, parents and depth, bool valid, float32 scores,
+    each [B, N]), and the state that `propose` and `observe` return.
 
     Args:
         drafter: the drafter.
@@ -69,11 +68,11 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
     context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
     proposed = trace("propose", lambda *args: checked_propose(drafter, *args), state, context)
     if proposed is not None:
-        depth = _bounds(proposed[0].jaxpr, proposed[0].consts)[DraftTree._fields.index("depth")]
-        if drafter.depth > depth.most or (depth.reached and drafter.depth < depth.most):
+        depth = _constant_depth(proposed[0])
+        if depth is not None and depth != drafter.depth:
             raise DrafterError(
-                f"{_name(drafter, 'propose')} builds trees of depth {depth.most:g}, and the drafter declares depth="
-                f"{drafter.depth}: declare depth={depth.most:g}"
+                f"{_name(drafter, 'propose')} builds trees of depth {depth}, and the drafter declares depth="
+                f"{drafter.depth}: declare depth={depth}"
             )
     size = feature_size(drafter.features, target)
     for width in sorted({drafter.depth + 1, CHUNK}):  # a path of a tree, and a chunk of a prompt
@@ -249,70 +248,17 @@ def _array(value: Any) -> str:
         return _kind(value)
 
 
-class _Bound(NamedTuple):
-    """Bound of the elements of an integer array.
-
-    Attributes:
-        most: upper bound; inf: unknown.
-        reached: True if some input gives an element of this size.
-        constant: True if the array does not depend on inputs.
-    """
-
-    most: float = math.inf
-    reached: bool = False
-    constant: bool = False
-
-
-KEEP_ELEMENTS = frozenset(
-    "broadcast_in_dim convert_element_type copy expand_dims reduce_max reshape rev squeeze transpose".split()
-)
-"""Operations whose result has the largest element of their operand."""
-SELECT_ELEMENTS = frozenset(["cummax", "dynamic_slice", "gather", "slice"])
-"""Operations whose result has some of the elements of their first operand."""
-
-
-def _bounds(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[_Bound] = ()) -> list[_Bound]:
-    """Bounds of a program's outputs; exact for trees of `chain` and constant trees."""
-    bounds: dict[Any, _Bound] = dict(zip(jaxpr.invars, inputs, strict=False))
-    bounds |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
-
-    def read(atom: Any) -> _Bound:
-        return _constant(atom.val) if isinstance(atom, Literal) else bounds.get(atom, _Bound())
-
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, [read(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr")
-        if name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
-            bounds |= zip(equation.outvars, _bounds(inner.jaxpr, inner.consts, operands), strict=True)
-            continue
-        constant = all(operand.constant for operand in operands)
-        largest = max(operands, default=_Bound())
-        bound = _Bound(constant=constant)
-        if name == "iota":
-            bound = _Bound(equation.params["shape"][equation.params["dimension"]] - 1.0, True, True)
-        elif name in ("concatenate", "pad"):
-            bound = _Bound(largest.most, largest.reached, constant)
-        elif name == "select_n":  # a constant predicate may exclude the largest element
-            largest = max(operands[1:])
-            bound = _Bound(largest.most, largest.reached and not operands[0].constant, constant)
-        elif name == "add":
-            scalar = any(
-                getattr(atom.aval, "shape", None) == () and operand.constant
-                for atom, operand in zip(equation.invars, operands, strict=True)
-            )
-            reached = scalar and all(operand.reached for operand in operands)
-            bound = _Bound(sum(operand.most for operand in operands), reached, constant)
-        elif name in ("max", "min"):
-            bound = _Bound((max if name == "max" else min)(operand.most for operand in operands), False, constant)
-        elif name in KEEP_ELEMENTS:
-            bound = operands[0]
-        elif name in SELECT_ELEMENTS:
-            indices = operands[1:]
-            free = bool(indices) and not any(index.constant for index in indices)
-            bound = _Bound(operands[0].most, operands[0].reached and free, constant)
-        bounds[equation.outvars[0]] = bound
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _constant(value: Any) -> _Bound:
-    return _Bound(float(np.max(value)) if np.size(value) else -math.inf, True, True)
+def _constant_depth(proposed: ClosedJaxpr) -> int | None:
+    """The largest depth of a node in the trees of `propose`; None: it depends on inputs."""
+    jaxpr = proposed.jaxpr
+    depth = jaxpr.outvars[DraftTree._fields.index("depth")]
+    needed, equations = {depth}, list[Any]()
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            equations.insert(0, equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, Literal)}
+    if isinstance(depth, Literal) or needed.intersection(jaxpr.invars):
+        return None
+    program = jaxpr.replace(invars=[], outvars=[depth], eqns=equations)
+    (value,) = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, proposed.consts)))()
+    return int(np.max(value))

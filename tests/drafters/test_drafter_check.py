@@ -60,7 +60,6 @@ FAULTS = {
     ),
     "wide": (REPLAY._replace(width=9), "the tree's tokens are .B, N. = .*6.*declares width=9"),
     "shallow": (REPLAY._replace(depth=2), "builds trees of depth 5, and the drafter declares depth=2"),
-    "deep bushes": (random_trees(range(40))._replace(depth=5), "builds trees of depth 3, and .* declares depth=5"),
     "too deep": (REPLAY._replace(depth=6), "declares width=6 and depth=6: a tree of 6 nodes"),
     "no depth": (REPLAY._replace(depth=0), "declares width=6 and depth=0: a tree of 6 nodes"),
     "float width": (REPLAY._replace(width=6.0), "width must be an integer of at least 1, got 6.0"),
@@ -109,7 +108,7 @@ PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2], np.int32)
 
 
 def depths_by_loop():
-    """Depths of `PARENTS`, whose largest possible value is not that of a single iteration, nor of a sum of all."""
+    """Depths of `PARENTS`."""
 
     def level(_, depth):
         return jnp.where(PARENTS >= 0, depth[jnp.maximum(PARENTS, 0)] + 1, 0)
@@ -164,6 +163,12 @@ def test_valid_drafters(drafter):
     check_drafter(GOOD[drafter], tiny_llama().target)
 
 
+@pytest.mark.parametrize("depths", [depths_by_loop, depths_unrolled])
+def test_wrong_depth_of_a_constant_tree(depths):
+    with pytest.raises(DrafterError, match="builds trees of depth 2, and the drafter declares depth=3"):
+        check_drafter(bushy(depths, depth=3), toy().target)
+
+
 def test_engine_checks_its_own_batch_sizes():
     def change(tree, state, context):
         assert context.root.shape[0] != 4, "four"
@@ -175,7 +180,7 @@ def test_engine_checks_its_own_batch_sizes():
 
 
 def test_declared_depth_that_is_too_small():
-    """The check cannot bound these depths. The text is right; deeper nodes are not accepted."""
+    """The check cannot know these depths. The text is right; deeper nodes are not accepted."""
     text = known_text(40)
     drafter = replay(text)
 
