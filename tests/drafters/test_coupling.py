@@ -59,21 +59,21 @@ def context(requests, starts, vocab: int, active=None) -> Context:
 def test_level_noise_equals_the_targets():
     """By the target's token ids, at the position of the level, times the temperature."""
     requests, starts = [request for _, request in REQUESTS[:4]], [5, 0, 17, 30]
-    given, compiled = context(requests, starts, 48), jax.jit(level_noise, static_argnums=1)
-    found = np.stack([compiled(given, level, jnp.asarray(MAP)) for level in (1, 2, 3)])
+    arguments, compiled = context(requests, starts, 48), jax.jit(level_noise, static_argnums=1)
+    result = np.stack([compiled(arguments, level, jnp.asarray(MAP)) for level in (1, 2, 3)])
     for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
         for level in (1, 2, 3):
             wanted = request.temperature * oracle.noise(request.seed, start + level, 48)[MAP]
-            np.testing.assert_allclose(found[level - 1, row], wanted, rtol=1e-4, atol=1e-5)
-    assert not np.any(found[:, 0]) and np.all(found[:, 1:] != 0), "the first is greedy"
+            np.testing.assert_allclose(result[level - 1, row], wanted, rtol=1e-4, atol=1e-5)
+    assert not np.any(result[:, 0]) and np.all(result[:, 1:] != 0), "the first is greedy"
 
 
 def test_no_noise_without_active_sampling_rows():
     requests = [request for _, request in REQUESTS[:2]]
-    made = level_noise(context(requests, [3, 3], 48, active=[True, False]), 2, jnp.arange(48, dtype=jnp.int32))
-    assert not np.any(np.asarray(made))
-    given = context(requests, [3, 3], 48), 2, jnp.arange(48, dtype=jnp.int32)
-    lowered = jax.jit(level_noise, static_argnums=1).trace(*given)
+    silent = level_noise(context(requests, [3, 3], 48, active=[True, False]), 2, jnp.arange(48, dtype=jnp.int32))
+    assert not np.any(np.asarray(silent))
+    arguments = context(requests, [3, 3], 48), 2, jnp.arange(48, dtype=jnp.int32)
+    lowered = jax.jit(level_noise, static_argnums=1).trace(*arguments)
     main = {at: lowered.lower(lowering_platforms=(at,)).as_text() for at in ("cpu", "cuda")}
     assert decisions(main["cpu"]), "the branch of the noise"
     assert not decisions(main["cuda"]), "a GPU's host has nothing to decide"
@@ -82,9 +82,9 @@ def test_no_noise_without_active_sampling_rows():
 def test_truncated_tokens_are_drafted_last():
     """By the draft's distribution. Rows that do not truncate, and inactive rows, are unchanged."""
     requests = [request for _, request in TRUNCATED + REQUESTS[:3]] + [TRUNCATED[1][1]]
-    given = context(requests, [4] * len(requests), 48, active=[True] * 7 + [False])
+    arguments = context(requests, [4] * len(requests), 48, active=[True] * 7 + [False])
     logits = np.random.default_rng(2).normal(0, 2, (len(requests), 2, 48)).astype(np.float32)
-    found = np.asarray(jax.jit(cut)(given, jnp.asarray(logits)))
+    result = np.asarray(jax.jit(cut)(arguments, jnp.asarray(logits)))
     for row, request in enumerate(requests):
         for node in range(2):
             wanted = logits[row, node]
@@ -92,34 +92,34 @@ def test_truncated_tokens_are_drafted_last():
                 inside = np.isfinite(oracle.truncated_logits(wanted, request)[0])
                 assert 0 < inside.sum() < 48
                 wanted = np.where(inside, wanted, wanted - np.float32(OUTSIDE))
-            np.testing.assert_array_equal(found[row, node], wanted)
+            np.testing.assert_array_equal(result[row, node], wanted)
 
 
 def test_truncation_without_branches_on_a_gpu():
-    given = context([request for _, request in TRUNCATED], [4] * 4, 48), 2, jnp.arange(48, dtype=jnp.int32)
+    arguments = context([request for _, request in TRUNCATED], [4] * 4, 48), 2, jnp.arange(48, dtype=jnp.int32)
     logits = jnp.zeros((4, 3, 48), jnp.float32)
     for chain in (True, False):
-        traced = jax.jit(functools.partial(with_noise, chain=chain), static_argnums=1).trace(*given, logits)
+        traced = jax.jit(functools.partial(with_noise, chain=chain), static_argnums=1).trace(*arguments, logits)
         lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert not decisions(lowered) and "while" not in lowered
 
 
 def test_trees_of_truncating_rows_have_no_noise():
     requests = [request for _, request in TRUNCATED + REQUESTS[1:3]]
-    given, ids = context(requests, [4] * 6, 48), jnp.arange(48, dtype=jnp.int32)
+    arguments, ids = context(requests, [4] * 6, 48), jnp.arange(48, dtype=jnp.int32)
     logits = jnp.asarray(np.random.default_rng(3).normal(0, 2, (6, 3, 48)), jnp.float32)
-    found = jax.jit(functools.partial(with_noise, chain=False), static_argnums=1)(given, 2, ids, logits)
-    np.testing.assert_array_equal(found[:4], logits[:4])
-    noise = level_noise(given, 2, ids)
-    np.testing.assert_allclose(found[4:], logits[4:] + noise[4:, None], rtol=1e-6, atol=1e-6)
+    result = jax.jit(functools.partial(with_noise, chain=False), static_argnums=1)(arguments, 2, ids, logits)
+    np.testing.assert_array_equal(result[:4], logits[:4])
+    noise = level_noise(arguments, 2, ids)
+    np.testing.assert_allclose(result[4:], logits[4:] + noise[4:, None], rtol=1e-6, atol=1e-6)
 
 
-def accepted_within(text: list[int], steps: int, known: set[int]) -> list[int]:
+def accepted_within(text: list[int], steps: int, proposed: set[int]) -> list[int]:
     """Tokens that each step emits if the draft is perfect, but proposes `known` tokens only."""
     emitted, at = [], 1  # the prefill draws the first token
     while at < len(text):
         right = 0
-        while right < steps and at + right < len(text) and text[at + right] in known:
+        while right < steps and at + right < len(text) and text[at + right] in proposed:
             right += 1
         emitted.append(min(right + 1, len(text) - at))
         at += emitted[-1]
@@ -137,10 +137,10 @@ def test_perfect_draft_is_accepted_at_any_temperature(mapped, truncated):
     drafter = eagle_drafter(toy.target, config, CHAIN)
     runner = Runner(toy, drafter, rows=4, pages_a_row=16, draft=params, config=StepConfig((drafter.width,)))
     requests = TRUNCATED if truncated else REQUESTS[:4]
-    for (prompt, request), found in zip(requests, runner.generate(requests), strict=True):
-        assert found.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
-        known = set(MAP.tolist()) if mapped else set(range(toy.vocab))
-        assert list(found.emitted) == accepted_within(found.tokens, CHAIN.steps, known)
+    for (prompt, request), result in zip(requests, runner.generate(requests), strict=True):
+        assert result.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
+        proposed = set(MAP.tolist()) if mapped else set(range(toy.vocab))
+        assert list(result.emitted) == accepted_within(result.tokens, CHAIN.steps, proposed)
 
 
 @pytest.mark.parametrize(

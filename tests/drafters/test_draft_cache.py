@@ -49,8 +49,8 @@ def test_cache_after_chunks_retractions_and_aborts(kind):
             if n and rng.random() < 0.3:
                 text = [*sequence.prompt, *sequence.output.tokens]
                 assert n < len(text), "the root is known"
-                found = cached(engine.state.draft, slot.pages, slot.index, n)
-                for leaf, expected in zip(found, from_scratch(kind, text[: n + 1]), strict=True):
+                contents = cached(engine.state.draft, slot.pages, slot.index, n)
+                for leaf, expected in zip(contents, from_scratch(kind, text[: n + 1]), strict=True):
                     np.testing.assert_allclose(leaf, expected, atol=ERROR)
                 checked += 1
         alive = {id: sequence for id, sequence in alive.items() if sequence.status is not Status.FINISHED}

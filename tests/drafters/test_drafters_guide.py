@@ -51,7 +51,9 @@ def run_medusa(model: str) -> dict:
     # optax relies on type promotion.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         load = specjax.load.load
-        patch.setattr(specjax.load, "load", lambda name, **given: load(model if name == ALIAS else name, **given))
+        patch.setattr(
+            specjax.load, "load", lambda name, **arguments: load(model if name == ALIAS else name, **arguments)
+        )
         return run(MEDUSA)
 
 
@@ -157,8 +159,8 @@ def test_in_the_benchmark(my_drafter, tmp_path):
 
 
 def test_load_drafter(my_drafter):
-    made = make_speculation("my_drafter:lossy", toy().target)
-    assert made.drafter.name == "LOOKUP" and made.verify.__name__ == "likely_enough"
+    speculation = make_speculation("my_drafter:lossy", toy().target)
+    assert speculation.drafter.name == "LOOKUP" and speculation.verify.__name__ == "likely_enough"
     assert load_drafter("my_drafter:prompt_lookup")(toy().target).reads_tokens
 
 
@@ -212,8 +214,8 @@ def recording(drafter: Drafter, observe) -> Drafter:
             "length": seen.length,
             "calls": take_rows(state["calls"], context) + 1,
         }
-        kept = {name: put_rows(state[name], new[name], context, seen) for name in new}
-        return kept | {"last": observe(params, state["last"], context, seen)}
+        updated = {name: put_rows(state[name], new[name], context, seen) for name in new}
+        return updated | {"last": observe(params, state["last"], context, seen)}
 
     return drafter._replace(init=init, observe=watch)
 

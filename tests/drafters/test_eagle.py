@@ -213,10 +213,10 @@ def test_token_map_of_one_token(heads):
     config, params = with_token_map(config, params, target().target, target().params, np.array([5], np.int32))
     driven = Driven(target(), config, params, (3, 2, 6))
     driven.feed((6, 1, 5), 8)
-    found = driven.trees()
-    assert found.valid.sum(axis=1).tolist() == [4, 4, 4], "a chain of probability 1"
-    assert found.tokens[:, 1:4].tolist() == [[5] * 3] * 3
-    assert found.scores[:, :4].tolist() == [[0.0] * 4] * 3
+    trees = driven.trees()
+    assert trees.valid.sum(axis=1).tolist() == [4, 4, 4], "a chain of probability 1"
+    assert trees.tokens[:, 1:4].tolist() == [[5] * 3] * 3
+    assert trees.scores[:, :4].tolist() == [[0.0] * 4] * 3
     compare(driven, raw, spec, (3, 2, 6), token_map=[5])
 
 
@@ -264,16 +264,16 @@ def test_golden_trees(case, expected):
     driven = Driven(toy, config, params, (case.steps, case.topk, case.width), rows=2, page_size=2)
     driven.tokens[:, 3] = case.root
     driven.feed((3, 3), 4)
-    found = driven.trees()
+    trees = driven.trees()
     for row in range(2):
-        live = [node for node in range(case.width) if found.scores[row, node] > IMPOSSIBLE / 2]
+        live = [node for node in range(case.width) if trees.scores[row, node] > IMPOSSIBLE / 2]
         place = {node: i for i, node in enumerate(live)} | {-1: -1}
         count = sum(expected["valid"])
         assert len(live) == count
-        assert found.tokens[row, live].tolist() == expected["tokens"][:count]
-        assert [place[node] for node in found.parents[row, live].tolist()] == expected["parents"][:count]
-        assert found.depth[row, live].tolist() == expected["depth"][:count]
-        np.testing.assert_allclose(found.scores[row, live], expected["scores"][:count], atol=ERROR)
+        assert trees.tokens[row, live].tolist() == expected["tokens"][:count]
+        assert [place[node] for node in trees.parents[row, live].tolist()] == expected["parents"][:count]
+        assert trees.depth[row, live].tolist() == expected["depth"][:count]
+        np.testing.assert_allclose(trees.scores[row, live], expected["scores"][:count], atol=ERROR)
 
 
 # The whole step: what the head sees of a real target.

@@ -293,9 +293,13 @@ def test_logits_and_ids():
     assert eagle.draft_logits({}, spec, out, target_head, [3, 1]).tolist() == [6, 4]
     assert eagle.target_ids({}, spec, 4).tolist() == [0, 1, 2, 3]
     assert eagle.target_ids({}, spec, 4, [3, 1]).tolist() == [3, 1]
-    own = {"lm_head.weight": np.float32([[1, 0], [0, 2]]), "norm.weight": np.float32([1, 10]), "d2t": np.array([1, 2])}
-    np.testing.assert_allclose(eagle.draft_logits(own, spec3, out, target_head), [0.8485, 22.627], rtol=1e-4)
-    assert eagle.target_ids(own, spec3, 4, [3, 1]).tolist() == [1, 3]  # offsets; its own map, not the flag's
+    stored = {
+        "lm_head.weight": np.float32([[1, 0], [0, 2]]),
+        "norm.weight": np.float32([1, 10]),
+        "d2t": np.array([1, 2]),
+    }
+    np.testing.assert_allclose(eagle.draft_logits(stored, spec3, out, target_head), [0.8485, 22.627], rtol=1e-4)
+    assert eagle.target_ids(stored, spec3, 4, [3, 1]).tolist() == [1, 3]  # offsets; its own map, not the flag's
 
 
 # The head against transformers.
@@ -360,12 +364,13 @@ def test_layer_equals_transformers(name):
         wide_out, wide_in = tensors[f"{at}.{x}_proj.weight"].shape
         projection = torch.nn.Linear(wide_in, wide_out, bias=f"{at}.{x}_proj.bias" in tensors)
         setattr(layer.self_attn, f"{x}_proj", projection)
-    own = {key.removeprefix(f"{spec.layer}."): value for key, value in tensors.items() if key.startswith(spec.layer)}
+    stored = {key.removeprefix(f"{spec.layer}."): value for key, value in tensors.items() if key.startswith(spec.layer)}
     norms = {
-        x: torch.tensor(own.pop(f"{x}.weight", np.ones(hidden, np.float32))) for x in ("input_layernorm", "hidden_norm")
+        x: torch.tensor(stored.pop(f"{x}.weight", np.ones(hidden, np.float32)))
+        for x in ("input_layernorm", "hidden_norm")
     }
     layer.load_state_dict(
-        {key: torch.tensor(value) for key, value in own.items()} | {"input_layernorm.weight": torch.ones(hidden)}
+        {key: torch.tensor(value) for key, value in stored.items()} | {"input_layernorm.weight": torch.ones(hidden)}
     )
 
     embeddings = rng.normal(size=(n, hidden)).astype(np.float32)
@@ -406,12 +411,12 @@ def test_head_that_reads_its_token_only():
         if case.name not in RANDOM_CASES:
             continue
         size, draft = case.log_probs.shape
-        one, zero = np.eye(size, dtype=np.float32), np.zeros((size, size), np.float32)
+        identity, zeros = np.eye(size, dtype=np.float32), np.zeros((size, size), np.float32)
         spec = HeadSpec("eagle", 1, size + size % 2)  # RoPE wants an even width
         tensors = {f"layers.0.self_attn.{x}_proj.weight": np.zeros((spec.head_dim, size), np.float32) for x in "qkv"}
         tensors["layers.0.self_attn.o_proj.weight"] = np.zeros((size, spec.head_dim), np.float32)
-        tensors |= {f"layers.0.mlp.{x}_proj.weight": zero for x in ("gate", "up", "down")}
-        tensors |= {"fc.weight": np.concatenate([one, zero], 1)}
+        tensors |= {f"layers.0.mlp.{x}_proj.weight": zeros for x in ("gate", "up", "down")}
+        tensors |= {"fc.weight": np.concatenate([identity, zeros], 1)}
         tensors |= {"layers.0.post_attention_layernorm.weight": np.ones(size, np.float32)}
         token_map = case.target_ids
         head = np.full((size, size), -50, np.float32)
@@ -423,7 +428,7 @@ def test_head_that_reads_its_token_only():
             tokens,
             case.root,
             np.ones((3, size), np.float32),
-            embedding=one,
+            embedding=identity,
             head=head,
             steps=case.steps,
             topk=case.topk,

@@ -42,11 +42,11 @@ MASK = np.isin(np.arange(VOCABULARY), LETTERS)
 @functools.cache
 def folder() -> Path:
     """A target with a tokenizer, of seven layers: the fewest that EAGLE-3's default auxiliary layers need."""
-    made = Path(tempfile.mkdtemp(prefix="specjax-eagle-"))
+    path = Path(tempfile.mkdtemp(prefix="specjax-eagle-"))
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
-    save_llama(made / "model", **sizes, initializer_range=0.3, eos_token_id=2)
-    tokenizer().save_pretrained(made / "model")
-    return made
+    save_llama(path / "model", **sizes, initializer_range=0.3, eos_token_id=2)
+    tokenizer().save_pretrained(path / "model")
+    return path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,7 +170,7 @@ def loaded(draft: DraftOptions) -> LoadedModel:
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "topk", "tokens", "how"),
+    ("options", "steps", "topk", "tokens", "how"),
     [
         ({}, 5, 4, 8, "automatic"),
         ({"steps": 2, "topk": 3, "nodes": 5}, 2, 3, 5, "set by options"),
@@ -182,8 +182,8 @@ def loaded(draft: DraftOptions) -> LoadedModel:
         ({"topk": 2, "nodes": 4}, 5, 2, 4, "partly automatic"),
     ],
 )
-def test_tree_shape_options(given, steps, topk, tokens, how, caplog):
-    drafter = loaded(Eagle3(head("eagle3"), **given)).drafter
+def test_tree_shape_options(options, steps, topk, tokens, how, caplog):
+    drafter = loaded(Eagle3(head("eagle3"), **options)).drafter
     assert drafter.note == f"{steps} steps, top-k {topk}, {tokens} draft tokens ({how})"
     assert (drafter.width, drafter.depth) == (tokens, min(steps, tokens - 1))
     assert drafter.name == "EAGLE3"
@@ -217,14 +217,14 @@ def test_warnings(caplog):
     ]
 
 
-@pytest.mark.parametrize(("given", "limit"), [(None, 20), (26, 26), (128, None)])
-def test_no_drafts_beyond_the_heads_positions(given, limit, caplog, tmp_path):
+@pytest.mark.parametrize(("options", "limit"), [(None, 20), (26, 26), (128, None)])
+def test_no_drafts_beyond_the_heads_positions(options, limit, caplog, tmp_path):
     save_head(
         tmp_path, "eagle3", tensors={"d2t": OFFSETS, "t2d": MASK}, config={"max_position_embeddings": 20}, **SHAPE
     )
-    engine = make(Eagle3(str(tmp_path), None, *WHOLE, positions=given), max_running_requests=1, trace=True)
+    engine = make(Eagle3(str(tmp_path), None, *WHOLE, positions=options), max_running_requests=1, trace=True)
     warned = "has 20 positions, texts may have 128 tokens; nothing is drafted beyond the draft's positions"
-    assert (warned in caplog.text) == (given is None)
+    assert (warned in caplog.text) == (options is None)
     assert (f"; within the first {limit} tokens of a text" in engine.drafter.note) == (limit is not None)
     done = engine.generate([[20, 21, 22]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
     trees = done.trees
@@ -266,10 +266,10 @@ def refused(capsys, tmp_path):
     """refused(*flags) -> the one line on stderr of a run that could not start."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
 
-    def call(*given: Any) -> str:
+    def call(*options: Any) -> str:
         files = ["--model", folder() / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
         capsys.readouterr()
-        status = generate.main([str(part) for part in [*files, "--no-progress", *given]])
+        status = generate.main([str(part) for part in [*files, "--no-progress", *options]])
         printed = capsys.readouterr()
         assert (status, printed.out) == (2, "")
         (line,) = printed.err.splitlines()
@@ -308,8 +308,8 @@ def test_missing_and_useless_paths(refused, tmp_path):
     ],
 )
 def test_impossible_trees(refused, tree, parts):
-    given = [part for flag, value in zip(TREE, tree, strict=True) if value is not None for part in (flag, value)]
-    message = refused(ALGORITHM, "EAGLE", DRAFT, "/no/such/head", "--model", "/no/such/model", *given)
+    options = [part for flag, value in zip(TREE, tree, strict=True) if value is not None for part in (flag, value)]
+    message = refused(ALGORITHM, "EAGLE", DRAFT, "/no/such/head", "--model", "/no/such/model", *options)
     assert all(part in message for part in parts), message
 
 

@@ -129,12 +129,12 @@ class Oracle:
     def log_probs(self, text, path, count: int) -> np.ndarray:
         """Of what follows the path below the last token of the text, as the heads 0 .. count - 1 see it."""
         n, whole, last = len(text) - 1, [*text, *path], count - 1
-        given = self.features(text[:-1])
-        out = self.head(0, given, whole[1 : n + 1])
+        features = self.features(text[:-1])
+        out = self.head(0, features, whole[1 : n + 1])
         for level in range(1, len(path) + 1):
             i = min(level, last)
-            given = out if level <= last else np.concatenate([given, out[-1:]])
-            out = self.head(i, given, whole[1 + i : 1 + i + len(given)])
+            features = out if level <= last else np.concatenate([features, out[-1:]])
+            out = self.head(i, features, whole[1 + i : 1 + i + len(features)])
         return log_softmax(self.logits(out[-1]))
 
     def _run(self, model, **inputs) -> np.ndarray:
@@ -225,23 +225,23 @@ def test_trees_after_a_reused_page(saved):
 
 
 def test_layers_share_the_targets_matrices(saved):
-    found = load(str(saved("deepseek").folder), draft="MTP", progress=False)
-    assert found.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
-    assert found.drafter.source == "1 MTP layer of the model"
-    assert found.params.draft.keys() == {"layers_0"}
-    assert not {"embed", "head"} & found.params.draft["layers_0"].keys()
-    assert "layers_2" not in found.params.target, "the target has two"
-    large = [leaf.shape for leaf in jax.tree.leaves(found.params) if VOCABULARY in leaf.shape]
+    loaded = load(str(saved("deepseek").folder), draft="MTP", progress=False)
+    assert loaded.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
+    assert loaded.drafter.source == "1 MTP layer of the model"
+    assert loaded.params.draft.keys() == {"layers_0"}
+    assert not {"embed", "head"} & loaded.params.draft["layers_0"].keys()
+    assert "layers_2" not in loaded.params.target, "the target has two"
+    large = [leaf.shape for leaf in jax.tree.leaves(loaded.params) if VOCABULARY in leaf.shape]
     assert len(large) == 2
     plain = load(str(saved("deepseek").folder), draft="NONE", progress=False)
-    jax.tree.map(np.testing.assert_array_equal, plain.params.target, found.params.target)
+    jax.tree.map(np.testing.assert_array_equal, plain.params.target, loaded.params.target)
 
 
 def test_token_map(saved, tmp_path):
     """Its columns of the output matrix, and the target's ids."""
     np.save(tmp_path / "map.npy", np.arange(40, 10, -1))
-    found = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.npy")), progress=False)
-    draft, target = found.params.draft, found.params.target
+    loaded = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.npy")), progress=False)
+    draft, target = loaded.params.draft, loaded.params.target
     np.testing.assert_array_equal(draft["head"], target["head"][:, draft["ids"]])
     assert sorted(draft["ids"].tolist()) == list(range(11, 41))
 
@@ -257,7 +257,7 @@ def test_choice_of_mtp_layers(saved, tmp_path, caplog):
     assert not caplog.records
     chosen = choose(Eagle(topk=3, token_map=5), files, config)
     assert chosen.options == Mtp(topk=3, token_map=5) and chosen.mtp is not None
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "EAGLE without a head: the model's MTP layers draft (MTP)"
     ]
     assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None)

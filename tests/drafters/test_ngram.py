@@ -105,15 +105,15 @@ class Memory:
         def entries(values, dtype):
             return jnp.asarray([values.get(int(s), 0) for s in slots], dtype)
 
-        known = {row: self.row[row] for row in roots}
+        indices = {row: self.row[row] for row in roots}
         sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape)), sampling_row(8))
         return Context(
             slots=jnp.asarray(slots),
-            prefix_length=entries({row: len(self.texts[i]) for row, i in known.items()}, jnp.int32),
+            prefix_length=entries({row: len(self.texts[i]) for row, i in indices.items()}, jnp.int32),
             page_table=jnp.full((batch, 2), 4, jnp.int32),
             root=entries(roots, jnp.int32),
             active=entries(dict.fromkeys(roots, True), bool),
-            salt=entries({row: self.salts[i] for row, i in known.items()}, jnp.uint32),
+            salt=entries({row: self.salts[i] for row, i in indices.items()}, jnp.uint32),
             sampling=sampling,
         )
 
@@ -151,14 +151,14 @@ class Memory:
         for entry, row in enumerate(order):
             if row not in roots:
                 assert valid[entry].sum() == 1, "an idle entry proposes nothing"
-        found = {row: as_tree(tree, order.index(row)) for row in roots}
-        for row, one in found.items():
+        result = {row: as_tree(tree, order.index(row)) for row in roots}
+        for row, proposal in result.items():
             entry = order.index(row)
-            assert one.tokens[0] == roots[row] and one.parents[0] == NO_PARENT
-            assert oracle.problems(one) == []
-            assert oracle.depths(one) == np.asarray(tree.depth)[entry, : len(one.tokens)].tolist()
-            assert max(oracle.depths(one)) <= self.config.depth
-        return found
+            assert proposal.tokens[0] == roots[row] and proposal.parents[0] == NO_PARENT
+            assert oracle.problems(proposal) == []
+            assert oracle.depths(proposal) == np.asarray(tree.depth)[entry, : len(proposal.tokens)].tolist()
+            assert max(oracle.depths(proposal)) <= self.config.depth
+        return result
 
     # The oracle.
 
@@ -186,8 +186,8 @@ class Memory:
             later = [s for s, t, _ in ends if t > time and place(t) == place(time)]
             return any(all(s < window for s in later) for window in range(least, size + 1))
 
-        found = sorted((Match(*end) for end in ends if end[2]), key=lambda match: (-match.size, -match.time))
-        return found, [match for match in found if is_kept(match.size, match.time)]
+        result = sorted((Match(*end) for end in ends if end[2]), key=lambda match: (-match.size, -match.time))
+        return result, [match for match in result if is_kept(match.size, match.time)]
 
 
 def check(memory: Memory, roots: dict[int, int]) -> None:
@@ -322,8 +322,8 @@ def test_small_ring_that_wraps():
         if rng.random() < 0.15:
             roots = {row: int(rng.integers(5)) for row in range(ROWS)}
             for row, tree in memory.propose(roots).items():
-                kept = [m.text for m in memory.matches(row, roots[row])[0] if m.time >= memory.written - 1024]
-                followed = {tuple(text[:n]) for text in kept for n in range(1, len(text) + 1)}
+                texts = [m.text for m in memory.matches(row, roots[row])[0] if m.time >= memory.written - 1024]
+                followed = {tuple(text[:n]) for text in texts for n in range(1, len(text) + 1)}
                 assert oracle.paths(tree) <= followed
                 proposed += len(tree.tokens) - 1
     assert proposed > 100
@@ -397,8 +397,8 @@ def test_ring_is_written_in_place():
     tokens = jnp.zeros((1, CHUNK), jnp.int32)
     seen = Observation(tokens, tokens, None, jnp.ones(1, jnp.int32))
     observe = jax.jit(memory.drafter.observe, donate_argnums=1)
-    found = observe.lower(NONE, memory.state, context, seen).compile().memory_analysis()
-    assert found.temp_size_in_bytes < memory.state.tokens.nbytes
+    result = observe.lower(NONE, memory.state, context, seen).compile().memory_analysis()
+    assert result.temp_size_in_bytes < memory.state.tokens.nbytes
 
 
 # In the step: a limit on drafts, and text that stays the model's own.
@@ -412,10 +412,10 @@ def test_draft_limit():
     lengths = {}
     for limit in (0, 1, 3, 1 << 20):
         runner.admit(0, [1, 2], request, draft_limit=limit)
-        (found,) = runner.generate([([1, 2], request)], draft_limit=limit)
-        assert found.tokens == oracle.generate_plain(toy.logits, [1, 2], request).tokens
-        lengths[limit] = np.mean(found.emitted)
-        assert max(found.emitted) <= limit + 1
+        (result,) = runner.generate([([1, 2], request)], draft_limit=limit)
+        assert result.tokens == oracle.generate_plain(toy.logits, [1, 2], request).tokens
+        lengths[limit] = np.mean(result.emitted)
+        assert max(result.emitted) <= limit + 1
     assert lengths[0] == 1 < lengths[1] < lengths[3]
 
 
@@ -437,11 +437,11 @@ def test_reused_pages():
             runner.table[1, : shared // size] = runner.table[0, : shared // size]
             runner.admit(1, new, Sampling(max_tokens=2), prefix_length=shared, salt=salt)
             runner.prefill([[], new[shared:]])
-            found = runner.state.draft
-            assert found.recent[1].tolist() == ([-1] * 9 + new)[-5:]
-            at, walk = int(found.tail[1]), []
+            result = runner.state.draft
+            assert result.recent[1].tolist() == ([-1] * 9 + new)[-5:]
+            at, walk = int(result.tail[1]), []
             while at != -1 and len(walk) < 20:
-                walk.append(int(found.tokens[at]))
-                before = int(found.previous[at])
-                at = before if before != -1 and int(found.next[before]) == at else -1
+                walk.append(int(result.tokens[at]))
+                before = int(result.previous[at])
+                at = before if before != -1 and int(result.next[before]) == at else -1
             assert walk[::-1] == (new if linked else new[shared:]), (salt, overwritten, shared)

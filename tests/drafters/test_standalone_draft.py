@@ -108,13 +108,13 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("standalone")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "initializer_range": 0.3}
     small = sizes | {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    for name, own, size, changes in (
+    for name, spelling, size, changes in (
         ("model", tokenizer(), VOCABULARY, sizes),
         ("same", tokenizer(), VOCABULARY + 7, small | {"max_position_embeddings": 64}),
         ("other", other_tokenizer(), 264, small),
     ):
         save_llama(folder / name, **changes, vocab_size=size, eos_token_id=2)
-        own.save_pretrained(folder / name)
+        spelling.save_pretrained(folder / name)
     return folder
 
 
@@ -138,16 +138,16 @@ def test_served_from_folders(saved, name, caplog):
     limit = "; within the first 64 tokens of a text" if name == "same" else ""
     assert engine.drafter.note == f"3 steps, top-k 1, 4 draft tokens (automatic){limit}"
     assert engine.drafter.source.endswith("other, whose tokenizer has 258 of the target's tokens") == (name == "other")
-    found = [outcome(done) for done in engine.generate(PROMPTS, WANTED)]
-    assert found == [outcome(done) for done in plain.generate(PROMPTS, WANTED)]
+    outcomes = [outcome(done) for done in engine.generate(PROMPTS, WANTED)]
+    assert outcomes == [outcome(done) for done in plain.generate(PROMPTS, WANTED)]
     # One request at a time, because large batches do not draft on a CPU.
-    assert [outcome(engine.generate(*each)) for each in zip(PROMPTS, WANTED, strict=True)] == found
+    assert [outcome(engine.generate(*request)) for request in zip(PROMPTS, WANTED, strict=True)] == outcomes
     assert engine.counters.drafted_steps > 0
     check_idle(engine)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("paths", "message"),
     [
         ((), "^--speculative-draft-model-path is missing: STANDALONE needs a draft model$"),
         (
@@ -158,8 +158,8 @@ def test_served_from_folders(saved, name, caplog):
         (("nowhere",), "^--speculative-draft-model-path .*nowhere"),
     ],
 )
-def test_refused_drafts(saved, given, message):
-    path = str(saved / given[0]) if given else None
+def test_refused_drafts(saved, paths, message):
+    path = str(saved / paths[0]) if paths else None
     chosen = flags.Settings(
         model=flags.ModelSettings(model=str(saved / "model")),
         speculative=flags.SpeculativeSettings(speculative_algorithm="STANDALONE", speculative_draft_model_path=path),
@@ -179,7 +179,7 @@ def test_flags_and_options():
     assert options_of("standalone", path="m") == Standalone("m") and Standalone.kind is None
     with pytest.raises(ValueError, match="STANDALONE needs a target and a draft model; missing: model"):
         make_drafter("STANDALONE", target=target().target)
-    made = make_drafter(Standalone("m"), target=target().target, model=target().target)
-    assert (made.name, made.width, made.depth, made.explicit_width) == ("STANDALONE", 4, 3, False)
-    buckets = Buckets.build("cpu", made, rows=4, request_pages=4)
+    drafter = make_drafter(Standalone("m"), target=target().target, model=target().target)
+    assert (drafter.name, drafter.width, drafter.depth, drafter.explicit_width) == ("STANDALONE", 4, 3, False)
+    buckets = Buckets.build("cpu", drafter, rows=4, request_pages=4)
     assert buckets.drafts(1) and not buckets.drafts(4), "as with a draft head"

@@ -332,14 +332,14 @@ def draft_tree(
     n = len(tokens)
     shifted = [*tokens[1:], root]
     ids = target_ids(tensors, spec, len(embedding), token_map)
-    known: dict[TokenPath, np.ndarray] = {}
+    outputs: dict[TokenPath, np.ndarray] = {}
 
     def output(path: TokenPath) -> np.ndarray:
         """Of the item that reads the path's last token; of the last slot for the empty path."""
-        if path not in known:
+        if path not in outputs:
             above = [output(path[:i]) for i in range(len(path))]
             size = n + len(path)
-            known[path] = head_forward(
+            outputs[path] = head_forward(
                 tensors,
                 spec,
                 embedding[[*shifted, *path]],
@@ -349,7 +349,7 @@ def draft_tree(
                 [False] * n + [True] * len(path),
                 dtype,
             )[-1]
-        return known[path]
+        return outputs[path]
 
     return grow_tree(
         lambda path: log_softmax(draft_logits(tensors, spec, output(path), head, token_map)),
@@ -579,7 +579,7 @@ def golden_text() -> str:
 
 def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
     """The cases with their expected trees, impossible log-probabilities and invalid nodes' scores being -inf."""
-    found = []
+    cases = []
     for record in json.loads(path.read_text())["cases"]:
         expected = record.pop("tree")
         expected["scores"] = [-math.inf if score is None else score for score in expected["scores"]]
@@ -588,8 +588,8 @@ def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
         table = [[-math.inf if x is None else x for x in row] for row in record.pop("log_probs")]
         ids = record.pop("target_ids")
         ids = None if ids is None else tuple(ids)
-        found.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
-    return found
+        cases.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
+    return cases
 
 
 if __name__ == "__main__":

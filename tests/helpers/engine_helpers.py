@@ -89,9 +89,9 @@ def byte_ids(data: bytes) -> list[int]:
 @functools.cache
 def _byte_letters() -> dict[int, str]:
     """GPT-2's table: printable bytes are themselves, the others follow from U+0100."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in kept]
-    return {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def decode(ids: List[int], *, skip: bool = True) -> str:
@@ -155,7 +155,7 @@ def reluctant_engine(model: Toy, drafter: Drafter | DraftOptions | str, **config
     """An adaptive engine to which steps with drafts seem a thousand times slower than others."""
     engine = make_engine(model, drafter, adaptive=True, **config)
     assert engine.policy is not None
-    engine.policy._ratio, engine.policy.record = (lambda batch: 1e3), (lambda *given: None)
+    engine.policy._ratio, engine.policy.record = (lambda batch: 1e3), (lambda *arguments: None)
     return engine
 
 
@@ -184,17 +184,17 @@ def wanted(params: SamplingParams, eos: tuple[int, ...] = ()) -> oracle.Sampling
     )
 
 
-def check_plain(model: Toy, prompt: List[int], params: SamplingParams, found: Completion, eos=()) -> None:
+def check_plain(model: Toy, prompt: List[int], params: SamplingParams, done: Completion, eos=()) -> None:
     """The output is that of plain decoding by the oracle, up to its first near-tie."""
     expected = oracle.generate_plain(model.logits, prompt, wanted(params, eos))
     close = [i for i, gap in enumerate(expected.gaps) if gap < NEAR]
     if close:
-        assert found.output_ids[: close[0]] == expected.tokens[: close[0]], expected.gaps
+        assert done.output_ids[: close[0]] == expected.tokens[: close[0]], expected.gaps
         return
-    assert found.output_ids == expected.tokens
+    assert done.output_ids == expected.tokens
     stopped = expected.finish == oracle.STOP
-    assert found.finish_reason["type"] == ("stop" if stopped else "length")
-    assert found.text == shown(expected.tokens[:-1] if stopped else expected.tokens)
+    assert done.finish_reason["type"] == ("stop" if stopped else "length")
+    assert done.text == shown(expected.tokens[:-1] if stopped else expected.tokens)
 
 
 def check_idle(engine: Engine) -> None:
