@@ -252,12 +252,14 @@ def _constant_depth(proposed: ClosedJaxpr) -> int | None:
     """The largest depth of a node in the trees of `propose`; None: it depends on inputs."""
     jaxpr = proposed.jaxpr
     depth = jaxpr.outvars[DraftTree._fields.index("depth")]
+    if isinstance(depth, Literal):
+        return int(np.max(depth.val))
     needed, equations = {depth}, list[Any]()
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
             equations.insert(0, equation)
             needed |= {atom for atom in equation.invars if not isinstance(atom, Literal)}
-    if isinstance(depth, Literal) or needed.intersection(jaxpr.invars):
+    if needed.intersection(jaxpr.invars):
         return None
     program = jaxpr.replace(invars=[], outvars=[depth], eqns=equations)
     (value,) = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, proposed.consts)))()
