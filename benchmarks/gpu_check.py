@@ -79,7 +79,7 @@ from specjax import (  # fmt: skip
 )
 from specjax.compiling import IN_GRAPHS, LOOPS, SCHEDULING
 from specjax.drafters import Drafter
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.engine.keys import Key
 from specjax.engine.memory import temporary_bytes
 from specjax.models import init_params

@@ -126,7 +126,7 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
     import jax
     import specjax_kernels  # noqa: F401 (the engine imports it before it loads)
 
-    import specjax.models.llama  # noqa: F401 (the engine makes its target first)
+    import specjax.models.families  # noqa: F401 (the engine imports it with its target)
     from specjax import checkpoint
     from specjax.compiling import use_compilation_cache
 

@@ -25,7 +25,7 @@ from specjax import checkpoint
 from specjax.compiling import use_compilation_cache
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.drafters.factories import load_drafter, make_drafter
-from specjax.drafters.table import CHOICES, algorithm, algorithms
+from specjax.drafters.options import CHOICES, algorithm, algorithms
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.engine.notes import drafting_summary

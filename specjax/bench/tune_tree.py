@@ -29,8 +29,7 @@ from specjax.bench.sets import ALL, PromptSet, spread
 from specjax.checkpoint.files import write_text
 from specjax.cli import build, flags
 from specjax.drafters import DraftOptions, Ngram, NoDraft
-from specjax.drafters.options import ModelOptions
-from specjax.drafters.tree_shape import candidates
+from specjax.drafters.options import ModelOptions, candidates
 from specjax.load import choose, requested
 from specjax.settings import dashed, setting
 

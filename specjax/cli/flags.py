@@ -17,7 +17,7 @@ from specjax_kernels import IMPLEMENTATIONS
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto
-from specjax.drafters.table import algorithm, algorithms
+from specjax.drafters.options import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults

@@ -1,8 +1,8 @@
-"""The interface of a drafter: a NamedTuple of pure functions. Each algorithm is one file that returns a `Drafter`.
+"""The interface of a drafter: a NamedTuple of pure functions. Guide: docs/drafters.md.
 
 The step calls `propose` for a tree and `observe` with the committed tokens. The text does not depend on the proposed
-tokens. `specjax.drafters.check` checks shapes and dtypes of trees, but not their values: node 0 must be the root, and
-parents must come before children. Guide: docs/drafters.md.
+tokens. `specjax.drafters.check` checks shapes and dtypes, but not values: node 0 must be the root, and parents must
+come before children.
 """
 
 from __future__ import annotations
@@ -130,20 +130,19 @@ def take_rows(leaves: Any, context: Context) -> Any:
 def put_rows(leaves: Any, new: Any, context: Context, seen: Observation) -> Any:
     """Writes `new` [B, ...] to the rows of state leaves [R, ...], for requests with observed tokens."""
 
-    def put(leaf: Array, own: Array) -> Array:
+    def put(leaf: Array, values: Array) -> Array:
         nowhere = leaf.shape[0] + jnp.arange(seen.length.shape[0], dtype=jnp.int32)
         row = jnp.where(seen.length > 0, context.slots, nowhere)
-        return leaf.at[row].set(own, mode="drop", unique_indices=True)
+        return leaf.at[row].set(values, mode="drop", unique_indices=True)
 
     return jax.tree.map(put, leaves, new)
 
 
 def keep_at_page_ends(leaf: Array, values: Array, context: Context, seen: Observation) -> Array:
-    """Writes `values` of tokens at the end of a page to a state leaf [P, ...].
+    """Writes values of the observed tokens [B, C, ...] that end a page to a state leaf [P, ...].
 
-    A request can start with full pages of another request, whose row it does not share. Data of a request's last token
-    is therefore stored per page, too (see `kept_at_page_end`).
-    `values`: [B, C, ...], data of the observed tokens.
+    A request can start with full pages of another request, but without its row. Data of a request's last token is
+    therefore stored for each page, too (see `kept_at_page_end`).
     """
     if not context.page_size:
         return leaf
@@ -161,7 +160,7 @@ def kept_at_page_end(leaf: Array, context: Context) -> tuple[Array, Bool[Array, 
     """Reads the data that `keep_at_page_ends` stored for each request's last committed token.
 
     Returns:
-        Data [B, ...], and bool [B]: whether the token is the last of a page, so that the data is valid.
+        Data [B, ...], and bool [B]: True if the token ends a page, so that the data is valid.
     """
     batch = context.prefix_length.shape[0]
     if not context.page_size:

@@ -1,21 +1,20 @@
-"""Checks that a drafter keeps to its interface, from shapes and dtypes alone.
+"""Checks shapes and dtypes of a drafter's functions, and its declared depth.
 
-`check_drafter` runs before anything is compiled. Each step repeats the checks while it is traced, with its own
-parameters and state.
+`check_drafter` runs before anything is compiled. Each step repeats the checks during its trace, with its parameters and
+state.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Observation, PageSize, Params
@@ -25,30 +24,30 @@ from specjax.sampling import sampling_row
 from specjax.tree import DraftTree
 
 BATCH, ROWS, TABLE, POOL = 3, 5, 17, PoolShape(pages=37, page_size=16)
-"""Sizes of the traced shapes. All differ, so that swapped axes are found."""
-CHUNK = 64  # tokens of a prompt's chunk
+"""Sizes of the traced shapes. All differ, to find swapped axes."""
+CHUNK = 64  # tokens in a chunk of a prompt
 
 TREE_DTYPES = {"tokens": "int32", "parents": "int32", "depth": "int32", "valid": "bool", "scores": "float32"}
 
 
 class DrafterError(TypeError):
-    """A drafter violates the interface of `specjax.Drafter`. The message names the fault and the line of the function;
-    `__cause__` is the exception that the function raised, if any."""
+    """A drafter violates the interface of `specjax.Drafter`. The message states the fault, and file and line of the
+    function; `__cause__` is the function's exception, if there is one."""
 
 
 def check_drafter(drafter: Drafter, target: Target, params: Params | None = None, *, batch: int = BATCH) -> None:
-    """Checks a drafter by tracing its three functions; nothing is compiled or run.
+    """Checks a drafter by tracing its three functions; none of them is compiled or run.
 
-    The checks cover the declared `width` and `depth`, the requested features, the shapes and dtypes of the trees
-    (int32 tokens, parents and depth, bool valid, float32 scores, each [B, N]), and that `propose` and `observe` return
-    a state of the form that `init` made.
+    The checks cover the declared `width`, the declared `depth` if the trees' depths do not depend on inputs, the
+    requested features, shapes and dtypes of the trees (int32 tokens, parents and depth, bool valid, float32 scores,
+    each [B, N]), and the state that `propose` and `observe` return.
 
     Args:
         drafter: the drafter.
         target: the model that it drafts for.
-        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: a function that reads parameters
-            and fails is only checked when a step is first traced.
-        batch: B, the requests in the traced shapes.
+        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: functions that read parameters may
+            fail here without an error; the first step's trace checks them.
+        batch: B, number of requests in the traced shapes.
 
     Raises:
         DrafterError: the drafter violates the interface, or one of its functions fails while it is traced.
@@ -57,10 +56,10 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
         raise DrafterError(f"drafter must be a specjax.Drafter, got {_kind(drafter)}")
     _check_declared(drafter, target)
     trace = partial(_trace, drafter, _target_shapes(target) if params is None else params)
-    made = trace("init", lambda params: drafter.init(params, ROWS, POOL))
-    if made is None:
+    initialised = trace("init", lambda params: drafter.init(params, ROWS, POOL))
+    if initialised is None:
         return
-    _, state = made
+    _, state = initialised
     struct: Any = jax.ShapeDtypeStruct
     number, page_table = struct((batch,), np.int32), struct((batch, TABLE), np.int32)
     active, salt = struct((batch,), np.bool_), struct((batch,), np.uint32)
@@ -69,14 +68,14 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
     context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
     proposed = trace("propose", lambda *args: checked_propose(drafter, *args), state, context)
     if proposed is not None:
-        depth = _bounds(proposed[0].jaxpr, proposed[0].consts)[DraftTree._fields.index("depth")]
-        if drafter.depth > depth.most or (depth.reached and drafter.depth < depth.most):
+        depth = _constant_depth(proposed[0])
+        if depth is not None and depth != drafter.depth:
             raise DrafterError(
-                f"{_name(drafter, 'propose')} builds trees of depth {depth.most:g}, and the drafter declares depth="
-                f"{drafter.depth}: declare depth={depth.most:g}"
+                f"{_name(drafter, 'propose')} builds trees of depth {depth}, and the drafter declares depth="
+                f"{drafter.depth}: declare depth={depth}"
             )
     size = feature_size(drafter.features, target)
-    for width in sorted({drafter.depth + 1, CHUNK}):  # a path of a tree, and the chunk of a prompt
+    for width in sorted({drafter.depth + 1, CHUNK}):  # a path of a tree, and a chunk of a prompt
         block = struct((batch, width), np.int32)
         features = None if size is None else struct((batch, width, size), jnp.dtype(target.config.dtype))
         observation = Observation(block, block, features, number)
@@ -84,7 +83,7 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
 
 
 def is_own(drafter: Drafter) -> bool:
-    """True for the drafters of this package. Its tests check them; tracing a draft head takes seconds."""
+    """True for drafters of this package, which its tests check; tracing a draft head takes seconds."""
     return (_function(drafter.propose).__module__ or "").startswith("specjax.")
 
 
@@ -107,13 +106,13 @@ def checked_propose(
         raise DrafterError(f"{name} must return (DraftTree, state), and the first is {_kind(tree)}")
     batch = context.root.shape[0]
     for field, dtype in TREE_DTYPES.items():
-        found = getattr(tree, field)
-        if found is None or str(jnp.result_type(found)) != dtype or len(jnp.shape(found)) != 2:
-            raise DrafterError(f"{name}: the tree's {field} must be {dtype} [B, N], and are {_array(found)}")
-        if jnp.shape(found) != (batch, drafter.width):
+        leaf = getattr(tree, field)
+        if leaf is None or str(jnp.result_type(leaf)) != dtype or len(jnp.shape(leaf)) != 2:
+            raise DrafterError(f"{name}: the tree's {field} must be {dtype} [B, N], and are {_array(leaf)}")
+        if jnp.shape(leaf) != (batch, drafter.width):
             raise DrafterError(
-                f"{name}: the tree's {field} are [B, N] = {list(jnp.shape(found))}; B is {batch} here, and the drafter "
-                f"declares width={drafter.width} nodes, the root among them"
+                f"{name}: the tree's {field} are [B, N] = {list(jnp.shape(leaf))}; B is {batch} here, and the drafter "
+                f"declares width={drafter.width} nodes, including the root"
             )
     _check_state(name, state, after)
     return tree, after
@@ -133,15 +132,15 @@ def checked_observe(
 
 
 def feature_size(features: Features, target: Target) -> int | None:
-    """F, the number of features that a drafter reads of each token; None: no features."""
+    """F, number of features of each token that a drafter reads; None: no features."""
     if features is None:
         return None
     return target.config.hidden_size * (1 if features == "final" else len(features))
 
 
 class _Unknown(Params):
-    """Float parameters of the target, or none. The real ones may be quantised. `read`: they were read, which may be the
-    cause of a later failure."""
+    """Stands for parameters that are not given: float shapes of the target, which may differ from the real parameters
+    (quantised, for example). `read`: a function has read them, so its failure may be due to them."""
 
     read = False
 
@@ -156,7 +155,7 @@ class _Unknown(Params):
 
 
 def _target_shapes(target: Target) -> _Unknown:
-    """Shapes of the target's parameters, if its family is one of ours."""
+    """Shapes of the target's parameters, if its family is part of this package."""
     try:
         return _Unknown(jax.eval_shape(partial(init_params, target.config), jax.random.key(0)))
     except ValueError:
@@ -166,19 +165,19 @@ def _target_shapes(target: Target) -> _Unknown:
 def _trace(
     drafter: Drafter, params: Params, what: str, function: Callable[..., Any], *args: Any
 ) -> tuple[ClosedJaxpr, Any] | None:
-    """The jaxpr of a function of the drafter, and the shapes of its results. None: it needs unknown parameters."""
-    known = list[Params]()
+    """Traces a function of the drafter: its jaxpr and the shapes of its results. None: it needs unknown parameters."""
+    traced = list[Params]()
 
     def call(leaves: tuple[Any, Any], *args: Any) -> Any:
-        known.append(type(params)(*leaves))
-        return function(known[-1], *args)
+        traced.append(type(params)(*leaves))
+        return function(traced[-1], *args)
 
     try:
         return jax.make_jaxpr(call, return_shape=True)(tuple(params), *args)
     except DrafterError:
         raise
     except Exception as error:
-        if any(isinstance(each, _Unknown) and each.read for each in known):
+        if any(isinstance(unknown, _Unknown) and unknown.read for unknown in traced):
             return None
         reason = str(error).strip().partition("\n")[0]
         raise DrafterError(
@@ -188,24 +187,24 @@ def _trace(
 
 def _check_declared(drafter: Drafter, target: Target) -> None:
     name, layers = f"drafter {drafter.name!r}", target.config.num_layers
-    for field, least in (("width", 1), ("depth", 0)):
+    for field, minimum in (("width", 1), ("depth", 0)):
         value = getattr(drafter, field)
-        if not _is_integer(value) or value < least:
-            raise DrafterError(f"{name}: {field} must be an integer of at least {least}, got {value!r}")
+        if not _is_integer(value) or value < minimum:
+            raise DrafterError(f"{name}: {field} must be an integer of at least {minimum}, got {value!r}")
     if not (drafter.depth < drafter.width and (drafter.depth or drafter.width == 1)):
         raise DrafterError(
-            f"{name} declares width={drafter.width} and depth={drafter.depth}: a tree of {drafter.width} nodes, the "
-            f"root of depth 0 among them, has a depth from {min(1, drafter.width - 1)} to {drafter.width - 1}"
+            f"{name} declares width={drafter.width} and depth={drafter.depth}: a tree of {drafter.width} nodes, "
+            f"including the root of depth 0, has a depth from {min(1, drafter.width - 1)} to {drafter.width - 1}"
         )
     if not all(_is_integer(width) and 1 <= width <= drafter.width for width in drafter.widths):
         raise DrafterError(f"{name}: widths must be integers from 1 to width={drafter.width}, got {drafter.widths!r}")
     features = drafter.features
     if features is None or features == "final":
         return
-    known = isinstance(features, tuple) and len(features) > 0
-    if not known or not all(_is_integer(layer) and 0 <= layer < layers for layer in features):
+    listed = isinstance(features, tuple) and len(features) > 0
+    if not listed or not all(_is_integer(layer) and 0 <= layer < layers for layer in features):
         raise DrafterError(
-            f"{name} asks for features={features!r}; the target has layers 0 to {layers - 1}: give a tuple of these, "
+            f"{name} asks for features={features!r}; the target has layers 0 to {layers - 1}: give a tuple of layers, "
             "'final' for the last hidden state, or None"
         )
 
@@ -230,7 +229,7 @@ def _check_state(name: str, before: DraftState, after: DraftState) -> None:
 
 
 def _name(drafter: Drafter, what: str) -> str:
-    """Name of a drafter's function with its file and line, for errors."""
+    """A function's name with its file and line, for errors."""
     code = getattr(_function(getattr(drafter, what)), "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{what} of drafter {drafter.name!r}{where}"
@@ -249,79 +248,19 @@ def _array(value: Any) -> str:
         return _kind(value)
 
 
-class _Bound(NamedTuple):
-    """The largest element that an integer array can have.
-
-    Attributes:
-        most: an upper bound; inf: not known.
-        reached: whether some input leads to it.
-        constant: whether the array is the same for all inputs.
-    """
-
-    most: float = math.inf
-    reached: bool = False
-    constant: bool = False
-
-
-KEEP_ELEMENTS = frozenset(
-    [
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "reduce_max",
-        "reshape",
-        "rev",
-        "squeeze",
-        "transpose",
-    ]
-)
-SELECT_ELEMENTS = frozenset(["cummax", "dynamic_slice", "gather", "slice"])
-
-
-def _bounds(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[_Bound] = ()) -> list[_Bound]:
-    """Bounds of a program's outputs. Trees of `chain` and constant trees have exact ones."""
-    known: dict[Any, _Bound] = dict(zip(jaxpr.invars, given, strict=False))
-    known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
-
-    def read(atom: Any) -> _Bound:
-        return _constant(atom.val) if isinstance(atom, Literal) else known.get(atom, _Bound())
-
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, [read(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr")
-        if name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
-            known |= zip(equation.outvars, _bounds(inner.jaxpr, inner.consts, operands), strict=True)
-            continue
-        constant = all(operand.constant for operand in operands)
-        largest = max(operands, default=_Bound())
-        found = _Bound(constant=constant)
-        if name == "iota":
-            found = _Bound(equation.params["shape"][equation.params["dimension"]] - 1.0, True, True)
-        elif name in ("concatenate", "pad"):
-            found = _Bound(largest.most, largest.reached, constant)
-        elif name == "select_n":  # which elements a constant predicate takes is not followed
-            largest = max(operands[1:])
-            found = _Bound(largest.most, largest.reached and not operands[0].constant, constant)
-        elif name == "add":
-            scalar = any(
-                getattr(atom.aval, "shape", None) == () and each.constant
-                for atom, each in zip(equation.invars, operands, strict=True)
-            )
-            found = _Bound(
-                sum(each.most for each in operands), scalar and all(each.reached for each in operands), constant
-            )
-        elif name in ("max", "min"):
-            found = _Bound((max if name == "max" else min)(each.most for each in operands), False, constant)
-        elif name in KEEP_ELEMENTS:
-            found = operands[0]
-        elif name in SELECT_ELEMENTS:
-            indices = operands[1:]
-            free = bool(indices) and not any(each.constant for each in indices)
-            found = _Bound(operands[0].most, operands[0].reached and free, constant)
-        known[equation.outvars[0]] = found
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _constant(value: Any) -> _Bound:
-    return _Bound(float(np.max(value)) if np.size(value) else -math.inf, True, True)
+def _constant_depth(proposed: ClosedJaxpr) -> int | None:
+    """The largest depth of a node in the trees of `propose`; None: it depends on inputs."""
+    jaxpr = proposed.jaxpr
+    depth = jaxpr.outvars[DraftTree._fields.index("depth")]
+    if isinstance(depth, Literal):
+        return int(np.max(depth.val))
+    needed, equations = {depth}, list[Any]()
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            equations.insert(0, equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, Literal)}
+    if needed.intersection(jaxpr.invars):
+        return None
+    program = jaxpr.replace(invars=[], outvars=[depth], eqns=equations)
+    (value,) = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, proposed.consts)))()
+    return int(np.max(value))

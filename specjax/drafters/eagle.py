@@ -1,16 +1,14 @@
 """EAGLE: a head of one layer continues the target's features, level by level.
 
-Serves EAGLE-1/2, EAGLE-3 and MTP heads alike (`specjax.models.draft_head`; `specjax.models.mtp`, if there is one);
-`grow` makes the tree, EAGLE-2's. n tokens are committed, the root x_n is the last one drawn, and the head's cache holds
-n slots, slot t made of (f_t, x_{t+1}):
+For EAGLE-1/2, EAGLE-3 and MTP heads (`specjax.models.draft_head`, `specjax.models.mtp`). `grow` builds EAGLE-2's tree.
+n tokens are committed, and the root x_n was drawn last. The head's cache holds n slots; slot t reads (f_t, x_{t+1}):
 
-    observe   writes the keys and values of the slots of new tokens, from the TARGET's features: no attention, no MLP.
-              The row keeps the fused feature of the last token, f_{n-1}
-    propose   runs the head over the last slot, (f_{n-1}, x_n): its output predicts level 1. A node of a level reads its
-              parent's output as the feature, at position n + level - 1
+    observe   writes keys and values of new slots, from the target's features, without attention and MLP; the row keeps
+              the fused feature of the last token, f_{n-1}
+    propose   runs the head over the last slot, (f_{n-1}, x_n), whose output predicts level 1; a node of level l stands
+              at position n + l - 1 and reads its parent's output as the feature
 
-So observing is cheap, always happens, and drafting may begin or pause at any step. docs/algorithms.md derives the
-alignment.
+docs/algorithms.md has the alignment.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Coupling
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import Coupling, TreeShape
 from specjax.models.blocks import Past, joined
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_spec
@@ -39,19 +36,26 @@ from specjax.tree import DraftTree
 
 
 class EagleState(NamedTuple):
-    cache: Any  # [P, S, ...] leaves, such as a `KeyValue`: the head's one layer, in the target's pages
-    feature: Float[Array, "R M"]  # the fused feature of the row's last committed token
+    cache: Any  # [P, S, ...] leaves, such as a `KeyValue`: the head's layer, by the target's page table
+    feature: Float[Array, "R M"]  # fused feature of each row's last committed token
 
 
 def eagle_drafter(
     target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, backend: str | None = None,
     explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
-    """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
-    vocabulary has fewer tokens than the tree needs. `backend`: as for the target."""
-    of_target = isinstance(head, MtpConfig)
-    limit = positions or (None if isinstance(head, MtpConfig) else head.max_positions)
-    model = MtpHead(head, target, backend) if of_target else draft_head(head, target, backend=backend)
+    """Drafts with a head whose parameters are `Params.draft`. All nodes of a tree are valid, unless the head's
+    vocabulary has too few tokens for it.
+
+    Args:
+        backend: attention implementation, as for the target.
+        explicit_width, note: fields of `Drafter`.
+        positions: maximum position, default the head's.
+    """
+    if isinstance(head, MtpConfig):
+        model, limit = MtpHead(head, target, backend), positions
+    else:
+        model, limit = draft_head(head, target, backend=backend), positions or head.max_positions
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
@@ -70,10 +74,10 @@ def eagle_drafter(
             before: Any,
         ) -> Read:  # fmt: skip
             positions = jnp.broadcast_to(context.prefix_length[:, None] + (level - 1), tokens.shape)
-            found = run(tokens, feature, positions, mask, context.attended, before)
-            return found._replace(keys=joined(before, found.keys))
+            output = run(tokens, feature, positions, mask, context.attended, before)
+            return output._replace(keys=joined(before, output.keys))
 
-        # The last slot's keys are in the pages, too, where the levels read them. Before the first token there is none.
+        # Levels read the last slot's keys from the pages. An empty text has no slot.
         last = context._replace(prefix_length=jnp.maximum(context.prefix_length - 1, 0))
         feature = take_rows(state.feature, context)[:, None]
         start = run(context.root[:, None], feature, last.prefix_length[:, None], CAUSAL, last.attended, None)
@@ -87,7 +91,7 @@ def eagle_drafter(
         embedded = model.embed(params.target, params.draft, seen.next_tokens)
         feature = model.fuse(params.draft, seen.features)
         block = model.keep(params.draft, embedded, feature, context.prefix_length[:, None] + offset)
-        # A value that is not finite would spread to all requests that hold the page later.
+        # A value that is not finite would spread to later requests with this page.
         block = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf)), block)
         cache = commit(state.cache, block, context.page_table, context.prefix_length, seen.length, after=())
         last = jnp.take_along_axis(feature, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]

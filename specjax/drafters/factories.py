@@ -1,4 +1,4 @@
-"""Makes drafters: from options, or from outside, as docs/drafters.md explains."""
+"""Makes drafters from options, or from functions outside of this package (docs/drafters.md)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft
+from specjax.drafters.options import DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
 from specjax.drafters.standalone import standalone_drafter
-from specjax.drafters.table import options_of
-from specjax.drafters.tree_shape import TreeShape
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 
@@ -29,18 +27,18 @@ def make_drafter(
     model: Target | None = None, backend: str | None = None, automatic: TreeShape | None = None,
     platform: str | None = None,
 ) -> Drafter:  # fmt: skip
-    """The drafter of an algorithm.
+    """Makes the drafter of an algorithm.
 
     Args:
-        draft: its options, or its name in any case for the defaults; not AUTO, which needs a model to choose for.
-        target, head: for algorithms with a draft head; the head's parameters go into `Params.draft`.
+        draft: options, or an algorithm's name for the defaults; not AUTO, which needs a model to choose for.
+        target, head: for algorithms with a draft head, whose parameters go into `Params.draft`.
         model: for STANDALONE, with `target`; its `StandaloneParams` go into `Params.draft`.
-        backend: the head's attention implementation; a model has its own.
-        automatic: the tree where the options give no number of it; None: the algorithm and the target's family decide.
-        platform: that it will run on, "cpu" or "gpu"; None: this process's.
+        backend: attention implementation of the head.
+        automatic: the tree if the options give no number; None: it depends on the algorithm and the target's family.
+        platform: "cpu" or "gpu"; None: this process's.
 
     Raises:
-        ValueError: no such algorithm, or not the head or model that it needs.
+        ValueError: the algorithm does not exist, or its head or model is missing.
     """
     options, platform = options_of(draft), platform or jax.default_backend()
     if isinstance(options, NoDraft):
@@ -50,54 +48,45 @@ def make_drafter(
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
     if options.kind is None:
-        return _standalone(options, target, model, automatic)
+        if target is None or model is None:
+            missing = " and ".join(name for name, value in (("target", target), ("model", model)) if value is None)
+            raise ValueError(f"{options.algorithm} needs a target and {options.needs}; missing: {missing}")
+        return standalone_drafter(target, model, **_tree_arguments(options, target, automatic))
     if target is None or head is None or options.kind != head.kind:
-        given = "no head" if head is None else f"a head of kind {head.kind!r}"
-        given += " and no target" if target is None else ""
+        stated = "no head" if head is None else f"a head of kind {head.kind!r}"
+        stated += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
-        raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
-    tree = _tree(options, target, automatic)._asdict()
+        raise ValueError(f"{options.algorithm} needs {needed}, got {stated}")
+    arguments = _tree_arguments(options, target, automatic)
     if isinstance(head, MtpConfig):
-        return mtp_drafter(target, head, backend=backend, **tree)
-    return eagle_drafter(target, head, backend=backend, **tree)
+        return mtp_drafter(target, head, backend=backend, **arguments)
+    return eagle_drafter(target, head, backend=backend, **arguments)
 
 
-def _standalone(
-    options: ModelOptions, target: Target | None, model: Target | None, automatic: TreeShape | None
-) -> Drafter:
-    if target is None or model is None:
-        missing = " and ".join(name for name, given in (("target", target), ("model", model)) if given is None)
-        raise ValueError(f"{options.algorithm} needs a target and {options.needs}; what is missing is {missing}")
-    return standalone_drafter(target, model, **_tree(options, target, automatic)._asdict())
-
-
-class _Tree(NamedTuple):
-    """The arguments that drafters with trees share."""
-
-    shape: TreeShape
-    explicit_width: bool
-    note: str
-    positions: int | None
-    coupling: Coupling
-
-
-def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None) -> _Tree:
+def _tree_arguments(options: ModelOptions, target: Target, automatic: TreeShape | None) -> dict[str, Any]:
+    """The arguments that all drafters with a draft model share."""
     shape = options.shape(automatic or options.automatic(target.config.family))
     if options.nodes not in (None, shape.nodes):
         words = "%d draft tokens, not %d: with top-k 1 the draft is a chain of steps + 1 tokens"
         logger.warning(words, shape.nodes, options.nodes)
-    given = [number is not None for number in (options.steps, options.topk, options.nodes)]
-    how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
-    return _Tree(shape, any(given), f"{shape} ({how})", options.positions, options.coupling)
+    explicit = [number is not None for number in (options.steps, options.topk, options.nodes)]
+    origin = "set by options" if all(explicit) else "partly automatic" if any(explicit) else "automatic"
+    return {
+        "shape": shape,
+        "explicit_width": any(explicit),
+        "note": f"{shape} ({origin})",
+        "positions": options.positions,
+        "coupling": options.coupling,
+    }
 
 
 class Speculation(NamedTuple):
-    """A drafter and what belongs to it.
+    """A drafter with its parameters and a verifier.
 
     Attributes:
-        drafter: the algorithm, which proposes trees.
-        params: its parameters, which its functions get as `Params.draft`; None: it has none.
-        verify: decides which drafts are accepted; the default keeps the text the target's own.
+        drafter: proposes trees.
+        params: `Params.draft` of its functions; None: it has no parameters.
+        verify: decides which drafts are accepted; the default is lossless.
     """
 
     drafter: Drafter
@@ -106,53 +95,51 @@ class Speculation(NamedTuple):
 
 
 DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
-"""Makes a drafter for a target, whose configuration it may look at."""
+"""Makes a drafter for a target."""
 
 
 class DrafterTypeError(TypeError, ValueError):
-    """A factory returned something else. A ValueError, too, since a command line names the factory."""
+    """A factory returned another type. Also a ValueError, because command lines name factories."""
 
 
 def load_drafter(name: str) -> DrafterFactory:
-    """The factory that ``module:function`` names. Imports the module, which must be on Python's path.
+    """Imports the factory ``module:function``; the module must be on Python's path.
 
     Raises:
-        ValueError: the name has another form, or there is no such module or function.
+        ValueError: the name has another form, or the module or the function does not exist.
     """
     module, colon, attribute = name.partition(":")
     if not (colon and attribute and all(part.isidentifier() for part in module.split("."))):
         raise ValueError(f"drafter {name!r}: write module:function, such as my_drafter:make")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except SyntaxError as error:
         raise ValueError(f"drafter {name!r}: cannot import {module}: {error}") from error
     except ImportError as error:
         raise ValueError(f"drafter {name!r}: cannot import {module} ({error}); is its folder in PYTHONPATH?") from error
-    factory = getattr(found, attribute, None)
+    factory = getattr(imported, attribute, None)
     if not callable(factory):
         problem = "has no function" if factory is None else f"has a {type(factory).__name__}, no function, named"
-        own = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == module]
-        raise ValueError(f"drafter {name!r}: {module} {problem} {attribute}; it defines: {', '.join(own) or 'none'}")
+        defined = [key for key, value in vars(imported).items() if getattr(value, "__module__", None) == module]
+        raise ValueError(
+            f"drafter {name!r}: {module} {problem} {attribute}; it defines: {', '.join(defined) or 'none'}"
+        )
     return cast(DrafterFactory, factory)
 
 
-def _name_of(factory: DrafterFactory) -> str:
-    module, name = (getattr(factory, each, None) for each in ("__module__", "__qualname__"))
-    return f"{module}:{name}" if module and name else repr(factory)
-
-
 def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> Speculation:
-    """What a ready drafter, a factory or its name gives for a target.
+    """Makes the speculation of a drafter, a factory or a factory's name.
 
     Raises:
-        ValueError: see `load_drafter`. DrafterTypeError: the factory returns something else.
+        ValueError: see `load_drafter`. DrafterTypeError: the factory returned another type.
     """
     if isinstance(given, Drafter):
         return Speculation(given)
-    made = (load_drafter(given) if isinstance(given, str) else given)(target)
-    if isinstance(made, Drafter):
-        return Speculation(made)
-    if not isinstance(made, Speculation):
-        name = given if isinstance(given, str) else _name_of(given)
-        raise DrafterTypeError(f"drafter {name!r} returned {made!r:.80}; it must return a Drafter or a Speculation")
-    return made
+    result = (load_drafter(given) if isinstance(given, str) else given)(target)
+    if isinstance(result, Drafter):
+        return Speculation(result)
+    if not isinstance(result, Speculation):
+        module, name = (getattr(given, key, None) for key in ("__module__", "__qualname__"))
+        name = given if isinstance(given, str) else f"{module}:{name}" if module and name else repr(given)
+        raise DrafterTypeError(f"drafter {name!r} returned {result!r:.80}; it must return a Drafter or a Speculation")
+    return result

@@ -1,11 +1,11 @@
-"""EAGLE-2's tree: a draft model is run level by level, and the best candidates form a tree.
+"""EAGLE-2's tree: a draft model runs level by level, and the best candidates form the tree.
 
-    start      what the model read last -> the k likeliest tokens: level 1
-    D - 1 times: the k best of a level run in one forward (they see what is committed, their ancestors and themselves)
-               and bring k candidates each
-    of all candidates the N - 1 best by cumulative log-probability are the tree
+    start       the model's output after the root gives the k likeliest tokens: level 1
+    D - 1 times the k best nodes of a level run in one forward, in which they see committed tokens, their ancestors and
+                themselves; each adds k candidates
+    end         the root and the N - 1 best of all candidates, by cumulative log-probability, form the tree
 
-A drafter gives the forward as a function. The keys of tree nodes never reach a page. Source: SafeAILab/EAGLE
+A drafter supplies the forward as a function. Keys of tree nodes are never written to pages. Source: SafeAILab/EAGLE
 `topK_genrate`.
 """
 
@@ -24,35 +24,34 @@ from specjax_kernels import largest, pack_bits
 
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
 from specjax.drafters.coupling import with_noise
-from specjax.drafters.options import Coupling
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import Coupling, TreeShape
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
 
 
 class Read(NamedTuple):
-    """What a draft model says after it has read k tokens of each request."""
+    """Output of a draft model that has read k tokens of each request."""
 
-    logits: Float32[Array, "B k W"]  # over the draft's own tokens
-    carry: Any  # a pytree of [B, k, ...] leaves that a forward reads of the parents, such as their outputs
-    keys: Any  # a pytree of [B, C, ...] leaves: what uncommitted tokens of all levels so far left for later ones; None
+    logits: Float32[Array, "B k W"]  # over the draft's vocabulary
+    carry: Any  # pytree of [B, k, ...] leaves for the nodes' children, such as the model's outputs
+    keys: Any  # pytree of [B, C, ...] leaves: keys of the uncommitted tokens of all levels so far; or None
 
 
 ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#B k words"], Any], Read]
-"""(level from 1, the target's ids, the parents' carry, packed mask over keys old and new, old keys) -> Read."""
+"""(level from 1, target ids, the parents' carry, packed mask over earlier and new keys, earlier keys) -> Read."""
 
 
 def growing_drafter(
     name: str, features: Features, shape: TreeShape, *, init: Any, propose: Any, observe: Any, explicit_width: bool,
     note: str, positions: int | None = None, coupling: Coupling = "none", costly_observe: bool = False,
 ) -> Drafter:  # fmt: skip
-    """The drafter of these functions, which runs a model and proposes trees of this shape, or of a smaller one.
+    """Makes a drafter that runs a model and proposes trees of this shape, or of a smaller one (`Drafter.resize`).
 
     Args:
-        propose: takes the shape first.
-        positions: where a tree would reach beyond these of a text, nothing is proposed; None: there is no such limit.
+        propose: `Drafter.propose` with the shape as its first argument.
+        positions: maximum position; a tree that would reach beyond it is not proposed. None: no limit.
     """
 
-    def inside(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
+    def limited(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
         tree, state = propose(shape, params, state, context)
         if positions is not None:
             fits = context.prefix_length + shape.steps <= positions
@@ -61,52 +60,52 @@ def growing_drafter(
 
     limit = "" if positions is None else f"; within the first {positions} tokens of a text"
 
-    def of(shape: TreeShape) -> Drafter:
+    def with_shape(shape: TreeShape) -> Drafter:
         return Drafter(
             name,
             features,
             width=shape.nodes,
             depth=shape.depth,
             init=init,
-            propose=partial(inside, shape),
+            propose=partial(limited, shape),
             observe=observe,
             explicit_width=explicit_width,
             runs_model=True,
             topk=shape.topk,
             chains=shape.topk == 1,
-            resize=lambda nodes: of(shape.within(nodes)),
+            resize=lambda nodes: with_shape(shape.within(nodes)),
             costly_observe=costly_observe,
             coupling=coupling,
             note=note + limit,
         )
 
-    return of(shape)
+    return with_shape(shape)
 
 
 class _Level(NamedTuple):
-    """The nodes of a level that are expanded: k of them, the best first."""
+    """The k nodes of a level that are expanded, best first."""
 
-    tokens: Int32[Array, "B k"]  # the target's ids
+    tokens: Int32[Array, "B k"]  # target ids
     scores: Float32[Array, "B k"]
-    carry: Any  # the parents', [B, k, ...] leaves
-    visible: Any  # bool [B, k, C]: which uncommitted keys each sees, its ancestors' and its own, the last k of C; of
-    # numpy where that is known at trace time
-    place: Int32[Array, "B k"]  # in the pool
+    carry: Any  # of their parents, [B, k, ...] leaves
+    visible: Any  # bool [B, k, C]: uncommitted keys that a node sees: its ancestors' and, among the last k, its own; a
+    # numpy array if it is known at trace time
+    place: Int32[Array, "B k"]  # index in the pool of candidates
 
 
 def grow(
     context: Context, shape: TreeShape, start: Read, read: ReadLevel,
     target_ids: Callable[[Int32[Array, "..."]], Int32[Array, "..."]] = lambda ids: ids, *, coupling: Coupling = "noise",
 ) -> DraftTree:  # fmt: skip
-    """Expands level by level, then keeps the best candidates; with top-k 1 all of them, a chain.
+    """Expands level by level, then keeps the best candidates; with top-k 1 all of them, as a chain.
 
-    The loop is unrolled: each level has one key block more to attend to, and a GPU runs it without asking the host.
+    The loop is unrolled: each level attends to one more block of keys, and a GPU needs no decision by its host.
 
     Args:
-        start: [B, 1, ...]: what the draft says after the root. All nodes see its keys, if it has any.
+        start: [B, 1, ...]: the draft's output after the root. All nodes see its keys, if there are any.
         read: one forward over a level's nodes.
-        target_ids: the target's ids of the draft's tokens.
-        coupling: whether rows that sample draft with the target's noise; see `specjax.drafters.coupling`.
+        target_ids: maps the draft's token ids to the target's.
+        coupling: "noise": sampling rows draft with the target's noise (`specjax.drafters.coupling`).
     """
     k, batch = shape.topk, start.logits.shape[0]
     is_chain = k == 1
@@ -116,7 +115,7 @@ def grow(
     def candidates(
         level: int, logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
     ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
-        """Tokens and scores of each node's k likeliest continuations, which are at this level."""
+        """Tokens and scores of this level: k continuations of each node above."""
         if coupling == "noise":
             logits = with_noise(context, level, ids, logits, chain=is_chain)
         if is_chain:  # an argmax costs less than a top-k
@@ -135,19 +134,19 @@ def grow(
 
     tokens, scores = candidates(1, start.logits, jnp.zeros((batch, 1), jnp.float32))
     pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
-    own = np.broadcast_to(np.eye(k, dtype=bool), (batch, k, k))
+    itself = np.broadcast_to(np.eye(k, dtype=bool), (batch, k, k))
     place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     carry = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, k, *leaf.shape[2:])), start.carry)
     keys = start.keys
     seen = jax.tree.leaves(keys)[0].shape[1] if keys is not None else 0
-    visible = np.concatenate([np.ones((batch, k, seen), bool), own], axis=2)
+    visible = np.concatenate([np.ones((batch, k, seen), bool), itself], axis=2)
     nodes = _Level(tokens, scores, carry, visible, place)
     for level in range(1, steps):
-        # A mask known at trace time is that of all rows. For several of them XLA:GPU would fill an array.
+        # A mask that is known at trace time is equal for all rows; XLA:GPU would fill an array of several rows.
         mask = nodes.visible[:1] if isinstance(nodes.visible, np.ndarray) else nodes.visible
-        found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(mask)), keys)
-        tokens, scores = candidates(level + 1, found.logits, nodes.scores)
-        carry, keys = found.carry, found.keys
+        output = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(mask)), keys)
+        tokens, scores = candidates(level + 1, output.logits, nodes.scores)
+        carry, keys = output.carry, output.keys
         first = sum(part.tokens.shape[1] for part in pool)
         pool.append(Pool(tokens, jnp.repeat(nodes.place, k, axis=1), jnp.full_like(tokens, level + 1), scores))
         if is_chain:
@@ -160,10 +159,10 @@ def grow(
                 tokens=jnp.take_along_axis(tokens, index, axis=1),
                 scores=best,
                 carry=to_children(carry, parent),
-                visible=jnp.concatenate([visible, own], axis=2),
+                visible=jnp.concatenate([visible, itself], axis=2),
                 place=first + index,
             )
-    whole = Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)))
+    pooled = Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)))
     if not is_chain:
-        return rerank(context.root, whole, shape.nodes)
-    return chain(context.root, whole.tokens, jnp.full(batch, steps, jnp.int32), whole.scores)
+        return rerank(context.root, pooled, shape.nodes)
+    return chain(context.root, pooled.tokens, jnp.full(batch, steps, jnp.int32), pooled.scores)

@@ -17,6 +17,7 @@ acceptance: every match is checked against the ring.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,22 +40,22 @@ from specjax.drafters.base import (
 from specjax.drafters.options import Ngram
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank, roots
 
-NOWHERE = -1  # no ring position: an empty table entry, the end of a chain; never an index to write at
-WAYS = 8  # positions that a bucket of the table holds
+NOWHERE = -1  # no ring position: an empty table entry or the end of a text; never an index to write at
+WAYS = 8  # positions in a bucket of the table
 
 
 class NgramState(NamedTuple):
-    """The ring (Q tokens), the table (Y buckets), and the end of each row's text in the ring."""
+    """A ring of Q tokens, a table of Y buckets, and the end of each row's text in the ring."""
 
     tokens: Int32[Array, "Q"]
     next: Int32[Array, "Q"]  # ring position of the request's next token
     previous: Int32[Array, "Q"]
     salt: UInt32[Array, "Q"]
-    table: Int32[Array, "Y 8"]  # ring positions at which a window with this hash ended
-    cursor: Int32[Array, ""]  # the next ring position to write: the oldest token
+    table: Int32[Array, "Y 8"]  # ring positions where windows with this hash ended
+    cursor: Int32[Array, ""]  # next ring position to write: the oldest token
     tail: Int32[Array, "R"]  # ring position of the row's last committed token
     recent: Int32[Array, "R W1"]  # the row's last W - 1 committed tokens, NO_TOKEN before its start
-    length: Int32[Array, "R"]  # tokens seen of the row; tells a new request from a continued one
+    length: Int32[Array, "R"]  # tokens observed of the row; differs from `prefix_length` for a new request
     ends: Int32[Array, "P W"]  # `tail` and `recent` at the last token of each page, for requests that start after it
 
 
@@ -64,7 +65,7 @@ DEFAULT = Ngram()
 def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
     """Drafts by matching. [B, N] trees; where nothing matches only the root is valid."""
     window = config.max_match
-    # A token has an entry for each window size. At most four places a token keep most entries for a whole turn.
+    # Each token has an entry for each window size. Four places a token keep most entries until it is overwritten.
     sizes = window - config.min_match + 1
     buckets = 1 << max(config.capacity * min(sizes, 4) // WAYS - 1, 1).bit_length()
 
@@ -90,13 +91,12 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         del params
         recent, _ = _row_tail(state, context)
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
-        found, agreeing = _matches(state, suffix, context.salt, config, least)
+        positions, agreeing = _matches(state, suffix, context.salt, config, least)
 
         def merged() -> DraftTree:
-            leads_on = _follow(state.next, state.previous, found) != NOWHERE
-            matched = jnp.where((agreeing >= config.min_match) & leads_on, agreeing, 0)
-            candidates = jax.vmap(lambda found, matched, salt: _candidates(state, found, matched, salt, config))
-            pool = candidates(found, matched, context.salt)
+            continues = _follow(state.next, state.previous, positions) != NOWHERE
+            matched = jnp.where((agreeing >= config.min_match) & continues, agreeing, 0)
+            pool = jax.vmap(partial(_candidates, state, config))(positions, matched, context.salt)
             pad = ((0, 0), (0, max(places - pool.tokens.shape[1], 0)))  # `rerank` needs a candidate for each place
             scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
             pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
@@ -107,7 +107,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
                 scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
             return rerank(context.root, pool._replace(scores=scores), config.width)
 
-        if jax.default_backend() != "cpu":  # where a branch may cost more than it leaves out
+        if jax.default_backend() != "cpu":  # a branch may cost more than it saves
             return merged(), state
         some = jnp.any(context.active[:, None] & (agreeing >= least))
         return jax.lax.cond(some, merged, lambda: roots(context.root, config.width)), state
@@ -121,28 +121,30 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         propose=propose,
         observe=lambda params, state, context, seen: _append(state, context, seen, config),
         note=f"remembers the last {config.capacity:,} tokens of all requests",
-        # One width between 1 and N: that of weak matches if they draft, else one for batches too large for N.
+        # One width between 1 and N: the width after weak matches, or one for batches that are too large for N.
         widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
         resize=lambda nodes: ngram_drafter(config.within(nodes)),
     )
 
 
 def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"], Int32[Array, "B"]]:
-    """The rows' last committed tokens and the ring position of the last; NO_TOKEN and NOWHERE for a new request. One
-    that starts with another's pages goes on from there, unless the ring has been overwritten since."""
+    """The rows' last committed tokens, and the ring position of the last one; NO_TOKEN and NOWHERE for a new request.
+    A request that starts with another's pages continues that text, unless the ring has been overwritten."""
     length, recent, tail = take_rows((state.length, state.recent, state.tail), context)
-    goes_on = (length == context.prefix_length) & (context.prefix_length > 0)
+    continued = (length == context.prefix_length) & (context.prefix_length > 0)
     end, there = kept_at_page_end(state.ends, context)
-    recent = jnp.where(goes_on[:, None], recent, jnp.where(there[:, None], end[:, 1:], NO_TOKEN))
+    recent = jnp.where(continued[:, None], recent, jnp.where(there[:, None], end[:, 1:], NO_TOKEN))
 
-    def begun() -> Int32[Array, "B"]:
+    def with_new_requests() -> Int32[Array, "B"]:
         at = jnp.maximum(end[:, 0], 0)
         same = (state.salt[at] == context.salt) & (end[:, 0] != NOWHERE)
         if recent.shape[1]:
             same &= state.tokens[at] == end[:, -1]
-        return jnp.where(goes_on, tail, jnp.where(there & same, end[:, 0], NOWHERE))
+        return jnp.where(continued, tail, jnp.where(there & same, end[:, 0], NOWHERE))
 
-    return recent, begun() if jax.default_backend() != "cpu" else jax.lax.cond(jnp.all(goes_on), lambda: tail, begun)
+    if jax.default_backend() != "cpu":
+        return recent, with_new_requests()
+    return recent, jax.lax.cond(jnp.all(continued), lambda: tail, with_new_requests)
 
 
 def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:
@@ -160,18 +162,18 @@ def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> 
 def _scan(
     step: Callable[..., tuple[Any, Any]], start: Any, xs: Any = None, length: int | None = None
 ) -> tuple[Any, Any]:
-    """A loop, which XLA:CPU compiles faster than its iterations one by one; a GPU would launch it from the
-    host or as a graph's node, so for it they are unrolled."""
+    """A loop on a CPU, which XLA compiles faster than its unrolled iterations. Unrolled on a GPU, where the host or a
+    graph node would launch a loop."""
     return jax.lax.scan(step, start, xs, length, unroll=jax.default_backend() != "cpu")
 
 
 def _shifted(text: Int32[Array, "X"], window: int) -> Int32[Array, "W Y"]:
-    """The token 0, 1, .. window - 1 back from each place that has them, Y = X - window + 1."""
+    """The tokens 0, 1, .. window - 1 back from each of the last Y = X - window + 1 places."""
     return text[np.arange(window - 1, text.shape[0]) - np.arange(window)[:, None]]
 
 
 def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "*Z"]) -> Int32[Array, "*Z"]:
-    """The next position, or NOWHERE. A link whose other end disagrees has been overwritten."""
+    """The next position, or NOWHERE. A link without its back link has been overwritten."""
     to = links[jnp.maximum(at, 0)]
     agrees = back_links[jnp.maximum(to, 0)] == at
     return jnp.where((at != NOWHERE) & (to != NOWHERE) & agrees, to, NOWHERE)
@@ -180,11 +182,11 @@ def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[A
 def _matches(
     state: NgramState, suffix: Int32[Array, "B W"], salt: UInt32[Array, "B"], config: Ngram, least: int
 ) -> tuple[Int32[Array, "B F"], Int32[Array, "B F"]]:
-    """The ring positions that the table has for each request's suffix, some of them repeatedly, and how many tokens
-    back from each agree with it. On a CPU fewer may be counted where the table has nothing for `least` tokens."""
+    """Ring positions in the table for each request's suffix, possibly repeated, and the number of tokens up to each
+    that agree with the suffix. On a CPU the number may be too small if no entry has `least` tokens."""
     buckets, window = state.table.shape[0], config.max_match
     hashes = jax.vmap(_window_hashes)(suffix[:, ::-1], salt)[:, config.min_match - 1 :]
-    found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(suffix.shape[0], -1)
+    positions = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(suffix.shape[0], -1)
     long = np.repeat(np.arange(config.min_match, window + 1) >= least, WAYS)[None, :]
 
     def further(i: Any, walk: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -194,41 +196,37 @@ def _matches(
         at = _follow(state.previous, state.next, jnp.where(same, at, NOWHERE))
         return at, matched + same.astype(jnp.int32)
 
-    walk = found, jnp.zeros_like(found)
-    if jax.default_backend() == "cpu":  # each round costs, and most suffixes are new
+    walk = positions, jnp.zeros_like(positions)
+    if jax.default_backend() == "cpu":  # each iteration costs time, and most suffixes are new
 
-        def goes_on(walk: tuple[Array, tuple[Array, Array]]) -> Array:
+        def any_left(walk: tuple[Array, tuple[Array, Array]]) -> Array:
             i, (at, _) = walk
             return (i < window) & jnp.any((at != NOWHERE) & (long | (i >= least)))
 
-        _, walk = jax.lax.while_loop(goes_on, lambda walk: (walk[0] + 1, further(*walk)), (jnp.int32(0), walk))
+        _, walk = jax.lax.while_loop(any_left, lambda walk: (walk[0] + 1, further(*walk)), (jnp.int32(0), walk))
     else:
         for i in range(window):
             walk = further(i, walk)
-    return found, walk[1]
+    return positions, walk[1]
 
 
 def _candidates(
-    state: NgramState, found: Int32[Array, "F"], matched: Int32[Array, "F"], salt: UInt32[Array, ""], config: Ngram
+    state: NgramState, config: Ngram, positions: Int32[Array, "F"], matched: Int32[Array, "F"], salt: UInt32[Array, ""]
 ) -> Pool:
-    """Merged continuations of one request's matches.
-
-    Pool index = (depth - 1) * A + branch.
-    """
+    """Merges the continuations of one request's matches. Pool index = (depth - 1) * A + branch."""
     capacity = config.capacity
-    # A place is found once a window size: keep one. Longest match first, then most recent.
-    place = jnp.arange(found.shape[0])
-    repeated = jnp.any((found[:, None] == found[None, :]) & (place[None, :] < place[:, None]), axis=1)
+    # Several window sizes may give one position. Longest match first, then most recent.
+    place = jnp.arange(positions.shape[0])
+    repeated = jnp.any((positions[:, None] == positions[None, :]) & (place[None, :] < place[:, None]), axis=1)
     usable = (matched > 0) & ~repeated
-    age = jnp.mod(state.cursor - 1 - found, capacity)
+    age = jnp.mod(state.cursor - 1 - positions, capacity)
     # At most 64 * 2**24 + 2**24: fits int32.
     order = jnp.where(usable, matched * capacity + (capacity - 1 - age), -1)
-    count = min(config.branches, found.shape[0])
+    count = min(config.branches, positions.shape[0])
     best, index = jax.lax.top_k(order, count)
     matched = jnp.where(best >= 0, matched[index], 0)
-    at = jnp.where(best >= 0, found[index], NOWHERE)
+    at = jnp.where(best >= 0, positions[index], NOWHERE)
 
-    # What followed: [A, D] tokens.
     def onward(at: Array, _: None) -> tuple[Array, Array]:
         at = _follow(state.next, state.previous, at)
         at = jnp.where(state.salt[jnp.maximum(at, 0)] == salt, at, NOWHERE)
@@ -239,7 +237,7 @@ def _candidates(
 
 
 def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngram) -> Pool:
-    """Merges branches into one tree. A node is a distinct prefix, owned by the first branch that has it.
+    """Merges branches into one tree. A node is a distinct prefix and belongs to the first branch with it.
 
     Example: branches [by the], [on the], [by a] -> nodes by, on (depth 1), the<by, the<on, a<by (depth 2).
     """
@@ -252,13 +250,13 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
     level = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, :]
     is_node = there & (owner == branch)
 
-    # Breadth narrows as the match gets longer and as depth grows; rank = earlier siblings.
+    # Fewer children for longer matches and deeper nodes; the earliest siblings are kept.
     slope = (config.max_breadth - config.min_breadth) / (config.max_match - config.min_match + 1)
     narrowing = (config.max_match - matched[:, None] - level + 1).astype(jnp.float32)
     breadth = jnp.maximum(jnp.floor(config.min_breadth + slope * narrowing), 1).astype(jnp.int32)
     above = jnp.concatenate([jnp.ones((count, count, 1), bool), same[:, :, :-1]], axis=2)
     sibling = above & is_node[None, :, :] & (branch[None, :, :] < branch[:, None, :])
-    kept = is_node & (jnp.sum(sibling, axis=1) < breadth)
+    included = is_node & (jnp.sum(sibling, axis=1) < breadth)
 
     def deeper(above: Array, here: tuple[Array, Array]) -> tuple[Array, Array]:
         node, parent = here
@@ -266,10 +264,10 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
         return above, above
 
     # A node needs its parent.
-    _, kept = _scan(deeper, jnp.ones(count, bool), (kept.T, jnp.roll(owner, 1, axis=1).T))
-    kept = kept.T
+    _, included = _scan(deeper, jnp.ones(count, bool), (included.T, jnp.roll(owner, 1, axis=1).T))
+    included = included.T
 
-    # Longest match first; in it, by level (BFS) or by how many branches agree (PROB), then most recent.
+    # Longest match first, then by level (BFS) or by the number of equal branches (PROB), then most recent.
     votes = jnp.sum(same, axis=1)
     rank = config.max_match - matched[:, None]
     if config.match_type == "PROB":
@@ -280,12 +278,12 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
         tokens=tokens.T.reshape(-1),
         parents=parents.astype(jnp.int32).T.reshape(-1),
         depth=jnp.broadcast_to(level, tokens.shape).T.reshape(-1),
-        scores=jnp.where(kept, -rank.astype(jnp.float32), -jnp.inf).T.reshape(-1),
+        scores=jnp.where(included, -rank.astype(jnp.float32), -jnp.inf).T.reshape(-1),
     )
 
 
 def _append(state: NgramState, context: Context, seen: Observation, config: Ngram) -> NgramState:
-    """Writes committed tokens to the ring, and an entry for each window that ends in one to the table."""
+    """Writes committed tokens to the ring, and a table entry for each window that ends with one."""
     tokens, length = seen.tokens, seen.length
     batch, width = tokens.shape
     capacity, window = config.capacity, config.max_match
@@ -297,8 +295,8 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
     start = state.cursor + jnp.cumsum(length) - length
     at = jnp.mod(start[:, None] + offset, capacity)
     nowhere = capacity + jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
-    # A tail is never less than NOWHERE, which no compiler knows, so that the ring is written after it has been read for
-    # the tails; else XLA:CPU copies it.
+    # Always true, but unknown to the compiler: the write must depend on the reads for the tails, or XLA:CPU copies the
+    # ring.
     write = jnp.where(new & (tail[:, None] >= NOWHERE), at, nowhere)
     is_last = offset == length[:, None] - 1
     follows = jnp.where(is_last, NOWHERE, jnp.mod(at + 1, capacity))
@@ -309,7 +307,7 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
     text = jnp.concatenate([recent, tokens], axis=1)
     backwards = jax.vmap(_shifted, in_axes=(0, None))(text, window)
     hashes = jax.vmap(_window_hashes)(backwards, context.salt)
-    # A window of w tokens exists where the token w - 1 back does.
+    # A window of w tokens exists if the token w - 1 back exists.
     sized = slice(config.min_match - 1, window)
     store = (backwards[:, sized] != NO_TOKEN) & new[:, None, :]
     bucket = (hashes[:, sized] & jnp.uint32(buckets - 1)).astype(jnp.int32)
@@ -317,9 +315,9 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
 
     row = jnp.where(length > 0, context.slots, rows + jnp.arange(batch, dtype=jnp.int32))
     last = jnp.take_along_axis(at, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
-    before = text[:, np.arange(1, width + 1)[:, None] + np.arange(window - 1)]  # [B, C, W - 1]: up to each token
+    before = text[:, np.arange(1, width + 1)[:, None] + np.arange(window - 1)]  # [B, C, W - 1], up to each token
     ends = jnp.concatenate([at[:, :, None], before], axis=2)
-    kept = jnp.take_along_axis(text, length[:, None] + jnp.arange(window - 1, dtype=jnp.int32)[None, :], axis=1)
+    last_tokens = jnp.take_along_axis(text, length[:, None] + jnp.arange(window - 1, dtype=jnp.int32)[None, :], axis=1)
     return NgramState(
         tokens=state.tokens.at[write].set(tokens, mode="drop"),
         next=state.next.at[link].set(at[:, 0], mode="drop").at[write].set(follows, mode="drop"),
@@ -330,7 +328,7 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
         ),
         cursor=jnp.mod(state.cursor + jnp.sum(length), capacity),
         tail=state.tail.at[row].set(last, mode="drop"),
-        recent=state.recent.at[row].set(kept, mode="drop"),
+        recent=state.recent.at[row].set(last_tokens, mode="drop"),
         length=state.length.at[row].set(context.prefix_length + length, mode="drop"),
         ends=keep_at_page_ends(state.ends, ends, context, seen),
     )

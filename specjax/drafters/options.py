@@ -1,28 +1,85 @@
-"""Options of the algorithms, in Python's names: one frozen dataclass each, whose ranges are checked when it is made."""
+"""Options of the algorithms, one frozen dataclass each, and the table of algorithms by name.
+
+Ranges are checked when options are created. Nothing here imports jax.
+"""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from specjax.drafters.tree_shape import MAX_STEPS, TreeShape, candidates
-from specjax.limits import ParameterError, check, documented, range_of, setting
+from specjax.limits import ParameterError, check, documented, range_of, setting, shown
 from specjax.models.head_spec import ALGORITHMS
 
 Coupling: TypeAlias = Literal["noise", "none"]
-"""Whether requests that sample draft with the target's noise; see `specjax.drafters.coupling`."""
+"""Whether drafts of sampling requests use the target's noise; see `specjax.drafters.coupling`."""
 
-MAX_AUTOMATIC_NODES = 64  # of a tree whose number of nodes is not given
+MAX_STEPS = 64
+"""Maximum depth of a tree: deeper trees take minutes to compile."""
+MAX_AUTOMATIC_NODES = 64
+"""Maximum default of `nodes`."""
+
+
+@documented
+@dataclass(frozen=True)
+class TreeShape:
+    """Shape of a tree that a draft model grows: D levels of k nodes; the N - 1 best of all candidates are kept.
+
+    Raises:
+        ParameterError: a number is out of range, or there are more nodes than candidates.
+    """
+
+    steps: int = setting(MISSING, "D, levels of the tree", minimum=1, maximum=MAX_STEPS)
+    topk: int = setting(
+        MISSING, "k, nodes of a level that are expanded, and children of each node", minimum=1, maximum=64
+    )
+    nodes: int = setting(MISSING, "N, nodes that are kept, including the root", minimum=2, maximum=512)
+
+    def __post_init__(self) -> None:
+        check(self)
+        most = candidates(self.steps, self.topk)
+        if self.nodes - 1 > most:
+            problem = (
+                f"is {self.nodes}, but {self.steps} steps of top-k {self.topk} give {most} candidates, so a tree of at "
+                f"most {most + 1} tokens; set fewer draft tokens, more steps or a larger top-k"
+            )
+            raise ParameterError("nodes", problem, "TreeShape")
+
+    @property
+    def depth(self) -> int:
+        """Maximum depth of a node, at most that of a chain of all nodes."""
+        return min(self.steps, self.nodes - 1)
+
+    def within(self, nodes: int) -> TreeShape:
+        """The shape reduced to `nodes` nodes, at least 2. Steps are limited to a chain's; top-k shrinks in proportion,
+        but leaves enough candidates.
+
+            7, 1, 8 within 4 -> 3, 1, 4        5, 8, 32 within 10 -> 5, 2, 10        3, 8, 32 within 7 -> 3, 2, 7
+        """
+        if nodes >= self.nodes:
+            return self
+        steps, topk = min(self.steps, nodes - 1), max(self.topk * nodes // self.nodes, 1)
+        enough = (k for k in range(topk, self.topk + 1) if candidates(steps, k) >= nodes - 1)
+        return TreeShape(steps, next(enough), nodes)
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps, top-k {self.topk}, {self.nodes} draft tokens"
+
+
+def candidates(steps: int, topk: int) -> int:
+    """Number of candidates below the root: k in the first level, k² in each further level."""
+    return topk + (steps - 1) * topk * topk
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What all options have in common.
+    """Base class of all options.
 
     Attributes:
         algorithm: name of the algorithm, a key of `DRAFTERS`.
-        needs: what the algorithm loads beside the target, for messages; None: nothing.
-        kind: the kind of draft head that it loads; None: it loads no head.
+        needs: draft head or model that the algorithm loads, for messages; None: nothing.
+        kind: kind of the draft head that it loads; None: it loads no head.
     """
 
     algorithm: ClassVar[str]
@@ -37,8 +94,11 @@ class DraftOptions:
         return tuple(field.name for field in fields(cls))
 
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
-        """The options of the algorithm that runs, given the kind of the draft head that ships for the model or lies in
-        it, and the names of given options that the algorithm does not have."""
+        """The options of the algorithm that runs, and the names of options without effect on it.
+
+        Args:
+            kind: kind of the draft head that ships for the model, or is part of it; None: there is none.
+        """
         return self, []
 
     def on(self, platform: str) -> DraftOptions:
@@ -52,7 +112,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class NoDraft(DraftOptions):
-    """No drafts: plain decoding."""
+    """Plain decoding, without drafts."""
 
     algorithm: ClassVar[str] = "NONE"
 
@@ -66,7 +126,7 @@ class Ngram(DraftOptions):
 
     nodes: int | None = setting(
         None,
-        "nodes N of a tree, the root included; default: 12, on a CPU 8 where the match is strong, else fewer",
+        "nodes N of a tree, including the root; default: 12; on a CPU 8 after a strong match, else fewer",
         minimum=2,
         maximum=64,
     )
@@ -74,24 +134,24 @@ class Ngram(DraftOptions):
     max_match: int = setting(12, "most tokens of a match", minimum=1, maximum=64)
     min_breadth: int = setting(1, "fewest children of a node; at most `max_breadth`", minimum=1, maximum=64)
     max_breadth: int = setting(
-        10, "most children of a node; fewer where the match is longer or the node deeper", minimum=1, maximum=64
+        10, "most children of a node; fewer for longer matches and deeper nodes", minimum=1, maximum=64
     )
     branch_length: int = setting(18, "tokens of the longest continuation", minimum=1, maximum=64)
-    capacity: int = setting(1_000_000, "tokens remembered, over all requests", minimum=1024, maximum=2**24)
+    capacity: int = setting(1_000_000, "tokens to remember, of all requests", minimum=1024, maximum=2**24)
     match_type: Literal["BFS", "PROB"] = setting(
         "BFS",
-        "which continuations come first: the most recent (BFS), or those that most matches agree on (PROB)",
+        "order of continuations: the most recent first (BFS), or the most frequent first (PROB)",
     )
     weak_nodes: int | None = setting(
         None,
-        "nodes of a tree while the longest match is weak, from 1 (no drafts) to `nodes`; default: as `nodes`, or on a "
-        "CPU, where `nodes` is not given, 4 after two matched tokens",
+        "nodes of a tree after a weak match, from 1 (no drafts) to `nodes`; default: `nodes`; on a CPU, if `nodes` is "
+        "not given, 4 after two matched tokens",
         minimum=1,
         maximum=64,
     )
     strong_match: int | None = setting(
         None,
-        "fewest tokens of a strong match; default: 3, or 8 on a CPU where neither `nodes` nor `weak_nodes` is given",
+        "fewest tokens of a strong match; default: 3; on a CPU 8, if neither `nodes` nor `weak_nodes` is given",
         minimum=1,
         maximum=64,
     )
@@ -107,12 +167,11 @@ class Ngram(DraftOptions):
             raise ParameterError("weak_nodes", problem, "Ngram")
 
     def on(self, platform: str) -> Ngram:
-        """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match. After a weak one `weak_nodes`,
-        or none if `strong_match` alone is given; if neither is, 4 nodes from two matched tokens on.
+        """On a CPU, if `nodes` is not given: 8 nodes after a strong match; after a weak match `weak_nodes`, or no
+        drafts if only `strong_match` is given. If neither is given: 4 nodes after two matched tokens.
 
-        On a GPU verifying twelve tokens costs what one costs. On a CPU each node costs, so a tree pays where it has
-        more drafts accepted than it takes longer: one of four nodes mostly after two matched tokens, one of eight
-        after about eight.
+        A GPU verifies twelve tokens in the time of one. On a CPU each node costs time, which four nodes mostly gain
+        back after two matched tokens, and eight nodes after about eight.
         """
         if platform != "cpu" or self.nodes is not None:
             return self
@@ -122,13 +181,13 @@ class Ngram(DraftOptions):
         return replace(self, nodes=8, weak_nodes=1 if self.weak_nodes is None else self.weak_nodes)
 
     def within(self, nodes: int) -> Ngram:
-        """The same options with trees of at most `nodes` nodes, at least 2."""
+        """The options with trees of at most `nodes` nodes, at least 2."""
         nodes = min(nodes, self.width)
         return replace(self, nodes=nodes, weak_nodes=None if self.weak_nodes is None else min(self.weak_nodes, nodes))
 
     @property
     def width(self) -> int:
-        """N, where no platform has chosen another: see `on`."""
+        """N, before `on` has set a platform's default."""
         return self.nodes or 12
 
     @property
@@ -137,28 +196,28 @@ class Ngram(DraftOptions):
 
     @property
     def strong(self) -> int:
-        """`strong_match`, where no platform has chosen another."""
+        """`strong_match`, before `on` has set a platform's default."""
         return self.strong_match or 3
 
     @property
     def depth(self) -> int:
-        """D: a chain of all nodes, or a whole branch."""
+        """D: the depth of a chain of all nodes, or of a whole branch."""
         return min(self.width - 1, self.branch_length)
 
     @property
     def branches(self) -> int:
-        """Continuations that a proposal merges."""
+        """Number of continuations that a proposal merges."""
         return max(16, self.max_breadth)
 
 
 @documented
 @dataclass(frozen=True)
 class ModelOptions(DraftOptions):
-    """What the algorithms that draft with a head or a model have in common."""
+    """Base class of the options of algorithms with a draft head or a draft model."""
 
     path: str | None = setting(
         None,
-        "the draft head or model, a folder or hub id; default: the head that comes with specjax for the model, else "
+        "folder or hub id of the draft head or model; default: the head that comes with specjax for the model, else "
         "the model's own MTP layers (EAGLE, MTP)",
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id")
@@ -169,48 +228,48 @@ class ModelOptions(DraftOptions):
     )
     topk: int | None = setting(
         None,
-        "nodes of a level that are expanded, and children of each; default: 1, if another number is given",
+        "nodes of a level that are expanded, and children of each node; default: 1, if another number is given",
         range=range_of(TreeShape, "topk"),
     )
     nodes: int | None = setting(
-        None, "nodes N of the tree, the root included; default: see `shape`", range=range_of(TreeShape, "nodes")
+        None, "nodes N of the tree, including the root; default: see `shape`", range=range_of(TreeShape, "nodes")
     )
     _: KW_ONLY
     positions: int | None = setting(
         None,
-        "tokens of a text beyond which the draft proposes nothing; default: what its config says, if that is less than "
-        "the target's",
+        "longest text that is drafted for, in tokens; default: the limit in the draft's config, if it is below the "
+        "target's",
         minimum=1,
     )
     quantization: Literal["int8", "fp8", "none"] | None = setting(
         None,
-        "of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not the text; "
-        "default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head of a target "
-        "in few bits, and as the target for MTP layers",
+        "quantisation of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not "
+        "the text; default: int8 for 16-bit matrices on a GPU; else as in the checkpoint, int8 for the head of a "
+        "quantised target, and as the target for MTP layers",
     )
     coupling: Coupling = setting(
         "noise",
-        "drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the target "
-        "will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has no "
-        "probabilities to add noise to: no effect there",
+        "drafts of sampling requests (temperature above 0): noise = the likeliest tokens after adding the noise of the "
+        "target's draw, which are accepted more often; none = the likeliest tokens. The text does not change. No "
+        "effect with NGRAM",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shape()  # refuses what is wrong for every target; others have fewer steps
+        self.shape()  # raises errors that hold for every target
 
     def weights(self, name: str, dtype: str, platform: str, *, otherwise: str, stored: str | None = None) -> str:
-        """How `specjax.checkpoint` should quantise the draft's weights, in the words of `load_params`.
+        """Quantisation of the draft's weights, as an argument of `specjax.checkpoint.load_params`.
 
         Args:
-            name: of their checkpoint, for messages.
-            dtype: that they would have.
-            platform: that they are read on, "cpu" or "gpu". On a GPU a level of a draft costs what it reads.
-            otherwise: how they are quantised where neither `quantization` nor the platform says.
-            stored: the method by which the checkpoint holds them in few bits; None: it holds float weights.
+            name: name of their checkpoint, for messages.
+            dtype: their dtype without quantisation.
+            platform: "cpu" or "gpu". On a GPU, a level's time is the time to read the weights.
+            otherwise: the default if neither `quantization` nor the platform decides.
+            stored: quantisation method of the checkpoint; None: it holds float weights.
 
         Raises:
-            ValueError: weights that are stored in few bits are to be quantised in another way.
+            ValueError: the checkpoint is quantised by another method.
         """
         if self.quantization is None:
             in_few_bits = stored is not None or otherwise not in ("auto", "none")
@@ -227,7 +286,7 @@ class ModelOptions(DraftOptions):
 
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:
-        """The tree where no number is given: SGLang's, by the target's family."""
+        """The tree if no number is given: SGLang's, by the target's family."""
         return TreeShape(5, 4, 8) if family == "llama" else TreeShape(3, 1, 4)
 
     @property
@@ -235,11 +294,11 @@ class ModelOptions(DraftOptions):
         return (self.steps, self.topk, self.nodes) != (None, None, None)
 
     def shape(self, automatic: TreeShape | None = None) -> TreeShape:
-        """The tree that the options mean. `automatic`, by default a Llama target's, is used where no number is given.
+        """The tree of these options. `automatic`, by default a Llama target's, is used if no number is given.
 
         Otherwise a missing top-k is 1. Missing nodes are steps + 1 for top-k 1, else 1 + steps * topk, at most the
         candidates and 64. Missing steps are nodes - 1 for top-k 1, else the automatic ones. Top-k 1 is a chain, which
-        has steps + 1 nodes whatever `nodes` is (SGLang warns and overwrites, too).
+        has steps + 1 nodes for any `nodes` (SGLang overwrites it, too).
 
         Raises:
             ValueError: more nodes than candidates, or than the longest chain.
@@ -262,7 +321,7 @@ class ModelOptions(DraftOptions):
 @documented
 @dataclass(frozen=True)
 class HeadOptions(ModelOptions):
-    """What the algorithms with a draft head have in common."""
+    """Base class of the options of algorithms with a draft head."""
 
     needs: ClassVar[str | None] = "a draft head"
 
@@ -279,28 +338,27 @@ class Eagle3(HeadOptions):
 @documented
 @dataclass(frozen=True)
 class Eagle(HeadOptions):
-    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. MTP layers are such heads: without
-    a head, the model's own MTP layers draft."""
+    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. Without a head, the model's own
+    MTP layers draft, which are such heads."""
 
     algorithm: ClassVar[str] = "EAGLE"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
     token_map: str | int | None = setting(
         None,
-        "the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on the "
-        "hub, or a number: that many of the map that comes with specjax for the model; default: all",
+        "tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on the hub, "
+        "or a number of tokens of the map that comes with specjax for the model; default: all",
     )
 
     def as_mtp(self) -> Mtp:
-        """The same options for the model's MTP layers."""
+        """The options for the model's MTP layers."""
         return Mtp(**{name: getattr(self, name) for name in self.names()})
 
 
 @documented
 @dataclass(frozen=True)
 class Mtp(Eagle):
-    """Multi-token prediction layers: those in the model's own checkpoint, or a head such as MiMo's in a folder of its
-    own."""
+    """Multi-token prediction layers of the model's own checkpoint, or a head such as MiMo's in a folder."""
 
     algorithm: ClassVar[str] = "MTP"
     needs: ClassVar[str | None] = "MTP layers in the model, or a draft head"
@@ -315,7 +373,7 @@ class Mtp(Eagle):
 @documented
 @dataclass(frozen=True)
 class Standalone(ModelOptions):
-    """Another, smaller model drafts."""
+    """A smaller model drafts."""
 
     algorithm: ClassVar[str] = "STANDALONE"
     needs: ClassVar[str | None] = "a draft model"
@@ -323,10 +381,104 @@ class Standalone(ModelOptions):
     vocabulary: Literal["same", "intersection"] = setting(
         "same",
         "same = the draft's tokenizer must have the target's tokens and ids; intersection = the draft proposes the "
-        "tokens that both tokenizers have, and reads others as the last of its own tokens for them",
+        "tokens that both tokenizers have, and reads another token as the last of its own tokens for that spelling",
     )
 
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:
         del family
         return TreeShape(3, 1, 4)
+
+
+CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
+"""Algorithms that `Auto` chooses from; the last if the model has no draft head."""
+
+
+@dataclass(frozen=True, init=False)
+class Auto(DraftOptions):
+    """The draft head that ships for the model, else the model's MTP layers, else n-grams.
+
+    Takes the options of these algorithms, except for `path` and `revision`: `Auto(steps=3)`. A warning names options
+    that the chosen algorithm does not have.
+
+    Attributes:
+        given: values of options by name.
+
+    Raises:
+        TypeError: no algorithm has the option.
+        ValueError: the values are wrong for every algorithm that has one of the options.
+    """
+
+    algorithm: ClassVar[str] = "AUTO"
+
+    given: Mapping[str, str | int | float]
+
+    def __init__(self, **given: str | int | float | None) -> None:
+        object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
+        if unknown := self.given.keys() - self.names():
+            raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")
+        affected = [options for options in CHOICES if self._given_of(options)]
+        problems: list[ValueError] = []
+        for options in affected:
+            try:
+                options(**self._given_of(options))
+            except ValueError as error:
+                problems.append(error)
+        if problems and len(problems) == len(affected):
+            raise problems[-1]
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.given.items()))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        names = dict.fromkeys(name for options in CHOICES for name in options.names())
+        return tuple(name for name in names if name not in ("path", "revision"))
+
+    def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
+        chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
+        effective = self._given_of(chosen)
+        return chosen(**effective), [name for name in self.given if name not in effective]
+
+    def _given_of(self, options: type[DraftOptions]) -> dict[str, Any]:
+        return {name: value for name, value in self.given.items() if name in options.names()}
+
+
+DRAFTERS: dict[str, type[DraftOptions]] = {
+    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Standalone)
+}
+"""The options of each algorithm by name; `specjax.drafters.factories` makes the drafters."""
+ALIASES = {"NEXTN": Mtp.algorithm}
+"""SGLang's other names of algorithms."""
+
+
+def algorithm(name: str) -> str | None:
+    """The key of `DRAFTERS`, or AUTO, for a name or alias in any case; None: there is no such algorithm."""
+    name = name.upper()
+    name = ALIASES.get(name, name)
+    return name if name in (Auto.algorithm, *DRAFTERS) else None
+
+
+def algorithms() -> str:
+    """All names and aliases, for messages."""
+    return ", ".join((Auto.algorithm, *DRAFTERS, *ALIASES))
+
+
+def options_of(draft: object, **given: Any) -> DraftOptions:
+    """Returns options unchanged, or creates the options of an algorithm from its name.
+
+    Args:
+        draft: options, or a name or alias in any case, including AUTO.
+        given: with a name, options that differ from the defaults.
+
+    Raises:
+        ValueError: no algorithm has the name; lists all names.
+        TypeError: neither options nor a name.
+    """
+    if isinstance(draft, DraftOptions):
+        return draft
+    if not isinstance(draft, str):
+        raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {shown(draft)}")
+    if (name := algorithm(draft)) is None:
+        raise ValueError(f"no algorithm draft={shown(draft)}; there are: {algorithms()}")
+    return {Auto.algorithm: Auto, **DRAFTERS}[name](**given)

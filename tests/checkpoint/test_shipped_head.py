@@ -24,7 +24,7 @@ from specjax.checkpoint import CheckpointError, shipped
 from specjax.checkpoint.hub import resolve
 from specjax.cli import flags, generate
 from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.serve import command
 

@@ -58,7 +58,7 @@ from specjax import (
     prefill_step, speculate_step,
 )
 from specjax.config import HeadConfig
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.models import init_params, table
 from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import init_head_params

@@ -14,7 +14,7 @@ from engine_helpers import NGRAM, check_idle, check_plain, make_engine, toy
 
 from specjax.cache import PoolShape
 from specjax.drafters import Ngram, Params, TreeShape, eagle_drafter, make_drafter
-from specjax.drafters.tree_shape import candidates
+from specjax.drafters.options import candidates
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import BATCHES, Buckets
 from specjax.engine.keys import Key

@@ -23,12 +23,14 @@ def test_a_model_that_drafts_for_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["coupling.py", *flags])
     coupling.main()
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    found = {(row["setting"], row["method"]): row["histogram"] for row in rows}
-    assert len(found) == 3 * 4
+    histograms = {(row["setting"], row["method"]): row["histogram"] for row in rows}
+    assert len(histograms) == 3 * 4
     for setting in ("0", "1", "0.9/0.8/9"):
         for tree in ("2/1/3", "2/2/5")[: 1 if "/" in setting else 2]:
-            steps = found[setting, f"{tree} noise"]
+            steps = histograms[setting, f"{tree} noise"]
             assert sum(steps) >= 8 and sum(steps[:2]) <= 2, "all but the last step of each text accept all"
-    assert found["0", "2/1/3 none"] == found["0", "2/1/3 noise"]
-    assert found["0.9/0.8/9", "2/2/5 none"] == found["0.9/0.8/9", "2/2/5 noise"], "trees of rows that truncate"
-    assert sum(found["1", "2/1/3 none"]) > sum(found["1", "2/1/3 noise"])
+    assert histograms["0", "2/1/3 none"] == histograms["0", "2/1/3 noise"]
+    assert histograms["0.9/0.8/9", "2/2/5 none"] == histograms["0.9/0.8/9", "2/2/5 noise"], (
+        "trees of rows that truncate"
+    )
+    assert sum(histograms["1", "2/1/3 none"]) > sum(histograms["1", "2/1/3 noise"])

@@ -1,18 +1,19 @@
-"""MTP layers in the target's own shards: what each style computes, the trees of one and of several heads, what is
-chosen and what is refused, and that no text changes. The layers of the oracle are those of transformers."""
+"""MTP layers in the target's own shards: what each style computes, the trees of one and of several heads, how they are
+chosen, and which checkpoints are refused. The oracle uses transformers' layers."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eagle_oracle import grow_tree, log_softmax
-from engine_helpers import VOCABULARY, check_idle, tokenizer
+from eagle_oracle import DraftTree, check_steps, grow_tree, log_softmax, start
+from engine_helpers import VOCABULARY, tokenizer
 from oracle import Sampling
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import CAUSAL
@@ -22,18 +23,15 @@ from toy_models import Runner, Toy
 from specjax.cache import PoolShape, init_cache
 from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_config, mtp_config, resolve
 from specjax.config import ModelConfig, MtpConfig
-from specjax.drafters import Auto, Eagle, Mtp, NoDraft
+from specjax.drafters import Auto, Eagle, Mtp
 from specjax.drafters.factories import make_drafter
-from specjax.drafters.table import options_of
-from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.drafters.options import options_of
 from specjax.load import choose, load
 from specjax.models import make_target
 from specjax.models.blocks import Past
 from specjax.models.mtp import MtpHead
 from specjax.step import StepConfig
 
-ERROR = 1e-4
-"""In scores. Where the oracle's own gap is below, a tree may differ."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 256,
     "initializer_range": 0.3, "eos_token_id": 2, "head_dim": 8, "tie_word_embeddings": False,
@@ -131,12 +129,12 @@ class Oracle:
     def log_probs(self, text, path, count: int) -> np.ndarray:
         """Of what follows the path below the last token of the text, as the heads 0 .. count - 1 see it."""
         n, whole, last = len(text) - 1, [*text, *path], count - 1
-        given = self.features(text[:-1])
-        out = self.head(0, given, whole[1 : n + 1])
+        features = self.features(text[:-1])
+        out = self.head(0, features, whole[1 : n + 1])
         for level in range(1, len(path) + 1):
             i = min(level, last)
-            given = out if level <= last else np.concatenate([given, out[-1:]])
-            out = self.head(i, given, whole[1 + i : 1 + i + len(given)])
+            features = out if level <= last else np.concatenate([features, out[-1:]])
+            out = self.head(i, features, whole[1 + i : 1 + i + len(features)])
         return log_softmax(self.logits(out[-1]))
 
     def _run(self, model, **inputs) -> np.ndarray:
@@ -147,7 +145,7 @@ class Oracle:
             return model.model(**tensors, use_cache=False).last_hidden_state[0].numpy()
 
 
-# What a head computes.
+# The forward of a head.
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -176,12 +174,18 @@ def test_forward(saved, name):
 # What the step feeds the heads.
 
 
-def paths(found, row: int) -> dict[tuple[int, ...], float]:
-    """Path below the root -> score."""
-    each: dict[int, tuple[int, ...]] = {0: ()}
-    for node in range(1, int(np.sum(found.valid[row]))):
-        each[node] = (*each[int(found.parents[row, node])], int(found.tokens[row, node]))
-    return {path: float(found.scores[row, node]) for node, path in each.items() if node > 0}
+def runner(model: Saved, shape: tuple[int, int, int]) -> Runner:
+    drafter = make_drafter(
+        Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
+    )
+    assert (drafter.name, drafter.features) == ("MTP", "final")
+    config = StepConfig(widths=(drafter.width,), trace=True)
+    return Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3)
+
+
+def oracle_trees(model: Saved, shape: tuple[int, int, int]) -> Callable[[int, list[int]], DraftTree]:
+    truth, run = Oracle(model), min(model.head.count, shape[0])
+    return lambda row, text: grow_tree(functools.cache(lambda path: truth.log_probs(text, path, run)), text[-1], *shape)
 
 
 @pytest.mark.parametrize(
@@ -195,124 +199,57 @@ def paths(found, row: int) -> dict[tuple[int, ...], float]:
         pytest.param("qwen3", 4, (2, 3, 6), id="more heads than steps", marks=pytest.mark.slow),
     ],
 )
-def test_the_step_drafts_the_oracles_trees(saved, name, count, shape):
-    """Features, shifted tokens, slots and commits of each head: the trees of five steps, each from the text alone. A
-    text of one token has fewer slots than there are heads."""
+def test_trees_of_steps_equal_the_oracle(saved, name, count, shape):
+    """Features, shifted tokens, slots and commits of each head. A text of one token has fewer slots than heads."""
     model = saved(name, count)
-    truth, run = Oracle(model), min(count, shape[0])
-    drafter = make_drafter(
-        Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
-    )
-    assert (drafter.name, drafter.features) == ("MTP", "final")
-    config = StepConfig(widths=(drafter.width,), trace=True)
-    runner = Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3)
-    requests = [([4, 8, 15, 16, 23], Sampling(max_tokens=12)), ([7], Sampling(max_tokens=12, temperature=1.0, seed=1))]
-    for slot, (prompt, request) in enumerate(requests):
-        runner.admit(slot, prompt, request)
-    first = runner.prefill([prompt for prompt, _ in requests], chunk=3)
-    texts = [[*prompt, int(first.tokens[row, 0])] for row, (prompt, _) in enumerate(requests)]
-    clear = 0
-    for _ in range(5):
-        before = [list(text) for text in texts]
-        output = runner.step([True, True])
-        for row, text in enumerate(before):
-            known = functools.cache(lambda path, text=text: truth.log_probs(text, path, run))
-            expected = grow_tree(known, text[-1], *shape)
-            if expected.gap > ERROR:
-                ours = paths(output.trace.tree, row)
-                wanted = {expected.path(node): expected.scores[node] for node in range(1, expected.size)}
-                assert ours.keys() == wanted.keys()
-                np.testing.assert_allclose([ours[path] for path in wanted], list(wanted.values()), atol=ERROR)
-                clear += 1
-            texts[row] += output.tokens[row, : output.emitted[row]].tolist()
-    assert clear >= 6, "of 10"
+    run = runner(model, shape)
+    compared, _ = check_steps(run, start(run), oracle_trees(model, shape))
+    assert compared >= 6, "of 10"
 
 
-def test_a_request_that_starts_with_the_page_of_another(saved):
-    """Its heads go on from what the other's put out there: its trees are the oracle's from the first step on."""
-    model, shape = saved("mimo", 3), (3, 2, 6)
-    truth, shared = Oracle(model), [4, 8, 15, 16, 23, 42]
-    drafter = make_drafter(
-        Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
-    )
-    config = StepConfig(widths=(drafter.width,), trace=True)
-    runner = Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3, pages_a_row=12)
+def test_trees_after_a_reused_page(saved):
+    """A request that starts with another's page continues the heads' outputs there."""
+    model, shape, shared = saved("mimo", 3), (3, 2, 6), [4, 8, 15, 16, 23, 42]
+    run = runner(model, shape)
     first, second = [*shared, 5, 9], [*shared, 5, 31, 7]  # the token after the pages is the same
-    runner.admit(0, first, Sampling(max_tokens=12))
-    runner.prefill([first], chunk=4)
-    runner.table[1, :2] = runner.table[0, :2]
-    runner.admit(1, second, Sampling(max_tokens=12), prefix_length=len(shared))
-    start = runner.prefill([[], second[len(shared) :]], chunk=2)
-    text, clear = [*second, int(start.tokens[0, 0])], 0
-    for _ in range(4):
-        output = runner.step([False, True])
-        known = functools.cache(lambda path, text=tuple(text): truth.log_probs(list(text), path, 3))
-        expected = grow_tree(known, text[-1], *shape)
-        if expected.gap > ERROR:
-            ours = paths(output.trace.tree, 1)
-            wanted = {expected.path(node): expected.scores[node] for node in range(1, expected.size)}
-            assert ours.keys() == wanted.keys()
-            np.testing.assert_allclose([ours[path] for path in wanted], list(wanted.values()), atol=ERROR)
-            clear += 1
-        text += output.tokens[1, : output.emitted[1]].tolist()
-    assert clear >= 2, "of 4"
+    run.admit(0, first, Sampling(max_tokens=12))
+    run.prefill([first], chunk=4)
+    run.table[1, :2] = run.table[0, :2]
+    run.admit(1, second, Sampling(max_tokens=12), prefix_length=len(shared))
+    output = run.prefill([[], second[len(shared) :]], chunk=2)
+    texts = {1: [*second, int(output.tokens[0, 0])]}
+    assert check_steps(run, texts, oracle_trees(model, shape), steps=4)[0] >= 2, "of 4"
 
 
-# The text, and the parameters on the device.
+# The parameters on the device.
 
 
-def engine(folder, draft) -> Engine:
-    settings = EngineConfig(page_size=4, chunked_prefill_size=8, max_total_tokens=160, max_running_requests=1)
-    return Engine.from_pretrained(str(folder), draft=draft, config=settings, dtype="float32", progress=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "draft"),
-    [
-        ("mimo", 1, Auto()),
-        pytest.param("mimo", 3, "nextn", marks=pytest.mark.slow),
-        ("deepseek", 1, Eagle(steps=2, topk=2, nodes=4)),
-        pytest.param("qwen3 moe", 2, Mtp(steps=3, topk=2, nodes=6), marks=pytest.mark.slow),
-        pytest.param("qwen3", 1, Mtp(), marks=pytest.mark.slow),
-    ],
-)
-def test_no_text_changes(saved, name, count, draft):
-    folder, texts = saved(name, count).folder, {}
-    for each in (NoDraft(), draft):
-        made = engine(folder, each)
-        wanted = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=1.0, seed=4)]
-        texts[made.drafter.name] = [done.output_ids for done in made.generate([[5, 6, 7] * 4, [9]], wanted)]
-        check_idle(made)
-    assert texts["MTP"] == texts["NONE"]
-
-
-def test_the_layers_are_on_the_device_once(saved):
-    """And share the target's embedding and output matrix."""
-    found = load(str(saved("deepseek").folder), draft="MTP", progress=False)
-    assert found.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
-    assert found.drafter.source == "1 MTP layer of the model"
-    assert found.params.draft.keys() == {"layers_0"}
-    assert not {"embed", "head"} & found.params.draft["layers_0"].keys()
-    assert "layers_2" not in found.params.target, "the target has two"
-    large = [leaf.shape for leaf in jax.tree.leaves(found.params) if VOCABULARY in leaf.shape]
+def test_layers_share_the_targets_matrices(saved):
+    loaded = load(str(saved("deepseek").folder), draft="MTP", progress=False)
+    assert loaded.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
+    assert loaded.drafter.source == "1 MTP layer of the model"
+    assert loaded.params.draft.keys() == {"layers_0"}
+    assert not {"embed", "head"} & loaded.params.draft["layers_0"].keys()
+    assert "layers_2" not in loaded.params.target, "the target has two"
+    large = [leaf.shape for leaf in jax.tree.leaves(loaded.params) if VOCABULARY in leaf.shape]
     assert len(large) == 2
     plain = load(str(saved("deepseek").folder), draft="NONE", progress=False)
-    jax.tree.map(np.testing.assert_array_equal, plain.params.target, found.params.target)
+    jax.tree.map(np.testing.assert_array_equal, plain.params.target, loaded.params.target)
 
 
-def test_a_token_map(saved, tmp_path):
+def test_token_map(saved, tmp_path):
     """Its columns of the output matrix, and the target's ids."""
     np.save(tmp_path / "map.npy", np.arange(40, 10, -1))
-    found = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.npy")), progress=False)
-    draft, target = found.params.draft, found.params.target
+    loaded = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.npy")), progress=False)
+    draft, target = loaded.params.draft, loaded.params.target
     np.testing.assert_array_equal(draft["head"], target["head"][:, draft["ids"]])
     assert sorted(draft["ids"].tolist()) == list(range(11, 41))
 
 
-# What is chosen.
+# Choice.
 
 
-def test_what_is_chosen(saved, tmp_path, caplog):
+def test_choice_of_mtp_layers(saved, tmp_path, caplog):
     files, config = resolve(str(saved("mimo", 3).folder)), saved("mimo", 3).config
     caplog.set_level(logging.INFO)
     assert choose(Auto(steps=2), files, config)[0] == Mtp(steps=2)
@@ -320,7 +257,7 @@ def test_what_is_chosen(saved, tmp_path, caplog):
     assert not caplog.records
     chosen = choose(Eagle(topk=3, token_map=5), files, config)
     assert chosen.options == Mtp(topk=3, token_map=5) and chosen.mtp is not None
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "EAGLE without a head: the model's MTP layers draft (MTP)"
     ]
     assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None)
@@ -333,7 +270,7 @@ def test_what_is_chosen(saved, tmp_path, caplog):
         load(str(tmp_path), draft="NEXTN", progress=False)
 
 
-# What is refused.
+# Refused checkpoints.
 
 
 def changed(model: Saved, folder, **changes: np.ndarray | None):
@@ -366,15 +303,15 @@ ONE = np.ones(16, np.float32)
          "model.layers.2.embed_tokens.weight in .* differs from model.embed_tokens.weight"),
     ],
 )  # fmt: skip
-def test_damaged_layers_are_refused_where_they_draft(saved, tmp_path, name, changes, said):
+def test_damaged_layers(saved, tmp_path, name, changes, said):
     folder = str(changed(saved(name), tmp_path / "m", **changes))
     with pytest.raises(CheckpointError, match=said):
         load(folder, draft="MTP", progress=False)
     assert load(folder, draft="NGRAM", progress=False).drafter.name == "NGRAM", "the target itself is whole"
 
 
-def test_other_layers_are_refused_still(saved, tmp_path):
-    """One that has nothing of an MTP layer around it, and a head that follows a gap."""
+def test_unknown_layers(saved, tmp_path):
+    """A layer without a projection, and a head after a missing one."""
     for name, tensor in (("model.layers.3", "model__layers__3__input_layernorm__weight"), ("mtp_layers.2", None)):
         model = saved("mimo" if tensor is None else "deepseek")
         tensor = tensor or "model__mtp_layers__2__input_layernorm__weight"

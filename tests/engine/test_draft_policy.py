@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_helpers import LONGEST, cached, drafting, from_scratch, right_often
 from engine_helpers import NGRAM, check_idle, check_plain, idle_sequence, make_engine, toy
-from test_coupling import right_often
-from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
-from test_eagle_cache import toy as llama
 
 from specjax.config import Experts
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS, distinct_experts
 from specjax.devices import DEVICES
 from specjax.drafters.base import Params
-from specjax.drafters.tree_shape import TreeShape
+from specjax.drafters.options import TreeShape
 from specjax.engine import Engine, SamplingParams, batch
 from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
 from specjax.engine.keys import PLAIN, TREE, Key
@@ -196,7 +194,8 @@ def engine_of(kind: str, **config) -> Engine:
     sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": LONGEST, "max_running_requests": 3}
     if kind == "NGRAM":
         return make_engine(toy(), NGRAM, warm=False, adaptive=True, **sizes | config)
-    return make_engine(llama(), drafter(kind), draft=head(kind)[1], warm=False, adaptive=True, **sizes | config)
+    llama, drafter, params = drafting(kind)
+    return make_engine(llama, drafter, draft=params, warm=False, adaptive=True, **sizes | config)
 
 
 @pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
@@ -206,7 +205,7 @@ def test_texts_whatever_is_chosen(kind, sizes, follows):
     """Each token is the target's own draw, whatever the choice depends on."""
     engine = engine_of(kind, **sizes)
     follows_the_text(engine) if follows else changes_its_mind(engine, 3)
-    model = toy() if kind == "NGRAM" else llama()
+    model = toy() if kind == "NGRAM" else drafting(kind).toy
     rng = np.random.default_rng(5)
     start = rng.integers(5, 30, 9).tolist()
     prompts = [start[: 4 + i] + rng.integers(5, 30, 1 + 5 * (i % 3)).tolist() for i in range(7)]
@@ -250,14 +249,12 @@ def test_a_step_without_drafts_leaves_no_hole():
             shared += bool(one.output.cached)
             if rng.random() < 0.5:
                 continue
-            expected, feature = from_scratch("eagle3", [*one.prompt, *one.output.tokens][: n + 1])
+            expected, expected_row = from_scratch("eagle3", [*one.prompt, *one.output.tokens][: n + 1])
             # The slot at the end of a shared page is made of the token that followed it there.
             fresh = [i for i in range(n) if i >= (one.output.cached or 0) or (i + 1) % 4]
-            found = slots(engine.state.draft, np.asarray(one.active_slot.pages), n)
-            np.testing.assert_allclose(found[fresh], expected[fresh], atol=2e-5)
-            np.testing.assert_allclose(
-                np.asarray(engine.state.draft.feature[one.active_slot.index]), feature, atol=2e-5
-            )
+            slots, row = cached(engine.state.draft, one.active_slot.pages, one.active_slot.index, n)
+            np.testing.assert_allclose(slots[fresh], expected[fresh], atol=2e-5)
+            np.testing.assert_allclose(row, expected_row, atol=2e-5)
             checked += 1
     while engine.unfinished:
         engine.step()
@@ -302,7 +299,7 @@ def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
     ):
         assert done.output_ids == quiet.output_ids
         assert done.drafted_steps == done.spec_verify_ct < quiet.spec_verify_ct and done.not_drafted is None
-    check_plain(toy() if kind == "NGRAM" else llama(), prompt, plain, done)
+    check_plain(toy() if kind == "NGRAM" else drafting(kind).toy, prompt, plain, done)
     check_idle(engine)
 
 

@@ -18,7 +18,7 @@ from toy_models import tiny_llama
 from specjax import Params, PoolShape, PrefillInput, StepInput, init_state, make_steps, new_row
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import make_drafter
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.models.draft_head import init_head_params
 
 POOL = PoolShape(pages=8192, page_size=16)

@@ -16,10 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from draft_helpers import drafting
 from engine_helpers import make_engine, shared_engine, toy
 from server_helpers import SECONDS, Running, running
-from test_eagle_cache import drafter, head
-from test_eagle_cache import toy as llama
 
 from specjax.engine import Engine
 
@@ -47,7 +46,7 @@ ENGINES = {
     ),
     "NGRAM without cache": lambda: make_engine(toy(), "NGRAM", warm=False, prefix_cache=False),
     "EAGLE3": lambda: make_engine(
-        llama(), drafter("eagle3"), draft=head("eagle3")[1], warm=False, adaptive=True, max_total_tokens=384
+        *drafting("eagle3")[:2], draft=drafting("eagle3").params, warm=False, adaptive=True, max_total_tokens=384
     ),
 }
 

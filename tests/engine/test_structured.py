@@ -22,6 +22,7 @@ from engine_helpers import (
     make_engine,
     tokenizer,
     toy,
+    warm_grammars,
 )
 from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, check_masked, follows
 from test_toy_drafter import random_trees
@@ -48,14 +49,7 @@ def llama():
 
 @functools.cache
 def engine_of(kind: str, **config) -> Engine:
-    """Only the largest batch is compiled, which serves the smaller ones, too."""
-    engine = _made(kind, **config)
-    batch, table = engine.buckets.batches[-1], engine.buckets.tables[-1]
-    choices = {"step": engine.buckets.choices(batch), "constrained": engine.buckets.constrained_choices(batch)}
-    keys = [Key(each, batch, table, nodes=nodes) for each, found in choices.items() for nodes in found]
-    keys += [Key("propose", batch, table)] if engine.buckets.drafts(batch) else []
-    engine.warm_up(keys, progress=False)
-    return engine
+    return warm_grammars(_made(kind, **config))
 
 
 def _made(kind: str, **config) -> Engine:
@@ -89,17 +83,6 @@ def check(model, made, found) -> None:
             continue
         check_masked(model, prompt, params, done)
         assert follows(params.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
-
-
-@pytest.mark.parametrize("kind", ["NONE", "NGRAM", "trees", "eagle3"])
-def test_text_is_the_target_s_own_with_a_mask(kind):
-    engine, made = engine_of(kind), requests(9)
-    found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
-    check(llama() if kind == "eagle3" else toy(), made, found)
-    assert any(done.finish_reason["type"] == "stop" for done in found)
-    jumped = [done.spec_accept_length > 1 for (_, params), done in zip(made, found, strict=True) if params.grammar]
-    assert any(jumped) == (kind != "NONE"), "forced tokens are drafted by any drafter's trees"
-    check_idle(engine)
 
 
 ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}

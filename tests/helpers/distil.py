@@ -116,20 +116,20 @@ def _losses(head: DraftHead, toy: Toy, params: Any, tokens: Any, unrolled: int) 
     )  # fmt: skip
     target_logits = toy.target.unembed(toy.params, output.hidden)
     feature = head.fuse(params, output.features)
-    causal, own = jnp.tril(jnp.ones((length, length), bool)), jnp.eye(length, dtype=bool)
+    causal, itself = jnp.tril(jnp.ones((length, length), bool)), jnp.eye(length, dtype=bool)
     before, loss = None, jnp.float32(0)
     for j in range(unrolled):
         shifted = jnp.roll(tokens, -1 - j, axis=1)
-        visible = jnp.concatenate([causal, *[own] * j], axis=1)
+        visible = jnp.concatenate([causal, *[itself] * j], axis=1)
         mask = pack_bits(jnp.broadcast_to(visible, (count, *visible.shape)))
         past = _pages(count, head.config)._replace(before=before)
         embedded = head.embed(toy.params, params, shifted)
         feature, block = head.forward(params, embedded, feature, positions + j, mask, past)
         before = joined(before, block)
         inside = (jnp.arange(length) < length - 1 - j)[None, :]
-        found = jax.nn.log_softmax(head.unembed(toy.params, params, feature))
+        log_probs = jax.nn.log_softmax(head.unembed(toy.params, params, feature))
         wanted = jax.nn.softmax(jnp.roll(target_logits, -1 - j, axis=1))
-        cross_entropy = -jnp.sum(wanted * found, axis=-1)
+        cross_entropy = -jnp.sum(wanted * log_probs, axis=-1)
         distance = jnp.float32(0)
         if head.config.kind == "eagle":
             distance = jnp.mean(optax.huber_loss(feature, jnp.roll(output.hidden, -1 - j, axis=1)), axis=-1) * 10
@@ -193,8 +193,8 @@ def distilled_config(kind: str) -> HeadConfig:
 def distilled(kind: str) -> tuple[HeadConfig, dict]:
     """A head as `distil` makes it in 20 seconds; `python tests/helpers/distil.py` has stored it in float16."""
     with np.load(STORED) as file:
-        found = {name.removeprefix(f"{kind}/"): file[name] for name in file.files if name.startswith(f"{kind}/")}
-    return distilled_config(kind), {name: jnp.asarray(leaf, jnp.float32) for name, leaf in found.items()}
+        log_probs = {name.removeprefix(f"{kind}/"): file[name] for name in file.files if name.startswith(f"{kind}/")}
+    return distilled_config(kind), {name: jnp.asarray(leaf, jnp.float32) for name, leaf in log_probs.items()}
 
 
 if __name__ == "__main__":

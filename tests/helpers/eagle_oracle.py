@@ -332,14 +332,14 @@ def draft_tree(
     n = len(tokens)
     shifted = [*tokens[1:], root]
     ids = target_ids(tensors, spec, len(embedding), token_map)
-    known: dict[TokenPath, np.ndarray] = {}
+    outputs: dict[TokenPath, np.ndarray] = {}
 
     def output(path: TokenPath) -> np.ndarray:
         """Of the item that reads the path's last token; of the last slot for the empty path."""
-        if path not in known:
+        if path not in outputs:
             above = [output(path[:i]) for i in range(len(path))]
             size = n + len(path)
-            known[path] = head_forward(
+            outputs[path] = head_forward(
                 tensors,
                 spec,
                 embedding[[*shifted, *path]],
@@ -349,7 +349,7 @@ def draft_tree(
                 [False] * n + [True] * len(path),
                 dtype,
             )[-1]
-        return known[path]
+        return outputs[path]
 
     return grow_tree(
         lambda path: log_softmax(draft_logits(tensors, spec, output(path), head, token_map)),
@@ -386,6 +386,74 @@ def llama_features(
     return (states[-1] if aux_layers is None else np.concatenate([states[i + 1] for i in aux_layers], axis=-1)).astype(
         np.float32
     )
+
+
+# Trees of an implementation against the oracle's.
+
+ERROR = 1e-4
+"""Tolerance of scores. Where the oracle's own gap is smaller, a tree may differ."""
+
+TRACED = [
+    ([4, 8, 15, 16, 23], oracle.Sampling(max_tokens=20)),
+    ([7], oracle.Sampling(max_tokens=20, temperature=1.0, seed=1)),
+]
+"""Requests of the runs that `check_steps` compares."""
+
+
+def check_tree(tree: Any, row: int, expected: DraftTree) -> bool:
+    """Compares a row of a `specjax.DraftTree`: structure exactly, scores to `ERROR`. False if the oracle's gap is too
+    small to decide."""
+    if expected.gap <= ERROR:
+        return False
+    assert tree.valid[row].tolist() == expected.valid
+    paths: list[TokenPath] = [()]
+    for node in range(1, expected.size):
+        parent = int(tree.parents[row, node])
+        assert 0 <= parent < node
+        paths.append((*paths[parent], int(tree.tokens[row, node])))
+    assert tree.depth[row, : expected.size].tolist() == [len(path) for path in paths]
+    scores = dict(zip(paths, tree.scores[row].tolist(), strict=False))
+    assert scores.keys() == {expected.path(node) for node in range(expected.size)}
+    wanted = [expected.scores[node] for node in range(expected.size)]
+    np.testing.assert_allclose([scores[expected.path(node)] for node in range(expected.size)], wanted, atol=ERROR)
+    if expected.order_gap > ERROR:
+        assert tree.tokens[row].tolist() == expected.tokens
+        assert tree.parents[row].tolist() == expected.parents
+    return True
+
+
+def start(runner: Any, requests: Sequence[tuple[list[int], oracle.Sampling]] = TRACED) -> dict[int, list[int]]:
+    """Admits and prefills requests in chunks of two tokens; returns each row's text with its first drawn token."""
+    for row, (prompt, request) in enumerate(requests):
+        runner.admit(row, prompt, request)
+    first = runner.prefill([prompt for prompt, _ in requests], chunk=2)
+    return {row: [*prompt, int(first.tokens[row, 0])] for row, (prompt, _) in enumerate(requests)}
+
+
+def check_steps(
+    runner: Any, texts: dict[int, list[int]], expected: Callable[[int, list[int]], DraftTree | None], steps: int = 5
+) -> tuple[int, int]:
+    """Runs steps of a `toy_models.Runner` with traces, and compares the trees; appends what they emit to `texts`.
+
+    Args:
+        texts: the text of each row that runs.
+        expected: (row, text) -> the oracle's tree; None: nothing may be drafted.
+
+    Returns:
+        The number of trees that were compared, and the number of steps without a tree.
+    """
+    compared = undrafted = 0
+    for _ in range(steps):
+        output = runner.step([row in texts for row in range(runner.rows)])
+        for row, text in texts.items():
+            tree = expected(row, text)
+            if tree is None:
+                assert output.trace.tree.valid[row].sum() == 1
+                undrafted += 1
+            else:
+                compared += check_tree(output.trace.tree, row, tree)
+            text += output.tokens[row, : output.emitted[row]].tolist()
+    return compared, undrafted
 
 
 # Golden trees. The draft is a table: log-probabilities given the last token, so that a tree can be checked by eye.
@@ -511,7 +579,7 @@ def golden_text() -> str:
 
 def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
     """The cases with their expected trees, impossible log-probabilities and invalid nodes' scores being -inf."""
-    found = []
+    cases = []
     for record in json.loads(path.read_text())["cases"]:
         expected = record.pop("tree")
         expected["scores"] = [-math.inf if score is None else score for score in expected["scores"]]
@@ -520,8 +588,8 @@ def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
         table = [[-math.inf if x is None else x for x in row] for row in record.pop("log_probs")]
         ids = record.pop("target_ids")
         ids = None if ids is None else tuple(ids)
-        found.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
-    return found
+        cases.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
+    return cases
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+"""Spelling of the 256 bytes."""
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("1", "2"), ("Ġ", "t"), ("Ġt", "he"))
 END = 2  # <|im_end|>
 TEMPLATE = (
@@ -39,8 +41,7 @@ NEAR = 1e-3
 
 def byte_level_bpe(special: List[str] = SPECIAL) -> Tokenizer:
     """A new byte-level BPE: special tokens, the 256 bytes, six merges."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*special, *letters, *(a + b for a, b in MERGES)]
+    words = [*special, *LETTERS, *(a + b for a, b in MERGES)]
     core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -54,6 +55,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=byte_level_bpe(), eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
     )
+
+
+def spelled(words: List[str], merges=(), special=SPECIAL, kind: str = "byte-level") -> PreTrainedTokenizerFast:
+    """A tokenizer with these tokens; `kind`: byte-level, SentencePiece or none."""
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    if kind == "byte-level":
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if kind == "SentencePiece":
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
+
+
+@functools.cache
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """Other special tokens, bytes in another order, and other merges: `he` in common, and `wor` of its own."""
+    words = [*LETTERS[::-1], "he", "wo", "wor", "<s>", "<|im_end|>"]
+    return spelled(words, [("h", "e"), ("w", "o"), ("wo", "r")], ("<s>", "<|im_end|>"))
 
 
 VOCABULARY = len(SPECIAL) + 256 + len(MERGES)
@@ -70,9 +89,9 @@ def byte_ids(data: bytes) -> list[int]:
 @functools.cache
 def _byte_letters() -> dict[int, str]:
     """GPT-2's table: printable bytes are themselves, the others follow from U+0100."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in kept]
-    return {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def decode(ids: List[int], *, skip: bool = True) -> str:
@@ -121,11 +140,22 @@ def make_engine(
     return engine
 
 
+def warm_grammars(engine: Engine) -> Engine:
+    """Compiles the largest batch's steps, with and without grammars; it serves smaller batches, too."""
+    buckets = engine.buckets
+    batch, table = buckets.batches[-1], buckets.tables[-1]
+    choices = {"step": buckets.choices(batch), "constrained": buckets.constrained_choices(batch)}
+    keys = [Key(kind, batch, table, nodes=nodes) for kind, widths in choices.items() for nodes in widths]
+    keys += [Key("propose", batch, table)] if buckets.drafts(batch) else []
+    engine.warm_up(keys, progress=False)
+    return engine
+
+
 def reluctant_engine(model: Toy, drafter: Drafter | DraftOptions | str, **config: Any) -> Engine:
     """An adaptive engine to which steps with drafts seem a thousand times slower than others."""
     engine = make_engine(model, drafter, adaptive=True, **config)
     assert engine.policy is not None
-    engine.policy._ratio, engine.policy.record = (lambda batch: 1e3), (lambda *given: None)
+    engine.policy._ratio, engine.policy.record = (lambda batch: 1e3), (lambda *arguments: None)
     return engine
 
 
@@ -154,17 +184,17 @@ def wanted(params: SamplingParams, eos: tuple[int, ...] = ()) -> oracle.Sampling
     )
 
 
-def check_plain(model: Toy, prompt: List[int], params: SamplingParams, found: Completion, eos=()) -> None:
+def check_plain(model: Toy, prompt: List[int], params: SamplingParams, done: Completion, eos=()) -> None:
     """The output is that of plain decoding by the oracle, up to its first near-tie."""
     expected = oracle.generate_plain(model.logits, prompt, wanted(params, eos))
     close = [i for i, gap in enumerate(expected.gaps) if gap < NEAR]
     if close:
-        assert found.output_ids[: close[0]] == expected.tokens[: close[0]], expected.gaps
+        assert done.output_ids[: close[0]] == expected.tokens[: close[0]], expected.gaps
         return
-    assert found.output_ids == expected.tokens
+    assert done.output_ids == expected.tokens
     stopped = expected.finish == oracle.STOP
-    assert found.finish_reason["type"] == ("stop" if stopped else "length")
-    assert found.text == shown(expected.tokens[:-1] if stopped else expected.tokens)
+    assert done.finish_reason["type"] == ("stop" if stopped else "length")
+    assert done.text == shown(expected.tokens[:-1] if stopped else expected.tokens)
 
 
 def check_idle(engine: Engine) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tiny_checkpoints import save_model
+from tiny_checkpoints import save_model, save_mtp
 from toy_models import Toy
 
 from specjax.checkpoint import load_params, model_config, resolve
@@ -50,11 +50,20 @@ FAMILIES = DENSE | {
 }
 
 
-def save_family(folder: Path, family: str, **changes: Any) -> Path:
-    """Save a random model of two layers, of both kinds if a family has two, with large weights so that text varies."""
-    name, sizes = FAMILIES[family]
+MTP_STYLES = {"mimo": "mimo", "deepseek_v3": "deepseek", "qwen3": "qwen3_next"}
+"""Families with MTP layers, and the style of these."""
+
+
+def save_family(folder: Path, family: str, *, mtp_layers: int = 0, **changes: Any) -> Path:
+    """Saves a random model of two layers; of both kinds, if a family has two. The weights are large enough for text
+    that varies."""
+    architecture, sizes = FAMILIES[family]
     common = {"initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 0}
-    save_model(folder, f"{name}ForCausalLM", seed=list(FAMILIES).index(family), **common | sizes | changes)
+    fields = common | sizes | changes | {"seed": list(FAMILIES).index(family)}
+    if mtp_layers:
+        save_mtp(folder, f"{architecture}ForCausalLM", MTP_STYLES[family], count=mtp_layers, **fields)
+    else:
+        save_model(folder, f"{architecture}ForCausalLM", **fields)
     return folder
 
 

@@ -41,35 +41,35 @@ def library() -> LLTokenizer:
 
 
 def matcher(grammar: Grammar) -> LLMatcher:
-    found = LLMatcher(library(), library_source(grammar), log_level=0)
-    assert not found.is_error(), found.get_error()
-    return found
+    state = LLMatcher(library(), library_source(grammar), log_level=0)
+    assert not state.is_error(), state.get_error()
+    return state
 
 
-def mask(found: LLMatcher) -> np.ndarray:
+def mask(state: LLMatcher) -> np.ndarray:
     """bool [V]."""
-    bits = np.frombuffer(found.compute_bitmask(), np.uint8)
+    bits = np.frombuffer(state.compute_bitmask(), np.uint8)
     return np.unpackbits(bits, bitorder="little")[:VOCABULARY].astype(bool)
 
 
 def follows(grammar: Grammar, tokens: Sequence[int], *, whole: bool = True) -> bool:
     """Whether the grammar allows these tokens, and may end after them. The token that ends a text is left out."""
-    found, tokens = matcher(grammar), [token for token in tokens if token != END]
-    return found.try_consume_tokens(tokens) == len(tokens) and (not whole or found.is_accepting())
+    state, tokens = matcher(grammar), [token for token in tokens if token != END]
+    return state.try_consume_tokens(tokens) == len(tokens) and (not whole or state.is_accepting())
 
 
 def generate(model: Toy, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], str, list[float]]:
     """Plain decoding with a mask: the output, how it ends, and the gap of each draw."""
     assert params.grammar is not None and params.max_new_tokens is not None
-    found, sampling = matcher(params.grammar), wanted(params, (END,))
+    state, sampling = matcher(params.grammar), wanted(params, (END,))
     output, gaps = list[int](), list[float]()
     while len(output) < params.max_new_tokens:
-        draw = oracle.draw(model.logits([*prompt, *output]), sampling, list(prompt), output, mask(found))
+        draw = oracle.draw(model.logits([*prompt, *output]), sampling, list(prompt), output, mask(state))
         output.append(draw.token)
         gaps.append(draw.gap)
         if draw.token == END or draw.token in params.stop_token_ids:
             return output, "stop", gaps
-        assert found.consume_token(draw.token)
+        assert state.consume_token(draw.token)
     return output, "length", gaps
 
 

@@ -23,7 +23,7 @@ from specjax_kernels import Quantised
 from specjax.config import Experts, Latent, MtpConfig
 from specjax.drafters import Params
 from specjax.drafters.mtp import mtp_drafter
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.engine import Engine, EngineConfig
 from specjax.models import init_params, make_target
 from specjax.models.mtp_spec import mtp_sizes, mtp_table

@@ -25,8 +25,8 @@ from specjax.cache import PoolShape, init_cache
 from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
 from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter
 from specjax.drafters.mtp import mtp_drafter
+from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
-from specjax.drafters.table import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
 from specjax.engine.placing import place_params

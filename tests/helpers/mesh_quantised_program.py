@@ -21,7 +21,7 @@ from test_quantised import leaf_of, read_by_numpy
 
 from specjax.config import Experts, Latent, ModelConfig
 from specjax.drafters import Params
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.engine import Engine
 from specjax.engine.placing import place_params
 from specjax.models import init_params, make_target, table

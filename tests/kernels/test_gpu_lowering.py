@@ -11,7 +11,7 @@ import pytest
 
 from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_drafter
 from specjax.config import HeadConfig
-from specjax.drafters.table import options_of
+from specjax.drafters.options import options_of
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths

@@ -1,0 +1,212 @@
+"""Speculation never changes a text: drafters x families x sampling x batch sizes x grammars, against plain decoding.
+
+A case is a drafter and a family; batch size and grammars alternate between cases, so that each pair of values occurs.
+Every case runs all kinds of sampling. The oracle decodes without drafts, from transformers' logits or from a formula.
+Texts are longer than the families' windows and trees are deeper, so that paths cross the edge of a window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import engine_helpers
+import jax
+import numpy as np
+import pytest
+from distil import distilled, pair_model
+from engine_helpers import END, NGRAM, VOCABULARY, byte_ids, check_idle, check_plain, make_engine, warm_grammars
+from family_helpers import FAMILIES, MTP_STYLES, WINDOW, load_family, save_family
+from grammar_helpers import GRAMMARS, check_masked, follows
+from test_toy_drafter import random_trees
+from toy_models import Toy
+
+from specjax.checkpoint import load_mtp, model_config, mtp_config, resolve
+from specjax.drafters import (
+    Drafter,
+    DraftOptions,
+    StandaloneParams,
+    TreeShape,
+    eagle_drafter,
+    mtp_drafter,
+    standalone_drafter,
+)
+from specjax.engine import SamplingParams
+from specjax.models.draft_head import init_head_params
+from specjax.train.head import head_config
+from specjax.train.options import DraftSettings
+
+FEW = 40  # tokens of a vocabulary that is small enough for random heads to be right now and then
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(5, 2, 19)  # the tree holds all candidates: paths of all lengths
+JSON = byte_ids(b'{"ok": true, "n": 1, "color": "red"}abcdex(,)12')
+
+SAMPLING: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "greedy": ([7, 30, 12, 5] * 6, {}),
+    "temperature": (list(range(3, 14)), {"temperature": 1.0, "seed": 3}),
+    "top-k": ([21], {"temperature": 0.7, "seed": -1, "top_k": 9}),
+    "top-p, min-p": ([11], {"temperature": 1.3, "seed": 2**63 - 1, "top_p": 0.8, "min_p": 0.02}),
+    "penalties": ([9, 8, 7] * 5, {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}),
+    "logit bias, sampled penalties": (
+        [7] * 20, {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.3, "logit_bias": {"5": 2.0, "9": -4.0}},
+    ),
+    "stop tokens": ([30, 31, 30, 31], {"stop_token_ids": [17, 23], "min_new_tokens": 8}),
+    "no drafts": ([3, 3], {"speculate": False}),
+}  # fmt: skip
+WITH_GRAMMARS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"speculate": False},
+]
+REQUESTS = [(prompt, SamplingParams(max_new_tokens=24, **fields)) for prompt, fields in SAMPLING.values()]
+CONSTRAINED = [
+    ([20 + i], SamplingParams(max_new_tokens=32, grammar=grammar, **fields))
+    for i, (grammar, fields) in enumerate(zip(GRAMMARS.values(), WITH_GRAMMARS, strict=True))
+]
+
+
+class Model(NamedTuple):
+    family: str
+    toy: Toy
+    folder: str = ""
+
+
+Drafting = tuple[Drafter | DraftOptions | str, Any]
+"""A drafter, and its parameters."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[[str, int], Model]:
+    """(family, vocabulary) -> a model, saved and loaded once."""
+    root = tmp_path_factory.mktemp("families")
+
+    @functools.cache
+    def load(family: str, vocabulary: int) -> Model:
+        if family not in FAMILIES:
+            return Model(family, pair_model() if family == "pairs" else engine_helpers.toy())
+        folder, mtp_layers = root / f"{family}-{vocabulary}", 2 if family in MTP_STYLES else 0
+        save_family(folder, family, vocab_size=vocabulary, mtp_layers=mtp_layers)
+        return Model(family, load_family(folder, family).toy, str(folder))
+
+    return load
+
+
+def with_head(algorithm: str, shape: TreeShape) -> Callable[..., Drafting]:
+    def make(model: Model, models: Any) -> Drafting:
+        target = model.toy.target
+        if model.family == "pairs":
+            config, params = distilled(algorithm.lower())
+        else:  # as training would make it, with weights large enough for drafts that vary
+            layers = ("0", "1") if algorithm == "EAGLE3" else ()
+            config = head_config(DraftSettings(draft=algorithm, aux_layers=layers), target.config)
+            params = dict(init_head_params(config, target, jax.random.key(1)))
+            params = {name: leaf * 5 if leaf.ndim > 1 else leaf for name, leaf in params.items()}
+        return eagle_drafter(target, config, shape), params
+
+    return make
+
+
+def with_layers(model: Model, models: Any) -> Drafting:
+    """The MTP layers of the model's own checkpoint."""
+    files = resolve(model.folder, progress=False)
+    config = model_config(files.config, dtype="float32")
+    layers = mtp_config(files, config)
+    return mtp_drafter(model.toy.target, layers, TREE), load_mtp(files, config, layers, progress=False)
+
+
+def with_model(family: str | None) -> Callable[..., Drafting]:
+    """A draft model of another family; None: the target itself."""
+
+    def make(model: Model, models: Any) -> Drafting:
+        draft = models(family, model.toy.vocab).toy if family else model.toy
+        return standalone_drafter(model.toy.target, draft.target, TREE), StandaloneParams(draft.params)
+
+    return make
+
+
+DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
+    "NONE": (lambda model, models: ("NONE", None), ("table", *FAMILIES)),
+    "random trees": (lambda model, models: (random_trees(JSON), None), ("table",)),
+    "NGRAM": (lambda model, models: (NGRAM, None), ("table", *FAMILIES)),
+    "EAGLE chain": (with_head("EAGLE", CHAIN), ("pairs", *FAMILIES)),
+    "EAGLE tree": (with_head("EAGLE", TREE), ("pairs", *FAMILIES)),
+    "EAGLE3 tree": (with_head("EAGLE3", TREE), ("pairs", *FAMILIES)),
+    "MTP head": (with_head("MTP", TREE), ("pairs",)),
+    "MTP layers": (with_layers, tuple(MTP_STYLES)),
+    "STANDALONE itself": (with_model(None), tuple(FAMILIES)),
+    "STANDALONE gemma3": (with_model("gemma3"), tuple(FAMILIES)),
+}
+"""How each drafter is made, and the families that it drafts for."""
+
+
+class Case(NamedTuple):
+    drafter: str
+    family: str
+    batch: int
+    grammar: bool
+
+
+def cases() -> list[Case]:
+    families = ("table", "pairs", *FAMILIES)
+    return [
+        Case(drafter, family, (1, 4)[(i + j) % 2], family != "pairs" and (i + j) % 4 < 2)
+        for i, (drafter, (_, served)) in enumerate(DRAFTERS.items())
+        for j, family in enumerate(families)
+        if family in served
+    ]
+
+
+QUICK = {
+    ("NONE", "phi3"), ("random trees", "table"), ("NGRAM", "llama"), ("EAGLE chain", "qwen2"),
+    ("EAGLE tree", "qwen3_moe"), ("EAGLE3 tree", "pairs"), ("EAGLE3 tree", "gemma3"), ("MTP head", "pairs"),
+    ("MTP layers", "mimo"), ("MTP layers", "deepseek_v3"), ("STANDALONE itself", "mistral"),
+    ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"),
+}  # fmt: skip
+"""Each drafter and each family at least once. The other cases are slow tests."""
+
+
+def test_quick_cases_cover_all_values():
+    quick = [case for case in cases() if case[:2] in QUICK]
+    assert len(quick) == len(QUICK)
+    assert {case.drafter for case in quick} == {*DRAFTERS}
+    assert {case.family for case in quick} == {"table", "pairs", *FAMILIES}
+    assert {case[2:] for case in quick} == {(batch, grammar) for batch in (1, 4) for grammar in (False, True)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="-".join(map(str, case)), marks=() if case[:2] in QUICK else pytest.mark.slow)
+        for case in cases()
+    ],
+)
+def test_text_equals_plain_decoding(models, case):
+    model = models(case.family, VOCABULARY if case.grammar else FEW)
+    drafter, params = DRAFTERS[case.drafter][0](model, models)
+    eos = (END,) if case.grammar else ()
+    engine = make_engine(
+        model.toy, drafter, draft=params, eos=eos, warm=not case.grammar, max_running_requests=case.batch,
+        context_length=64, max_total_tokens=64 * case.batch, retract_every=9 if case.batch > 1 else None,
+    )  # fmt: skip
+    if case.grammar:
+        warm_grammars(engine)
+    requests = REQUESTS + CONSTRAINED * case.grammar
+    completions = engine.generate([prompt for prompt, _ in requests], [sampling for _, sampling in requests])
+    for (prompt, sampling), done in zip(requests, completions, strict=True):
+        if sampling.grammar is None:
+            check_plain(model.toy, prompt, sampling, done, eos)
+        else:
+            check_masked(model.toy, prompt, sampling, done)
+            assert follows(sampling.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
+        if case.drafter == "NONE" or sampling.speculate is False:
+            assert done.spec_accept_length == 1
+    assert case.batch == 1 or engine.scheduler.retractions
+    check_idle(engine)
+    histogram = np.sum([done.spec_accept_histogram for done in completions], axis=0)
+    if case.grammar and case.drafter != "NONE":
+        assert any(done.spec_accept_length > 1 for done in completions[len(REQUESTS) :]), "forced tokens are drafted"
+    if case.drafter == "STANDALONE itself":
+        assert TREE.depth > WINDOW and histogram[TREE.depth] > 0, "paths are longer than a window"
+    if case.family == "pairs":
+        assert all(histogram > 0), "paths of all lengths are accepted"
