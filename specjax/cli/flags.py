@@ -1,7 +1,7 @@
 """The flags of `generate` and the server, with SGLang's names, and the keys of their TOML file.
 
-A field's name gives the flag and the key; `configs/` holds complete files. Flags that set an option of the library take
-its default, range and help. `named_as_flags` puts the flag's name into errors about an option.
+A field's name gives the flag and the key; `configs/` holds complete files. A flag for a library option takes the
+option's default, range and help. `named_as_flags` replaces the option's name by the flag's name in errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 
 
 def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:
-    """A setting with the default, help, range and choices of a library option. `more`: fields of `Setting`."""
+    """Declares a setting with the default, help, range and choices of a library option. `more`: fields of `Setting`."""
     option = setting_of(owner, name)
     declared = {"sets": name, "range": option.range, "choices": choices_of(get_type_hints(owner)[name])}
     return setting(getattr(owner, name), help or option.help, **{**declared, **more})
@@ -46,7 +46,7 @@ _engine = partial(_option, EngineConfig)
 
 
 def _draft(name: str, help: str = "", **more: Any) -> Any:
-    """An option of drafters. Its range depends on the algorithm, which checks it."""
+    """Declares a drafter option. Its range depends on the algorithm, which checks it."""
     owners = {key: options for key, options in DRAFTERS.items() if name in options.names()}
     owner = next(iter(owners.values()))
     return _option(owner, name, help or f"{', '.join(owners)}: {setting_of(owner, name).help}", range=ANY, **more)
@@ -58,12 +58,12 @@ def _threshold(name: str) -> Any:
 
 
 def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
-    """A flag of SGLang's that is accepted and has no effect."""
+    """Declares a flag of SGLang that has no effect here."""
     return setting(default, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead, **more)
 
 
 def _algorithm(name: str) -> str:
-    """An algorithm's name in capitals; ``module:function`` is unchanged."""
+    """Returns an algorithm's name in capitals; ``module:function`` is unchanged."""
     canonical = name if ":" in name else algorithm(name)
     if canonical is None:
         raise ValueError(f"one of {algorithms()}")
@@ -89,7 +89,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How many requests run at once, and in how much memory."""
+    """Batching, memory and execution of the engine."""
 
     max_running_requests: int | None = _engine("max_running_requests")
     cuda_graph_max_bs: int | None = _engine(
@@ -142,7 +142,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SpeculativeSettings:
-    """Changes the speed, never the text, unless --allow-lossy-speculation is given with a threshold below 1."""
+    """Speculation never changes the text, unless --allow-lossy-speculation comes with a threshold below 1."""
 
     speculative_algorithm: str = setting(
         Auto.algorithm,
@@ -298,18 +298,18 @@ class Settings:
 
 
 OPTIONS = {
-    each.metadata["setting"].sets or each.name: each.name
+    field.metadata["setting"].sets or field.name: field.name
     for group in (EngineSettings, SpeculativeSettings)
-    for each in fields(group)
+    for field in fields(group)
 }
 """Maps an option of the library to the setting that sets it."""
 
 
 def with_flag(error: ValueError, chosen: Any = Settings()) -> ValueError:
-    """The error with the flag, or the file and key, that set the parameter; errors without a parameter unchanged."""
+    """Renames the parameter of an error to the flag, or file and key, that set it. Other errors are unchanged."""
     if not isinstance(error, ParameterError):
         return error
-    # `quantization` is a keyword argument of `Engine.from_pretrained` and an option of drafters.
+    # `quantization` names an argument of `Engine.from_pretrained` and an option of drafters.
     keywords = OPTIONS | {"dtype": "dtype", "quantization": "quantization"}
     name = (OPTIONS if error.owner else keywords).get(error.name)
     return error if name is None else error.renamed({error.name: place_of(chosen, name)})
