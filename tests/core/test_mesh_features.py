@@ -1,4 +1,4 @@
-"""Log-probabilities, structured output, reused pages and the adaptive choice, over several devices as on one."""
+"""Log-probabilities, grammars, reused pages and adaptive drafting on several devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ run = functools.partial(run_program, program="mesh_features_program.py")
 
 
 def numbers(found: dict[str, Any]) -> tuple[list[int], np.ndarray]:
-    """The ids, in order, and the log-probabilities of all requests."""
+    """Token ids and log-probabilities of all requests, in order."""
     leaves = [leaf for leaf in jax.tree.leaves((found["logprobs"], found["prompts"])) if leaf is not None]
     return [leaf for leaf in leaves if type(leaf) is int], np.asarray([x for x in leaves if type(x) is float])
 
@@ -35,20 +35,16 @@ def both() -> list[dict[str, Any]]:
     return run(["none", 1, False], ["ngram", 2, True])
 
 
-def test_what_one_device_finds(both):
-    """The requests ask for something."""
+def test_ngrams_and_adaptive_drafting(both):
+    same(both[1], both[0])
     alone = both[0]
     assert [len(found) for found in alone["logprobs"]][:3] == [12, 0, 12] and len(alone["prompts"][1]) == 5
     assert alone["cached"][2] == 16
     assert tokenizer().decode(alone["texts"][3]).lstrip().startswith("{")
 
 
-def test_ngrams_and_the_adaptive_choice(both):
-    same(both[1], both[0])
-
-
 @pytest.mark.slow
-def test_heads_and_the_adaptive_choice(both):
+def test_heads_and_adaptive_drafting(both):
     for found in run(["eagle3", 2, True], ["mtp", 2, True], ["standalone", 4, True]):
         same(found, both[0])
         assert found["accepted"] > 0
