@@ -1,4 +1,4 @@
-"""Traced trees: rendering, trees of a table model against the oracle, of engines and of `specjax generate`."""
+"""Traced trees: rendering, trees of engines and of `specjax generate`. test_step.py compares traces with the oracle."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import oracle
 import pytest
 from engine_helpers import NGRAM, make_engine, outcome, shared_engine, tokenizer, toy
 from generate_helpers import QUICK, saved_model
-from oracle import NO_PARENT, Sampling, Tree
-from toy_models import Runner, as_arrays, listed_drafter, listed_proposal, random_table, random_tree, table_model
+from oracle import NO_PARENT, Tree
+from toy_models import Runner, as_arrays, random_table, table_model
 
-from specjax import StepConfig
 from specjax.cli import generate
 from specjax.drafters import none_drafter
 from specjax.engine import SamplingParams
@@ -154,16 +153,6 @@ def test_step_without_trace():
         step_trees(runner.step([False, False, False]))
 
 
-# A table model.
-
-WIDTH, DEPTH = 7, 4
-LISTED = [random_tree(0, WIDTH, 7, np.random.default_rng(seed), DEPTH) for seed in range(11)]
-REQUESTS = [
-    ([1, 2, 3], Sampling(max_tokens=24)),
-    ([4, 4], Sampling(max_tokens=24, temperature=1.0, seed=16, frequency_penalty=0.3)),
-]
-
-
 def check_tree(tree: StepTree, emitted: list[int]) -> None:
     count = len(tree.tokens)
     assert tree.parents[0] == NO_PARENT and (tree.parents[1:] < np.arange(1, count)).all(), "parents come first"
@@ -174,39 +163,6 @@ def check_tree(tree: StepTree, emitted: list[int]) -> None:
         assert tree.tokens[node] == tree.drawn[parent], "accepted: the target drew it"
     assert tree.emitted.tolist() == emitted == tree.drawn[tree.path].tolist()[: len(emitted)]
     assert tree.drawn[tree.path[-1]] not in tree.tokens[tree.children(int(tree.path[-1]))], "else it would go on"
-
-
-def test_trees_of_a_batch():
-    """Three rows; one never runs, and the fourth batch entry is always empty."""
-    model = table_model(random_table(8))
-    runner = Runner(model, listed_drafter(LISTED, WIDTH, DEPTH), config=StepConfig(trace=True))
-    propose = listed_proposal(LISTED)
-    for slot, (prompt, request) in enumerate(REQUESTS):
-        runner.admit(slot, prompt, request)
-    first = runner.prefill([prompt for prompt, _ in REQUESTS])
-    texts = [[*prompt, int(first.tokens[row, 0])] for row, (prompt, _) in enumerate(REQUESTS)]
-    accepted, running = [[], []], [True, True]
-    while any(running):
-        runner.state, output = runner.steps.speculate(runner.params, runner.state, runner.inputs([*running, False]))
-        trees = step_trees(output)
-        assert [tree is not None for tree in trees] == [*running, False, False]
-        for row, text in enumerate(texts):
-            if (tree := trees[row]) is None:
-                continue
-            proposed = propose(text)
-            found = (tree.tokens.tolist(), tree.parents.tolist(), tree.depth.tolist())
-            assert found == (list(proposed.tokens), list(proposed.parents), oracle.depths(proposed))
-            assert tree.path.tolist() == oracle.walk(proposed, tree.drawn.tolist())
-            emitted = np.asarray(output.tokens)[row, : int(output.emitted[row])].tolist()
-            check_tree(tree, emitted)
-            accepted[row].append(tree.accepted)
-            text += emitted
-            running[row] = int(output.finish[row]) == 0
-    for row, (prompt, request) in enumerate(REQUESTS):
-        expected = oracle.generate_speculative(model.logits, propose, prompt, request)
-        assert texts[row] == [*prompt, *expected.tokens]
-        assert accepted[row] == expected.accepted
-    assert max(max(each) for each in accepted) == DEPTH, "a whole path, once"
 
 
 # The engine.
