@@ -11,7 +11,7 @@ import oracle
 import pytest
 from engine_helpers import VOCABULARY, check_idle, make_engine, outcome, shared_engine, toy
 from oracle import Sampling
-from toy_models import Runner, as_arrays, random_tree
+from toy_models import as_arrays, random_tree
 
 import specjax
 from specjax.drafters.base import Drafter
@@ -71,20 +71,7 @@ def known_text(count: int, **sampling) -> list[int]:
     return PROMPT + oracle.generate_plain(toy().logits, PROMPT, Sampling(max_tokens=count, **sampling)).tokens
 
 
-# Through the step alone.
-
-
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 5)])
-def test_perfect_drafter_in_the_step(temperature, seed):
-    request = Sampling(max_tokens=1 + 4 * (DEPTH + 1), temperature=temperature, seed=seed)
-    text = known_text(request.max_tokens + DEPTH, temperature=temperature, seed=seed)
-    runner = Runner(toy(), replay(text), rows=1, pages_a_row=16)
-    (found,) = runner.generate([(PROMPT, request)])
-    assert found.tokens == text[len(PROMPT) :][: request.max_tokens]
-    assert found.emitted == [DEPTH + 1] * 4
-
-
-# Through the engine.
+# In the engine.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -12,7 +12,7 @@ from distil import pair_model, perfect_head
 from engine_helpers import NGRAM, check_idle, check_plain, make_engine
 
 from specjax.cache import PoolShape
-from specjax.drafters import Ngram, Params, TreeShape, eagle_drafter, make_drafter
+from specjax.drafters import Params, TreeShape, eagle_drafter, make_drafter
 from specjax.drafters.tree_shape import candidates
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import BATCHES, Buckets
@@ -53,12 +53,6 @@ def test_every_number_of_nodes_has_a_shape(whole):
         assert shape.nodes == min(nodes, whole.nodes) and shape.depth <= whole.depth
         assert shape.steps <= whole.steps and shape.topk <= whole.topk
         assert candidates(shape.steps, shape.topk) >= shape.nodes - 1
-
-
-def test_ngrams_within_a_number_of_nodes():
-    assert Ngram().within(5) == Ngram(nodes=5) and Ngram(nodes=4).within(9).width == 4
-    assert Ngram(nodes=12, weak_nodes=7).within(5).weak_width == 5
-    assert Ngram(nodes=12, weak_nodes=2).within(5).weak_width == 2
 
 
 def chain_of(shape: TreeShape, *, explicit: bool = True):
