@@ -1,4 +1,7 @@
-"""The oracle against jax.random, transformers and figures computed by hand."""
+"""The oracle against jax.random and figures computed by hand.
+
+Its Llama equals the decoder in test_step.py, which equals transformers in tests/models.
+"""
 
 import dataclasses
 import math
@@ -12,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from jax.extend.random import threefry2x32_p
 from oracle import LENGTH, RUNNING, STOP, Sampling, Tree
-
-from specjax.config import ModelConfig, RopeConfig
 
 SEEDS = [0, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63), -12345678901]
 VOCABULARY = 7
@@ -220,65 +221,3 @@ def test_perfect_draft():
 
     result = oracle.generate_speculative(table_logits, propose, [1, 2], params)
     assert result.emitted == [4, 4, 4]
-
-
-ROPES = {
-    "none": RopeConfig(theta=500.0),
-    "linear": RopeConfig(theta=500.0, scaling="linear", factor=3.0),
-    "llama3": RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64),
-}
-
-
-@pytest.mark.parametrize("scaling", ROPES)
-def test_llama_equals_transformers(scaling):
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    V, M, I, L, H, K, E, G = 31, 24, 20, 2, 4, 2, 8, 2
-    rope = ROPES[scaling]
-    config = ModelConfig("llama", V, M, I, L, H, K, E, 1e-5, rope, 512, scaling == "linear", attention_bias=True)
-    parameters = {"rope_type": scaling if scaling != "none" else "default", "rope_theta": rope.theta}
-    if scaling != "none":
-        parameters["factor"] = rope.factor
-    if scaling == "llama3":
-        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    torch.manual_seed(0)
-    theirs = LlamaConfig(
-        vocab_size=V, hidden_size=M, intermediate_size=I, num_hidden_layers=L, num_attention_heads=H,
-        num_key_value_heads=K, head_dim=E, rms_norm_eps=1e-5, max_position_embeddings=512, attention_bias=True,
-        tie_word_embeddings=config.tied_embeddings, initializer_range=0.3, rope_parameters=parameters,
-    )  # fmt: skip
-    model = LlamaForCausalLM(theirs).double()
-    weights = dict(model.named_parameters())
-    for name, value in weights.items():
-        if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(value, 1.0, 0.3)
-    weights = {name: value.detach().numpy() for name, value in weights.items()}
-
-    def by_group(prefix, kind):  # HF's rows are head-major: query head h = k * G + g
-        q, k, v = (weights[f"{prefix}.self_attn.{name}_proj.{kind}"] for name in "qkv")
-        q, k, v = q.reshape(K, G, E, -1), k.reshape(K, 1, E, -1), v.reshape(K, 1, E, -1)
-        return np.moveaxis(np.concatenate([q, k, v], axis=1), -1, 0)
-
-    params = {
-        "embed": weights["model.embed_tokens.weight"],
-        "final_norm": weights["model.norm.weight"],
-        "head": weights["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"].T,
-    }
-    for index in range(L):
-        prefix = f"model.layers.{index}"
-        mlp = {name: weights[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")}
-        params[f"layers_{index}"] = {
-            "attention_norm": weights[f"{prefix}.input_layernorm.weight"],
-            "qkv": by_group(prefix, "weight"),
-            "qkv_bias": by_group(prefix, "bias")[0],
-            "output": weights[f"{prefix}.self_attn.o_proj.weight"].T.reshape(K, G, E, M),
-            "output_bias": weights[f"{prefix}.self_attn.o_proj.bias"],
-            "mlp_norm": weights[f"{prefix}.post_attention_layernorm.weight"],
-            "gate_up": np.stack([mlp["gate"], mlp["up"]], axis=1),
-            "down": mlp["down"],
-        }
-    tokens = np.random.default_rng(0).integers(0, V, 40)
-    with torch.no_grad():
-        expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
-    np.testing.assert_allclose(oracle.llama_logits(params, config, tokens), expected, atol=2e-5)
