@@ -166,13 +166,10 @@ def shown(value: Any) -> str:
 
 
 def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) -> None:
-    """Checks a value, or each item of a tuple of strings, against `annotation` and the declared range.
+    """Checks a value, or each item of a tuple of strings, against its type and range.
 
     `annotation` is int, float (accepts int), str, bool, tuple, a Literal of strings, or a union of these and None.
-
-    Raises:
-        TypeError: the value has another type. Both messages complete "must be": `an integer from 1 to 9`.
-        ValueError: the value is out of range.
+    Raises TypeError or ValueError with text that completes "must be": `an integer from 1 to 9`.
     """
     limits, choices = declared.range, declared.choices or choices_of(annotation)
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)

@@ -174,10 +174,7 @@ def requested(
     drafter: Drafter | DrafterFactory | None = None,
     platform: str | None = None,
 ) -> tuple[DraftOptions, Drafter | DrafterFactory | None]:
-    """Resolves `draft` to options and a drafter. Raises ValueError for errors that need no model files.
-
-    `platform`: see `choose`.
-    """
+    """Resolves `draft` to options and a drafter; raises ValueError for errors that need no model files."""
     if drafter is not None and draft != Auto.algorithm:
         raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
     if drafter is None and isinstance(draft, str) and ":" in draft:
@@ -192,19 +189,12 @@ def requested(
 
 
 class Chosen(NamedTuple):
-    """Result of `choose`.
-
-    Attributes:
-        options: options of the algorithm.
-        tree: measured tree shape, used if the options give none; None: `ModelOptions.automatic`.
-        head: shipped head at `options.path`.
-        mtp: config of the target's MTP layers, if they draft.
-    """
+    """Result of `choose`."""
 
     options: DraftOptions
-    tree: TreeShape | None = None
-    head: ShippedHead | None = None
-    mtp: MtpConfig | None = None
+    tree: TreeShape | None = None  # measured shape for options without one; None: `ModelOptions.automatic`
+    head: ShippedHead | None = None  # shipped head at `options.path`
+    mtp: MtpConfig | None = None  # the target's MTP layers, if they draft
 
     def drafter(
         self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
@@ -280,10 +270,7 @@ def _no_path(options: DraftOptions) -> ValueError:
 def head_quantization(
     chosen: Chosen, files: ModelFiles, config: ModelConfig, quantization: str, platform: str | None = None
 ) -> str:
-    """Quantization of a draft head's or MTP layers' weights, given the target's `quantization`.
-
-    Values are those of `load_params`; `platform`: see `choose`; errors: see `ModelOptions.weights`.
-    """
+    """Returns the quantization of a draft head or MTP layers, given the target's; see `ModelOptions.weights`."""
     options, platform = cast(ModelOptions, chosen.options), platform or jax.default_backend()
     if chosen.mtp is not None:
         stored = checkpoint.mtp_method(files, config)

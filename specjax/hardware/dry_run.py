@@ -73,11 +73,7 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
-    """Prints the plan. `device`: a key of `DEVICES`; None: this process's device.
-
-    Returns:
-        0 if the model fits, 1 if not, 2 if a setting is wrong.
-    """
+    """Prints the plan; returns 0 if the model fits, 1 if not, 2 for a wrong setting. `device`: see `DEVICES`."""
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
     try:
@@ -233,11 +229,7 @@ class Case(NamedTuple):
 
 
 def make_plan(case: Case) -> dict[str, Any]:
-    """Makes the document of `--json`: bytes on each device and seconds of a step.
-
-    Raises:
-        ValueError: the context exceeds the model's positions.
-    """
+    """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
     model, config, n, groups = case.outline, case.config, case.devices, case.config.expert_parallel
     target, drafter, rows = model.target, model.drafter, config.max_running_requests
     context = context_length(target, config)
@@ -309,11 +301,8 @@ def _split_problems(case: Case) -> Iterator[str]:
 
 @lru_cache(16)
 def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
-    """Computes bytes of parameters on each device and the bytes that a step reads.
-
-    `forward`: by the target; `level`: by each level of the draft; `once`: by the first level in addition. `products`:
-    multiplications per token in the target.
-    """
+    """Computes bytes of parameters on each device, bytes that a step reads (the target's `forward`, each `level` of the
+    draft, `once` for the first level), and the target's `products` (multiplications per token)."""
     target, *drafts = outline.parts
 
     def read_bytes(part: Part, leaves: Iterable[Leaf]) -> int:
@@ -381,10 +370,7 @@ def _nbytes(tree: Any) -> int:
 
 
 def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[str]:
-    """Yields single changes of flags or environment variables that make the model fit.
-
-    `described`: (dtype, whether to draft) -> outline.
-    """
+    """Yields changes of single flags or variables that make the model fit. `described(dtype, drafts)` -> outline."""
     config, dtype, drafts = case.config, case.outline.target.config.dtype, case.outline.drafter.width > 1
     room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
 

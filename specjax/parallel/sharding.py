@@ -40,17 +40,10 @@ AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
 def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = False) -> Mesh | None:
-    """Makes a mesh of `count` devices of this process, from number `first` on.
+    """Makes a mesh of `count` devices of this process from number `first` on, or of all processes with `hosts`.
 
-    Args:
-        groups: number of groups of devices over which experts are distributed.
-        hosts: True to use all devices of all processes.
-
-    Returns:
-        The mesh; None for JAX's first device alone.
-
-    Raises:
-        ParameterError: JAX has fewer devices.
+    Experts are distributed over `groups` of devices. Returns None for JAX's first device alone. Raises ParameterError
+    if JAX has fewer devices.
     """
     shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
     if hosts:
