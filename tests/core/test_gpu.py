@@ -49,10 +49,10 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         find = importlib.util.find_spec
 
-        def found(name: str, *rest: Any) -> Any:
+        def find_plugin(name: str, *rest: Any) -> Any:
             return (SimpleNamespace() if name == plugin else None) if name in gpu.MIN_VERSIONS else find(name, *rest)
 
-        monkeypatch.setattr(importlib.util, "find_spec", found)
+        monkeypatch.setattr(importlib.util, "find_spec", find_plugin)
 
     return build
 

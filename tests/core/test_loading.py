@@ -62,19 +62,19 @@ def test_transposed_by_blocks(rows, columns, dtype):
     ):
         leaf = Leaf("leaf", letters, (Tensor("tensor", "KE M"),))
         (rule,) = placements((Scope((leaf,)),), sizes)
-        found = np.zeros(leaf.shape(sizes), np.float32)
-        rule.place(found, tensor)
-        np.testing.assert_array_equal(found, wanted.astype(np.float32))
+        actual = np.zeros(leaf.shape(sizes), np.float32)
+        rule.place(actual, tensor)
+        np.testing.assert_array_equal(actual, wanted.astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_quantised_by_rows(kind):
     matrix = np.random.default_rng(0).standard_normal((3 * BLOCK_BYTES // 256 + 5, 64), np.float32)
     leaf = Leaf("down", "I -> M", (Tensor("down", "M I"),))
-    found = quantise_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
+    actual = quantise_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
     wanted = quantise(matrix, kind)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -43,10 +43,10 @@ def test_families_and_quantised_experts():
         assert result["quantised"] == 2 * len(kind) and not any("experts" in text for text in result["warnings"])
 
 
-def same(found: dict[str, Any], one: dict[str, Any], devices: int) -> None:
-    assert found["texts"] == one["texts"] and found["cached"] == one["cached"] > 0
-    assert found["pool shares"] == [1 / devices]
-    assert found["aliased"] == found["state"], "a pool is copied"
+def same(result: dict[str, Any], one: dict[str, Any], devices: int) -> None:
+    assert result["texts"] == one["texts"] and result["cached"] == one["cached"] > 0
+    assert result["pool shares"] == [1 / devices]
+    assert result["aliased"] == result["state"], "a pool is copied"
 
 
 @process
@@ -69,9 +69,9 @@ def test_every_drafter():
         ["in_memory", "none", 1, 1], ["in_memory", "mtp", 4, 2], ["in_memory", "standalone", 2, 2],
         ["in_memory", "eagle3", 4, 4], ["in_memory", "ngram", 2, 2],
     )  # fmt: skip
-    for found, devices in zip(drafted, (4, 2, 4, 2), strict=True):
-        same(found, one, devices)
-    assert [found["algorithm"] for found in drafted] == ["MTP", "STANDALONE", "EAGLE3", "NGRAM"]
+    for result, devices in zip(drafted, (4, 2, 4, 2), strict=True):
+        same(result, one, devices)
+    assert [result["algorithm"] for result in drafted] == ["MTP", "STANDALONE", "EAGLE3", "NGRAM"]
     assert drafted[1]["accepted"] > 0
 
 

@@ -39,13 +39,13 @@ def test_parts_of_a_leaf(name, axis):
     leaf = leaf_of(name, (4, 2, 12), 512)
     whole = np.asarray(dequantise(leaf))
     for count in (2, 4):
-        found = shared(leaf, axis, count)
+        result = shared(leaf, axis, count)
         if name == "GPTQ" and axis == -1:
-            assert found is None, "an input order mixes what devices have"
+            assert result is None, "an input order mixes what devices have"
             continue
-        assert found is not None and found.split == axis
+        assert result is not None and result.split == axis
         for index, expected in enumerate(np.split(whole, count, axis)):
-            part = dataclasses.replace(part_of(found, index, count), split=None)
+            part = dataclasses.replace(part_of(result, index, count), split=None)
             np.testing.assert_array_equal(np.asarray(dequantise(check(part))), expected)
 
 
@@ -54,8 +54,8 @@ def test_groups_across_two_devices():
     rng = np.random.default_rng(0)
     scale = rng.normal(size=(3, 3)).astype(np.float32)
     leaf = Quantised(rng.integers(-9, 9, (3, 192)).astype(np.int8), scale)
-    found = shared(leaf, -1, 4)
-    assert found is not None and found.group == 16 and found.depth // 4 == 48
+    result = shared(leaf, -1, 4)
+    assert result is not None and result.group == 16 and result.depth // 4 == 48
     packed = Quantised(rng.integers(0, 256, (3, 96), np.uint8), scale, shift=8)
     assert shared(packed, -1, 4) is None
     halves = shared(packed, -1, 2)
@@ -71,16 +71,16 @@ def test_products():
         ["product", name, 4, split, 20] for name in ("Q4_K", "fp8 blocks") for split in ("last outputs", "inputs")
     ]
     cases += [["rows_of_a_table", name, 4] for name in ("Q4_0", "int8 per output")]
-    for case, found in zip(cases, run(*cases), strict=True):
+    for case, result in zip(cases, run(*cases), strict=True):
         if case[0] == "rows_of_a_table":
-            assert found["error"] < 1e-6 and found["collectives"] == ["all-reduce"], case
+            assert result["error"] < 1e-6 and result["collectives"] == ["all-reduce"], case
             continue
         _, name, count, split, _ = case
-        assert found["split"] == (name != "GPTQ" or split != "inputs"), case
-        if found["split"]:
-            assert found["error"] < 2e-6, (case, found)
-            assert found["collectives"] == ["all-reduce"] * (split == "inputs"), case
-            assert found["share"] < 1.2 / count, case
+        assert result["split"] == (name != "GPTQ" or split != "inputs"), case
+        if result["split"]:
+            assert result["error"] < 2e-6, (case, result)
+            assert result["collectives"] == ["all-reduce"] * (split == "inputs"), case
+            assert result["share"] < 1.2 / count, case
 
 
 @process
@@ -89,10 +89,10 @@ def test_families():
     cases = [["forward", family, 2, "int4", 3] for family in ("llama", "deepseek_v3")]
     cases += [["forward", "qwen3_moe", 2, "int8", 12], ["forward", "llama", 4, "int4", 3]]
     *two, four = run(*cases)
-    for case, found in zip(cases, [*two, four], strict=True):
-        assert found["difference"] < 1e-4 * found["largest"], (case, found)
-        assert found["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), (case, found["collectives"])
-    assert not any(found["warnings"] for found in two)
+    for case, result in zip(cases, [*two, four], strict=True):
+        assert result["difference"] < 1e-4 * result["largest"], (case, result)
+        assert result["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), (case, result["collectives"])
+    assert not any(result["warnings"] for result in two)
     (line,) = four["warnings"]
     assert line.startswith("the model: 2 matrices are dequantised") and line.endswith(": output"), line
     assert four["quantised"] == two[0]["quantised"] - 2
@@ -114,10 +114,10 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def same(one: dict[str, Any], found: dict[str, Any], devices: int) -> None:
-    assert found["texts"] == one["texts"]
-    assert found["pool shares"] == [1 / devices] and found["aliased"] == found["state"]
-    assert len(found["collectives"]) <= COLLECTIVES, found["collectives"]
+def same(one: dict[str, Any], result: dict[str, Any], devices: int) -> None:
+    assert result["texts"] == one["texts"]
+    assert result["pool shares"] == [1 / devices] and result["aliased"] == result["state"]
+    assert len(result["collectives"]) <= COLLECTIVES, result["collectives"]
 
 
 @process
@@ -126,8 +126,8 @@ def test_texts_of_a_quantised_checkpoint(folder):
     path = str(folder / "awq")
     one, two, four = run(*(["engine", path, count, "auto", "NONE", {}] for count in (1, 2, 4)))
     assert len({tuple(text) for text in one["texts"]}) == 4
-    for found, devices in ((two, 2), (four, 4)):
-        same(one, found, devices)
+    for result, devices in ((two, 2), (four, 4)):
+        same(one, result, devices)
     assert not one["warnings"] and not any("dequantised" in text for text in two["warnings"])
     (line,) = (text for text in four["warnings"] if "dequantised" in text)
     assert "4 matrices are dequantised" in line and line.endswith(": down, output"), line

@@ -212,12 +212,12 @@ def test_search_for_specjax(holds, wanted, tmp_path, monkeypatch, first):
             checkout(here / name)
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
     first.specs["specjax"] = SimpleNamespace(origin=None)  # the clone's folder
-    (found, *_), _ = first(here)
-    assert Path(found).exists()
+    (source, *_), _ = first(here)
+    assert Path(source).exists()
     if "{here}" in wanted:
-        assert Path(found).resolve() == Path(wanted.format(here=here)).resolve()
+        assert Path(source).resolve() == Path(wanted.format(here=here)).resolve()
     else:
-        assert Path(found).name == wanted
+        assert Path(source).name == wanted
 
 
 def test_errors_of_the_first_cell(tmp_path, monkeypatch, first):

@@ -67,10 +67,10 @@ modules = {name: module.__file__ for name, module in sys.modules.items() if name
 spec = importlib.util.find_spec("kernels")
 print(json.dumps([modules, specjax.__version__, before, None if spec is None else str(spec)]))
 """
-    modules, found, torch_loaded, kernels = json.loads(run(installed.python, "-c", program, cwd=installed.empty))
+    modules, version, torch_loaded, kernels = json.loads(run(installed.python, "-c", program, cwd=installed.empty))
     assert {"specjax", "specjax_kernels", "specjax.step", "specjax.engine"} <= set(modules)
     assert all(Path(file).is_relative_to(installed.site) for file in modules.values()), modules
-    assert found == specjax.__version__
+    assert version == specjax.__version__
     assert not torch_loaded, "importing specjax imports torch"
     assert kernels is None, kernels
 

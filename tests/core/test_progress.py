@@ -64,8 +64,8 @@ def test_progress_of_compilation(model, capsys, progress, stream):
     engine = Engine.from_pretrained(model, draft="NONE", config=config, progress=progress)
     capsys.readouterr()
     for lines in (r"Compiling prefill \d+: 1 program in .* s\nCompiling step 1: 1 program in .* s\n", ""):
-        found = engine.generate("1 2 1 2", sampling, stream=stream)
-        assert list(found) if stream else found
+        actual = engine.generate("1 2 1 2", sampling, stream=stream)
+        assert list(actual) if stream else actual
         assert re.fullmatch(lines if progress else "", capsys.readouterr().err)
     engine.warm_up([key for key in engine.buckets.all_keys() if key.width == engine.buckets.chunks[-1]])
     assert re.fullmatch(r"Compiling: \d bucket.*\n", capsys.readouterr().err), "one bar for all"

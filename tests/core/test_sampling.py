@@ -45,8 +45,8 @@ def test_noise(seed):
     words = jnp.asarray(sampling.seed_words(seed))
     assert tuple(np.asarray(words).tolist()) == oracle.key_words(seed)
     for position in (0, 5, 100_000, 2**31 - 1):
-        found = sampling.gumbel_noise(words, jnp.int32(position), VOCABULARY)
-        np.testing.assert_allclose(found, oracle.noise(seed, position, VOCABULARY), rtol=1e-6, atol=1e-6)
+        actual = sampling.gumbel_noise(words, jnp.int32(position), VOCABULARY)
+        np.testing.assert_allclose(actual, oracle.noise(seed, position, VOCABULARY), rtol=1e-6, atol=1e-6)
 
 
 def test_noise_does_not_depend_on_flags_of_jax():
@@ -61,28 +61,28 @@ def test_noise_does_not_depend_on_flags_of_jax():
         before = jax.config.values[flag]
         jax.config.update(flag, value)
         try:
-            found = jax.jit(sampling.gumbel_noise, static_argnums=2)(words, jnp.int32(3), VOCABULARY)
+            actual = jax.jit(sampling.gumbel_noise, static_argnums=2)(words, jnp.int32(3), VOCABULARY)
         finally:
             jax.config.update(flag, before)
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=flag)
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6, err_msg=flag)
 
 
 def test_tail_of_the_noise():
     """About 64 of 2**24 values have probabilities below 2**-18; they differ and follow the distribution."""
     noise = jax.jit(jax.vmap(sampling.gumbel_noise, in_axes=(None, 0, None)), static_argnums=2)
     words = jnp.asarray(sampling.seed_words(1))
-    found = np.asarray(noise(words, jnp.arange(64, dtype=jnp.int32), 2**18)).ravel()
-    assert np.isfinite(found).all()
-    exponential = np.exp(-found.astype(np.float64))
+    actual = np.asarray(noise(words, jnp.arange(64, dtype=jnp.int32), 2**18)).ravel()
+    assert np.isfinite(actual).all()
+    exponential = np.exp(-actual.astype(np.float64))
     rare = exponential[exponential < 2**-18]
     assert 30 < len(rare) < 100
     assert len(np.unique(rare)) == len(rare)
     assert scipy.stats.kstest(rare * 2**18, "uniform").pvalue > 1e-3
     assert scipy.stats.kstest(exponential[: 2**16], "expon").pvalue > 1e-3
-    largest = np.argmax(found)
+    largest = np.argmax(actual)
     position, token = divmod(int(largest), 2**18)
-    np.testing.assert_allclose(found[largest], oracle.noise(1, position, 2**18)[token], rtol=1e-6)
+    np.testing.assert_allclose(actual[largest], oracle.noise(1, position, 2**18)[token], rtol=1e-6)
 
 
 def test_capacity_of_a_row():
@@ -104,8 +104,8 @@ def edit(logits, row, in_prompt, counts, emitted):
 def test_tiny_repetition_penalty():
     row = jax.tree.map(jnp.asarray, sampling.sampling_row(3, repetition_penalty=5e-324))
     seen, counts = jnp.array([True, True, False]), jnp.zeros(3, jnp.int32)
-    found = edit(jnp.array([30.0, 0.0, 1.0]), row, seen, counts, jnp.int32(0))
-    assert np.isfinite(np.asarray(found)).all() and int(jnp.argmax(found)) == 0
+    actual = edit(jnp.array([30.0, 0.0, 1.0]), row, seen, counts, jnp.int32(0))
+    assert np.isfinite(np.asarray(actual)).all() and int(jnp.argmax(actual)) == 0
 
 
 @given(rngs)
@@ -115,11 +115,11 @@ def test_editing_logits(rng):
     generated = generated[: int(rng.integers(7))]
     logits = some_logits(rng, VOCABULARY)
     past = history([prompt], [generated], VOCABULARY)
-    found = edit(jnp.asarray(logits), single(request), past.in_prompt[0], past.counts[0], jnp.int32(len(generated)))
+    actual = edit(jnp.asarray(logits), single(request), past.in_prompt[0], past.counts[0], jnp.int32(len(generated)))
     expected = oracle.edited_logits(logits, request, prompt, generated)
     masked = np.isinf(expected)
-    np.testing.assert_allclose(np.asarray(found)[~masked], expected[~masked], rtol=1e-5, atol=1e-5)
-    assert (np.asarray(found)[masked] <= -1e30).all()
+    np.testing.assert_allclose(np.asarray(actual)[~masked], expected[~masked], rtol=1e-5, atol=1e-5)
+    assert (np.asarray(actual)[masked] <= -1e30).all()
 
 
 def by_sorting(values, weights, need):
@@ -137,8 +137,8 @@ def test_smallest_prefix(rng):
     values = rng.choice(np.float32([-np.inf, -1e30, -2.5, -1, -1e-30, -0.0, 0, 1e-30, 1, 2.5, 1e30]), VOCABULARY)
     weights = rng.integers(0, 4, VOCABULARY).astype(np.float32)
     need = np.float32(rng.integers(1, 80))
-    found = jax.jit(sampling.smallest_prefix)(values, weights, need)
-    np.testing.assert_array_equal(found, by_sorting(values, weights, need))
+    actual = jax.jit(sampling.smallest_prefix)(values, weights, need)
+    np.testing.assert_array_equal(actual, by_sorting(values, weights, need))
 
 
 @jax.jit
@@ -154,9 +154,9 @@ def test_truncation(rng):
     expected, margin = oracle.truncated_logits(logits, request)
     if margin < NEAR:
         return
-    found = np.asarray(truncate(jnp.asarray(logits), single(request)))
-    np.testing.assert_array_equal(found > -np.inf, expected > -np.inf)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    actual = np.asarray(truncate(jnp.asarray(logits), single(request)))
+    np.testing.assert_array_equal(actual > -np.inf, expected > -np.inf)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 EIGHTHS = np.log(np.array([4, 2, 1, 1]) / 8).astype(np.float32)
@@ -221,9 +221,9 @@ def expected_draws(requests, prompts, generated, paths, allowed, logits):
 @given(rngs)
 def test_draws_with_all_parts(rng):
     case = batch_of_draws(rng)
-    found = draw(*arguments(*case, order=rng.permutation(BATCH)))
+    actual = draw(*arguments(*case, order=rng.permutation(BATCH)))
     for i, expected in enumerate(expected_draws(*case)):
-        assert int(found[i]) == expected.token or expected.gap < NEAR, (case[0][i], expected)
+        assert int(actual[i]) == expected.token or expected.gap < NEAR, (case[0][i], expected)
 
 
 @settings(max_examples=30)

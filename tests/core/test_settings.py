@@ -153,13 +153,13 @@ def test_any_mixture_of_file_and_flags(file, given_flags, in_tables, toml):
     table = {field.name: name for name, group in (("one", One), ("two", Two)) for field in fields(group)}
     prefix = {name: f"{table[name]}." if in_tables else "" for name in file}
     path = toml("".join(f"{prefix[name]}{name} = {as_toml(value)}\n" for name, value in file.items()))
-    found = parse("--config", path, *(part for name, value in given_flags.items() for part in as_flag(name, value)))
+    actual = parse("--config", path, *(part for name, value in given_flags.items() for part in as_flag(name, value)))
     merged = file | given_flags
     groups = {
         name: replace(group, **{key: value for key, value in merged.items() if table[key] == name})
         for name, group in (("one", One()), ("two", Two()))
     }
-    assert found == Both(**groups)
+    assert actual == Both(**groups)
 
 
 # Errors.
@@ -282,8 +282,8 @@ def settings_or_line(path: str) -> Both | str:
 @WRITES
 @given(data=st.binary(max_size=60) | st.text("[]=.'\"a1\n #-_{}", max_size=40).map(str.encode))
 def test_any_bytes(data, toml):
-    found = settings_or_line(toml(data))
-    assert isinstance(found, Both) or found.startswith("--config ")
+    actual = settings_or_line(toml(data))
+    assert isinstance(actual, Both) or actual.startswith("--config ")
 
 
 # Several commands, one file.
@@ -291,9 +291,9 @@ def test_any_bytes(data, toml):
 
 def test_tables_of_other_commands(toml):
     path = toml("[one]\ncount = 5\n[two]\nfast = true\n")
-    found = parse("--config", path, tables=["one"])
-    assert found.one == One(count=5)
-    assert found.two == Two(fast=True)
+    actual = parse("--config", path, tables=["one"])
+    assert actual.one == One(count=5)
+    assert actual.two == Two(fast=True)
     assert "--fast" in refused("--fast", tables=["one"])
     assert "[two] fast must be true or false" in refused("--config", toml("[two]\nfast = 1"), tables=["one"])
 

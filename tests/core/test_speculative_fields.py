@@ -180,14 +180,14 @@ def test_reason_against_drafting_and_always_draft(reluctant: Running):
         return choice.get("text", choice.get("message")), answer["metadata"]["speculative"]
 
     for path in (CHAT, COMPLETE, GENERATE):
-        text, found = asked(path)
-        assert found["drafted_steps"] == 0 < found["spec_verify_ct"] and found["spec_accept_length"] == 1
-        assert "faster by measurement" in found["not_drafted"] and "adaptive" in found["not_drafted"]
+        text, actual = asked(path)
+        assert actual["drafted_steps"] == 0 < actual["spec_verify_ct"] and actual["spec_accept_length"] == 1
+        assert "faster by measurement" in actual["not_drafted"] and "adaptive" in actual["not_drafted"]
         _, none = asked(path, draft_limit=0)
         assert none["drafted_steps"] == 0 and "draft_limit: 0" in none["not_drafted"]
-        same, found = asked(path, always_draft=True)
-        assert same == text and found["spec_accept_length"] > 1
-        assert found["drafted_steps"] == found["spec_verify_ct"] and found["not_drafted"] is None
+        same, actual = asked(path, always_draft=True)
+        assert same == text and actual["spec_accept_length"] > 1
+        assert actual["drafted_steps"] == actual["spec_verify_ct"] and actual["not_drafted"] is None
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE, GENERATE])
@@ -241,16 +241,16 @@ def check_tree(tree: dict[str, Any], emitted: list[Any]) -> None:
 def test_last_tree(traced: Running):
     body = {"messages": [HELLO[0] | {"content": "the the the the"}], "temperature": 0, "max_tokens": 40}
     asked = body | ASKED | {"return_speculative_tree": True}
-    found, run = 0, []
+    with_drafts, run = 0, []
     for event in traced.events(CHAT, asked):
         (choice,) = event["choices"]
         if "speculative" not in choice or not choice["speculative"]["tokens"]:
             continue
         run = choice["speculative"]["tokens"]
         if tree := choice["speculative"]["tree"]:
-            found += len(tree["nodes"]) > 1
+            with_drafts += len(tree["nodes"]) > 1
             check_tree(tree, run)
-    assert found > 2, "steps with drafts"
+    assert with_drafts > 2
     whole = traced.post(CHAT, asked).json()
     check_tree(whole["choices"][0]["speculative"]["tree"], run)
     unasked = traced.post(CHAT, body).json()

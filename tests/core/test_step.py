@@ -61,14 +61,14 @@ def some_requests(rng, count=3):
     return [(rng.integers(0, VOCABULARY, n).tolist(), some_sampling(rng, VOCABULARY)) for n in lengths]
 
 
-def check_tokens(found: Finished, toy, prompt, request, near):
+def check_tokens(actual: Finished, toy, prompt, request, near):
     """Equal to plain decoding up to the first near-tie. Returns the tokens compared."""
     expected = oracle.generate_plain(toy.logits, prompt, request)
     close = [i for i, gap in enumerate(expected.gaps) if gap < near]
     if not close:
-        assert (found.tokens, found.finish) == (expected.tokens, expected.finish), request
+        assert (actual.tokens, actual.finish) == (expected.tokens, expected.finish), request
         return len(expected.tokens)
-    assert found.tokens[: close[0]] == expected.tokens[: close[0]], (request, expected.gaps)
+    assert actual.tokens[: close[0]] == expected.tokens[: close[0]], (request, expected.gaps)
     return close[0]
 
 
@@ -82,10 +82,10 @@ def test_text_equals_plain_decoding(rng, table, drafter):
     """Any parameters, three requests at once, in reused rows."""
     runner = table_runner(table, drafter)
     requests = some_requests(rng)
-    for (prompt, request), found in zip(requests, runner.generate(requests), strict=True):
-        check_tokens(found, runner.toy, prompt, request, NEAR_TABLE)
+    for (prompt, request), actual in zip(requests, runner.generate(requests), strict=True):
+        check_tokens(actual, runner.toy, prompt, request, NEAR_TABLE)
         if drafter == "none":
-            assert set(found.emitted) <= {1}
+            assert set(actual.emitted) <= {1}
 
 
 @settings(max_examples=15)
@@ -93,12 +93,12 @@ def test_text_equals_plain_decoding(rng, table, drafter):
 def test_steps_equal_the_oracles(rng):
     runner = table_runner("last two", "listed")
     requests = some_requests(rng)
-    for (prompt, request), found in zip(requests, runner.generate(requests), strict=True):
+    for (prompt, request), actual in zip(requests, runner.generate(requests), strict=True):
         expected = oracle.generate_speculative(runner.toy.logits, listed_proposal(LISTED), prompt, request)
         if min(expected.gaps) >= NEAR_TABLE:
-            assert found.tokens == expected.tokens
-            assert found.emitted == expected.emitted
-            assert found.accepted == [count - 1 for count in expected.emitted]
+            assert actual.tokens == expected.tokens
+            assert actual.emitted == expected.emitted
+            assert actual.accepted == [count - 1 for count in expected.emitted]
 
 
 def test_drafts_are_accepted():
@@ -149,13 +149,13 @@ def test_llama_text_equals_plain_decoding(drafted):
         runner = Runner(toy, listed_drafter(informed_trees(texts), 10, 3), config=StepConfig((10,)))
     results = runner.generate(LLAMA_REQUESTS)
     compared = [
-        check_tokens(found, toy, prompt, request, NEAR_LLAMA)
-        for (prompt, request), found in zip(LLAMA_REQUESTS, results, strict=True)
+        check_tokens(actual, toy, prompt, request, NEAR_LLAMA)
+        for (prompt, request), actual in zip(LLAMA_REQUESTS, results, strict=True)
     ]
     assert sum(compared) > 40, compared
-    for found in results:
-        assert len(set(found.tokens)) > 3
-        assert (np.mean(found.emitted) > 2) == drafted
+    for actual in results:
+        assert len(set(actual.tokens)) > 3
+        assert (np.mean(actual.emitted) > 2) == drafted
 
 
 # Truncation: token p stands at position p, and drafts are always right.
@@ -190,9 +190,9 @@ def counter():
 def test_truncation_of_accepted_runs(change, emitted, finish):
     runner = counter()
     others = [([0, 1], Sampling(max_tokens=20)), ([0], Sampling(max_tokens=2))]
-    found, *rest = runner.generate([([0, 1, 2], Sampling(**{"max_tokens": 20} | change)), *others])
+    actual, *rest = runner.generate([([0, 1, 2], Sampling(**{"max_tokens": 20} | change)), *others])
     count = 1 + sum(emitted)
-    assert found == Finished(list(range(3, 3 + count)), finish, emitted, [e - 1 for e in emitted])
+    assert actual == Finished(list(range(3, 3 + count)), finish, emitted, [e - 1 for e in emitted])
     assert [result.tokens for result in rest] == [list(range(2, 22)), [1, 2]]
     # All tokens but the root are committed.
     assert runner.state.rows.prefix_length[0] == 3 + count - 1
@@ -207,8 +207,8 @@ def test_pages_and_drafters_receive_committed_tokens_once():
     toy = table_model(random_table(0), window=2)
     runner = new_runner(toy, "listed")
     requests = [([1, 2, 3, 4, 5, 6], Sampling(max_tokens=25)), ([4], Sampling(max_tokens=12, temperature=1.0))]
-    for row, ((prompt, _), found) in enumerate(zip(requests, runner.generate(requests), strict=True)):
-        text = prompt + found.tokens
+    for row, ((prompt, _), actual) in enumerate(zip(requests, runner.generate(requests), strict=True)):
+        text = prompt + actual.tokens
         count = len(text) - 1
         slots = runner.committed(row)[:, 0, 0]
         assert slots[:count].tolist() == text[:-1]
@@ -325,14 +325,14 @@ def test_non_finite_logits_end_one_request(what, drafter):
     for slot, (prompt, request) in enumerate(requests):
         runner.admit(slot, prompt, request)
     first = runner.prefill([prompt for prompt, _ in requests])
-    found = [list(first.tokens[row, : first.emitted[row]]) for row in range(3)]
+    actual = [list(first.tokens[row, : first.emitted[row]]) for row in range(3)]
     finish = first.finish[:3].tolist()
     while not all(finish):
         output = runner.step([end == 0 for end in finish])
         for row in (row for row in range(3) if finish[row] == 0):
-            found[row] += output.tokens[row, : output.emitted[row]].tolist()
+            actual[row] += output.tokens[row, : output.emitted[row]].tolist()
             finish[row] = int(output.finish[row])
-    for (prompt, request), tokens, end in zip(requests, found, finish, strict=True):
+    for (prompt, request), tokens, end in zip(requests, actual, finish, strict=True):
         text = list(prompt)
         for token in tokens:
             assert np.isfinite(runner.toy.logits(text).max())

@@ -27,19 +27,19 @@ def expected_runs(tree, probabilities, single: float, cumulative: float, node: i
     """Emitted runs from `node` on -> their probability: SGLang's loop over children, integrated over the coin."""
     p = probabilities(oracle.path_tokens(tree, node))
     children = [child for child, parent in enumerate(tree.parents) if parent == node]
-    used, total, found = 0.0, 0.0, dict[tuple[int, ...], float]()  # `used`: coins below it have accepted a child
+    used, total, actual = 0.0, 0.0, dict[tuple[int, ...], float]()  # `used`: coins below it have accepted a child
     for child in children:
         token = tree.tokens[child]
         total += p[token]
         upto = 1.0 if p[token] >= single else max(used, min(1.0, total / cumulative))
         for run, each in expected_runs(tree, probabilities, single, cumulative, child).items():
-            found[(token, *run)] = (upto - used) * each
+            actual[(token, *run)] = (upto - used) * each
         used = upto
     rest = p.copy()
     rest[[tree.tokens[child] for child in children]] = 0
     if used < 1:
-        found |= {(token,): (1 - used) * each / rest.sum() for token, each in enumerate(rest)}
-    return found
+        actual |= {(token,): (1 - used) * each / rest.sum() for token, each in enumerate(rest)}
+    return actual
 
 
 @functools.partial(jax.jit, static_argnames=("verify", "depth"))
@@ -108,9 +108,9 @@ def test_lossless_at_1_and_for_greedy_rows(rng, verify, sampling):
     inputs = DrawInputs(sampling_rows(requests, VOCABULARY), past, slots, jnp.ones(BATCH, bool))
     emitted = jnp.asarray([len(g) for g in generated], jnp.int32)
     prefix = jnp.asarray([len(p) + len(g) - 1 for p, g in zip(prompts, generated, strict=True)], jnp.int32)
-    found = verdict_of(verify, as_arrays(batch, WIDTH), jnp.asarray(logits), inputs, prefix, emitted, depth=DEPTH)
+    actual = verdict_of(verify, as_arrays(batch, WIDTH), jnp.asarray(logits), inputs, prefix, emitted, depth=DEPTH)
     for name in ("path", "accepted", "tokens"):
-        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
 
 
 @pytest.mark.parametrize("wrong", [0.0, -0.1, 1.1, float("nan")])

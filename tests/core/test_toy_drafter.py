@@ -109,14 +109,14 @@ def test_random_trees():
         SamplingParams(max_new_tokens=20, repetition_penalty=1.3),
         SamplingParams(max_new_tokens=33, stop=["e"]),
     ]
-    found = engine.generate(prompts, params)
+    completions = engine.generate(prompts, params)
     expected = shared_engine("NONE").generate(prompts, params)
-    assert [outcome(done) for done in found] == [outcome(done) for done in expected]
-    assert found[0].spec_accept_length > 1.3
+    assert [outcome(done) for done in completions] == [outcome(done) for done in expected]
+    assert completions[0].spec_accept_length > 1.3
     check_idle(engine)
 
 
-# The code's own rules.
+# Rules of the code.
 
 ROOT = Path(specjax.__file__).parent
 FILES = {path: path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))}
@@ -131,14 +131,14 @@ ASKS = re.compile(
 def test_only_the_table_asks_which_algorithm_runs():
     for line in ('if algorithm == "X":', "isinstance(x, Drafter)", "if x.is_eagle():", 'name == "NGRAM"'):
         assert ASKS.search(line), line
-    found = [
+    matches = [
         f"{name}:{number}: {line.strip()}"
         for path, name in FILES.items()
         if not name.startswith("drafters/")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if ASKS.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not matches, "\n".join(matches)
 
 
 KINDS = re.compile(r"""\bkind\s*(==|!=)(?!\s*\w+\.kind\b)|\bif\b.*\bkind in\b""")  # two kinds may be compared
@@ -147,7 +147,7 @@ DECLARED = {"models/head_spec.py", "config.py", "drafters/__init__.py"}  # specs
 
 
 def test_only_the_specification_asks_for_the_kind_of_a_head():
-    found = [
+    matches = [
         f"{name}:{number}: {line.strip()}"
         for path, name in FILES.items()
         if name not in DECLARED
@@ -155,7 +155,7 @@ def test_only_the_specification_asks_for_the_kind_of_a_head():
         if HEADS.search(line)
         or ((name.startswith(("models/", "drafters/", "train/", "checkpoint/", "load"))) and KINDS.search(line))
     ]
-    assert not found, "\n".join(found)
+    assert not matches, "\n".join(matches)
 
 
 def imports(path: Path, package: str) -> set[str]:
@@ -196,14 +196,14 @@ def part(module: str) -> str | None:
 
 
 def our_imports() -> list[tuple[str, str]]:
-    found = []
+    pairs = []
     for path, name in FILES.items():
         package = ".".join(["specjax", *name.split("/")[:-1]])
         source = name.split("/")[0].removesuffix(".py")
         if source != "__init__":
-            found += [(source, target) for module in imports(path, package) if (target := part(module))]
-    assert ("engine", "step") in found and ("step", "models") in found, "the parser finds what is there"
-    return found
+            pairs += [(source, target) for module in imports(path, package) if (target := part(module))]
+    assert ("engine", "step") in pairs and ("step", "models") in pairs, "the parser finds what is there"
+    return pairs
 
 
 def test_imports_go_one_way():

@@ -41,9 +41,9 @@ def check_padding(tree):
 def check_derived(tree):
     """Depths are right, and the nodes form a valid tree."""
     for row in range(tree.tokens.shape[0]):
-        found = as_tree(tree, row)
-        assert oracle.problems(found) == []
-        assert np.asarray(tree.depth)[row, : len(found.tokens)].tolist() == oracle.depths(found)
+        actual = as_tree(tree, row)
+        assert oracle.problems(actual) == []
+        assert np.asarray(tree.depth)[row, : len(actual.tokens)].tolist() == oracle.depths(actual)
     check_padding(tree)
 
 
@@ -189,9 +189,9 @@ def test_top_k_expansion(seed, k, depth, width, tied):
     check_derived(tree)
     for row, root in enumerate((0, 3)):
         expected = expected_tree(root, tables[row], k, depth, width)
-        found = as_tree(tree, row)
-        assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
-        np.testing.assert_allclose(found.scores, expected.scores or (0.0,), rtol=1e-6)
+        actual = as_tree(tree, row)
+        assert (actual.tokens, actual.parents) == (expected.tokens, expected.parents)
+        np.testing.assert_allclose(actual.scores, expected.scores or (0.0,), rtol=1e-6)
 
 
 def test_ties_of_children_and_parents():

@@ -82,8 +82,8 @@ def test_shape_of_each_batch_on_a_gpu():
     def shapes(drafter) -> dict[int, tuple[int, int]]:
         buckets = Buckets.build("gpu", drafter, rows=256, request_pages=8)
         assert buckets.batches == BATCHES["gpu"]
-        found = {batch: drafter.within(*buckets.tree_widths(batch)) for batch in buckets.batches}
-        return {batch: (each.width, each.depth) for batch, each in found.items()}
+        actual = {batch: drafter.within(*buckets.tree_widths(batch)) for batch in buckets.batches}
+        return {batch: (each.width, each.depth) for batch, each in actual.items()}
 
     whole = (8, 7)
     automatic = shapes(chain_of(TreeShape(7, 1, 8), explicit=False))
@@ -156,12 +156,12 @@ PROMPTS = [[1, 2, 3], [7] * 11, [40, 5], [30, 31, 30, 31]]
 
 def finished(engine, prompts, lengths, temperature: float = 0.0) -> list[tuple]:
     params = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=i) for i, n in enumerate(lengths)]
-    found = engine.generate(prompts, params)
+    actual = engine.generate(prompts, params)
     check_idle(engine)
     # Histograms without trailing zeros.
-    counts = [done.spec_accept_histogram for done in found]
+    counts = [done.spec_accept_histogram for done in actual]
     most = max(i for each in counts for i, count in enumerate(each) if count)
-    return [(done.output_ids, each[: most + 1]) for done, each in zip(found, counts, strict=True)]
+    return [(done.output_ids, each[: most + 1]) for done, each in zip(actual, counts, strict=True)]
 
 
 @pytest.mark.parametrize(

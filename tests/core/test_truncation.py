@@ -36,11 +36,11 @@ def by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray
 
 
 def check_prefix(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
-    found = np.asarray(truncated(logits, top_k, top_p))
+    actual = np.asarray(truncated(logits, top_k, top_p))
     for row in range(len(logits)):
         expected, near = by_sorting(logits[row], int(top_k[row]), float(top_p[row]))
         if near > NEAR:
-            np.testing.assert_array_equal(found[row], expected, err_msg=f"top_k={top_k[row]}, top_p={top_p[row]}")
+            np.testing.assert_array_equal(actual[row], expected, err_msg=f"top_k={top_k[row]}, top_p={top_p[row]}")
 
 
 KINDS = {
@@ -144,9 +144,9 @@ def rows(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["any", "equal", "nan", "infinite", "zeros"])
 def test_argmax(kind):
     x = rows(kind)
-    found = np.asarray(jax.jit(argmax)(jnp.asarray(x)))
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, np.argmax(x, axis=-1))
+    actual = np.asarray(jax.jit(argmax)(jnp.asarray(x)))
+    assert actual.dtype == np.int32
+    np.testing.assert_array_equal(actual, np.argmax(x, axis=-1))
     np.testing.assert_array_equal(np.asarray(argmax(jnp.asarray(x[0, 0]))), np.argmax(x[0, 0]))
 
 

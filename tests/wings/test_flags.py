@@ -480,8 +480,8 @@ def test_help_of_each_command(name, command):
     ],
 )
 def test_command_without_a_subcommand(line, status, printed, command):
-    found, out, err = command(line)
-    assert (found, out + err) == (status, printed)
+    actual, out, err = command(line)
+    assert (actual, out + err) == (status, printed)
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])
