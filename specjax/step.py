@@ -64,8 +64,8 @@ class StepConfig:
     Attributes:
         widths: compiled tree widths N, ascending, from 1 to the drafter's; wider trees are cut to their best nodes;
             (): the drafter's widths.
-        trace: whether to return `StepOutput.trace`.
-        prompt_logprobs: whether a prefill returns `StepOutput.prompt`.
+        trace: True to return `StepOutput.trace`.
+        prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
             computes the padded chunk.
     """
@@ -83,7 +83,7 @@ class Checked(NamedTuple):
         verdict: accepted nodes; the first `accepted` + 1 entries are valid.
         block: cache entries of the nodes, leaves [B, J, ...].
         features: [B, J, F]. Features for the drafter; None if it reads none.
-        finite: bool [B, J]. Whether a token can be drawn: no NaN, no +inf, not all -inf.
+        finite: bool [B, J]. True if a token can be drawn: no NaN, no +inf, not all -inf.
         logprobs: log-probabilities of the emitted tokens; zeros if no row requests them.
     """
 

@@ -93,7 +93,7 @@ def verify_tree(
         The `Verdict`. If no row samples or edits its logits, one branch draws the argmax instead.
     """
     straight = has_kernels() and mesh.devices() == 1 if straight is None else straight
-    # The same ancestor mask as in `find_verdict`; outside of the branch it is computed once.
+    # `find_verdict` needs this ancestor mask, too; outside of the branch it is computed once.
     draws = partial(_draw_at_all_nodes, ancestor_mask(tree)) if straight else _draw_on_walk
     walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
     if allowed is not None and straight:
@@ -143,10 +143,10 @@ def find_verdict(
 
 
 def greedy_and_finite(logits: Float32[Array, "B N V"]) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
-    """Computes the argmax of logits (`DrawInputs.greedy`), and whether a token can be drawn.
+    """Computes the argmax of logits (`DrawInputs.greedy`), and a mask of logits from which a token can be drawn.
 
-    A token can be drawn from logits without NaN and +inf that are not all -inf. Checking the maximum is enough, because
-    argmax prefers NaN to any number.
+    Such logits have no NaN and no +inf and are not all -inf. Checking the maximum is enough, because argmax prefers NaN
+    to any number.
     """
     place, value = largest(logits)
     return place, jnp.isfinite(value)

@@ -77,7 +77,7 @@ for cell in json.loads(Path(sys.argv[1]).read_text())["cells"]:
 show()
 print(json.dumps([specjax.__file__, figures, pictures]))
 """
-"""As Jupyter runs a notebook, without its packages."""
+"""Runs a notebook like Jupyter, without its packages."""
 
 
 PROGRESS = re.compile(r"[A-Z].*: \S+.* in \d+\.\d s")

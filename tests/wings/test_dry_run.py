@@ -290,7 +290,7 @@ def test_gguf_described_without_conversion(tmp_path, monkeypatch):
     assert described.target.config == config
 
 
-# What to change.
+# Proposed changes.
 
 
 @pytest.mark.parametrize(
