@@ -321,29 +321,14 @@ def test_non_finite_logits_end_one_request(what, drafter):
         ([6, 1], Sampling(max_tokens=20, temperature=0.7, seed=9, frequency_penalty=0.3)),
     ]
     healthy = table_model(np.nan_to_num(np.asarray(runner.toy.params["table"]), nan=0.0, posinf=0.0, neginf=-1e30))
-    ends = []
-    for slot, (prompt, request) in enumerate(requests):
-        runner.admit(slot, prompt, request)
-    first = runner.prefill([prompt for prompt, _ in requests])
-    actual = [list(first.tokens[row, : first.emitted[row]]) for row in range(3)]
-    finish = first.finish[:3].tolist()
-    while not all(finish):
-        output = runner.step([end == 0 for end in finish])
-        for row in (row for row in range(3) if finish[row] == 0):
-            actual[row] += output.tokens[row, : output.emitted[row]].tolist()
-            finish[row] = int(output.finish[row])
-    for (prompt, request), tokens, end in zip(requests, actual, finish, strict=True):
-        text = list(prompt)
-        for token in tokens:
-            assert np.isfinite(runner.toy.logits(text).max())
-            text.append(int(token))
-        broken = not np.isfinite(runner.toy.logits(text).max())
-        assert end == (NOT_FINITE if len(tokens) < 20 else LENGTH)
-        assert broken or len(tokens) == 20
-        expected = oracle.generate_plain(healthy.logits, prompt, request)
-        assert [int(token) for token in tokens] == expected.tokens[: len(tokens)]
-        ends.append(end)
-    assert NOT_FINITE in ends
+    results = runner.generate(requests)
+    for (prompt, request), (tokens, finish, *_) in zip(requests, results, strict=True):
+        text = [*prompt, *tokens]
+        finite = [np.isfinite(runner.toy.logits(text[:end]).max()) for end in range(len(prompt), len(text) + 1)]
+        assert all(finite[:-1]) and (not finite[-1] or len(tokens) == 20)
+        assert finish == (NOT_FINITE if len(tokens) < 20 else LENGTH)
+        assert tokens == oracle.generate_plain(healthy.logits, prompt, request).tokens[: len(tokens)]
+    assert NOT_FINITE in [result.finish for result in results]
 
 
 @pytest.mark.parametrize("where", ["prompt", "chunk", "output"])
