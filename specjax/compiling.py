@@ -1,14 +1,11 @@
 """JAX's cache of compiled programs, and XLA's options for steps on NVIDIA GPUs.
 
-In a step's options, loops become part of the CUDA graph, whose independent nodes run side by side.
+A step has about a thousand small kernels and is fast only as one CUDA graph. By default XLA runs loops from the host,
+which splits the graph at the loops of user-defined drafters and verifiers; `WHILE` puts them into the graph (compiled
+for an H200 with jax 0.10.2, 0.11.2 and 0.12.0; needs the driver of CUDA 12.3). By default a graph runs its nodes one
+after another; CONCURRENT lets independent nodes overlap, such as the page writes of different layers.
 
-A step is a thousand small kernels, fast only as a CUDA graph, which runs without the host. By default XLA drives loops
-(a verifier's or a drafter's of one's own; ours have none on GPUs that Triton compiles for) from the host, which splits
-a step into several graphs. With `WHILE` in its list it is one (compiled for an H200 with jax 0.10.2, 0.11.2 and 0.12.0;
-needs CUDA 12.3's driver). By default, too, a graph runs its nodes one after another; of the layers' writes to their
-pages none waits for another.
-
-Flags in XLA_FLAGS win. For XLA's own behaviour:
+Flags in XLA_FLAGS take precedence. XLA's own behaviour:
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL
 """
@@ -30,7 +27,7 @@ from specjax.checkpoint.files import default_cache_dir
 logger = logging.getLogger(__name__)
 
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
-"""XLA's default. An option replaces the whole list; only XLA_FLAGS can add to it, by `+WHILE`."""
+"""XLA's default list. An option replaces the whole list; only XLA_FLAGS can extend it (`+WHILE`)."""
 
 LOOPS, SCHEDULING = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_scheduling_mode"
 
@@ -38,8 +35,7 @@ NVIDIA_OPTIONS = MappingProxyType({LOOPS: f"{IN_GRAPHS},WHILE", SCHEDULING: "CON
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in `default_cache_dir`, so that a second start compiles nothing. Respects JAX's own
-    settings."""
+    """Stores compiled programs in `default_cache_dir` for later starts, unless JAX's own setting names a folder."""
     folder = default_cache_dir()
     object_code.keep_in(folder / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
@@ -48,18 +44,20 @@ def use_compilation_cache() -> None:
 
 
 def compiler_options() -> dict[str, str] | None:
-    """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU. An
-    option that this XLA does not know is left out."""
+    """Returns ``compiler_options`` for `jax.jit` of a step; None unless JAX's default device is an NVIDIA GPU.
+
+    Options that this XLA rejects are left out.
+    """
     if not on_nvidia():
         return None
-    given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
+    in_flags = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
     wanted = NVIDIA_OPTIONS.items()
-    return {name: value for name, value in wanted if name not in given and accepts(name, value)} or None
+    return {name: value for name, value in wanted if name not in in_flags and accepts(name, value)} or None
 
 
 @functools.cache
 def accepts(name: str, value: str) -> bool:
-    """Whether this XLA has the option; an unknown one fails every compilation."""
+    """Returns True if this XLA has the option. An unknown option would fail every compilation."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:

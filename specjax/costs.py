@@ -35,11 +35,12 @@ layers, compiled for an H200, has 471, a level of a tree 30 (benchmarks/results/
 
 
 def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params, device: Device | None) -> float:
-    """The duration of a batch's step with drafts relative to a plain step.
+    """Estimates the duration of a step with drafts relative to a plain step.
 
     Args:
-        drafter: the drafter of the batch bucket.
-        device: a GPU of the table; None: use `CPU_STEP` and the bytes that a draft model reads.
+        batch: number of requests.
+        drafter: drafter of the batch bucket.
+        device: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
     """
     if device is not None:
         plain = _forward_seconds(target, params.target, device, batch)
@@ -79,7 +80,7 @@ def _reads(params: Any, experts: Experts | None, rows: int) -> tuple[float, floa
 
 
 def distinct_experts(experts: Experts, rows: int) -> float:
-    """The expected number of distinct experts of `rows` tokens that choose uniformly.
+    """Computes the expected number of distinct experts of `rows` tokens that choose uniformly.
 
     Example: of 128 experts and 8 a token, 16 tokens choose 128 (1 - (120/128)^16) = 82.4.
     """

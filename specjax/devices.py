@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 
 SHARE_VARIABLES, XLA_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), 0.75
-"""Environment variables that set the share of a GPU's memory that JAX reserves, and JAX's default share."""
+"""Environment variables for the share of a GPU's memory that JAX reserves, and JAX's default share."""
 
-REST = 0.1  # share of a GPU's memory for the temporaries of programs
+TEMPORARY_SHARE = 0.1  # of a GPU's memory, for temporaries of programs
 
 MIN_OUTSIDE, SHARE_OUTSIDE = 750 * 10**6, 0.03
-"""Least memory that JAX does not reserve: bytes (CUDA's context, libraries and graphs), and a share."""
+"""Minimum memory that JAX does not reserve (CUDA's context, libraries and graphs): bytes, and share of the GPU."""
 
-MAX_POOL_SHARE = 0.93  # most of JAX's reserved memory for weights and pool
+MAX_POOL_SHARE = 0.93  # maximum share of JAX's reserved memory for weights and pool
 
 GB = 10**9
 
@@ -57,35 +57,35 @@ DEVICES: dict[str, Device] = {
 
 
 def named(kind: str) -> Device | None:
-    """The device of the table with a driver's name, such as "NVIDIA H100 80GB HBM3"; None: not in the table."""
+    """Finds a device by its driver's name, such as "NVIDIA H100 80GB HBM3"; None if the table does not have it."""
     patterns = {name: name.replace("RTX", "RTX ?") for name in DEVICES}
     return next((DEVICES[name] for name, text in patterns.items() if re.search(rf"\b{text}(?![0-9])", kind)), None)
 
 
 def given_share() -> float | None:
-    """The share of a GPU's memory that JAX reserves, if the environment sets it."""
+    """Returns the share of a GPU's memory that JAX reserves, if the environment sets it."""
     return next((float(os.environ[name]) for name in SHARE_VARIABLES if os.environ.get(name)), None)
 
 
 def share_of(mem_fraction: float, memory: int) -> float:
-    """The share of a GPU of `memory` bytes that JAX reserves, so that weights and pool can have `mem_fraction`."""
-    return min(mem_fraction + REST, 1 - max(SHARE_OUTSIDE, MIN_OUTSIDE / memory))
+    """Returns the share that JAX must reserve of a GPU, so that weights and pool can take `mem_fraction` of it."""
+    return min(mem_fraction + TEMPORARY_SHARE, 1 - max(SHARE_OUTSIDE, MIN_OUTSIDE / memory))
 
 
 class Memory(NamedTuple):
-    """Bytes of one device."""
+    """Memory of one device, in bytes."""
 
     total: int
     limit: int  # reserved by JAX
     used: int  # allocated by JAX
 
     def budget(self, mem_fraction: float) -> int:
-        """Bytes for weights and pool: a share of the device, at most `MAX_POOL_SHARE` of JAX's reserved memory."""
+        """Returns the bytes for weights and pool, at most `MAX_POOL_SHARE` of the reserved memory."""
         return int(min(self.total * mem_fraction, self.limit * MAX_POOL_SHARE))
 
 
 def this_memory(device: Any = None) -> Memory | None:
-    """The memory of a device, by default JAX's default device or this process's first; None: a CPU device."""
+    """Returns the memory of a device, by default JAX's default device; None for a CPU."""
     set_device = jax.config.values["jax_default_device"]
     default = set_device if isinstance(set_device, jax.Device) else jax.local_devices()[0]
     stats = (device or default).memory_stats() or {}
@@ -96,7 +96,7 @@ def this_memory(device: Any = None) -> Memory | None:
 
 
 def this_device(dtype: str) -> Device:
-    """This process's device. A copy and a product of `dtype` measure its speed, in about a second."""
+    """Measures this process's device by a copy and by a product of `dtype`, in about a second."""
     device, memory = jax.local_devices()[0], this_memory()
     total = system_memory() if memory is None else memory.total
     increment, product = jax.jit(lambda x: x + 1, donate_argnums=0), jax.jit(jnp.matmul)
@@ -114,7 +114,7 @@ def this_device(dtype: str) -> Device:
 
 
 def system_memory() -> int:
-    """Bytes of this machine's memory, or of the limit of its control group."""
+    """Returns the bytes of this machine's memory, or the limit of its control group."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(file).is_file() and (text := Path(file).read_text().strip()).isdecimal():
@@ -123,7 +123,7 @@ def system_memory() -> int:
 
 
 def _fastest(call: Callable[[], jax.Array]) -> float:
-    """Seconds of the fastest of a few calls."""
+    """Returns the seconds of the fastest of six calls."""
     seconds = []
     for _ in range(6):
         start = time.perf_counter()

@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 RECOMMENDED_DRIVER = "570"  # older drivers had faults in graphs with branches and loops (XLA's issue 25769)
 
 MIN_VERSIONS = {"jax_cuda12_plugin": ("12", "525.60.13", "5.2"), "jax_cuda13_plugin": ("13", "580.65.06", "7.5")}
-"""JAX's plugin -> CUDA's version, and the minimum driver and compute capability. Sources: NVIDIA's release notes of
-CUDA (minor version compatibility) and JAX's installation guide."""
+"""JAX's plugin -> CUDA version, minimum driver, minimum compute capability. Sources: NVIDIA's CUDA release notes (minor
+version compatibility) and JAX's installation guide."""
 
-TRITON = "8.0"  # minimum compute capability for Triton, and so for the kernels of `specjax_kernels`
+TRITON = "8.0"  # minimum compute capability for Triton, which compiles `specjax_kernels`
 
-IDLE_BYTES = 0.5 * GB  # most memory in use on a GPU without other programs
+IDLE_BYTES = 0.5 * GB  # maximum memory in use on a GPU without other programs
 
 _FIELDS = ("index", "uuid", "name", "driver_version", "compute_cap", "memory.total", "memory.free")
 
 
 class GpuError(ValueError):
-    """A GPU cannot be used as the settings ask."""
+    """The requested GPUs cannot be used."""
 
 
 class Card(NamedTuple):
-    number: int  # in the order of PCI addresses
+    number: int  # in order of PCI addresses
     uuid: str
     name: str
     driver: str
@@ -50,7 +50,7 @@ class Card(NamedTuple):
 
 
 def cards() -> list[Card]:
-    """The NVIDIA GPUs that are visible to this process, in CUDA's order. Empty without `nvidia-smi`."""
+    """Lists the NVIDIA GPUs that CUDA shows this process, in CUDA's order; empty without `nvidia-smi`."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -83,16 +83,18 @@ def _card(line: str) -> Card | None:
 
 
 def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
-    """Prepares JAX, whose backend must not have started, for one GPU or several; returns the first. None: JAX runs on
-    the CPU.
+    """Prepares JAX for GPUs before its backend starts.
 
-    JAX uses these GPUs only, and reserves a tenth more memory than weights and pool may have. Environment variables
-    take precedence.
+    JAX uses only these GPUs, and reserves a tenth of their memory beyond `mem_fraction`. Environment variables take
+    precedence.
 
     Args:
-        mem_fraction: the share of a GPU's memory for weights and KV pool.
+        mem_fraction: share of a GPU's memory for weights and KV pool.
         gpu: index of the first GPU among the visible ones.
         count: number of GPUs.
+
+    Returns:
+        The first GPU; None if JAX runs on the CPU.
 
     Raises:
         GpuError: no such GPU; the GPU or its driver is too old for the installed JAX; or JAX_PLATFORMS asks for CUDA
@@ -126,8 +128,8 @@ def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
             "driver from %s on, 'specjax[cuda13]'", card, MIN_VERSIONS["jax_cuda13_plugin"][1],
         )  # fmt: skip
         return None
-    for each in chosen:
-        _check(each, *MIN_VERSIONS[plugin])
+    for selected in chosen:
+        _check(selected, *MIN_VERSIONS[plugin])
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
     if jax.config.values["jax_cuda_visible_devices"] == "all":
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(gpu, gpu + count))))
@@ -146,16 +148,13 @@ def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
 
 
 def _check(card: Card, cuda: str, driver: str, capability: str) -> None:
-    otherwise = "; with JAX_PLATFORMS=cpu in the environment, the CPU decodes"
+    advice = "; JAX_PLATFORMS=cpu in the environment decodes on the CPU"
     if _version(card.driver) < _version(driver):
-        other = (
-            ""
-            if cuda == "12"
-            else f" (or pip install 'specjax[cuda12]', from {MIN_VERSIONS['jax_cuda12_plugin'][1]} on)"
-        )
-        raise GpuError(f"{card}: JAX with CUDA {cuda} needs a driver from {driver} on{other}{otherwise}")
+        if cuda != "12":
+            advice = f" (or pip install 'specjax[cuda12]', from {MIN_VERSIONS['jax_cuda12_plugin'][1]} on){advice}"
+        raise GpuError(f"{card}: JAX with CUDA {cuda} needs a driver from {driver} on{advice}")
     if _version(card.capability) < _version(capability):
-        raise GpuError(f"{card}: JAX with CUDA {cuda} needs a compute capability from {capability} on{otherwise}")
+        raise GpuError(f"{card}: JAX with CUDA {cuda} needs a compute capability from {capability} on{advice}")
     if _version(card.capability) < _version(TRITON):
         logger.warning("%s: kernels need compute capability %s; attention is XLA's, and slower", card, TRITON)
     if _version(card.driver) < _version(RECOMMENDED_DRIVER):

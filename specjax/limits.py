@@ -1,4 +1,4 @@
-"""Options: a field's default, help, type and range are declared once, and checked when an object is made.
+"""Options: a field declares its default, help, type and range once; they are checked when an object is made.
 
     @documented
     @dataclass(frozen=True)
@@ -37,23 +37,23 @@ KINDS: dict[Any, str] = {
 
 
 class ParameterError(ValueError):
-    """A parameter of a request or an option has a wrong value. The message is "`owner`.`name` `problem`".
+    """A parameter or an option has a wrong value. The message is "`owner`.`name` `problem`".
 
     Attributes:
-        name: the parameter or field.
-        problem: what is wrong with the value.
-        owner: the class of options that has the field; "" for parameters of requests and functions.
+        name: parameter or field.
+        problem: the rest of the message.
+        owner: class of options that has the field; "" for parameters of requests and functions.
     """
 
     def __init__(self, name: str, problem: str, owner: str = "") -> None:
         super().__init__(f"{owner}.{name} {problem}" if owner else f"{name} {problem}")
         self.name, self.problem, self.owner = name, problem, owner
 
-    def __reduce__(self) -> Any:  # for processes that send errors to others
+    def __reduce__(self) -> Any:  # makes the error picklable
         return type(self), (self.name, self.problem, self.owner)
 
     def renamed(self, names: Mapping[str, str]) -> ParameterError:
-        """The error with the parameter's name in another interface."""
+        """Returns the error with the parameter's name in another interface."""
         return type(self)(names.get(self.name, self.name), self.problem)
 
 
@@ -86,17 +86,17 @@ class Setting:
     """Metadata of a field that `setting` declares.
 
     Attributes:
-        help: the text in docstrings and in --help.
+        help: text in docstrings and in --help.
         range: bounds of a number.
         names: further flags (`--model-path`).
-        choices: the only strings allowed.
+        choices: allowed strings; (): any string.
         parse: converts a value (`str.upper`) before it is compared with `choices`. The text of its ValueError completes
             "must be".
-        metavar: stands for the value in --help.
-        digits: for a string, or strings, that may be numbers: TOML may have them without quotes.
-        alone: for a list of strings: a file may have one string in its place.
-        sets: the option of the library that the flag sets.
-        instead: the flag is accepted without effect; the text says what happens instead.
+        metavar: placeholder of the value in --help.
+        digits: True for strings that may be numbers, which a file may hold without quotes.
+        alone: True for a list of strings that a file may replace by one string.
+        sets: library option that the flag sets.
+        instead: explains why the flag has no effect; "" for flags with an effect.
     """
 
     help: str
@@ -112,13 +112,15 @@ class Setting:
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:
-    """A field of a frozen dataclass. The annotation gives the type: int, float, str, bool, tuple[str, ...] or a Literal
-    of strings, or one of these or None. None means "not set" and can only be a default.
+    """Declares a field of a frozen dataclass.
+
+    The annotation gives the type: int, float, str, bool, tuple[str, ...] or a Literal of strings, optionally with None.
+    None means "not set" and is allowed only as the default.
 
     Args:
-        default: the value, or a function that makes it.
-        secret: omitted from the dataclass's repr, which may be logged.
-        more: fields of `Setting`, and of its `Range` (`minimum=1`).
+        default: default value, or a function that makes it.
+        secret: True to omit the value from the dataclass's repr, which may be logged.
+        more: fields of `Setting` and of its `Range` (`minimum=1`).
     """
     bounds = Range(**{name: more.pop(name) for name in Range._fields if name in more})
     metadata = {"setting": Setting(help, **{"range": bounds, **more})}
@@ -128,17 +130,17 @@ def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> An
 
 
 def setting_of(owner: Any, name: str) -> Setting:
-    """The declaration of a dataclass's field; empty if `setting` did not declare it."""
+    """Returns the declaration of a dataclass field; empty if `setting` did not declare it."""
     return owner.__dataclass_fields__[name].metadata.get("setting", Setting(""))
 
 
 def range_of(owner: Any, name: str) -> Range:
-    """The range that a dataclass declares for a field."""
+    """Returns the range that a dataclass declares for a field."""
     return setting_of(owner, name).range
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The strings of a Literal, or of a union with one; empty for other annotations."""
+    """Returns the strings of a Literal or of a union with a Literal; () for other annotations."""
     kinds = (annotation, *get_args(annotation))
     return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
@@ -147,16 +149,16 @@ def documented(kind: type[T]) -> type[T]:
     """Adds help and range of the dataclass's fields to its docstring, before the section of errors."""
     text, raises, errors = cleandoc(kind.__doc__ or "").partition("\n\nRaises:\n")
     lines = []
-    for each in fields(kind):  # pyright: ignore[reportArgumentType]
-        declared = setting_of(kind, each.name)
+    for member in fields(kind):  # pyright: ignore[reportArgumentType]
+        declared = setting_of(kind, member.name)
         words = declared.range.words.removeprefix("of ")
-        lines.append(f"    {each.name}: {declared.help}{f' ({words})' if words else ''}.")
+        lines.append(f"    {member.name}: {declared.help}{f' ({words})' if words else ''}.")
     kind.__doc__ = "\n".join([text, "", "Attributes:", *lines]) + raises + errors
     return kind
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: short, and on one line."""
+    """Formats a value for an error message, short and on one line."""
     try:
         return f"{value!r:.60}"
     except ValueError:  # Python writes no number of more than 4300 digits
@@ -164,9 +166,11 @@ def shown(value: Any) -> str:
 
 
 def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) -> None:
-    """Checks a value, or each item of a tuple of strings. `annotation` is int, float (an int will do), str, bool,
-    tuple, a Literal of strings, or a union of these and None. Raises TypeError if the value has another type, and
-    ValueError if it is out of range. Both messages complete "must be": `an integer from 1 to 9`."""
+    """Checks a value, or each item of a tuple of strings, against its type and range.
+
+    `annotation` is int, float (accepts int), str, bool, tuple, a Literal of strings, or a union of these and None.
+    Raises TypeError or ValueError with text that completes "must be": `an integer from 1 to 9`.
+    """
     limits, choices = declared.range, declared.choices or choices_of(annotation)
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
     kinds = tuple(str if get_origin(kind) is Literal else kind for kind in kinds)
@@ -186,18 +190,18 @@ def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) ->
 
 
 def check(options: Any) -> None:
-    """Checks each field of a dataclass against its annotation and its range. None is outside every range.
+    """Checks each field of a dataclass against its annotation and its range.
 
     Raises:
         TypeError: a value has another type: `Ngram.capacity must be an integer from ..., got ...`.
         ParameterError: a value is out of range.
     """
     hints = get_type_hints(type(options))
-    for each in fields(options):
-        value, owner = getattr(options, each.name), type(options).__name__
+    for member in fields(options):
+        name, value, owner = member.name, getattr(options, member.name), type(options).__name__
         try:
-            check_value(value, hints[each.name], setting_of(options, each.name))
+            check_value(value, hints[name], setting_of(options, name))
         except TypeError as error:
-            raise TypeError(f"{owner}.{each.name} must be {error}, got {shown(value)}") from None
+            raise TypeError(f"{owner}.{name} must be {error}, got {shown(value)}") from None
         except ValueError as error:
-            raise ParameterError(each.name, f"must be {error}, got {shown(value)}", owner) from None
+            raise ParameterError(name, f"must be {error}, got {shown(value)}", owner) from None

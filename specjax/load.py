@@ -1,4 +1,8 @@
-"""From the names of a model and an algorithm to all that an engine is made of. Refuses early what cannot work."""
+"""Loads everything that an engine needs: target, tokenizer, drafter and parameters.
+
+`requested` and `choose` decide which algorithm drafts, `load` reads the files. Arguments are checked before the weights
+are read.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +41,21 @@ from specjax.verify import Verifier
 logger = logging.getLogger(__name__)
 
 AUTO_ATTENTION = "auto"  # the attention implementation that suits the device
-SamplingDefaults = Literal["model", "openai"]  # source of the values of `SamplingParams` that a request does not give
+SamplingDefaults = Literal["model", "openai"]  # source of defaults for `SamplingParams`
 
 
 class LoadedModel(NamedTuple):
     """Arguments of `Engine`, by their names.
 
     Attributes:
-        target: the model's functions and config.
-        params: parameters of the model and of the draft.
-        tokenizer: a fast tokenizer of transformers.
-        drafter: the algorithm that drafts.
+        target: functions and config of the target.
+        params: parameters of the target and of the draft model.
+        tokenizer: fast tokenizer of transformers.
+        drafter: drafting algorithm.
         verify: decides which drafts are accepted.
-        eos_ids: tokens that end a text.
-        sampling_defaults: values of `SamplingParams` that a request does not give.
-        draft_model: config of the head or layers, or the model, that drafts; None: none.
+        eos_ids: ids of tokens that end a text.
+        sampling_defaults: defaults for fields of `SamplingParams`.
+        draft_model: config of the draft head or MTP layers, or the draft model; None without one.
     """
 
     target: Target
@@ -82,20 +86,19 @@ def load(
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> LoadedModel:
-    """Loads the target, its tokenizer and the drafter, with the parameters of both models.
+    """Loads the target, its tokenizer and the drafter, with the parameters of target and draft.
 
-    Arguments and errors are those of `Engine.from_pretrained` and its `EngineConfig`. `mesh`: the devices that share
-    both models; None: they go to JAX's default device.
+    Arguments and errors: see `Engine.from_pretrained` and `EngineConfig`. `mesh`: devices over which both models are
+    split; None: JAX's default device.
     """
-    if sampling_defaults not in (known := get_args(SamplingDefaults)):
-        raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
+    if sampling_defaults not in (sources := get_args(SamplingDefaults)):
+        raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(sources)}")
     options, drafter = requested(model, draft, drafter)
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
     devices, groups = 1 if mesh is None else mesh.size, group_count(mesh)
-    # Before the weights, which may take minutes.
     check_experts(config, groups)
     served = fitted(config, devices, groups=groups)
     _check_room(files, config, quantization, mem_fraction, devices, groups)
@@ -104,44 +107,46 @@ def load(
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
     chosen = choose(options, files, config)
     if config.dtype == "float32":
-        # The default on recent GPUs is TF32; float32 is promised.
+        # Recent GPUs multiply in TF32 by default.
         jax.config.update("jax_default_matmul_precision", "highest")
 
-    # Compiling the CPU's kernels takes seconds the first time: do it while the weights are read.
+    # The first compilation of the CPU kernels takes seconds; it runs while the weights are read.
     compiling = partial(cpu_attention.prepare, config.dtype)
     threading.Thread(target=compiling, name="specjax-kernels", daemon=True).start()
     target = make_target(served, backend=backend)
-    with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
+    with ThreadPoolExecutor(1) as background:  # importing transformers takes as long as reading the weights
         read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
         reading = background.submit(read)
         if chosen.options.kind is None:
-            given = _load_model(chosen.options, config, reading, dtype, context_length, backend, progress, mesh)
+            loaded = _load_model(chosen.options, config, reading, dtype, context_length, backend, progress, mesh)
         else:
-            given = _load_head(chosen, files, config, reading, quantization, progress, mesh)
+            loaded = _load_head(chosen, files, config, reading, quantization, progress, mesh)
         weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress, mesh=mesh)
         tokenizer = reading.result()
-    # For the next start: this one does not wait for it.
+    # Compiled in the background for the next start.
     threading.Thread(target=repacking.prepare, name="specjax-repacking", daemon=True).start()
-    _warn_of_positions(chosen.options, given, min(context_length or config.max_positions, config.max_positions))
-    if given.head is not None and given.ids is not None:
-        head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids, given.quantization)
-        given = given._replace(head=head, params=draft_params)
+    _warn_of_positions(chosen.options, loaded, min(context_length or config.max_positions, config.max_positions))
+    if loaded.head is not None and loaded.ids is not None:
+        head, draft_params = with_token_map(
+            loaded.head, loaded.params, target, weights, loaded.ids, loaded.quantization
+        )
+        loaded = loaded._replace(head=head, params=draft_params)
     if drafter is None:
-        shared: Any = {"model": given.model, "backend": backend, "quantization": given.quantization}
-        made = chosen.drafter(target, given.head, **shared)
-        found = Speculation(made._replace(source=made.source + given.note), given.params)
+        shared: Any = {"model": loaded.model, "backend": backend, "quantization": loaded.quantization}
+        built = chosen.drafter(target, loaded.head, **shared)
+        speculation = Speculation(built._replace(source=built.source + loaded.note), loaded.params)
     else:
-        given, found = _Draft(), make_speculation(drafter, target)
-    made = found.drafter
+        loaded, speculation = _Draft(), make_speculation(drafter, target)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    params, verify = Params(weights, found.params), verify or found.verify
-    return LoadedModel(target, params, tokenizer, made, verify, eos, sampled, given.head or given.model)
+    params, verify = Params(weights, speculation.params), verify or speculation.verify
+    draft_model = loaded.head or loaded.model
+    return LoadedModel(target, params, tokenizer, speculation.drafter, verify, eos, sampled, draft_model)
 
 
 def _check_room(
     files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float, devices: int = 1, groups: int = 1
 ) -> None:  # fmt: skip
-    """Raises ValueError if the target's weights alone are more than a GPU, one of so many, has for its share."""
+    """Raises ValueError if the target's weights alone exceed the memory of each GPU."""
     if (memory := this_memory()) is None:
         return
     declared, sizes = table(config), dimensions(config)
@@ -168,15 +173,14 @@ def requested(
     drafter: Drafter | DrafterFactory | None = None,
     platform: str | None = None,
 ) -> tuple[DraftOptions, Drafter | DrafterFactory | None]:
-    """The options that `draft` means, and the drafter that is given or that it names. `platform`: as `choose`. Raises
-    ValueError for what can be refused before the model is looked for."""
+    """Resolves `draft` to options and a drafter; raises ValueError for errors that need no model files."""
     if drafter is not None and draft != Auto.algorithm:
         raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
     if drafter is None and isinstance(draft, str) and ":" in draft:
         drafter = load_drafter(draft)
     options = options_of(draft) if drafter is None else NoDraft()
     shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
-    inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # perhaps: its tensors will show
+    inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # may hold MTP layers
     if options.needs and not _path(options) and not shipped and not inside:
         raise _no_path(options)
     options.on(platform or jax.default_backend())
@@ -184,40 +188,43 @@ def requested(
 
 
 class Chosen(NamedTuple):
-    """The algorithm for a model."""
+    """Result of `choose`."""
 
     options: DraftOptions
-    tree: TreeShape | None = None  # where the options give no number of it; None: `ModelOptions.automatic`
-    head: ShippedHead | None = None  # the shipped head that `options.path` names
-    mtp: MtpConfig | None = None  # the model's own layers, if they draft
+    tree: TreeShape | None = None  # measured shape for options without one; None: `ModelOptions.automatic`
+    head: ShippedHead | None = None  # shipped head at `options.path`
+    mtp: MtpConfig | None = None  # the target's MTP layers, if they draft
 
     def drafter(
         self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
         backend: str | None = None, platform: str | None = None, quantization: str = "none",
     ) -> Drafter:  # fmt: skip
-        """The drafter, whose draft head or model `options.path` names is `head` or `model`. `quantization`: of its
-        weights, for the log."""
+        """Makes the drafter for a loaded `head` or `model`. `quantization` of its weights appears in the log."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
-        made = make_drafter(self.options, target=target, head=head, model=model, **shared)
+        drafter = make_drafter(self.options, target=target, head=head, model=model, **shared)
         source = _path(self.options) or ""
         if self.head is not None:
             source = f"{self.head.name}, which comes with specjax"
         if self.mtp is not None:
             source = f"{self.mtp.count} MTP layer{'s' if self.mtp.count > 1 else ''} of the model"
-        return made._replace(
-            source=f"{source}, weights in {quantization}" if quantization in ("int8", "fp8") else source
-        )
+        if quantization in ("int8", "fp8"):
+            source = f"{source}, weights in {quantization}"
+        return drafter._replace(source=source)
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
-    """The algorithm for this model. AUTO is the draft head that ships for it, else its MTP layers, else n-grams; an
-    algorithm that needs a head and is given none drafts with the one that ships, or, if it is MTP or EAGLE, with these
-    layers. A warning names the options that AUTO's choice does not have. `platform`: that it is chosen for, "cpu" or
-    "gpu"; None: this process's.
+    """Chooses the algorithm for a model.
+
+    AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams. An algorithm without
+    the head that it needs uses the shipped one; MTP and EAGLE also use MTP layers. A warning names options without
+    effect.
+
+    Args:
+        platform: "cpu" or "gpu"; None: the platform of this process.
 
     Raises:
-        ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
-        CheckpointError: the measured options of the shipped head cannot be used.
+        ValueError: a value is out of range for AUTO's choice, or there is no draft head.
+        CheckpointError: the measured options of the shipped head are invalid.
     """
     platform = platform or jax.default_backend()
     shipped = inside = None
@@ -225,11 +232,12 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         shipped = checkpoint.shipped_head(files, config, options.kind)
         if isinstance(options, Auto | Eagle) and shipped is None:
             inside = checkpoint.mtp_config(files, config)
-    found = shipped or inside
-    given, (options, unused) = options, options.choose(found.kind if found else None)
+    head, requested_algorithm = shipped or inside, options.algorithm
+    options, unused = options.choose(head.kind if head else None)
     if unused:
-        logger.warning("no effect with %s, which %s chose: %s", options.algorithm, given.algorithm, ", ".join(unused))
-    options.on(platform)  # for its errors: the drafter must see what was given, and what was not
+        names = ", ".join(unused)
+        logger.warning("no effect with %s, which %s chose: %s", options.algorithm, requested_algorithm, names)
+    options.on(platform)  # only for its errors; the drafter needs the options without the platform's defaults
     if options.needs is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:
@@ -261,21 +269,20 @@ def _no_path(options: DraftOptions) -> ValueError:
 def head_quantization(
     chosen: Chosen, files: ModelFiles, config: ModelConfig, quantization: str, platform: str | None = None
 ) -> str:
-    """How the weights of a draft head or of MTP layers are quantised beside a target with this `quantization`, in the
-    words of `load_params`. `platform`: as `choose`. Raises ValueError as `ModelOptions.weights`."""
+    """Returns the quantization of a draft head or MTP layers, given the target's; see `ModelOptions.weights`."""
     options, platform = cast(ModelOptions, chosen.options), platform or jax.default_backend()
     if chosen.mtp is not None:
         stored = checkpoint.mtp_method(files, config)
         return options.weights(files.name, config.dtype, platform, otherwise=quantization, stored=stored)
-    # A draft's weights change no text: beside a target in few bits they take few, too.
-    beside = "int8" if quantization == "auto" and files.config.get("quantization_config") else "none"
-    return options.weights(str(options.path), config.dtype, platform, otherwise=beside)
+    # Quantising a draft changes no text, so a quantised target gets a quantised draft.
+    default = "int8" if quantization == "auto" and files.config.get("quantization_config") else "none"
+    return options.weights(str(options.path), config.dtype, platform, otherwise=default)
 
 
 def model_quantization(
     options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None
 ) -> str:
-    """The same for a draft model, whose files and description are given."""
+    """Quantization of a draft model's weights; see `head_quantization`."""
     method = (files.config.get("quantization_config") or {}).get("quant_method")
     return cast(ModelOptions, options).weights(
         files.name, config.dtype, platform or jax.default_backend(), otherwise="auto", stored=method
@@ -283,12 +290,12 @@ def model_quantization(
 
 
 class _Draft(NamedTuple):
-    """What an algorithm drafts with: a head, a model or nothing."""
+    """A loaded draft head or draft model; empty for algorithms without one."""
 
     params: Any = None  # `Params.draft`
-    quantization: str = "none"  # of these
+    quantization: str = "none"
     head: HeadConfig | MtpConfig | None = None
-    ids: np.ndarray | None = None  # [W], the tokens that the head may propose if a map reduces them
+    ids: np.ndarray | None = None  # [W], target ids of the head's tokens under a token map
     model: Target | None = None
     note: str = ""
 
@@ -301,8 +308,8 @@ def _load_head(
     quantization = head_quantization(chosen, files, config, quantization)
 
     def tokens() -> list[str]:
-        known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
-        return [token or "" for token in known]
+        names = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
+        return [token or "" for token in names]
 
     if head is None:
         assert options.path is not None and options.kind is not None, "see `choose`"
@@ -329,7 +336,7 @@ def _load_head(
 
 @contextmanager
 def naming(options: DraftOptions, option: str) -> Iterator[None]:
-    """Within the context, errors of a checkpoint name the option whose value is its path."""
+    """Within the context, checkpoint errors name the option that holds the path."""
     try:
         yield
     except CheckpointError as error:
@@ -340,45 +347,44 @@ def _load_model(
     options: DraftOptions, config: ModelConfig, tokenizer: Future[Any], dtype: str, context_length: int | None,
     backend: str | None, progress: bool, mesh: Mesh | None,
 ) -> _Draft:  # fmt: skip
-    """A whole model that drafts, where the options name one; its vocabulary is compared before its weights are read."""
+    """Loads the draft model, if the options name one. Vocabularies are compared before its weights are read."""
     if (path := _path(options)) is None:
         return _Draft()
-    given = cast(Standalone, options)
+    standalone = cast(Standalone, options)
     try:
-        files = checkpoint.resolve(path, revision=given.revision, progress=progress)
-        own = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
-        both = tokenizer.result(), checkpoint.load_tokenizer(files)
-        sizes, intersection = (config.vocab_size, own.vocab_size), given.vocabulary == "intersection"
-        found = checkpoint.match_vocabularies(*both, *sizes, intersection=intersection)
-        quantization = model_quantization(options, files, own)
-        params = checkpoint.load_params(files, own, quantization=quantization, progress=progress, mesh=mesh)
+        files = checkpoint.resolve(path, revision=standalone.revision, progress=progress)
+        draft = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
+        tokenizers = tokenizer.result(), checkpoint.load_tokenizer(files)
+        sizes, intersection = (config.vocab_size, draft.vocab_size), standalone.vocabulary == "intersection"
+        match = checkpoint.match_vocabularies(*tokenizers, *sizes, intersection=intersection)
+        quantization = model_quantization(options, files, draft)
+        params = checkpoint.load_params(files, draft, quantization=quantization, progress=progress, mesh=mesh)
         if mesh is not None:
-            own = fitted(own, mesh.size, "the draft", group_count(mesh))
+            draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
     except CheckpointError as error:
         advice = ""
         if isinstance(error, checkpoint.VocabularyMismatch):
             advice = "; to draft with the tokens that both have, set the draft's vocabulary to 'intersection'"
         raise CheckpointOptionError("path", f"{path}: {error}{advice}", type(options).__name__) from error
-    note = "" if found.reads is None else f", whose tokenizer has {found.common} of the target's tokens"
-    ids, reads = (None if each is None else jax.device_put(each) for each in (found.ids, found.reads))
-    given_model = make_target(own, backend=backend)
-    return _Draft(StandaloneParams(params, ids, reads), quantization, model=given_model, note=note)
+    note = "" if match.reads is None else f", whose tokenizer has {match.common} of the target's tokens"
+    ids, reads = (None if ids is None else jax.device_put(ids) for ids in (match.ids, match.reads))
+    model = make_target(draft, backend=backend)
+    return _Draft(StandaloneParams(params, ids, reads), quantization, model=model, note=note)
 
 
-def _warn_of_positions(options: DraftOptions, given: _Draft, served: int) -> None:
-    """Where a draft has fewer positions than texts are `served` with, and nobody said how far it is to draft."""
-    own = getattr(given.head, "max_positions", None) if given.model is None else given.model.config.max_positions
-    if own is None or own >= served or cast(ModelOptions, options).positions is not None:
+def _warn_of_positions(options: DraftOptions, draft: _Draft, context: int) -> None:
+    """Warns if the draft has fewer positions than the context and its context length is not set."""
+    positions = getattr(draft.head, "max_positions", None) if draft.model is None else draft.model.config.max_positions
+    if positions is None or positions >= context or cast(ModelOptions, options).positions is not None:
         return
     logger.warning(
         "the draft %s has %d positions, texts may have %d tokens; nothing is drafted beyond the draft's positions "
-        "unless its context length is set", _path(options), own, served,
+        "unless its context length is set", _path(options), positions, context,
     )  # fmt: skip
 
 
 def attention_implementation(name: str | None) -> str | None:
-    """The name that the models are made with; None: each call takes what suits the device. Raises ValueError if there
-    is no such implementation, or if it cannot run here."""
+    """Checks the name of an attention implementation; None: chosen by device. Raises ValueError if it cannot run."""
     if name is None or name == AUTO_ATTENTION:
         return None
     try:
@@ -386,5 +392,5 @@ def attention_implementation(name: str | None) -> str | None:
     except (ValueError, NotImplementedError) as error:
         raise ParameterError("backend", f"{name}: {error}") from None
     if name == "pallas" and jax.default_backend() == "cpu":
-        logger.warning("attention backend pallas: interpreted on this CPU, which is for tests and very slow")
+        logger.warning("attention backend pallas: interpreted on this CPU, which is very slow and meant for tests")
     return name

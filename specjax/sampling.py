@@ -66,7 +66,7 @@ class History(NamedTuple):
     """Tokens that penalties count, read only in steps where some row has a penalty.
 
     Attributes:
-        in_prompt: bool [R, V]. Whether the prompt contains the token.
+        in_prompt: bool [R, V]. True for tokens of the prompt.
         counts: int32 [R, V]. Number of times that the token was emitted.
     """
 
@@ -141,8 +141,8 @@ def has_bias(rows: SamplingRows, vocab_size: int) -> Bool[Array, "B"]:
 
 def is_plain(rows: SamplingRows, emitted: Int32[Array, "B"], vocab_size: int) -> Bool[Array, "B"]:
     """True for rows whose draw is the argmax of the raw logits."""
-    waits = (emitted < rows.min_tokens) & (rows.stop_ids[..., 0] != NO_STOP)
-    return (rows.temperature <= 0) & ~has_penalty(rows) & ~has_bias(rows, vocab_size) & ~waits
+    masks_stops = (emitted < rows.min_tokens) & (rows.stop_ids[..., 0] != NO_STOP)
+    return (rows.temperature <= 0) & ~has_penalty(rows) & ~has_bias(rows, vocab_size) & ~masks_stops
 
 
 def add_bias(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
@@ -282,7 +282,7 @@ class DrawInputs(NamedTuple):
         rows: sampling parameters [B].
         history: tokens that penalties count, all R rows.
         slots: int32 [B]. Rows of `history`.
-        active: bool [B]. Whether the entry takes part in the step.
+        active: bool [B]. True for entries that take part in the step.
         greedy: int32 [B, N]. Argmax of the raw logits of each node; None if not computed.
     """
 
@@ -388,8 +388,8 @@ def draw_with_law(
 
 def coin(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Float32[Array, ""]:
     """Uniform number in (0, 1), independent of `token_noise` at `position`."""
-    one = jnp.ones((), jnp.uint32)
-    high, _ = threefry2x32((seed[0], seed[1]), (one, position.astype(jnp.uint32)))
+    stream = jnp.ones((), jnp.uint32)  # `token_noise` uses stream 0
+    high, _ = threefry2x32((seed[0], seed[1]), (stream, position.astype(jnp.uint32)))
     return ((high >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
@@ -416,19 +416,19 @@ def draw_straight(
     bias = jnp.zeros((batch, vocab), jnp.float32)
     bias = bias.at[index, ids].add(rows.bias_values, mode="drop", unique_indices=True)
 
-    def each(x: Array) -> Array:
+    def per_node(x: Array) -> Array:
         """Repeats each row for its nodes; a broadcast, since a gather would be a kernel."""
         return jnp.broadcast_to(x[:, None], (batch, nodes, *x.shape[1:])).reshape(batch * nodes, *x.shape[1:])
 
-    flat = jax.tree.map(each, rows._replace(bias_ids=ids[:, :0], bias_values=rows.bias_values[:, :0]))
+    flat = jax.tree.map(per_node, rows._replace(bias_ids=ids[:, :0], bias_values=rows.bias_values[:, :0]))
     row = jnp.minimum(slots, history.counts.shape[0] - 1)
     position, emitted = position.reshape(-1), emitted.reshape(-1)
     token = jnp.arange(vocab, dtype=jnp.int32)
-    counts, path = each(history.counts[row]), path.reshape(batch * nodes, -1)
+    counts, path = per_node(history.counts[row]), path.reshape(batch * nodes, -1)
     for level in range(path.shape[1]):
         counts += (path[:, level, None] == token[None, :]).astype(jnp.int32)
-    x = logits.reshape(-1, vocab) + each(bias)
-    x = jax.vmap(add_penalties)(x, flat, each(history.in_prompt[row]), counts)
+    x = logits.reshape(-1, vocab) + per_node(bias)
+    x = jax.vmap(add_penalties)(x, flat, per_node(history.in_prompt[row]), counts)
     x = jax.vmap(mask_stops)(x, flat, emitted)
     if allowed is not None:
         x = jax.vmap(mask_forbidden)(x, allowed.reshape(batch * nodes, -1))

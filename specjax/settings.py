@@ -38,19 +38,19 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 class SettingsError(ValueError):
-    """A wrong value or an unreadable file. The message says where the value was set and which values are allowed."""
+    """A wrong value or an unreadable file. Messages say where the value was set and which values are allowed."""
 
 
 S = TypeVar("S")
 
 
 def place_of(settings: Any, name: str) -> str:
-    """The flag, or the file and key, that set a field; by default the flag that would set it."""
+    """Returns the flag, or the file and key, that set a field; for defaults the field's flag."""
     return vars(settings).get("_places", {}).get(name, f"--{dashed(name)}")
 
 
 def overrides(settings: Any, flag: str, key: str) -> bool:
-    """True if the field `flag` was set on the command line and the field `key` in the file."""
+    """Returns True if field `flag` was set on the command line and field `key` in the file."""
     places = vars(settings).get("_places", {})
     return places.get(flag) == f"--{dashed(flag)}" and place_of(settings, key) != f"--{dashed(key)}"
 
@@ -60,8 +60,6 @@ def dashed(name: str) -> str:
 
 
 class _Entry(NamedTuple):
-    """A setting and the table that has it."""
-
     table: str
     name: str  # of the field
     kind: type  # a key of KINDS
@@ -82,9 +80,9 @@ def _entries(defaults: Any) -> dict[str, _Entry]:
     for table in fields(defaults):
         group = type(getattr(defaults, table.name))
         hints = get_type_hints(group)
-        for each in fields(group):
-            entry = _Entry(table.name, each.name, _kind(hints[each.name]), each.metadata["setting"])
-            for name in (dashed(each.name), *(flag.removeprefix("--") for flag in entry.setting.names)):
+        for field in fields(group):
+            entry = _Entry(table.name, field.name, _kind(hints[field.name]), field.metadata["setting"])
+            for name in (dashed(field.name), *(flag.removeprefix("--") for flag in entry.setting.names)):
                 if name in entries:
                     raise TypeError(f"two settings are called {name}, in [{entries[name].table}] and [{table.name}]")
                 entries[name] = entry
@@ -115,11 +113,11 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         argv = sys.argv[1:] if args is None else list(args)
-        # Before argparse, which would report a mistyped required flag as missing.
-        known = self._option_string_actions
+        # Checked before argparse, which would report a mistyped required flag as missing.
+        accepted = self._option_string_actions
         flags = [text.partition("=")[0] for text in takewhile("--".__ne__, argv) if _is_flag(text)]
-        if unknown := [flag for flag in dict.fromkeys(flags) if flag not in known]:
-            names = [name.removeprefix("--") for name in known]
+        if unknown := [flag for flag in dict.fromkeys(flags) if flag not in accepted]:
+            names = [name.removeprefix("--") for name in accepted]
             advice = {flag: (near := nearest(flag, names)) and f"did you mean --{near}?" for flag in unknown}
             self.error(" ".join(f"unrecognized argument {f}; {advice[f] or 'see --help.'}" for f in unknown))
         return super().parse_args(argv, namespace)
@@ -176,7 +174,7 @@ def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> No
 
 
 def _number(kind: type, text: str) -> Any:
-    """A flag's number, or text that is not a number, for which `read` raises an error with the allowed range."""
+    """Parses a number; returns other text unchanged, so that `read` raises an error with the allowed range."""
     try:
         return kind(text)
     except ValueError:
@@ -184,7 +182,7 @@ def _number(kind: type, text: str) -> Any:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: S) -> tuple[argparse.Namespace, S]:
-    """The namespace, for flags that are not settings, and the settings. An error ends the command."""
+    """Returns the namespace, for flags that are not settings, and the settings. Exits on an error."""
     args = parser.parse_args(argv)
     try:
         return args, read(args, defaults)
@@ -193,7 +191,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults:
 
 
 def read(args: argparse.Namespace, defaults: Any) -> Any:
-    """The settings of a parsed command line. Raises SettingsError if a value of a flag or of the file is wrong."""
+    """Reads settings from a parsed command line and its file. Raises SettingsError for a wrong value."""
     entries = _entries(defaults)
     path = getattr(args, "config", None)
     values = {} if path is None else _placed(_document(path, f"--config {path}"), f"--config {path}", defaults)
@@ -205,12 +203,12 @@ def read(args: argparse.Namespace, defaults: Any) -> Any:
 
 
 def from_mapping(values: Mapping[str, Any], defaults: S, where: str) -> S:
-    """The settings of a mapping with the keys and values of a file. Errors name `where`. Raises SettingsError."""
+    """Reads settings from a mapping like a parsed file. Raises SettingsError; messages name `where`."""
     return _filled(defaults, _placed(values, where, defaults))
 
 
 def _filled(defaults: Any, values: Mapping[str, tuple[str, Any]]) -> Any:
-    """The defaults with the values that `_placed` returns."""
+    """Replaces defaults by the values that `_placed` returns."""
     groups = {}
     for table in [table.name for table in fields(defaults)]:
         group = getattr(defaults, table)
@@ -221,21 +219,21 @@ def _filled(defaults: Any, values: Mapping[str, tuple[str, Any]]) -> Any:
     return settings
 
 
-def _checked(entry: _Entry, where: str, given: Any) -> Any:
-    """The value as the field stores it; `where` is the flag, or the file and the key.
+def _checked(entry: _Entry, where: str, raw: Any) -> Any:
+    """Converts and checks a value; `where`: the flag, or the file and the key.
 
-    TOML's types are strict: `true`, `"5"` and 5.0 are not integers; 5 is a float.
+    TOML types are strict: `true`, `"5"` and 5.0 are not integers; 5 is a float.
     """
     note, kind = entry.setting, entry.kind
-    value: Any = given
-    if note.digits and type(given) is int:
-        value = str(given)
-    elif note.digits and type(given) is list and all(type(item) in (int, float, str) for item in given):
-        value = tuple(map(str, given))
-    elif type(given) is list and all(type(item) is str for item in given):
-        value = tuple(given)
-    elif note.alone and type(given) is str:
-        value = (given,)  # a list of one
+    value: Any = raw
+    if note.digits and type(raw) is int:
+        value = str(raw)
+    elif note.digits and type(raw) is list and all(type(item) in (int, float, str) for item in raw):
+        value = tuple(map(str, raw))
+    elif type(raw) is list and all(type(item) is str for item in raw):
+        value = tuple(raw)
+    elif note.alone and type(raw) is str:
+        value = (raw,)
     try:
         if note.parse is not None and type(value) is kind:
             value = note.parse(value)
@@ -243,8 +241,8 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
         if "" in (value if kind is tuple else (value,)):
             raise ValueError("a text that is not empty")
     except (TypeError, ValueError) as error:
-        quotes = f'; write "{shown(given)}"' if kind is str and type(given) in (int, float) else ""
-        raise SettingsError(f"{where} must be {error}, got {shown(given)}{quotes}") from None
+        quotes = f'; write "{shown(raw)}"' if kind is str and type(raw) in (int, float) else ""
+        raise SettingsError(f"{where} must be {error}, got {shown(raw)}{quotes}") from None
     return float(value) if kind is float else value
 
 
@@ -252,7 +250,7 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
 
 
 def _placed(document: Mapping[str, Any], file: str, defaults: Any) -> dict[str, tuple[str, Any]]:
-    """Maps fields to the place that sets them and the value. `file`: the document's name in errors."""
+    """Maps each field to its place and its value. `file`: the document's name in errors."""
     entries, tables = _entries(defaults), [table.name for table in fields(defaults)]
     values: dict[str, tuple[str, Any]] = {}
     for table, key, value in _items(document, file, entries, tables):
@@ -283,10 +281,10 @@ def _document(path: str, file: str) -> dict[str, Any]:
 def _items(
     document: Mapping[str, Any], file: str, entries: Mapping[str, _Entry], tables: Sequence[str]
 ) -> Iterable[tuple[str | None, str, Any]]:
-    """(table, key, value) of all keys; table None: at the top level. `model` may be a table or a key."""
+    """Yields (table, key, value); table None: top level. `model` may be a table or a key."""
     for key, value in document.items():
         if isinstance(value, dict) and key in tables:
-            yield from ((key, inner, each) for inner, each in value.items())
+            yield from ((key, name, item) for name, item in value.items())
         elif dashed(key) in entries or not (isinstance(value, dict) or key in tables):
             yield None, key, value
         elif key in tables:
@@ -307,7 +305,7 @@ def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
 
 
 def nearest(key: str, names: Iterable[str]) -> str:
-    """The only name that starts with the key, else the closest name; "": none is close."""
+    """Returns the only name that starts with the key, else the closest name; "" if none is close."""
     key, names = dashed(key).strip("-").lower(), list(names)
     longer = [name for name in names if key and name.startswith(key)]
     return next(iter(longer if len(longer) == 1 else difflib.get_close_matches(key, names, n=1)), "")
@@ -318,5 +316,4 @@ def _listed(tables: Iterable[str]) -> str:
 
 
 def _escaped(key: str) -> str:
-    """A key on one line."""
-    return repr(key)[1:-1]
+    return repr(key)[1:-1]  # on one line

@@ -36,7 +36,7 @@ class Row(NamedTuple):
         limit: int32 [R]. Maximum number of emitted tokens.
         draft_limit: int32 [R]. Maximum number of draft nodes per step; 0 disables speculation.
         salt: uint32 [R]. Requests with different salts share no drafter state.
-        logprobs: bool [R]. Whether log-probabilities are returned.
+        logprobs: bool [R]. True to return log-probabilities.
         logprob_ids: int32 [R, 128]. Further token ids whose log-probabilities are returned, padded with 0.
         sampling: parameters of the draws, one row per request.
         history: tokens that penalties count.
@@ -80,7 +80,7 @@ class StepInput(NamedTuple):
         slots: int32 [B]. Rows of the state; empty entries have distinct values >= R.
         page_table: int32 [B, T]. Pages of each request, including those of the D + 1 tokens that the step may commit; P
             marks a hole.
-        active: bool [B]. Whether the entry takes part in the step.
+        active: bool [B]. True for entries that take part in the step.
     """
 
     slots: PerRequest
@@ -182,13 +182,13 @@ def new_row(
 
     Args:
         vocab_size: V.
-        limit: maximum number of emitted tokens, those of `output` included.
+        limit: maximum number of emitted tokens, including `output`.
         prompt: prompt tokens, for penalties.
-        output: tokens that a resumed request has emitted.
+        output: tokens that a resumed request has already emitted.
         draft_limit: maximum number of draft nodes per step.
         salt: requests with different salts share no drafter state.
         prefix_length: number of reused tokens.
-        logprobs: whether log-probabilities are returned.
+        logprobs: True to return log-probabilities.
         logprob_ids: further token ids whose log-probabilities are returned, at most 128.
         **sampling: arguments of `sampling_row`; greedy by default.
     """

@@ -64,8 +64,8 @@ class StepConfig:
     Attributes:
         widths: compiled tree widths N, ascending, from 1 to the drafter's; wider trees are cut to their best nodes;
             (): the drafter's widths.
-        trace: whether to return `StepOutput.trace`.
-        prompt_logprobs: whether a prefill returns `StepOutput.prompt`.
+        trace: True to return `StepOutput.trace`.
+        prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
             computes the padded chunk.
     """
@@ -83,7 +83,7 @@ class Checked(NamedTuple):
         verdict: accepted nodes; the first `accepted` + 1 entries are valid.
         block: cache entries of the nodes, leaves [B, J, ...].
         features: [B, J, F]. Features for the drafter; None if it reads none.
-        finite: bool [B, J]. Whether a token can be drawn: no NaN, no +inf, not all -inf.
+        finite: bool [B, J]. True if a token can be drawn: no NaN, no +inf, not all -inf.
         logprobs: log-probabilities of the emitted tokens; zeros if no row requests them.
     """
 
@@ -157,8 +157,8 @@ def check_phase(
         bits = None if allowed is None else allowed[:, :width]
         levels = min(depth, width - 1)
         greedy, is_finite = greedy_and_finite(logits)
-        known = draws._replace(greedy=greedy)
-        verdict = verify(part, logits, known, prefix_length, row.generated, depth=levels, allowed=bits)
+        inputs_at_nodes = draws._replace(greedy=greedy)
+        verdict = verify(part, logits, inputs_at_nodes, prefix_length, row.generated, depth=levels, allowed=bits)
         path = pad_levels(verdict.path, depth + 1, 0)
         tokens = pad_levels(verdict.tokens, depth + 1, NO_TOKEN)
         drawn = pad_levels(verdict.drawn, tree.width, NO_TOKEN)
@@ -403,10 +403,10 @@ def _advance(
 
     The new root is the last emitted token, or the forced token.
     """
-    pages, kept = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
+    pools, blocks = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
     where = context.page_table, context.prefix_length, observation.length
-    cache, known = commit(pages, kept, *where, after=after)
-    draft = checked_observe(drafter, params, state.draft, context._replace(tokens=known), observation)
+    cache, committed = commit(pools, blocks, *where, after=after)
+    draft = checked_observe(drafter, params, state.draft, context._replace(tokens=committed), observation)
     tokens, emitted = output.tokens, output.emitted
     entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)
     slot = jnp.where(context.active, context.slots, state.root.shape[0] + entry)
@@ -420,7 +420,7 @@ def _advance(
 
     return DecodeState(
         cache=cache,
-        tokens=known,
+        tokens=committed,
         draft=draft,
         rows=state.rows._replace(
             prefix_length=put(state.rows.prefix_length, context.prefix_length + observation.length),

@@ -28,7 +28,7 @@ from specjax.tree import DraftTree
 from specjax.types import Logits, PerRequest
 from specjax.verify import Verdict, find_verdict, walk_tree
 
-_TINY = 1e-38  # the least probability of all tokens that are not children, against rounding
+_TINY = 1e-38  # minimum probability of the tokens that are not children, against rounding
 
 
 @documented
@@ -67,8 +67,7 @@ class AcceptAbove:
         depth: int,
         allowed: UInt32[Array, "B N W"] | None = None,
     ) -> Verdict:
-        """The verdict; arguments are those of `verify_tree`. Walks level by level, since a draw needs the tokens before
-        it."""
+        """Verifies trees, level by level, since a draw depends on earlier tokens. Arguments: see `verify_tree`."""
 
         def visit(*node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
             *draw, children = node
@@ -89,7 +88,7 @@ class AcceptAbove:
         uniform: Float32[Array, ""],
         samples: Bool[Array, ""],
     ) -> Bool[Array, "N"]:
-        """The child of one node that is accepted, at most one.
+        """Selects the accepted child of one node, at most one.
 
         Example: children of probabilities 0.2 and 0.5, `cumulative` 0.5, the second is drawn and `uniform` is 0.5:
         u = 0.2 + 0.5 * 0.5 = 0.45 > 0.2 / 0.5, so the second child is accepted and the first is not.

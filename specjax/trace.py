@@ -1,5 +1,7 @@
-"""A step's tree as numpy arrays and as text. Steps return traces with `StepConfig(trace=True)`, engines collect them
-with `EngineConfig(trace=True)`."""
+"""The draft tree of a step as numpy arrays and as text.
+
+Steps return traces with `StepConfig(trace=True)`; engines collect them with `EngineConfig(trace=True)`.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ class StepTree:
         parents: int32 [n]. Index of the parent; -1 for the root.
         depth: int32 [n]. 0 for the root.
         scores: float32 [n]. Cumulative log-probability under the draft (n-grams: a rank), 0 for the root.
-        drawn: int32 [n]. The token that the target drew at each node; -1 where none was needed.
-        path: int32 [m + 1]. The root and the m nodes that were accepted.
-        emitted: int32 [e]. The tokens that the step emitted: e is m + 1, or less at the end of a text.
+        drawn: int32 [n]. The target's draw at each node; -1 if not drawn.
+        path: int32 [m + 1]. The root and the m accepted nodes.
+        emitted: int32 [e]. Emitted tokens; e is m + 1, or less at the end of a text.
     """
 
     tokens: np.ndarray
@@ -37,7 +39,7 @@ class StepTree:
 
     @property
     def accepted(self) -> int:
-        """m: drafts on the path."""
+        """m, the number of accepted drafts."""
         return len(self.path) - 1
 
     def children(self, node: int) -> list[int]:
@@ -45,8 +47,8 @@ class StepTree:
 
 
 def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
-    """One entry of the batch. `emitted`: the tokens of the step's output that count for it."""
-    host = jax.tree.map(np.asarray, trace)  # an array caches its copy, which all rows share
+    """Extracts the tree of batch entry `row`, which emitted the tokens `emitted`."""
+    host = jax.tree.map(np.asarray, trace)  # copied once: an array caches its host copy
     count = int(host.tree.valid[row].sum())
     nodes = {name: getattr(host.tree, name)[row, :count].copy() for name in ("tokens", "parents", "depth", "scores")}
     path = host.path[row, : int(host.accepted[row]) + 1].copy()
@@ -54,7 +56,7 @@ def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
 
 
 def step_trees(output: StepOutput) -> list[StepTree | None]:
-    """The tree of each entry of the batch; None for the inactive ones. ValueError: the step has no trace."""
+    """Extracts the tree of each batch entry; None for inactive entries. Raises ValueError without a trace."""
     if output.trace is None:
         raise ValueError("the step's output has no trace: compile it with StepConfig(trace=True)")
     tokens = np.asarray(output.tokens)
@@ -63,8 +65,9 @@ def step_trees(output: StepOutput) -> list[StepTree | None]:
 
 
 def render(tree: StepTree, text: Callable[[list[int]], str] | None = None) -> str:
-    """The tree as lines of text: each node's token and score, ✓ where it was accepted, and what the target drew there.
-    `text`: token ids to text; None: the ids themselves.
+    """Renders a tree as text: each node's token and score, ✓ for accepted nodes, and the target's draw on the path.
+
+    `text` decodes token ids; None shows the ids.
 
         ' cat' drew ' sat'
         ├── ' sat' -0.48 ✓ drew ' on'

@@ -114,9 +114,9 @@ def top_k_children(
 
     Args:
         scores: float32 [B, k]. Cumulative log-probabilities of the beam nodes.
-        log_probs: float32 [B, k, W]. Log-probabilities of the next token, or logits unless `normalised`.
+        log_probs: float32 [B, k, W]. Log-probabilities of the next token.
         count: number of children per node.
-        normalised: whether `log_probs` are log-probabilities.
+        normalised: False if `log_probs` are logits.
 
     Returns:
         Token ids and cumulative log-probabilities, [B, k, count] each.
@@ -199,13 +199,13 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     """
     width = tree.width if width is None else min(width, tree.width)
     index = jnp.arange(tree.width, dtype=jnp.int32)
-    kept = tree.valid & (ranks(tree) < jnp.clip(count, 1, width)[:, None])
+    keep = tree.valid & (ranks(tree) < jnp.clip(count, 1, width)[:, None])
     parent = jnp.maximum(tree.parents, 0)
-    kept &= jnp.take_along_axis(kept, parent, axis=1)
-    place = (jnp.cumsum(kept, axis=1) - 1).astype(jnp.int32)
+    keep &= jnp.take_along_axis(keep, parent, axis=1)
+    place = (jnp.cumsum(keep, axis=1) - 1).astype(jnp.int32)
     parents = jnp.where(tree.parents == NO_PARENT, NO_PARENT, jnp.take_along_axis(place, parent, axis=1))
     # goes[b, w, i]: node i moves to index w.
-    goes = kept[:, None, :] & (place[:, None, :] == index[None, :width, None])
+    goes = keep[:, None, :] & (place[:, None, :] == index[None, :width, None])
     there = jnp.any(goes, axis=2)
 
     def move(values: Array) -> Array:

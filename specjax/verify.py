@@ -93,7 +93,7 @@ def verify_tree(
         The `Verdict`. If no row samples or edits its logits, one branch draws the argmax instead.
     """
     straight = has_kernels() and mesh.devices() == 1 if straight is None else straight
-    # The same ancestor mask as in `find_verdict`; outside of the branch it is computed once.
+    # `find_verdict` needs this ancestor mask, too; outside of the branch it is computed once.
     draws = partial(_draw_at_all_nodes, ancestor_mask(tree)) if straight else _draw_on_walk
     walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
     if allowed is not None and straight:
@@ -116,8 +116,8 @@ def find_verdict(
         tree: drafted trees of N nodes.
         drawn: int32 [B, N]. The target's draw at each node.
         depth: D, static upper bound of the nodes' depths.
-        matches: bool [B, N]. Whether a node may follow its parent. None: if its token is its parent's draw (lossless).
-            Otherwise the verdict's tokens are the path's drafts and the draw at its end (lossy).
+        matches: bool [B, N]. True for nodes that may follow their parent (lossy): tokens are the drafts on the path and
+            the draw at its end. None: nodes whose token is the parent's draw (lossless).
     """
     width, ancestors = tree.width, ancestor_mask(tree)
     lossless = matches is None
@@ -143,10 +143,10 @@ def find_verdict(
 
 
 def greedy_and_finite(logits: Float32[Array, "B N V"]) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
-    """Computes the argmax of logits (`DrawInputs.greedy`), and whether a token can be drawn.
+    """Computes the argmax of logits (`DrawInputs.greedy`), and a mask of logits from which a token can be drawn.
 
-    A token can be drawn from logits without NaN and +inf that are not all -inf. Checking the maximum is enough, because
-    argmax prefers NaN to any number.
+    Such logits have no NaN and no +inf and are not all -inf. Checking the maximum is enough, because argmax prefers NaN
+    to any number.
     """
     place, value = largest(logits)
     return place, jnp.isfinite(value)
@@ -161,12 +161,12 @@ def path_logprobs(
 ) -> Logprobs:
     """Computes log-probabilities along the path if `wanted`, else returns zeros. `ids`: `Row.logprob_ids`."""
 
-    def found() -> Logprobs:
+    def compute() -> Logprobs:
         raw = mesh.whole(jnp.take_along_axis(logits, path[:, :, None], axis=1))
         tokens = jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0)
         return _logprobs(raw, tokens, jnp.broadcast_to(ids[:, None], (*path.shape, ids.shape[1])))
 
-    return jax.lax.cond(wanted, found, partial(_zeros, found))
+    return jax.lax.cond(wanted, compute, partial(_zeros, compute))
 
 
 def block_logprobs(
@@ -194,18 +194,18 @@ def block_logprobs(
         flat = values.reshape(count, -1)
         return jnp.pad(flat, ((0, blocks * BLOCK - count), (0, 0))).reshape(blocks, BLOCK, -1)
 
-    def part(given: tuple[Array, Array, Array, Array]) -> Logprobs:
-        states, after, counts, rows = given
+    def part(block: tuple[Array, Array, Array, Array]) -> Logprobs:
+        states, after, counts, rows = block
 
-        def found() -> Logprobs:
+        def compute() -> Logprobs:
             return _logprobs(mesh.whole(unembed(states))[None], after[None, :, 0], ids[rows[:, 0]][None])
 
-        return jax.lax.cond(jnp.any(counts), found, partial(_zeros, found))
+        return jax.lax.cond(jnp.any(counts), compute, partial(_zeros, compute))
 
     rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
-    found = jax.lax.map(part, (parts(hidden.reshape(count, width)), parts(tokens), parts(counted), parts(rows)))
+    logprobs = jax.lax.map(part, (parts(hidden.reshape(count, width)), parts(tokens), parts(counted), parts(rows)))
     shape = blocks * BLOCK, -1
-    drawn, top, top_ids, of_ids = (leaf.reshape(shape)[:count].reshape(*tokens.shape, -1) for leaf in found)
+    drawn, top, top_ids, of_ids = (leaf.reshape(shape)[:count].reshape(*tokens.shape, -1) for leaf in logprobs)
     return Logprobs(drawn[:, :, 0], top, top_ids, of_ids)
 
 
@@ -232,14 +232,14 @@ def top_in_parts(values: Float32[Array, "*b V"], count: int) -> tuple[Float32[Ar
     """
     ids = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     rest = jnp.where(values == 0, 0.0, values)  # -0 = +0, which not every `top_k` treats alike
-    floor, found = jnp.finfo(jnp.float32).min, list[Array]()
+    floor, parts = jnp.finfo(jnp.float32).min, list[Array]()
     for start in range(0, count, KERNEL_TOP_K):
         best, index = jax.lax.top_k(rest, min(KERNEL_TOP_K, count - start))
-        found.append(index)
+        parts.append(index)
         value, last = best[..., -1:], index[..., -1:]
         later = (rest < value) | ((rest == value) & (ids > last))
         rest = jnp.where(later, jnp.maximum(rest, floor), -jnp.inf)
-    index = jnp.concatenate(found, axis=-1)
+    index = jnp.concatenate(parts, axis=-1)
     return jnp.take_along_axis(values, index, axis=-1), index
 
 
@@ -304,9 +304,9 @@ def walk_tree(
     def descend(walk: _Walk) -> _Walk:
         at_node = mesh.whole(jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0])
         bits = None if allowed is None else allowed[batch, walk.node]
-        given, position = inputs._replace(active=walk.alive, greedy=None), prefix_length + walk.level + 1
+        draws, position = inputs._replace(active=walk.alive, greedy=None), prefix_length + walk.level + 1
         children = tree.valid & (tree.parents == walk.node[:, None])
-        token, taken = visit(at_node, given, position, emitted + walk.level, walk.path, bits, children)
+        token, taken = visit(at_node, draws, position, emitted + walk.level, walk.path, bits, children)
         drawn = walk.drawn.at[batch, walk.node].set(jnp.where(walk.alive, token, walk.drawn[batch, walk.node]))
         alive = walk.alive & jnp.any(taken, axis=1)
         node = jnp.where(alive, jnp.argmax(taken, axis=1).astype(jnp.int32), walk.node)
@@ -326,15 +326,15 @@ def walk_tree(
     return end.drawn, end.matches
 
 
-def _draw_on_walk(tree: DraftTree, *arguments: Any) -> Int32[Array, "B N"]:
+def _draw_on_walk(tree: DraftTree, *rest: Any) -> Int32[Array, "B N"]:
     """Draws only at the nodes that the walk visits.
 
     Processing the logits of one node costs more than the argmax of all nodes, and penalties count the path's tokens.
     """
 
-    def visit(*of_node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
-        *given, children = of_node
-        token = draw(*given)
+    def visit(*node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
+        *arguments, children = node
+        token = draw(*arguments)
         return token, children & (tree.tokens == token[:, None])
 
-    return walk_tree(visit, tree, *arguments)[0]
+    return walk_tree(visit, tree, *rest)[0]

@@ -1,7 +1,4 @@
-"""What every test shares: checked annotations, cheap compilation, bounded memory.
-
-Annotations are tests: every function of ours is checked by jaxtyping and beartype while the suite runs.
-"""
+"""Settings of all tests: checked annotations (jaxtyping and beartype), cheap compilation, bounded memory."""
 
 from __future__ import annotations
 
@@ -22,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the tests need no network, and would wait for an absent one
-# The suite spends its time on compiling toy programs, which these settings make four times cheaper. Subprocesses
-# inherit them. With XLA_FLAGS in the environment, even an empty one, XLA's own settings apply: `make test` does that
-# for tests marked `optimized` or `real_model`, `make test-all` for all.
-# JAX 0.12 has removed the setting of the fusion emitters, and XLA ends the process at one that it does not know.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests need no network
+# These flags make the compilation of toy programs four times cheaper; subprocesses inherit them. XLA_FLAGS in the
+# environment, even an empty one, replaces them: `make test` does so for tests marked `optimized` or `real_model`,
+# `make test-all` for all. JAX 0.12 has no flag of the fusion emitters, and XLA exits at an unknown flag.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -39,20 +35,20 @@ import jax
 import jaxtyping
 import pytest
 
-# Tracing makes many objects that live on: Python would look for garbage among them all the time.
+# Tracing makes many long-lived objects, which slow garbage collection.
 gc.set_threshold(100_000, 20, 100)
 
-# A function inside of another is new in each call of that one: its annotations are checked the first times.
-CHECKED_TIMES = 3
-_made: collections.Counter[types.CodeType] = collections.Counter()
+# Inner functions are new in each call of the outer one: their annotations are checked in the first calls.
+MAX_CHECKS = 3
+_checks: collections.Counter[types.CodeType] = collections.Counter()
 _jaxtyped = jaxtyping.jaxtyped
 
 
 def _jaxtyped_at_first(**options: Any) -> Callable[[Any], Any]:
     def decorate(code: Any) -> Any:
         if inspect.isfunction(code) and "<locals>" in code.__qualname__:
-            _made[code.__code__] += 1
-            if _made[code.__code__] > CHECKED_TIMES:
+            _checks[code.__code__] += 1
+            if _checks[code.__code__] > MAX_CHECKS:
                 return code
         return _jaxtyped(**options)(code)
 
@@ -60,41 +56,41 @@ def _jaxtyped_at_first(**options: Any) -> Callable[[Any], Any]:
 
 
 jaxtyping.jaxtyped = _jaxtyped_at_first
-# Before the first import of ours. Subprocesses do not inherit it, nor need to.
+# Before the first import of specjax. Subprocesses do not inherit the hook.
 jaxtyping.install_import_hook(["specjax", "specjax_kernels"], "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 _cache = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}-jax-{jax.__version__}"
 _cache.mkdir(mode=0o700, exist_ok=True)
-assert _cache.stat().st_uid == os.getuid(), f"{_cache} holds programs that will be run, and is somebody else's"
+assert _cache.stat().st_uid == os.getuid(), f"{_cache} holds executables of another user"
 jax.config.update("jax_compilation_cache_dir", str(_cache))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading the smallest takes half the time
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # also caches small programs
 
 from program_names import Unknown, name_of  # noqa: E402
-from specjax_kernels.cpu import object_code  # noqa: E402 - what it imports must see the settings above
+from specjax_kernels.cpu import object_code  # noqa: E402 - after the settings above
 
 from specjax.engine.programs import Programs  # noqa: E402
 
 object_code.keep_in(_cache / "kernels")
 
-# No limit of time: a busy machine may stop anywhere.
+# No deadline: a busy machine may stop anywhere.
 hypothesis.settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-MOST_MEMORY = 3e9
-"""Bytes of resident memory that a test process should stay below; the summary says whether it did."""
+MAX_MEMORY = 3e9
+"""Limit of resident memory of a test process in bytes; the summary reports it."""
 
 SLOWEST_FIRST = (
-    # With the real model, which the second part of `make test` loads.
+    # Second part of `make test`, with the real model.
     "test_real_model.py",
     "test_shipped_head.py",
     "test_memory.py",
     "test_readme.py",
-    # In the first part.
+    # First part.
     "test_train_run.py",
     "test_train_families.py",
     "test_lossless.py",
@@ -116,36 +112,36 @@ SLOWEST_FIRST = (
     "test_platforms.py",
     "test_parity.py",
 )
-"""Files that take long, so that none of them is left to one worker at the end."""
+"""Slow files, which start first to keep all workers busy."""
 
 
 @pytest.fixture
 def getkey():
-    """A function that returns a new PRNG key on each call, the same sequence in each test."""
+    """getkey() -> a new PRNG key; the sequence is the same in each test."""
     key = jax.random.key(0)
 
     def take():
         nonlocal key
-        key, taken = jax.random.split(key)
-        return taken
+        key, subkey = jax.random.split(key)
+        return subkey
 
     return take
 
 
 # Programs.
 
-MOST_PROGRAMS = 100  # that a process keeps for engines to come
+MAX_PROGRAMS = 100  # compiled programs kept for later engines
 
 _programs: collections.OrderedDict[str, Any] = collections.OrderedDict()
-_replaced: set[int] = set()  # every MonkeyPatch that has replaced a part of a module or a class
+_replaced: set[int] = set()  # MonkeyPatches that have replaced a member of a module or class
 _compile = Programs._compile
 _setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
 
 
 def _shared(self: Programs, key: Any) -> Any:
-    """`Programs._compile`, but engines of the same model, drafter and shapes share their programs in this process.
+    """`Programs._compile` that shares programs between engines of the same model, drafter and shapes.
 
-    Not while a test has replaced a part of a module, which a program may depend on.
+    Disabled while a test has replaced a member of a module, which a program may depend on.
     """
     if _replaced or self.phase_times is not None:
         return _compile(self, key)
@@ -159,7 +155,7 @@ def _shared(self: Programs, key: Any) -> Any:
         return _compile(self, key)
     if name not in _programs:
         _programs[name] = _compile(self, key)
-        if len(_programs) > MOST_PROGRAMS:
+        if len(_programs) > MAX_PROGRAMS:
             _programs.popitem(last=False)
     _programs.move_to_end(name)
     return _programs[name]
@@ -185,17 +181,17 @@ pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo = _noted_setattr, _noted_und
 # Memory.
 
 
-_least = math.inf  # resident memory since the last time that programs were freed
+_lowest = math.inf  # resident memory since programs were last freed
 
 
 def _forget() -> None:
-    """Free what has been compiled."""
+    """Frees compiled programs."""
     _programs.clear()
     jax.clear_caches()
 
 
 def _trim() -> None:
-    """Return freed memory to the system: glibc keeps most of what compilation had."""
+    """Returns freed memory to the system; glibc keeps most memory of the compiler."""
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -203,34 +199,33 @@ def _trim() -> None:
 
 @pytest.fixture(scope="session")
 def trim() -> Callable[[], None]:
-    """A function that returns freed memory to the system, for tests that load one large model after another."""
+    """trim() returns freed memory to the system, for tests that load several large models."""
     return _trim
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request: pytest.FixtureRequest):
-    """Free a module's cached engines at its end, and all programs if the process has grown: some are used again."""
+    """Frees a module's cached engines at its end, and all programs if the process has grown."""
     yield
     for value in vars(request.module).values():
         if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):
             value.cache_clear()
-    if _resident() > MOST_MEMORY / 3:
+    if _resident() > MAX_MEMORY / 3:
         _forget()
     _trim()
 
 
 @pytest.fixture(autouse=True)
 def _bounded_memory(request: pytest.FixtureRequest):
-    """Frees programs where memory has grown. A default pool of the built-in model takes 1.5 GB, and an engine lives
-    until the garbage collector finds it."""
+    """Frees programs if memory has grown. The built-in model gets a small pool; the default takes 1.5 GB."""
     if request.node.get_closest_marker("real_model") is None:
         yield
-        global _least
-        _least = min(_least, _resident())
-        if _resident() > max(MOST_MEMORY / 2, _least + MOST_MEMORY / 4):  # much more than after the last time
+        global _lowest
+        _lowest = min(_lowest, _resident())
+        if _resident() > max(MAX_MEMORY / 2, _lowest + MAX_MEMORY / 4):
             _forget()
             _trim()
-            _least = _resident()
+            _lowest = _resident()
         return
     from specjax.engine import memory
 
@@ -242,13 +237,13 @@ def _bounded_memory(request: pytest.FixtureRequest):
 
 
 def _resident() -> float:
-    """Resident memory of this process now, in bytes."""
+    """Resident memory of this process in bytes."""
     statistics = Path("/proc/self/statm")
     return int(statistics.read_text().split()[1]) * resource.getpagesize() if statistics.exists() else math.inf
 
 
 def _peak() -> float:
-    """Largest resident memory of this process so far, in bytes."""
+    """Largest resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -257,8 +252,8 @@ _peaks: dict[str, float] = {}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
-    if found := getattr(node, "workeroutput", {}).get("peak"):
-        _peaks[node.gateway.id] = found
+    if peak := getattr(node, "workeroutput", {}).get("peak"):
+        _peaks[node.gateway.id] = peak
 
 
 @pytest.hookimpl(trylast=True)
@@ -272,8 +267,8 @@ def pytest_sessionfinish(session) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     shown = ", ".join(f"{name} {peak / 1e9:.1f} GB" for name, peak in sorted(_peaks.items()))
-    large = max(_peaks.values(), default=0) > MOST_MEMORY
-    verdict = f"more than {MOST_MEMORY / 1e9:.0f} GB is too much" if large else "ok"
+    large = max(_peaks.values(), default=0) > MAX_MEMORY
+    verdict = f"more than {MAX_MEMORY / 1e9:.0f} GB is too much" if large else "ok"
     terminalreporter.write_line(f"peak memory: {shown}; {verdict}", red=large)
 
 
@@ -287,6 +282,6 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of every later garbage collection."""
+    """Excludes imported modules from garbage collection."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,10 @@
-"""Command lines: `flags` declares them, `build` makes engines of them, `generate` is a command."""
+"""Command lines. In reading order:
+
+flags     flags and keys of configuration files, as dataclasses
+build     settings to `Engine` arguments, with errors that name flags
+lines     reads JSONL files and folders
+generate  the command `specjax generate`
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,8 @@ def run_command(name: str, work: Callable[[], Mapping[str, Any]], *, interrupted
     """Runs a command, prints its summary as JSON and returns the exit status.
 
     Args:
-        interrupted: the message after Ctrl-C about remaining results.
-        failed: a key of the summary; the status is 1 if its value is not 0.
+        interrupted: message after Ctrl-C about the results so far.
+        failed: key of the summary; the status is 1 if its value is not 0.
     """
     try:
         summary = work()

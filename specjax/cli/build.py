@@ -1,4 +1,4 @@
-"""From settings to the library: the GPU, the engine or its replicas, the group of processes, the draft's options.
+"""Turns settings into engines, replicas, a group of processes and drafter options.
 
 Errors and warnings name flags, or the file and the key that set a value.
 """
@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def claim_gpu(chosen: Settings) -> None:
-    """Prepares JAX, before its backend starts, for the GPU that the settings name; no effect without a GPU.
-
-    Raises:
-        GpuError: there is no such GPU, or JAX cannot use it.
-    """
+    """Prepares JAX, before its backend starts, for the GPUs of the settings. Errors (`GpuError`) name flags."""
     engine = chosen.engine
     try:
         count = engine.tensor_parallel_size * chosen.server.data_parallel_size // chosen.server.nnodes
@@ -46,27 +42,25 @@ def claim_gpu(chosen: Settings) -> None:
 def make_engine(
     chosen: Settings, *, group: Group | None = None, progress: bool = True, **config: bool | int | float
 ) -> Engine:
-    """The engine that the settings describe. `config`: fields of `EngineConfig` that replace the settings' values.
-    `group` and errors are those of `Engine.from_pretrained`; errors name flags."""
+    """Makes the engine of the settings. `config` overrides fields of `EngineConfig`; errors name flags."""
     with named_as_flags(chosen):
         return Engine.from_pretrained(**engine_arguments(chosen, **config), group=group, progress=progress)
 
 
 def check_devices(chosen: Settings) -> None:
-    """Raises ValueError, which names the flags, if JAX has too few devices for the replicas."""
+    """Raises ValueError if JAX has too few devices for the replicas."""
     split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
     if replicas == 1:
-        return  # asking for devices starts the backend, which several hosts must join first
-    most = jax.local_device_count() // split
-    advice = f"; at most {most} replicas fit" if most else ""
+        return  # counting devices starts the backend, which several hosts must join first
+    fitting = jax.local_device_count() // split
+    advice = f"; at most {fitting} replicas fit" if fitting else ""
     if problem := missing_devices(split * replicas, advice):
         tensor_parallel = f" with {place_of(chosen.engine, 'tensor_parallel_size')} {split}" if split > 1 else ""
         raise ValueError(f"{place_of(chosen.server, 'data_parallel_size')} {replicas}{tensor_parallel} {problem}")
 
 
 def make_engines(chosen: Settings, *, progress: bool = True, **config: Any) -> list[Engine]:
-    """The engines of all replicas, in the order of their devices. Arguments and errors are those of `make_engine` and
-    `check_devices`."""
+    """Makes the engines of all replicas, in order of their devices; see `make_engine`, `check_devices`."""
     check_devices(chosen)
     split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
     firsts = [rank * split for rank in range(replicas)]
@@ -74,8 +68,11 @@ def make_engines(chosen: Settings, *, progress: bool = True, **config: Any) -> l
 
 
 def make_group(chosen: Settings) -> Leader | Follower | None:
-    """This process's place in the group that shares the model; None: it has the whole model. Raises ValueError, which
-    names flags, also if the leader cannot listen."""
+    """Joins the group of processes that share the model; None for a single process.
+
+    Raises:
+        ValueError: settings contradict each other, or the leader cannot listen.
+    """
     server, devices = chosen.server, chosen.engine.tensor_parallel_size
     address, count, rank = server.dist_init_addr, server.nnodes, server.node_rank
 
@@ -84,8 +81,8 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
 
     if count == 1:
         if address is not None or rank:
-            given = "dist_init_addr" if address is not None else "node_rank"
-            raise ValueError(f"{place(given)} {address or rank} needs --nnodes of at least 2")
+            name = "dist_init_addr" if address is not None else "node_rank"
+            raise ValueError(f"{place(name)} {address or rank} needs --nnodes of at least 2")
         return None
     if address is None:
         raise ValueError(f"{place('nnodes')} {count} needs --dist-init-addr HOST:PORT, the same for all processes")
@@ -102,53 +99,58 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
             f"{count} processes together (--nnodes {count}), each of which has as many"
         )
     try:
-        own = Place(Address.parse(address), count, rank)
+        member = Place(Address.parse(address), count, rank)
     except ValueError as error:
         raise ValueError(f"{place('dist_init_addr')} {error}") from None
     try:
-        return (Follower if rank else Leader)(own, _shared(chosen))
+        return (Follower if rank else Leader)(member, _shared(chosen))
     except OSError as error:
         raise ValueError(
-            f"{place('dist_init_addr')} {address}: the leader cannot listen at {own.address.next}: "
+            f"{place('dist_init_addr')} {address}: the leader cannot listen at {member.address.next}: "
             f"{error.strerror or error}"
         ) from None
 
 
-_OWN = {
+_PER_PROCESS = {
     "model", "revision", "tokenizer_path", "chat_template", "max_total_tokens", "mem_fraction_static", "base_gpu_id",
     "sampling_defaults", "random_seed", "speculative_draft_model_path",
     "speculative_draft_model_revision", "speculative_token_map",
 }  # fmt: skip
-"""Settings that may differ between the processes of a group. Files may have other paths; their contents are compared
-when they are read (`specjax.fleet.agreement`)."""
+"""Settings that may differ between the processes of a group. The contents of files are compared when they are read
+(`specjax.fleet.agreement`)."""
 
 
 def _shared(chosen: Settings) -> dict[str, str]:
     """Maps flags to the settings that all processes of a group must share."""
     words = {None: "not set", True: "on", False: "off"}
     return {
-        f"--{dashed(each.name)}": words[value] if value is None or isinstance(value, bool) else str(value)
+        f"--{dashed(field.name)}": words[value] if value is None or isinstance(value, bool) else str(value)
         for table in (chosen.model, chosen.engine, chosen.speculative)
-        for each in fields(table)
-        if each.name not in _OWN and not each.metadata["setting"].instead
-        for value in (getattr(table, each.name),)
+        for field in fields(table)
+        if field.name not in _PER_PROCESS and not field.metadata["setting"].instead
+        for value in (getattr(table, field.name),)
     }
 
 
 def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str, Any]:
-    """Keyword arguments of `Engine.from_pretrained`, the model included. `config`: as in `make_engine`. Raises
-    ValueError, which names the flag, if a value is out of range."""
+    """Returns keyword arguments of `Engine.from_pretrained`, including the model; `config`: see `make_engine`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
     engine = chosen.engine
     values = vars(engine) | vars(chosen.speculative)
-    options = EngineConfig.__dataclass_fields__
-    for each in (*fields(engine), *fields(chosen.speculative)):
-        if (instead := each.metadata["setting"].instead) and values[each.name] != each.default:
-            logger.warning("%s has no effect: %s", place_of(chosen, each.name), instead)
-    given = {option: values[setting] for option, setting in OPTIONS.items() if option in options}
-    given["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
-    if given["adaptive"] is None:
+    for field in (*fields(engine), *fields(chosen.speculative)):
+        if (instead := field.metadata["setting"].instead) and values[field.name] != field.default:
+            logger.warning("%s has no effect: %s", place_of(chosen, field.name), instead)
+    names = EngineConfig.__dataclass_fields__
+    options = {option: values[setting] for option, setting in OPTIONS.items() if option in names}
+    options["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
+    if options["adaptive"] is None:
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        given["adaptive"] = all(values[name] is None for name in tree)
+        options["adaptive"] = all(values[name] is None for name in tree)
+    options["overlap"] = not engine.disable_overlap_schedule
+    options["prefix_cache"] = not engine.disable_radix_cache
     with named_as_flags(chosen):
         return {
             **vars(chosen.model),
@@ -156,20 +158,16 @@ def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str
             "draft": draft_options(chosen),
             "verify": lossy_verifier(chosen),
             "backend": engine.attention_backend,
-            "config": EngineConfig(
-                **{
-                    **given,
-                    "overlap": not engine.disable_overlap_schedule,
-                    "prefix_cache": not engine.disable_radix_cache,
-                    **config,
-                }
-            ),
+            "config": EngineConfig(**{**options, **config}),
         }
 
 
 def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
-    """The verifier for accept thresholds below 1, with a warning; None: drafts are verified without loss. Raises
-    ValueError for such thresholds without --allow-lossy-speculation."""
+    """Returns the verifier for accept thresholds below 1, and logs a warning; None: verification is lossless.
+
+    Raises:
+        ValueError: a threshold is below 1 without --allow-lossy-speculation.
+    """
     speculative = chosen.speculative
     names = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
     values = {name: getattr(speculative, name) for name in names}
@@ -188,41 +186,45 @@ def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
 
 
 def draft_options(chosen: Settings) -> DraftOptions | str:
-    """The algorithm's options, from the flags that it has, or ``module:function``. A warning names flags without
-    effect. An algorithm on the command line overrides options of a file that it does not have. Raises ValueError if a
-    value is out of range, or if a draft model is given to an algorithm that has none.
+    """Returns the algorithm's options from its flags, or ``module:function``.
+
+    A warning names flags without effect. An algorithm on the command line overrides a file's options of other
+    algorithms.
+
+    Raises:
+        ValueError: a value is out of range, or the algorithm has no draft model.
     """
     speculative = chosen.speculative
     name = speculative.speculative_algorithm
     plugin = ":" in name
     options = NoDraft if plugin else Auto if name == Auto.algorithm else DRAFTERS[name]
-    given, unused, overridden = {}, [], []
-    for each in fields(speculative):
-        value, option = getattr(speculative, each.name), each.metadata["setting"].sets
-        if value == each.default or option in ("", "draft", "isolate_ngrams", "adaptive"):
+    values, unused, overridden = {}, [], []
+    for field in fields(speculative):
+        value, option = getattr(speculative, field.name), field.metadata["setting"].sets
+        if value == field.default or option in ("", "draft", "isolate_ngrams", "adaptive"):
             continue
         if option in options.names():
-            given[option] = value
-        elif overrides(chosen, "speculative_algorithm", each.name):
-            overridden.append(dashed(each.name))
+            values[option] = value
+        elif overrides(chosen, "speculative_algorithm", field.name):
+            overridden.append(dashed(field.name))
         elif option in ("path", "quantization"):
             heads = " or ".join(key for key, other in DRAFTERS.items() if other.needs)
-            place = place_of(chosen, each.name)
+            place = place_of(chosen, field.name)
             raise ValueError(f"{place} {value} is no use to {name}: --speculative-algorithm {heads}")
         else:
-            unused.append(f"--{dashed(each.name)}")
+            unused.append(f"--{dashed(field.name)}")
     if unused:
         logger.warning("no effect with --speculative-algorithm %s: %s", name, ", ".join(unused))
     if overridden:
         logger.info("--speculative-algorithm %s overrides the file's %s", name, ", ".join(overridden))
-    return name if plugin else options(**given)
+    return name if plugin else options(**values)
 
 
 def speculative_settings(draft: DraftOptions) -> dict[str, Any]:
-    """Keys and values of a file from which `draft_options` reads these options. Default values are left out."""
+    """Returns the keys of a file that gives these options, without defaults. Inverse of `draft_options`."""
     settings: dict[str, Any] = {"speculative-algorithm": draft.algorithm}
-    for each in fields(SpeculativeSettings):
-        option = each.metadata["setting"].sets
-        if option in draft.names() and (value := getattr(draft, option)) != each.default:
-            settings[dashed(each.name)] = value
+    for field in fields(SpeculativeSettings):
+        option = field.metadata["setting"].sets
+        if option in draft.names() and (value := getattr(draft, option)) != field.default:
+            settings[dashed(field.name)] = value
     return settings

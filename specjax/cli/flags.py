@@ -1,7 +1,7 @@
 """The flags of `generate` and the server, with SGLang's names, and the keys of their TOML file.
 
-A field's name gives the flag and the key; `configs/` holds complete files. Flags that set an option of the library take
-its default, range and help. `named_as_flags` puts the flag's name into errors about an option.
+A field's name gives the flag and the key; `configs/` holds complete files. A flag for a library option takes the
+option's default, range and help. `named_as_flags` replaces the option's name by the flag's name in errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 
 
 def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:
-    """A setting with the default, help, range and choices of a library option. `more`: fields of `Setting`."""
+    """Declares a setting with the default, help, range and choices of a library option. `more`: fields of `Setting`."""
     option = setting_of(owner, name)
     declared = {"sets": name, "range": option.range, "choices": choices_of(get_type_hints(owner)[name])}
     return setting(getattr(owner, name), help or option.help, **{**declared, **more})
@@ -46,7 +46,7 @@ _engine = partial(_option, EngineConfig)
 
 
 def _draft(name: str, help: str = "", **more: Any) -> Any:
-    """An option of drafters. Its range depends on the algorithm, which checks it."""
+    """Declares a drafter option. Its range depends on the algorithm, which checks it."""
     owners = {key: options for key, options in DRAFTERS.items() if name in options.names()}
     owner = next(iter(owners.values()))
     return _option(owner, name, help or f"{', '.join(owners)}: {setting_of(owner, name).help}", range=ANY, **more)
@@ -58,12 +58,12 @@ def _threshold(name: str) -> Any:
 
 
 def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
-    """A flag of SGLang's that is accepted and has no effect."""
+    """Declares a flag of SGLang that has no effect here."""
     return setting(default, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead, **more)
 
 
 def _algorithm(name: str) -> str:
-    """An algorithm's name in capitals; ``module:function`` is unchanged."""
+    """Returns an algorithm's name in capitals; ``module:function`` is unchanged."""
     canonical = name if ":" in name else algorithm(name)
     if canonical is None:
         raise ValueError(f"one of {algorithms()}")
@@ -89,12 +89,12 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How many requests run at once, and in how much memory."""
+    """Batching, memory and execution of the engine."""
 
     max_running_requests: int | None = _engine("max_running_requests")
     cuda_graph_max_bs: int | None = _engine(
         "max_batch",
-        "largest batch that is compiled; more requests are decoded in several batches; default and maximum: "
+        "largest compiled batch; more requests are decoded in several batches; default and maximum: "
         "--max-running-requests",
         names=("--max-batch-bucket",),
     )
@@ -106,9 +106,7 @@ class EngineSettings:
     schedule_policy: str = _engine("schedule_policy", parse=str.lower)
     disable_radix_cache: bool = setting(False, "no prefix cache: compute every prompt in full")
     mem_fraction_static: float = _engine("mem_fraction", names=("--mem-fraction",))
-    base_gpu_id: int = setting(
-        0, "index of the GPU to use, among those that CUDA shows; others are left alone", minimum=0
-    )
+    base_gpu_id: int = setting(0, "index of the first GPU, among the GPUs that CUDA shows", minimum=0)
     tensor_parallel_size: int = _engine(
         "tensor_parallel",
         "devices over which weights and KV pool are split; GPUs from --base-gpu-id on",
@@ -116,8 +114,8 @@ class EngineSettings:
     )
     expert_parallel_size: int = _engine(
         "expert_parallel",
-        "spread the experts of a mixture over so many groups of the --tp devices: each group has its own, and its "
-        "devices share the width of each; --tp = every device has whole experts; 1 = each has a part of all",
+        "number of groups of the --tp devices over which the experts of a mixture are distributed; devices of a group "
+        "split the width of its experts; --tp = each device has whole experts; 1 = all devices split all experts",
         names=("--ep", "--ep-size"),
     )
     attention_backend: str = setting(
@@ -127,10 +125,10 @@ class EngineSettings:
         choices=(AUTO_ATTENTION, *IMPLEMENTATIONS), metavar="NAME", sets="backend",
     )  # fmt: skip
     plain_content: bool = _engine("plain_content")
-    disable_overlap_schedule: bool = setting(False, "read the result of each step before the next is dispatched")
+    disable_overlap_schedule: bool = setting(False, "read the result of each step before the next step is dispatched")
     sampling_defaults: str = setting(
         "model",
-        "sampling parameters that a request leaves out: model = the temperature, top_p, top_k, min_p and "
+        "defaults of sampling parameters: model = the temperature, top_p, top_k, min_p and "
         "repetition_penalty of the model's generation_config.json; openai = temperature 1, as in OpenAI's API",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
@@ -142,30 +140,29 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SpeculativeSettings:
-    """Changes the speed, never the text, unless --allow-lossy-speculation is given with a threshold below 1."""
+    """Speculation never changes the text, unless --allow-lossy-speculation comes with a threshold below 1."""
 
     speculative_algorithm: str = setting(
         Auto.algorithm,
         f"{Auto.algorithm} (the draft head that comes with specjax for the model, else its MTP layers, else NGRAM), "
-        f"{', '.join(DRAFTERS)} (NEXTN is MTP; so is EAGLE, given no head, on a model with MTP layers), or "
-        "module:function for a drafter of your own",
+        f"{', '.join(DRAFTERS)} (NEXTN = MTP; EAGLE without a head = MTP if the model has MTP layers), or "
+        "module:function for a user-defined drafter",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
     speculative_draft_model_revision: str | None = _draft("revision")
     speculative_num_steps: int | None = _draft(
         "steps",
-        "EAGLE, EAGLE3, MTP, STANDALONE: levels of the draft tree, each a forward of the draft; default of this, the "
-        "top-k and the draft tokens where none is given: the measured values of a head that comes with specjax, else "
-        "5, 4, 8 for heads of Llama, 3, 1, 4 for others, MTP and STANDALONE",
+        "EAGLE, EAGLE3, MTP, STANDALONE: levels of the draft tree, each a forward of the draft; defaults of steps, "
+        "top-k and draft tokens if none is set: measured values of a shipped head, else 5, 4, 8 for heads of Llama, "
+        "3, 1, 4 for other heads, MTP and STANDALONE",
     )
     speculative_eagle_topk: int | None = _draft("topk")
     speculative_num_draft_tokens: int | None = _draft(
         "nodes",
-        "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
-        "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else fewer; where neither this "
-        "nor the steps nor the top-k is given, large batches have smaller trees on a GPU, and batches so large that "
-        "drafting would slow them do not draft",
+        "nodes of a draft tree, including the root; default: for EAGLE steps + 1, with a top-k the smaller of "
+        "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 for strong matches, else fewer; if steps, top-k and this "
+        "are unset, large batches have smaller trees on a GPU, or do not draft",
     )
     speculative_draft_vocabulary: str = _draft("vocabulary", parse=str.lower)
     speculative_draft_context_length: int | None = _draft("positions")
@@ -182,14 +179,13 @@ class SpeculativeSettings:
     speculative_ngram_strong_match_size: int | None = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
-        "NGRAM: a request drafts from the text of others, which its timing could reveal, only with the same cache_salt",
+        "NGRAM: draft from texts of other requests only if they have the same cache_salt; else timing may reveal texts",
     )
     speculative_ngram_match_type: str = _draft("match_type", parse=str.upper)
     speculative_adaptive: bool | None = setting(
         None,
-        "draft only where that is measured to be faster, with the fastest tree; off = in every step, except in batches "
-        "too large to gain from it; default: on, unless the steps, the top-k or the draft tokens of a tree are given: "
-        "such a tree drafts in every step of every batch",
+        "draft only if measurements show a gain, with the fastest tree; off = draft in every step, except in very "
+        "large batches; default: on, unless steps, top-k or draft tokens are set, which draft in every step",
         sets="adaptive",
     )
     speculative_attention_mode: str = _ignored(
@@ -298,18 +294,18 @@ class Settings:
 
 
 OPTIONS = {
-    each.metadata["setting"].sets or each.name: each.name
+    field.metadata["setting"].sets or field.name: field.name
     for group in (EngineSettings, SpeculativeSettings)
-    for each in fields(group)
+    for field in fields(group)
 }
 """Maps an option of the library to the setting that sets it."""
 
 
 def with_flag(error: ValueError, chosen: Any = Settings()) -> ValueError:
-    """The error with the flag, or the file and key, that set the parameter; errors without a parameter unchanged."""
+    """Renames the parameter of an error to the flag, or file and key, that set it. Other errors are unchanged."""
     if not isinstance(error, ParameterError):
         return error
-    # `quantization` is a keyword argument of `Engine.from_pretrained` and an option of drafters.
+    # `quantization` names an argument of `Engine.from_pretrained` and an option of drafters.
     keywords = OPTIONS | {"dtype": "dtype", "quantization": "quantization"}
     name = (OPTIONS if error.owner else keywords).get(error.name)
     return error if name is None else error.renamed({error.name: place_of(chosen, name)})

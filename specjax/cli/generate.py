@@ -1,6 +1,6 @@
 """`specjax generate`: reads prompts from a JSONL file and writes completions to another, decoding speculatively.
 
-The input is JSONL, plain or gzipped, or a folder of such files, read in the order of their names. A line is a JSON
+The input is JSONL, plain or gzipped, or a folder of JSONL files, read in order of their names. A line is a JSON
 object with `prompt`, `messages` or `input_ids`. It may also hold an `id`, sampling fields, and one grammar field:
 `response_format`, `json_schema`, `regex` or `ebnf`. Output lines are in input order and hold `id`, `RESULT_FIELDS`, and
 `logprobs`, `prompt_logprobs` or `origins` if the input line asks for them. The last line of stdout is one JSON object
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from specjax import settings
 from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
-from specjax.cli.lines import check_encodes, line_files, read_lines
+from specjax.cli.lines import line_files, parse_object, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.notes import as_lines, doubt, drafting_summary, speculation_table
 from specjax.engine.phases import PhaseTimes
@@ -46,17 +46,17 @@ PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "messages": (list, dict, "a list of objects"),
     "input_ids": (list, int, "a list of token ids, which are integers"),
 }
-"""Maps fields that may hold a prompt to the type of their value and of its items, and a description."""
+"""Prompt field -> type of its value, type of the items, description."""
 RESULT_FIELDS = (
     "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
     "spec_accept_length", "spec_accept_histogram", "seed",
 )  # fmt: skip
 
-DRAFTED = "drafted_steps", "own_steps", "own_accepted"  # counters
+DRAFT_COUNTERS = "drafted_steps", "own_steps", "own_accepted"
 
-Row = Mapping[str, Any]  # of the output
+Row = Mapping[str, Any]  # a line of the output
 
-AHEAD = 256  # lines that are tokenised ahead of the answers
+MIN_AHEAD = 256  # lines tokenised ahead of the results
 
 logger = logging.getLogger(__name__)
 
@@ -74,23 +74,16 @@ class BadLine(NamedTuple):
     reason: str
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
-    """A line's JSON object. Raises ValueError for other values, and for strings that UTF-8 cannot encode."""
-    row = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
-    if not isinstance(row, dict):
-        raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
-    for name, value in row.items():
-        check_encodes(repr(name)[1:-1], {name: value})
-    return row
-
-
 def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT_FIELDS)) -> str:
-    """The name of the field that holds the row's prompt; null counts as absent. Raises ValueError if there is none or
-    more than one, or if the prompt has the wrong type."""
-    given = [name for name in allowed if row.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {' and '.join(given) or 'none'}")
-    (name,) = given
+    """Returns the name of the field with the prompt; null counts as absent.
+
+    Raises:
+        ValueError: no prompt, several prompts, or a prompt of the wrong type.
+    """
+    present = [name for name in allowed if row.get(name) is not None]
+    if len(present) != 1:
+        raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {' and '.join(present) or 'none'}")
+    (name,) = present
     prompt, (kind, inner, words) = row[name], PROMPT_FIELDS[name]
     if not isinstance(prompt, kind) or not prompt or not all(type(item) is inner for item in prompt):
         raise ValueError(f"{name} must be {words} that is not empty, got {prompt!r:.60}")
@@ -98,7 +91,7 @@ def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT
 
 
 def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
-    """One line of input. `count`: its index; line i of a run uses seed + i."""
+    """Parses line number `count` of the run, counted from 0; it uses seed + `count`."""
     try:
         row = parse_object(text)
         prompt = row[prompt_field(row)]
@@ -111,30 +104,30 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
         return BadLine(number, str(error))
 
 
-def read_input(given: str) -> list[InputLine]:
-    """The lines of a file, of a folder's files or, for "-", of stdin, without blank lines. `place` counts through all
-    files, so that each line has its own seed. Raises OSError; ValueError: the folder holds no such file."""
-    lines = (line for file in line_files([given]) for line in read_lines(file))
+def read_input(path: str) -> list[InputLine]:
+    """Reads the lines of a file, of a folder's files or, for "-", of stdin, without blank lines.
+
+    `place` counts through all files, so each line has its own seed. Errors: see `line_files`.
+    """
+    lines = (line for file in line_files([path]) for line in read_lines(file))
     return [line._replace(place=place) for place, line in enumerate(lines)]
 
 
-def bad_line(raw: InputLine, given: str, error: Exception) -> BadLine:
-    """Names the file of the line if `given`, the input, is a folder."""
-    return BadLine(raw.number, str(error) if raw.path in (given, "stdin") else f"{raw.path}: {error}")
+def bad_line(raw: InputLine, path: str, error: Exception | str) -> BadLine:
+    """Describes a bad line, with the name of its file if the input `path` is a folder."""
+    return BadLine(raw.number, str(error) if raw.path in (path, "stdin") else f"{raw.path}: {error}")
 
 
-def parse_lines(lines: Iterable[InputLine], given: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-    """The requests of input lines. `given`: the value of --input."""
+def parse_lines(lines: Iterable[InputLine], path: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
+    """Parses the lines of the input `path`."""
     for raw in lines:
-        if raw.problem:
-            yield bad_line(raw, given, ValueError(raw.problem))
-            continue
-        parsed = parse_line(raw.number, raw.data, defaults, raw.place)
-        yield bad_line(raw, given, ValueError(parsed.reason)) if isinstance(parsed, BadLine) else parsed
+        parsed = raw.problem or parse_line(raw.number, raw.data, defaults, raw.place)
+        problem = parsed.reason if isinstance(parsed, BadLine) else parsed
+        yield bad_line(raw, path, problem) if isinstance(problem, str) else problem
 
 
 def line_writer(file: TextIO) -> Callable[[Row | None], None]:
-    """A function that writes a row as a line of JSON and flushes; None writes nothing."""
+    """Returns a function that writes a row as a line of JSON and flushes; it ignores None."""
 
     def write(row: Row | None) -> None:
         if row is not None:
@@ -163,23 +156,21 @@ def run(
 ) -> dict[str, Any]:
     """Completes lines and returns the summary. Lines are read shortly before the engine needs them.
 
-    Results are written in input order, each as soon as all earlier results exist, so a killed run keeps them.
-
     Args:
-        lines: bad lines are reported on stderr, and the rest runs; None: a line to leave out.
-        others: replicas of the engine, on their own devices. One thread steps all engines in turn: an engine launches a
-            step before it reads the result of the previous one, so all devices have work.
-        write: called once for each line, in input order; None: the line has no result.
-        total: number of lines, for the progress bar; None: the length of `lines`, if it has one.
-        describe: the result of a completed line; None counts as failed.
+        lines: requests; bad lines are reported on stderr, None is skipped.
+        others: replicas of the engine. One thread steps all engines in turn; an engine launches a step before it reads
+            the previous result, so all devices stay busy.
+        write: called for each line in input order, as soon as all earlier results exist; None: no result.
+        total: number of lines for the progress bar; None: the length of `lines`, if it has one.
+        describe: makes the result of a completed line; None counts as failed.
     """
     source = enumerate(lines)
-    results: dict[int, dict[str, Any] | None] = {}  # line -> result that follows an unfinished line; None: no result
-    waiting: dict[Sequence, tuple[int, Line, int]] = {}  # the index of the line, the line, the index of the engine
+    results: dict[int, dict[str, Any] | None] = {}  # index of a line -> its result, until all earlier ones exist
+    unfinished: dict[Sequence, tuple[int, Line, int]] = {}  # index of the line, line, index of the engine
     count: Counter[str] = Counter()
     engines = [engine, *others]
-    loads = [0] * len(engines)  # requests that wait or run
-    most = max(AHEAD, 2 * engine.config.max_running_requests * len(engines))
+    loads = [0] * len(engines)  # unfinished requests of each engine
+    ahead = max(MIN_AHEAD, 2 * engine.config.max_running_requests * len(engines))
 
     def fail(number: int, reason: object) -> None:
         count["failed"] += 1
@@ -192,9 +183,9 @@ def run(
             count["written"] += 1
 
     def feed() -> list[list[Sequence]]:
-        """Fills the engines' queues; returns the new requests of each."""
+        """Fills the queues of the engines; returns the new requests of each engine."""
         added: list[list[Sequence]] = [[] for _ in engines]
-        while len(waiting) < most and (item := next(source, None)) is not None:
+        while len(unfinished) < ahead and (item := next(source, None)) is not None:
             index, line = item
             if isinstance(line, Line):
                 rank = loads.index(min(loads))
@@ -204,7 +195,7 @@ def run(
                     line = BadLine(line.number, str(error))
                 else:
                     added[rank].append(sequence)
-                    waiting[sequence] = (index, line, rank)
+                    unfinished[sequence] = (index, line, rank)
                     loads[rank] += 1
                     continue
             if line is not None:
@@ -217,26 +208,26 @@ def run(
     def accept_length() -> float:
         return count["drafted"] / count["steps"] if count["steps"] else 1.0
 
-    for each, added in zip(engines, feed(), strict=True):
-        each.warm_up(each.first_keys(added), progress=progress)
+    for replica, added in zip(engines, feed(), strict=True):
+        replica.warm_up(replica.first_keys(added), progress=progress)
     shown: Counter[Sequence] = Counter()  # trees printed
-    drafted_before = sum(each.counters.drafted_steps for each in engines)
+    drafted_before = sum(replica.counters.drafted_steps for replica in engines)
     times = engine.programs.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()
     shown_bar = progress and bool(count["requests"])
     with progress_bar("Generating", total, "request", shown=shown_bar) as bar:
-        while any(each.unfinished for each in engines):
-            for sequence in itertools.chain.from_iterable(each.step() for each in engines if each.unfinished):
+        while any(replica.unfinished for replica in engines):
+            for sequence in itertools.chain.from_iterable(replica.step() for replica in engines if replica.unfinished):
                 for tree in sequence.output.trees[shown[sequence] :]:
-                    name = repr(str(waiting[sequence][1].id))[1:-1]  # it may hold control characters
+                    name = repr(str(unfinished[sequence][1].id))[1:-1]  # it may hold control characters
                     tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
                 shown[sequence] = len(sequence.output.trees)
                 if sequence.status is not Status.FINISHED:
                     continue
                 del shown[sequence]
-                index, line, rank = waiting.pop(sequence)
+                index, line, rank = unfinished.pop(sequence)
                 loads[rank] -= 1
                 done = completion(sequence)
                 count.update(
@@ -256,8 +247,10 @@ def run(
             feed()
             bar.update(count["settled"] - bar.n)
     seconds = time.perf_counter() - started
-    drafted_steps, own, accepted = (sum(getattr(each.counters, name) for each in engines) for name in DRAFTED)
-    if problem := doubt(engine.drafter, own, accepted):
+    drafted_steps, model_steps, accepted = (
+        sum(getattr(replica.counters, name) for replica in engines) for name in DRAFT_COUNTERS
+    )
+    if problem := doubt(engine.drafter, model_steps, accepted):
         logger.warning("%s", problem)
     drafted_steps -= drafted_before
     return {
@@ -282,7 +275,7 @@ TABLES = ("model", "engine", "speculative")
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling fields whose defaults come from the model's generation_config.json."""
 SAMPLING = (*MODEL_DEFAULTS, "frequency_penalty", "presence_penalty", "max_new_tokens", "min_new_tokens", "seed")
-"""Fields of `SamplingParams` that are flags."""
+"""Sampling fields that have a flag."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -296,7 +289,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         required=True,
         metavar="FILE",
-        help="JSONL with prompt, messages or input_ids, plain or gzipped, or a folder of such files; - = stdin",
+        help="JSONL with prompt, messages or input_ids, plain or gzipped, or a folder of JSONL files; - = stdin",
     )
     add("--output", required=True, metavar="FILE", help="JSONL with the completions")
     add(
@@ -330,13 +323,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags, without flags that are not given and default to the model's value."""
+    """Returns the sampling flags, without unset flags whose default comes from the model."""
     names = (*SAMPLING, "stop", "stop_token_ids", "ignore_eos")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Raises ValueError: `--output` is the input, or cannot be written."""
+    """Raises ValueError if `--output` is the input or cannot be written."""
     target = Path(args.output)
     if args.input != "-" and target.exists() and any(target.samefile(file) for file in line_files([args.input])):
         raise ValueError(f"--output {args.output} is the input file")
@@ -350,8 +343,8 @@ def main(argv: list[str] | None = None) -> int:
     progress = not args.no_progress
 
     def work() -> dict[str, Any]:
-        given = sampling_given(args)
-        SamplingParams.from_mapping(given)
+        sampling = sampling_given(args)
+        SamplingParams.from_mapping(sampling)
         if args.dp < 1:
             raise ValueError(f"--data-parallel-size must be at least 1, got {args.dp}")
         if args.dp > 1 and args.time_phases:
@@ -365,8 +358,8 @@ def main(argv: list[str] | None = None) -> int:
         engine, *others = build.make_engines(chosen, progress=progress, **config)
         if progress:
             print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
-        requests = parse_lines(lines, args.input, {**engine.sampling_defaults, **given})
-        # Opened last, so that a run that cannot start keeps the old file.
+        requests = parse_lines(lines, args.input, {**engine.sampling_defaults, **sampling})
+        # Opened last: a run that cannot start keeps the old file.
         with Path(args.output).open("w", encoding="utf-8") as file:
             return run(engine, list(requests), line_writer(file), others=others, progress=progress)
 
@@ -375,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_as_program(argv: list[str] | None = None) -> NoReturn:
-    """Runs `main` and ends the process. A closed pipe (`| head`) prints no traceback."""
+    """Runs `main` and exits. A closed pipe (`| head`) prints no traceback."""
     try:
         status = main(argv)
         sys.stdout.flush()

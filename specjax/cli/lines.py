@@ -30,40 +30,44 @@ class SkippedLine(NamedTuple):
 class Line(NamedTuple):
     path: str  # or stdin
     number: int  # from 1, in its file
-    place: int  # from 0, among the lines that are not blank
+    place: int  # from 0, without blank lines
     data: bytes
     position: int  # bytes of the file, as stored, read so far
     problem: str = ""  # why the rest of the file cannot be read
 
-    def text(self) -> str:
-        """The decoded line, without a byte order mark. Raises ValueError: the file ended early, or is not UTF-8."""
+    def row(self) -> dict[str, Any]:
+        """Parses the line; see `parse_object`. Raises ValueError also if the file broke off."""
         if self.problem:
             raise ValueError(self.problem)
-        return self.data.decode("utf-8-sig")
-
-    def row(self) -> dict[str, Any]:
-        """The JSON object of the line. Raises ValueError or RecursionError: it is not valid."""
-        try:
-            row = json.loads(self.text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the line is not JSON: {error.msg} at character {error.pos + 1}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"a line must be a JSON object, got {row!r:.60}")
-        if b"\\ud" in self.data.lower():  # valid UTF-8 has surrogates only as escapes
-            for name, value in row.items():
-                check_encodes(repr(name)[1:-1], {name: value})
-        return row
+        return parse_object(self.data)
 
     def skipped(self, error: Exception) -> SkippedLine:
-        """This line in the report. The reason is printable, whatever the input or a template contains."""
+        """Returns the line's entry in the report, with a printable reason."""
         reason = " ".join(str(error).split())
         return SkippedLine(self.path, self.number, f"{reason:.400}".encode(errors="backslashreplace").decode())
 
 
-def line_files(paths: Sequence[str], flag: str = "--input") -> list[str]:
-    """The files of the inputs, in order; those of a folder (.jsonl and .jsonl.gz, not hidden) sorted by name.
+def parse_object(line: str | bytes) -> dict[str, Any]:
+    """Parses a line of JSONL. Raises ValueError or RecursionError unless it is a JSON object of encodable strings."""
+    text = line.decode("utf-8-sig") if isinstance(line, bytes) else line
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the line is not JSON: {error.msg} at character {error.pos + 1}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a line must be a JSON object, got {row!r:.60}")
+    if "\\ud" in text.lower():  # valid UTF-8 has surrogates only as escapes
+        for name, value in row.items():
+            check_encodes(repr(name)[1:-1], {name: value})
+    return row
 
-    Raises ValueError: a folder has no such file, or a file is given twice. OSError: a file cannot be read.
+
+def line_files(paths: Sequence[str], flag: str = "--input") -> list[str]:
+    """Lists input files in order. Folders give their .jsonl and .jsonl.gz files by name, without hidden files.
+
+    Raises:
+        ValueError: a folder has no such file, or a file occurs twice.
+        OSError: a file cannot be read.
     """
     files: list[str] = []
     for path in paths:
@@ -84,11 +88,11 @@ def line_files(paths: Sequence[str], flag: str = "--input") -> list[str]:
 
 
 def read_lines(path: str) -> Iterator[Line]:
-    """The lines that are not blank. If the file breaks off, the last one has a `problem`."""
+    """Yields lines that are not blank. If the file breaks off, the last line has a `problem`."""
     is_stdin = path == "-"
     name = "stdin" if is_stdin else path
     with nullcontext(sys.stdin.buffer) if is_stdin else Path(path).open("rb") as raw:
-        # Detected by content: names of compressed files vary, and stdin has none.
+        # Detected by content: names of compressed files vary, and stdin has no name.
         packed = raw.peek(2)[:2] == b"\x1f\x8b"  # pyright: ignore[reportAttributeAccessIssue]
         stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
         number = place = position = 0
@@ -103,7 +107,7 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def read_batches(paths: Sequence[str], *, label: str, progress: bool) -> Iterator[list[Line]]:
-    """Consecutive lines of each file, about BATCH_BYTES at a time, with a progress bar over all files."""
+    """Yields batches of consecutive lines of one file, about BATCH_BYTES each, with a progress bar over all files."""
     total = None if "-" in paths else sum(Path(path).stat().st_size for path in paths)
     with progress_bar(label, total, "B", shown=progress) as bar:
         for path in paths:
@@ -120,7 +124,7 @@ def read_batches(paths: Sequence[str], *, label: str, progress: bool) -> Iterato
 
 
 def report(skipped: Sequence[SkippedLine]) -> None:
-    """Print the first skipped lines, and the number of the others, to stderr."""
+    """Prints the first skipped lines and the number of further ones to stderr."""
     for path, number, reason in skipped[:SHOWN_LINES]:
         print(f"{path}, line {number}: {reason}", file=sys.stderr)
     if len(skipped) > SHOWN_LINES:
@@ -128,7 +132,7 @@ def report(skipped: Sequence[SkippedLine]) -> None:
 
 
 def check_encodes(name: str, value: Any) -> None:
-    """Raises ValueError: the JSON value contains an unpaired surrogate, which can be neither tokenised nor written."""
+    """Raises ValueError if a JSON value holds an unpaired surrogate, which cannot be tokenised or written."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -137,7 +141,7 @@ def check_encodes(name: str, value: Any) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Raises ValueError: `--output FILE` cannot be written."""
+    """Raises ValueError if `--output FILE` cannot be written."""
     folder = file.resolve().parent
     if file.exists() and not file.is_file():
         raise ValueError(f"--output {file} cannot be written: it is not a file")

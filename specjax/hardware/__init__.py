@@ -1,1 +1,1 @@
-"""`--dry-run`, in `dry_run`: memory and bounds of the speed on a device, and what to change so that a model fits."""
+"""`--dry-run` (`dry_run`): memory, buckets and bounds of the speed of a model on a device, without loading it."""

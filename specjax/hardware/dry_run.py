@@ -1,9 +1,8 @@
-"""`--dry-run`: the memory that a model needs on a device, the speed that bandwidth allows, and what to change.
+"""`--dry-run`: computes a model's memory on a device, bounds of its speed, and settings that would fit.
 
-Reads configs and tensor headers; loads, compiles and runs nothing. Memory is computed by the functions with which the
-engine allocates it, plus an estimate of temporaries. A speed is an upper bound: the bytes that a step reads over the
-memory's bandwidth, or its products over the device's arithmetic, whichever takes longer. Kernel launches, the products
-of attention and communication between devices are left out.
+Reads configs and tensor headers only. The engine's own functions compute the memory; temporaries are estimated. A step
+takes at least the time to read its bytes, or to multiply, whichever is longer. Kernel launches, attention's products
+and communication between devices are left out.
 
 In reading order: `outline` describes a model, `make_plan` computes, `changes` tries settings that fit.
 """
@@ -48,12 +47,12 @@ from specjax.settings import Parser, dashed
 from specjax.state import init_state
 
 CONTEXT = 1024  # cached tokens of each request, in the bounds of speed
-HIGH_FRACTION = 0.9  # share of a GPU's memory for weights and pool that is proposed
-MAX_DEVICES = 64  # that are proposed
+HIGH_FRACTION = 0.9  # largest proposed share of a GPU's memory for weights and pool
+MAX_DEVICES = 64  # largest proposed number of devices
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds flags that are actions and have no keys in a configuration file."""
+    """Adds the flags of a dry run, which have no keys in a configuration file."""
     group = parser.add_argument_group(
         "dry run", "Reads configs and tensor headers; status 1 if the model does not fit."
     )
@@ -65,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the command if a flag of a dry run is wrong, or given without --dry-run."""
+    """Exits if a flag of a dry run is wrong or --dry-run is missing."""
     for name in ("json", "assume_device", "assume_devices"):
         if getattr(args, name) and not args.dry_run:
             parser.error(f"--{dashed(name)} needs --dry-run")
@@ -74,8 +73,7 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
-    """Prints the plan; returns 0 if the model fits, 1 if not, 2 if a setting is wrong. `device`: a key of `DEVICES`;
-    None: this process's device."""
+    """Prints the plan; returns 0 if the model fits, 1 if not, 2 for a wrong setting. `device`: see `DEVICES`."""
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
     try:
@@ -107,17 +105,17 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_js
 
 
 class Part(NamedTuple):
-    """Declared weights of the target, or of the head or model that drafts."""
+    """Declared weights of the target, or of the draft head or model."""
 
     config: ModelConfig | HeadConfig | MtpConfig
     table: Table
     sizes: Sizes
     pages: Any  # pytree of `PageSpec`s
-    bits: Bits | None  # of quantised weights
+    bits: Bits | None  # sizes of quantised weights
 
     @classmethod
     def of(cls, config: ModelConfig | HeadConfig | MtpConfig, vocab_size: int, bits: Bits | None) -> Part:
-        """`vocab_size`: the target's."""
+        """Describes a model or head for a target with `vocab_size` tokens."""
         if isinstance(config, MtpConfig):
             pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
             return cls(config, mtp_table(config), mtp_sizes(config), pages, bits)
@@ -129,11 +127,11 @@ class Part(NamedTuple):
         return jax.ShapeDtypeStruct(leaf.shape(self.sizes), np.dtype(leaf.dtype or self.config.dtype))
 
     def bytes(self, leaves: Iterable[Leaf], devices: int, groups: int) -> int:
-        """Bytes of leaves on each device."""
+        """Computes the bytes of leaves on each device."""
         return held_bytes(leaves, self.sizes, self.config.dtype, devices, self.bits, groups)
 
     def active(self, leaf: Leaf) -> float:
-        """The share of a leaf that one token reads: the experts to which it is routed."""
+        """Computes the share of a leaf that one token reads: its experts."""
         config = self.config.layer if isinstance(self.config, MtpConfig) else self.config
         experts = config.experts if isinstance(config, ModelConfig) else None
         if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
@@ -143,12 +141,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """A model and its drafter. Hashed by identity."""
+    """A model and its drafter, hashed by identity."""
 
     target: Target
-    params: Params  # `jax.ShapeDtypeStruct` leaves; a user's drafter has made its own parameters
+    params: Params  # `jax.ShapeDtypeStruct` leaves, or the parameters of a user-defined drafter
     drafter: Drafter
-    parts: tuple[Part, ...]  # the target; the draft head or model, if there is one
+    parts: tuple[Part, ...]  # target, and draft head or model if any
     headers: bool  # False: read from config.json alone
 
 
@@ -156,8 +154,7 @@ def outline(
     model: str, *, draft: DraftOptions | str = Auto.algorithm, dtype: str = "auto", quantization: str = "auto",
     revision: str | None = None, platform: str | None = None, progress: bool = True,
 ) -> Outline:  # fmt: skip
-    """Describes the target and the drafter, for `platform` "cpu" or "gpu"; None: this process's. Other arguments and
-    errors are those of `specjax.load.load`."""
+    """Describes target and drafter for a platform ("cpu", "gpu"; None: this process's), as `load` would load them."""
     platform = platform or jax.default_backend()
     more: Any = {"progress": progress, "outline": True}
     options, plugin = requested(model, draft, platform=platform)
@@ -170,7 +167,7 @@ def outline(
     def part(config: Any, kind: str, hf_config: dict[str, Any], tied: bool) -> Part:
         half = platform == "cpu" and config.dtype == "float32"
         bits = checkpoint.bits_per_weight(hf_config, kind, keeps_half=half)
-        # An embedding of which only rows are read is not quantised at load.
+        # Loading does not quantise an embedding that is only read by rows.
         return Part.of(config, target.config.vocab_size, bits and bits._replace(embed=kind == "auto" or tied))
 
     parts = [part(config, quantization, {**files.config}, config.tied_embeddings)]
@@ -189,7 +186,7 @@ def outline(
         if inside and checkpoint.mtp_method(files, config) is None:
             stored.pop("quantization_config", None)
         parts.append(part(head, kind, stored, inside and config.tied_embeddings))
-    weights, *draft_weights = (map_leaves(each.table, each.shape) for each in parts)
+    weights, *draft_weights = (map_leaves(part.table, part.shape) for part in parts)
     if plugin is None:
         drafter = chosen.drafter(target, head, model=small, platform=platform, quantization=kind)
         params: Any = draft_weights[0] if draft_weights else None
@@ -200,9 +197,10 @@ def outline(
 
 
 def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadConfig:
-    given = {"kind": str(options.kind), "revision": options.revision, "progress": progress}
     with naming(options, "path"):
-        head = checkpoint.describe_head(str(options.path), config, **given)
+        head = checkpoint.describe_head(
+            str(options.path), config, kind=str(options.kind), revision=options.revision, progress=progress
+        )
     if (token_map := getattr(options, "token_map", None)) is None:
         return head
     if str(token_map).isdecimal():  # the first tokens of the map that comes with specjax
@@ -212,27 +210,26 @@ def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadCon
 
 
 class Case(NamedTuple):
-    """A model and the device on which it is to run."""
+    """A model and the device to run it on."""
 
     outline: Outline
     config: EngineConfig
     device: Device
     platform: str  # "cpu" or "gpu"
-    devices: int = 1  # over which weights and pages are split
-    share: float | None = None  # of a GPU's memory that JAX reserves; None: as the commands set it
-    replicas: int = 1  # engines of one process, each on its own devices
+    devices: int = 1  # that split weights and pages
+    share: float | None = None  # of a GPU's memory that JAX reserves; None: the commands' setting
+    replicas: int = 1  # engines of one process, each on separate devices
 
     @property
     def limit(self) -> int:
-        """Bytes of a device for everything. Replicas on CPU devices share one memory."""
+        """Bytes of a device that may be used. Replicas on CPU devices share one memory."""
         if self.platform == "cpu":
             return int(self.device.memory * self.config.mem_fraction) // self.replicas
         return int(self.device.memory * (self.share or share_of(self.config.mem_fraction, self.device.memory)))
 
 
 def make_plan(case: Case) -> dict[str, Any]:
-    """The document of `--json`: bytes on each device, seconds of a step. Raises ValueError for a context that the model
-    does not have."""
+    """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
     model, config, n, groups = case.outline, case.config, case.devices, case.config.expert_parallel
     target, drafter, rows = model.target, model.drafter, config.max_running_requests
     context = context_length(target, config)
@@ -290,7 +287,7 @@ def make_plan(case: Case) -> dict[str, Any]:
 
 
 def _split_problems(case: Case) -> Iterator[str]:
-    """Why the devices cannot share the heads or experts of the target or the draft."""
+    """Yields reasons why the devices cannot split heads or experts."""
     groups = case.config.expert_parallel
     checks: list[Callable[[], Any]] = [partial(check_experts, case.outline.target.config, groups)]
     for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
@@ -304,8 +301,8 @@ def _split_problems(case: Case) -> Iterator[str]:
 
 @lru_cache(16)
 def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
-    """Bytes of parameters on each device, and the bytes of them that a step reads: `forward` of the target, `level` of
-    each level of the draft, `once` of a step's first level. `products`: multiplications of a token in the target."""
+    """Computes bytes of parameters on each device, bytes that a step reads (the target's `forward`, each `level` of the
+    draft, `once` for the first level), and the target's `products` (multiplications per token)."""
     target, *drafts = outline.parts
 
     def read_bytes(part: Part, leaves: Iterable[Leaf]) -> int:
@@ -316,7 +313,7 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
         return int(prod(leaf.shape(target.sizes)) * share * target.active(leaf))
 
     read = [*read_leaves(target.table)]
-    draft = level = _nbytes(outline.params.draft)  # of a user's drafter: each level reads all
+    draft = level = _nbytes(outline.params.draft)  # a user-defined drafter reads all in each level
     once = 0
     for part in drafts:
         config, leaves, first = part.config, [*read_leaves(part.table)], None
@@ -339,8 +336,7 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
 
 
 def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, Any]:
-    """Least seconds of a batch's plain step, of its draft, and of the forward that verifies trees of `nodes` nodes;
-    and the accept length from which drafting is faster."""
+    """Computes minimum seconds of a plain step, of drafting and of verifying, and the accept length to break even."""
     device, reads, context = case.device, plan["reads"], batch * min(CONTEXT, plan["context_length"])
 
     def forward(tokens: int) -> float:
@@ -360,7 +356,7 @@ def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[st
 
 @lru_cache(16)
 def _state_bytes(outline: Outline, page_size: int, rows: int) -> tuple[int, int]:
-    """Bytes of a token in all pools, and of the rest of the state, on one device."""
+    """Computes bytes per token in all pools, and bytes of the remaining state."""
 
     def state(pool: PoolShape) -> Any:
         return init_state(outline.params, outline.target, outline.drafter, rows=rows, pool=pool)
@@ -374,8 +370,7 @@ def _nbytes(tree: Any) -> int:
 
 
 def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[str]:
-    """Single flags or environment variables with which the model fits. `described`: an outline with this dtype, with
-    the drafter or without."""
+    """Yields changes of single flags or variables that make the model fit. `described(dtype, drafts)` -> outline."""
     config, dtype, drafts = case.config, case.outline.target.config.dtype, case.outline.drafter.width > 1
     room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
 
@@ -384,13 +379,13 @@ def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[s
 
     batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    more = (case._replace(devices=count) for count in range(case.devices + 1, MAX_DEVICES + 1))
+    wider = (case._replace(devices=count) for count in range(case.devices + 1, MAX_DEVICES + 1))
     candidates: dict[str, Iterable[tuple[object, Case]]] = {
         "--max-total-tokens": settings("max_total_tokens", [room] if config.max_total_tokens and room else []),
         "--context-length": settings("context_length", [room] if config.context_length and room else []),
         "--max-running-requests": settings("max_running_requests", batches),
         "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
-        "--assume-devices": ((changed.devices, changed) for changed in more if not any(_split_problems(changed))),
+        "--assume-devices": ((changed.devices, changed) for changed in wider if not any(_split_problems(changed))),
         "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
     }
     if dtype == "float32":
@@ -405,14 +400,14 @@ def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[s
 
 
 def report(plan: dict[str, Any]) -> str:
-    """The plan as text; the last line is the verdict."""
+    """Formats the plan; the last line is the verdict."""
     device, memory = plan["device"], plan["memory"]
     lines = [
         f"model     {plan['model']}",
         f"          {plan['dtype']}, {plan['context_length']} tokens of context; from "
         f"{'tensor headers' if plan['headers'] else 'config.json alone'}",
         *(f"{name:9} {text}" for name, text in plan["speculation"].items()),
-        f"devices   {plan['devices']} for each of {plan['replicas']} replicas; the figures are of one device",
+        f"devices   {plan['devices']} for each of {plan['replicas']} replicas; figures are for one device",
         f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s",
         f"          {device['note']}",
         "",
@@ -431,6 +426,6 @@ def report(plan: dict[str, Any]) -> str:
     lines += ["", *(f"why: {problem}" for problem in plan["problems"])]
     lines += [f"change: {change}" for change in plan["changes"]]
     if not (plan["fits"] or plan["changes"]):
-        lines.append("change: a smaller model; no single flag and no device of the table is enough")
+        lines.append("change: a smaller model; no single flag and no listed device is enough")
     left = (memory["limit"] - memory["total"]) / 1e9
     return "\n".join([*lines, f"fits: {left:.2f} GB are left" if plan["fits"] else "does not fit"])

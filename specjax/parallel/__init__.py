@@ -1,5 +1,5 @@
-"""Parameters, pages and state over several devices. In reading order:
+"""Models split over devices. In reading order:
 
-sharding   the mesh, and how leaves lie on it
-shares     how much of a leaf or a page each device holds
+sharding   the mesh, and the placement of parameters, pages and state
+shares     bytes of a leaf or a page on each device, without arrays
 """

@@ -1,15 +1,15 @@
-"""A model over several devices, of one process or more: its mesh, and where each leaf of parameters and state lies.
+"""Splits a model over the devices of one or several processes: the mesh, and the placement of parameters and state.
 
-A leaf is split along its first logical axis that the devices divide (`specjax.models.params`), and every device has
-the whole of the others. The experts of a mixture may be spread over groups of devices instead, which then share each
-expert's width (`group_count`). `specjax_kernels.mesh` has what traced functions know of it.
+A leaf is split along its first logical axis (`specjax.models.params`) whose size the devices divide; leaves without
+such an axis are copied to all devices. The experts of a mixture may be distributed over groups of devices, and each
+group splits the width of its experts (`group_count`). `specjax_kernels.mesh` holds the part for traced functions.
 
-Replicas of a model in one process have a mesh each. A mesh of one device says where a model lies, if that is not JAX's
-first device; its programs are traced, and its kernels chosen, as without a mesh.
+Each replica of a model in a process has its own mesh. A mesh of one device places the model on a device other than
+JAX's first; programs and kernels are the same as without a mesh.
 
-Where a model has fewer key/value heads than there are devices, each is copied to a group of them, which share its query
-heads (`fitted`, `regrouped`). Worked example, 2 heads of 4 query heads each, 4 devices: 4 heads of 2 query heads, of
-which the first two are copies of one, and every device has one.
+If a model has fewer key/value heads than devices, each head is copied to a group of devices, which split its query
+heads (`fitted`, `regrouped`). Example: 2 key/value heads with 4 query heads each on 4 devices become 4 key/value heads
+with 2 query heads each; the first two are copies, and each device has one.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
 def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = False) -> Mesh | None:
-    """A mesh of `count` of this process's devices, from number `first` on; with `hosts` of all devices of the processes
-    that share the model. None: JAX's first device alone, which needs none. The devices form `groups` over which
-    experts are spread. Raises ValueError: there are fewer devices."""
+    """Makes a mesh of `count` devices of this process from number `first` on, or of all processes with `hosts`.
+
+    Experts are distributed over `groups` of devices. Returns None for JAX's first device alone. Raises ParameterError
+    if JAX has fewer devices.
+    """
     shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
     if hosts:
         if (total := jax.device_count()) != count:
@@ -62,7 +64,7 @@ def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = Fals
 
 
 def missing_devices(needed: int, advice: str = "") -> str | None:
-    """The problem if this process has fewer than the `needed` devices; None: it has enough."""
+    """Describes the problem if this process has fewer than `needed` devices; None if it has enough."""
     devices = jax.local_devices()
     if needed <= len(devices):
         return None
@@ -73,8 +75,8 @@ def missing_devices(needed: int, advice: str = "") -> str | None:
 
 @contextlib.contextmanager
 def under(mesh: Mesh | None) -> Iterator[None]:
-    """Within the context, programs are traced for the mesh, and arrays are made on it: pools are split over its
-    devices, and others lie on its first."""
+    """Within the context, programs are traced for the mesh, pools are split over it, and other arrays are made on its
+    first device."""
     if mesh is None:
         yield
         return
@@ -83,32 +85,32 @@ def under(mesh: Mesh | None) -> Iterator[None]:
 
 
 def on_first(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Within the context, arrays are made on the mesh's first device of this process."""
+    """Within the context, arrays are made on this process's first device of the mesh."""
     return contextlib.nullcontext() if mesh is None else jax.default_device(mesh.local_devices[0])
 
 
 def several(mesh: Mesh | None) -> Mesh | None:
-    """The mesh, if a model is split over its devices; None: it is whole on one."""
+    """Returns the mesh if it splits a model, None for a mesh of one device."""
     return None if mesh is None or mesh.size == 1 else mesh
 
 
 def first_device(mesh: Mesh | None) -> Any:
-    """The mesh's first device of this process, or JAX's."""
+    """Returns this process's first device of the mesh, by default of JAX."""
     return jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """Where an array lies that each device has."""
+    """Returns the sharding of an array that is copied to all devices."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def group_count(mesh: Mesh | None) -> int:
-    """Groups of devices over which the experts of a mixture are spread (`EngineConfig.expert_parallel`)."""
+    """Returns the number of groups over which experts are distributed (`EngineConfig.expert_parallel`)."""
     return 1 if mesh is None else mesh.shape[GROUPS]
 
 
 def check_experts(config: ModelConfig, groups: int) -> None:
-    """Raises ValueError if experts are to be spread over groups of devices, and the model has none."""
+    """Raises ValueError for groups of devices if the model has no experts."""
     if groups > 1 and config.experts is None:
         problem = (
             f"{groups} spreads the experts of a mixture over devices, and the model ({config.family}) has none: leave "
@@ -118,8 +120,11 @@ def check_experts(config: ModelConfig, groups: int) -> None:
 
 
 def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int = 1) -> AnyConfig:
-    """The description of a model or draft head whose heads and experts so many devices, in so many groups, can share:
-    its own, or one with copies of key/value heads. Raises ValueError if there is none. `what`: its name in messages."""
+    """Returns a config that `count` devices in `groups` can split, with copies of key/value heads if needed.
+
+    Raises:
+        ParameterError: heads or experts cannot be split; the message calls the model `what`.
+    """
     if isinstance(config, MtpConfig):
         return cast(AnyConfig, replace(config, layer=fitted(config.layer, count, what, groups)))
     if isinstance(config, ModelConfig) and config.experts is not None and not _spread(config.experts, count, groups):
@@ -141,8 +146,10 @@ def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int =
 
 
 def _spread(experts: Experts, count: int, groups: int) -> bool:
-    """Whether so many groups can have the same number of experts, and the devices of each an equal part of their
-    width. Of one group each device has the whole of a width that does not divide."""
+    """Returns True if groups get equally many experts, and devices equal parts of their width.
+
+    In a single group, a width that the devices do not divide is copied.
+    """
     return groups == 1 or not (count % groups or experts.count % groups or experts.width % (count // groups))
 
 
@@ -152,7 +159,7 @@ def _unfit(count: int, heads: int, name: str, what: str) -> ValueError:
 
 
 def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:
-    """How many devices have a copy of each key/value head; 0: so many devices cannot share them."""
+    """Returns the number of copies of each key/value head; 0 if `count` devices cannot split the heads."""
     layer = config.layer if isinstance(config, MtpConfig) else config
     if isinstance(layer, ModelConfig) and layer.latent is not None:
         return 1
@@ -160,7 +167,7 @@ def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:
 
 
 def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:
-    """A leaf of the original description as that of `fitted` has it."""
+    """Rearranges a leaf of the original config for the config of `fitted`."""
     dims = leaf.dims
     if copies == 1 or "K" not in dims:
         return value
@@ -176,8 +183,8 @@ def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:
 
 
 def placed(value: Any, where: NamedSharding) -> jax.Array:
-    """An array where the sharding says. Where that is over several processes, each has the same whole array, and copies
-    its part of it: `jax.device_put` would have them compare it first."""
+    """Places an array. Over several processes each copies its part of the same host array; `jax.device_put` would first
+    compare the arrays of all processes."""
     if where.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return jax.device_put(value, where)
     host = np.asarray(value)
@@ -185,20 +192,20 @@ def placed(value: Any, where: NamedSharding) -> jax.Array:
 
 
 def put(mesh: Mesh, value: Any, leaf: Leaf | None) -> Any:
-    """A leaf of floats on the mesh; None: it is not declared, so every device has it."""
+    """Places a leaf of floats on the mesh. Undeclared leaves (None) are copied to all devices."""
     return placed(value, place_of(mesh, () if leaf is None else leaf.axes, value.shape))
 
 
 def place_of(mesh: Mesh, axes: Sequence[Any], shape: Sequence[int]) -> NamedSharding:
-    """Where an array with these logical axes lies."""
+    """Returns the sharding of an array with these logical axes."""
     return NamedSharding(mesh, spec(axes, shape, mesh.size, group_count(mesh)))
 
 
 class Widened(list[str]):
-    """Names of the quantised leaves that were dequantised, since devices cannot share their codes."""
+    """Names of quantised leaves that were dequantised because their codes cannot be split."""
 
     def tell(self, what: str) -> None:
-        """One line in the log, if there are any."""
+        """Logs the names in one line, if there are any."""
         if self:
             names = ", ".join(sorted(set(self)))
             logger.warning(
@@ -210,31 +217,36 @@ class Widened(list[str]):
 def put_quantised(
     mesh: Mesh, value: Quantised, leaf: Leaf, shaped: Callable[[np.ndarray], np.ndarray], dtype: str, widened: Widened
 ) -> Any:  # fmt: skip
-    """A quantised leaf on the mesh, split as `put` would split its floats. Where its blocks of inputs do not allow
-    that, those floats in `dtype`, to which `shaped` gives their declared axes, and its name in `widened`."""
-    found = split_quantised(value, leaf, mesh.size, group_count(mesh))
-    if found is not None:
-        return jax.tree.map(placed, found, places_of(mesh, found, leaf))
+    """Places a quantised leaf on the mesh, split like its floats.
+
+    If its blocks of inputs cannot be split, places the floats in `dtype`, with the declared axes from `shaped`, and
+    adds the name to `widened`.
+    """
+    split = split_quantised(value, leaf, mesh.size, group_count(mesh))
+    if split is not None:
+        return jax.tree.map(placed, split, places_of(mesh, split, leaf))
     widened.append(leaf.name)
     axis = leaf.dims.index("X") + 1 if "X" in leaf.dims else 0
     return put(mesh, shaped(np.moveaxis(np.asarray(dequantise(value, np.dtype(dtype))), -1, axis)), leaf)
 
 
 def places_of(mesh: Mesh, value: Quantised, leaf: Leaf) -> Quantised:
-    """Where the arrays of a leaf of `split_quantised` lie, each in its place."""
+    """Returns the shardings of the arrays of a leaf from `split_quantised`."""
     if group_count(mesh) > 1 and EXPERTS in leaf.axes:
         return jax.tree.map(lambda at: NamedSharding(mesh, at), expert_specs(value))
     return jax.tree.map(lambda axis: NamedSharding(mesh, on_axis(axis)), split_axes(value))
 
 
 def split_quantised(value: Quantised, leaf: Leaf, count: int, groups: int = 1) -> Quantised | None:
-    """A quantised leaf with the axis that so many devices share, or those of a group that has some of the experts: of
-    its outputs the first that has a name and divides, else its inputs, if they have one. None: their blocks do not
-    allow that."""
+    """Chooses the axis along which `count` devices, or the devices of an expert group, split a quantised leaf.
+
+    The axis is the first named output axis that the devices divide, else a named input axis. None if the blocks of
+    inputs cannot be split.
+    """
     if groups > 1 and EXPERTS in leaf.axes:
-        own = shared(value, -value.codes.ndim, groups)  # scales for each output, which lie with their expert
-        assert own is not None, "see `fitted`"
-        return replace(own, split=None) if groups == count else split_quantised(own, leaf, count // groups)
+        experts = shared(value, -value.codes.ndim, groups)  # with the scales of their outputs
+        assert experts is not None, "see `fitted`"
+        return replace(experts, split=None) if groups == count else split_quantised(experts, leaf, count // groups)
     whole = replace(value, split=None)
     outputs = [
         i - value.codes.ndim
@@ -243,14 +255,14 @@ def split_quantised(value: Quantised, leaf: Leaf, count: int, groups: int = 1) -
     ]
     named = not leaf.replicated and any(letter in AXES for letter in input_letters(leaf))
     if not outputs and (not named or value.depth % count):
-        return whole  # its floats would not be split either
+        return whole  # the floats would not be split either
     return shared(value, outputs[0] if outputs else -1, count)
 
 
 def made(
     mesh: Mesh, leaf: Leaf, shape: tuple[int, ...], make: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:  # fmt: skip
-    """A leaf on the mesh of which each device's part is made by itself: `make` gets the part's indices of each axis."""
+    """Makes a leaf on the mesh, one device's part at a time. `make` receives the part's slices."""
     where = place_of(mesh, leaf.axes, shape)
     if where.is_fully_replicated:
         return placed(make((slice(None),) * len(shape)), where)
@@ -263,7 +275,7 @@ def made(
 
 
 def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:
-    """What `make` allocates, with pools split over the mesh (`specjax.cache.init_cache`), and the rest everywhere."""
+    """Allocates state on the mesh: pools are split (`specjax.cache.init_cache`), other arrays are copied."""
 
     def spread(leaf: jax.Array) -> jax.Array:
         split = isinstance(leaf.sharding, NamedSharding) and AXIS in leaf.sharding.spec
@@ -274,12 +286,12 @@ def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:
 
 
 def described(shapes: T, like: T) -> T:
-    """Shapes, with the shardings of arrays in a tree of the same structure."""
+    """Returns `shapes` with the shardings of `like`."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, like)
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of arrays, or of their shapes, on one device."""
+    """Computes the bytes of arrays, or of their shapes, on one device."""
 
     def size(leaf: Any) -> int:
         where = getattr(leaf, "sharding", None)

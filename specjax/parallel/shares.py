@@ -1,9 +1,8 @@
-"""What one of several devices holds of a model that is split by heads, widths and vocabulary.
+"""Bytes of a model on each of several devices, computed from its declared leaves.
 
-An axis with a logical name is split if the devices divide its size. Fewer key/value heads than devices are held by
-groups of devices: each has one of them and its part of the query heads (`specjax.parallel.sharding.fitted` describes
-such a model). Latents and routers are whole on every device; experts are split by their width, or spread over groups of
-devices, which share the width of each.
+An axis with a logical name is split if the devices divide its size. With fewer key/value heads than devices, each
+device has one head and its part of the query heads (`specjax.parallel.sharding.fitted`). Latents and routers are copied
+to all devices; experts are split by their width, or distributed over groups of devices.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from specjax.models.params import Bits, Leaf, Sizes, head_copies, leaf_bytes
 
 
 def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
-    """In how many parts an array with these logical axes is split: `devices` if one that has a name is a multiple of
-    it, else 1."""
+    """Returns the number of parts of an array: `devices` if they divide a named axis, else 1."""
     named = (size for axis, size in zip(axes, shape, strict=True) if axis and axis != EXPERTS)
     return devices if any(size % devices == 0 for size in named) else 1
 
 
 def leaf_share(leaf: Leaf, sizes: Sizes, devices: int, groups: int = 1) -> float:
-    """The share of a leaf's elements on each device, above 0 and at most 1. `groups`: of devices, each with experts of
-    its own, which its devices share evenly (`specjax.parallel.sharding.fitted` refuses others).
+    """Computes the share of a leaf's elements on each device. `groups`: groups of devices with separate experts.
 
     Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
     """
@@ -46,21 +43,21 @@ def leaf_share(leaf: Leaf, sizes: Sizes, devices: int, groups: int = 1) -> float
 def held_bytes(
     leaves: Iterable[Leaf], sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None, groups: int = 1
 ) -> int:
-    """Bytes of these leaves on each device; `bits`: of quantised weights."""
+    """Computes the bytes of leaves on each device. `bits`: sizes of quantised weights."""
     return sum(
         round(leaf_bytes(leaf, sizes, dtype, bits) * leaf_share(leaf, sizes, devices, groups)) for leaf in leaves
     )
 
 
 def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
-    """Whether a linear map's inputs are what is split, so that its outputs are sums over the devices."""
+    """Returns True if a linear map's inputs are split, so that its outputs are sums over devices."""
     inputs, _ = leaf.matrix or ((1,), ())
     named = [leaf.axes[axis] for axis in inputs if leaf.axes[axis] != EXPERTS]
     return any(named) and leaf_share(leaf, sizes, devices) < 1
 
 
 def page_share(spec: PageSpec, devices: int) -> float:
-    """The share of a page leaf on each device: one head of it at least."""
+    """Computes the share of a page leaf on each device, at least one head."""
     parts = _parts(spec.axes, spec.shape, devices)
     if parts == 1 and (heads := [n for axis, n in zip(spec.axes, spec.shape, strict=True) if axis == "kv_heads"]):
         parts = heads[0] if devices > heads[0] and devices % heads[0] == 0 else 1
@@ -68,7 +65,7 @@ def page_share(spec: PageSpec, devices: int) -> float:
 
 
 def page_bytes(specs: Any, devices: int = 1) -> int:
-    """Bytes of a token in pages of these `PageSpec`s, on each device."""
+    """Computes the bytes of a token in pages of these `PageSpec`s on each device."""
     leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
     sizes = (prod(leaf.shape) * np.dtype(leaf.dtype).itemsize * page_share(leaf, devices) for leaf in leaves)
     return sum(map(round, sizes))

@@ -1,1 +1,1 @@
-"""Draft trees to look at: as plain numpy and text (`trees`), as SVG pictures (`drawing`)."""
+"""SVG pictures of draft trees: `drawing` makes them, `__main__` is the command `specjax viz`."""

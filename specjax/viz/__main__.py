@@ -1,4 +1,4 @@
-"""Draws one step of a generation: its draft tree, as the target verified it.
+"""Draws the draft tree of one decode step after verification.
 
 specjax viz --prompt "Count from one to twenty." --output tree.svg
 """
@@ -17,7 +17,7 @@ from specjax.viz.drawing import draw_steps
 
 
 def most_telling(trees: list[StepTree]) -> int:
-    """Index of the step with the most accepted drafts among those with rejected ones; of equal ones the largest."""
+    """Selects the step with most accepted drafts, preferring steps with rejected drafts, then larger trees."""
     ranks = [(tree.accepted < len(tree.tokens) - 1, tree.accepted, len(tree.tokens)) for tree in trees]
     return ranks.index(max(ranks))
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--model", "--model-path", default=BUILT_IN_MODEL, help="the target: alias, folder, .gguf or hub id"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--step", type=int, help="number of the step, from 1 (default: that with most accepted drafts)")
+    parser.add_argument("--step", type=int, help="step to draw, from 1 (default: the step with most accepted drafts)")
     parser.add_argument("--tree", type=int, nargs=3, metavar=("STEPS", "TOPK", "NODES"), help="shape of the draft tree")
     args = parser.parse_args(arguments)
     try:
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def draw(args: argparse.Namespace) -> str:
-    """Decodes, draws a step and writes it. Returns the line to print."""
+    """Decodes, draws a step and writes the file. Returns the line to print."""
     shape = {} if args.tree is None else dict(zip(("steps", "topk", "nodes"), args.tree, strict=True))
     config = EngineConfig(max_running_requests=1, trace=True)
     engine = Engine.from_pretrained(args.model, draft=Auto(**shape), config=config)

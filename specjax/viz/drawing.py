@@ -1,4 +1,4 @@
-"""Trees of drafts as SVG pictures: proposed tokens, the accepted path, and the token that ended it.
+"""Draws draft trees as SVG: proposed tokens, the accepted path, and the token that the target drew at its end.
 
 draw_tree(engine.generate(...).trees[0], tokenizer.decode).save("tree.svg")
 
@@ -6,7 +6,7 @@ draw_tree(engine.generate(...).trees[0], tokenizer.decode).save("tree.svg")
     │ the ├─────┤ cat ├═════╣ sat ╠╌╌╌╌╌┤ on  │    ═ accepted, ╌ drawn by the target, not proposed
     └─────┘  │  └─────┘     ╚═════╝     ╰╌╌╌╌╌╯
              │  ┌─────┐
-             └──┤ dog │                             boxes are darker where the draft was surer
+             └──┤ dog │                             darker boxes are likelier under the draft
                 └─────┘
 """
 
@@ -49,7 +49,7 @@ path { fill: none; stroke: var(--edge); } rect { stroke: var(--edge); fill: var(
 
 
 class Drawing(str):
-    """An SVG document. A notebook shows it as a picture."""
+    """An SVG document, which notebooks show as a picture."""
 
     def _repr_svg_(self) -> str:
         return str(self)
@@ -59,7 +59,7 @@ class Drawing(str):
 
 
 def label(token: int, text: Text | None) -> str:
-    """A token for a box: spaces and line breaks visible, and short."""
+    """Formats a token for a box: short, with visible white space."""
     if text is None:
         return str(token)
     shown = text([token]).replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
@@ -68,7 +68,7 @@ def label(token: int, text: Text | None) -> str:
 
 
 class Layout(NamedTuple):
-    """Boxes in pixels: one a node, and one for the token that ended the walk, if there is one."""
+    """Boxes in pixels: one for each node, and one for the token drawn at the end of the path."""
 
     labels: list[str]
     parents: list[int]
@@ -79,7 +79,7 @@ class Layout(NamedTuple):
 
 
 def layout(tree: StepTree, text: Text | None = None) -> Layout:
-    """Children below one another in the draft's order, a parent in the middle of them; columns as wide as needed."""
+    """Places children below one another in draft order, and each parent in the middle of its children."""
     labels = [label(int(token), text) for token in tree.tokens]
     parents, depth = tree.parents.tolist(), tree.depth.tolist()
     last = int(tree.path[-1])
@@ -93,7 +93,7 @@ def layout(tree: StepTree, text: Text | None = None) -> Layout:
 
     y, rows = [0.0] * len(labels), 0
     stack = [(0, False)]
-    while stack:  # not by recursion: a chain may be deeper than Python's stack
+    while stack:  # no recursion: a chain may be deeper than Python's stack
         node, seen = stack.pop()
         if seen:
             y[node] = (y[children[node][0]] + y[children[node][-1]]) / 2
@@ -116,7 +116,7 @@ def layout(tree: StepTree, text: Text | None = None) -> Layout:
 
 
 def shades(tree: StepTree, shade: Shade) -> tuple[list[float], list[str]]:
-    """Darkness of each node, from 0 to 1, and the note below it."""
+    """Computes each node's darkness, from 0 to 1, and its note."""
     scores = tree.scores.astype(np.float64)
     if shade == "probability":
         chance = np.exp(np.minimum(scores, 0.0))
@@ -130,11 +130,13 @@ def draw_tree(
     tree: StepTree, text: Text | None = None, *, shade: Shade = "probability", title: str | None = None,
     legend: bool = True,
 ) -> Drawing:  # fmt: skip
-    """Draws one step, a tree from `specjax.step_trees` or of `Completion.trees`.
+    """Draws the tree of one step.
 
-    `text` maps token ids to text, such as a tokenizer's `decode`; None: the ids themselves. `shade` is the meaning of a
-    box's colour and of the note below it: "probability", exp(score), for scores that are cumulative log-probabilities,
-    or "order", the rank of the score, for n-grams.
+    Args:
+        tree: from `specjax.step_trees` or `Completion.trees`.
+        text: decodes token ids, such as a tokenizer's `decode`; None shows the ids.
+        shade: meaning of a box's colour and note: "probability" is exp(score), for cumulative log-probabilities;
+            "order" is the rank of the score, for n-grams.
     """
     return _document([(tree, title)], text, shade, legend)
 
@@ -142,7 +144,7 @@ def draw_tree(
 def draw_steps(
     trees: Sequence[StepTree], text: Text | None = None, *, shade: Shade = "probability", first: int = 1
 ) -> Drawing:
-    """Draws consecutive steps below one another. `first`: the first one's number, for the titles."""
+    """Draws consecutive steps below one another. `first`: number of the first step in the titles."""
     titles = [
         f"step {number}: {tree.accepted} of {len(tree.tokens) - 1} drafts accepted, {len(tree.emitted)} emitted"
         for number, tree in enumerate(trees, start=first)
@@ -171,10 +173,10 @@ def _document(steps: list[tuple[StepTree, str | None]], text: Text | None, shade
 
 
 def _elements(tree: StepTree, place: Layout, dark: list[float], notes: list[str]) -> list[str]:
-    """One group a node: the line from its parent, its box, its label and its note."""
-    found = []
+    """Makes one SVG group per node: the line from its parent, its box, its label and its note."""
+    elements = []
     kinds = ["root", *("accepted" if node in tree.path else "proposed" for node in range(1, len(dark))), "drawn"]
-    boxes = zip(kinds, place.labels, place.x, place.y, place.half, strict=False)  # the token drawn may be missing
+    boxes = zip(kinds, place.labels, place.x, place.y, place.half, strict=False)  # the drawn token may be missing
     for node, (kind, shown, x, y, half) in enumerate(boxes):
         group = [f'<g class="{kind}">']
         if node:
@@ -191,15 +193,15 @@ def _elements(tree: StepTree, place: Layout, dark: list[float], notes: list[str]
         if is_draft:
             below = y + HEIGHT / 2 + 12
             group.append(f'<text class="note" x="{x:.1f}" y="{below:.1f}">{html.escape(notes[node])}</text>')
-        found.append("".join([*group, "</g>"]))
-    return found
+        elements.append("".join([*group, "</g>"]))
+    return elements
 
 
 def _legend(top: float) -> list[str]:
     meanings = {"accepted": "accepted", "drawn": "drawn by the target, not proposed", "proposed": "proposed, rejected"}
-    found, x = [], MARGIN
+    elements, x = [], MARGIN
     for kind, meaning in meanings.items():
-        found.append(f'<g class="{kind}"><path d="M{x:.0f} {top + 8:.0f}h24"/></g>')
-        found.append(f'<text class="legend" x="{x + 32:.0f}" y="{top + 12:.0f}">{meaning}</text>')
+        elements.append(f'<g class="{kind}"><path d="M{x:.0f} {top + 8:.0f}h24"/></g>')
+        elements.append(f'<text class="legend" x="{x + 32:.0f}" y="{top + 12:.0f}">{meaning}</text>')
         x += 32 + 7 * len(meaning) + 24
-    return found
+    return elements

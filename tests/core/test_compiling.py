@@ -1,4 +1,4 @@
-"""What XLA is told for an NVIDIA GPU: by whom it is overruled, and that the installed XLA understands it."""
+"""XLA options of steps on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING, compiler_options
 
 @pytest.fixture
 def on(monkeypatch):
-    """Makes this machine look as if it had a GPU; what is compiled is compiled for its CPU, which knows all options."""
+    """Simulates a GPU. Programs are compiled for the CPU, where XLA accepts the same options."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     compiling.accepts.cache_clear()
 
@@ -27,22 +27,15 @@ def on(monkeypatch):
     compiling.accepts.cache_clear()
 
 
-def test_a_cpu_is_told_nothing():
+def test_no_options_for_other_platforms(on):
     assert compiler_options() is None
-
-
-def test_another_gpu_is_told_nothing(on):
     on("rocm 70100")
     assert compiler_options() is None
 
 
-def test_the_installed_xla_understands_all_options(on):
+def test_options_of_nvidia_gpus_and_xla_flags(on, monkeypatch):
     on("cuda 12090")
     assert compiler_options() == dict(NVIDIA_OPTIONS)
-
-
-def test_what_the_user_sets_wins(on, monkeypatch):
-    on("cuda 12090")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_gpu_enable_command_buffer=FUSION")
     assert compiler_options() == {SCHEDULING: NVIDIA_OPTIONS[SCHEDULING]}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
@@ -52,7 +45,7 @@ def test_what_the_user_sets_wins(on, monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [{"xla_gpu_gone": "1"}, {SCHEDULING: "GONE"}, {"xla_gpu_enable_command_buffer": "FUSION,GONE"}]
 )
-def test_an_option_that_xla_does_not_know_is_left_out_and_told_of(on, monkeypatch, caplog, wrong):
+def test_rejected_options_are_left_out_with_a_warning(on, monkeypatch, caplog, wrong):
     on("cuda 13000")
     monkeypatch.setattr(compiling, "NVIDIA_OPTIONS", wrong | {"xla_gpu_graph_min_graph_size": "5"})
     with caplog.at_level(logging.WARNING):
@@ -60,4 +53,4 @@ def test_an_option_that_xla_does_not_know_is_left_out_and_told_of(on, monkeypatc
     assert next(iter(wrong)) in caplog.text
     caplog.clear()
     compiler_options()
-    assert not caplog.text, "once is enough"
+    assert not caplog.text, "warned twice"

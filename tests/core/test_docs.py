@@ -1,4 +1,4 @@
-"""The repository's documents: links lead somewhere, and commands name files that exist."""
+"""Documents: links, named files, the README's size; and no committed file names a folder of one machine."""
 
 from __future__ import annotations
 
@@ -14,40 +14,49 @@ TRACKED = subprocess.run(
 ).stdout.split("\n")
 FILES = [ROOT / name for name in TRACKED if name and (ROOT / name).is_file()]
 PAGES = [path for path in FILES if path.suffix == ".md"]
+MACHINE = re.compile(rb"\.\./shared\b|(?<![\w.\-/])/(?:work|home|root|Users)/\w")
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="not a git checkout")
 
 
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
 def anchors(page: Path) -> set[str]:
     """GitHub's anchors of a page's headings."""
-    found = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in found}
+    headings = re.findall(r"^#+ (.+)$", without_code(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+def test_links_and_named_files(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
         if re.match(r"[a-z]+:", link):
             continue
         name, _, anchor = link.partition("#")
-        found = (page.parent / name).resolve() if name else page
-        assert found.exists(), f"{link} leads nowhere"
-        assert not anchor or anchor in anchors(found), f"{name or page.name} has no heading #{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page):
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{name or page.name} has no heading #{anchor}"
     if page.name == "CHANGELOG.md":
-        return  # names what was
-    text = page.read_text()
-    for name in re.findall(
-        r"(?<![\w/.-])((?:specjax|kernels|benchmarks|tests|configs|docs|notebooks|examples)/[\w./-]+\.\w+)", text
-    ):
+        return  # names removed files
+    folders = "specjax|kernels|benchmarks|tests|configs|docs|notebooks|examples"
+    for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]+\.\w+)", page.read_text()):
         assert (ROOT / name).exists() or (page.parent / name).exists(), f"{name} does not exist"
-    for target in re.findall(r"`make ([a-z-]+)", text):
+    for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.M), f"make {target} does not exist"
 
 
-def test_readme_fits():
+def test_readme_size():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    named = [
+        f"{file.relative_to(ROOT)}:{number}: {line[:120]!r}"
+        for file in FILES
+        if file.suffix != ".jsonl" and file != Path(__file__)  # data was written by others
+        for number, line in enumerate(file.read_bytes().splitlines(), 1)
+        if MACHINE.search(line)
+    ]
+    assert not named, "\n".join(named)

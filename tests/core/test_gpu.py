@@ -1,4 +1,4 @@
-"""What a command does about an NVIDIA GPU before JAX starts: with a machine's `nvidia-smi` played by a script."""
+"""Preparation of NVIDIA GPUs before JAX starts, with a script as `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CARD = Card(0, "GPU-aaaa", "NVIDIA H200", "580.95.05", "9.0", 143771 << 20, 1430
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    """The process's settings, as a user's are who has set nothing; put back afterwards."""
+    """Environment and JAX settings of a user who has set nothing."""
     for name in (*SHARE_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -39,7 +39,7 @@ def settings(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with these GPUs, and JAX with this plugin."""
+    """machine(*lines of nvidia-smi, plugin=JAX's plugin): simulates a machine."""
 
     def build(*lines: str, plugin: str | None = "jax_cuda12_plugin", status: int = 0) -> None:
         script = tmp_path / "nvidia-smi"
@@ -49,10 +49,10 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         find = importlib.util.find_spec
 
-        def found(name: str, *rest: Any) -> Any:
+        def find_plugin(name: str, *rest: Any) -> Any:
             return (SimpleNamespace() if name == plugin else None) if name in gpu.MIN_VERSIONS else find(name, *rest)
 
-        monkeypatch.setattr(importlib.util, "find_spec", found)
+        monkeypatch.setattr(importlib.util, "find_spec", find_plugin)
 
     return build
 
@@ -61,7 +61,7 @@ def visible() -> str:
     return str(jax.config.values["jax_cuda_visible_devices"])
 
 
-def test_without_a_gpu_nothing_is_set(monkeypatch, tmp_path):
+def test_claim_without_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert claim(0.85) is None and visible() == "all"
     assert not any(name in os.environ for name in SHARE_VARIABLES)
@@ -75,12 +75,11 @@ def test_without_a_gpu_nothing_is_set(monkeypatch, tmp_path):
         (None, ["NVIDIA H200", "Tesla T4"]),
         ("1,0", ["Tesla T4", "NVIDIA H200"]),
         ("GPU-bb", ["Tesla T4"]),
-        ("0,7,1", ["NVIDIA H200"]),  # CUDA stops at the first that it does not know
+        ("0,7,1", ["NVIDIA H200"]),  # CUDA stops at the first unknown device
         ("", []),
-        ("-1", []),
     ],
 )
-def test_cards_are_those_that_cuda_shows(machine, monkeypatch, shown, expected):
+def test_visible_cards(machine, monkeypatch, shown, expected):
     machine(H200, T4)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
@@ -89,7 +88,7 @@ def test_cards_are_those_that_cuda_shows(machine, monkeypatch, shown, expected):
         assert cards()[0] == CARD
 
 
-def test_a_line_that_is_not_understood_is_told_of(machine, caplog):
+def test_unreadable_nvidia_smi_output(machine, caplog):
     machine("GPU-cccc, NVIDIA Odd, [N/A], [N/A], [N/A], [N/A]", H200)
     with caplog.at_level(logging.WARNING):
         assert [card.name for card in cards()] == ["NVIDIA H200"]
@@ -100,7 +99,7 @@ def test_a_line_that_is_not_understood_is_told_of(machine, caplog):
     assert "nvidia-smi failed" in caplog.text
 
 
-def test_one_gpu_is_taken_and_the_others_are_left_alone(machine):
+def test_claim_one_gpu(machine):
     machine(T4, H200)
     card = claim(0.85, gpu=1)
     assert card is not None and card.name == "NVIDIA H200" and visible() == "1"
@@ -110,7 +109,7 @@ def test_one_gpu_is_taken_and_the_others_are_left_alone(machine):
         claim(0.85, gpu=2)
 
 
-def test_what_the_user_sets_wins(machine, monkeypatch):
+def test_settings_of_the_user_win(machine, monkeypatch):
     machine(H200, T4)
     monkeypatch.setenv(SHARE_VARIABLES[1], "0.4")
     jax.config.update("jax_cuda_visible_devices", "0,1")
@@ -120,7 +119,7 @@ def test_what_the_user_sets_wins(machine, monkeypatch):
     assert claim(0.85) is None
 
 
-def test_memory_of_other_programs_is_left_to_them(machine, caplog):
+def test_memory_of_other_programs(machine, caplog):
     machine("GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 40000")
     with caplog.at_level(logging.WARNING):
         assert claim(0.85) is not None
@@ -133,32 +132,16 @@ def test_memory_of_other_programs_is_left_to_them(machine, caplog):
 
 
 @pytest.mark.parametrize(
-    ("line", "plugin", "message"),
+    ("line", "cuda", "message"),
     [
-        (
-            "GPU-a, Tesla V100, 470.10, 7.0, 16384, 16000",
-            "jax_cuda12_plugin",
-            r"driver 470.*CUDA 12 needs a driver from 525\.60\.13 on.*JAX_PLATFORMS=cpu",
-        ),
-        (
-            "GPU-a, NVIDIA H200, 570.86, 9.0, 143771, 143000",
-            "jax_cuda13_plugin",
-            r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install 'specjax\[cuda12\]'",
-        ),
-        (
-            "GPU-a, Tesla V100, 580.95, 7.0, 16384, 16000",
-            "jax_cuda13_plugin",
-            r"needs a compute capability from 7\.5 on",
-        ),
-        (
-            "GPU-a, Tesla K80, 580.95, 3.7, 12288, 12000",
-            "jax_cuda12_plugin",
-            r"compute capability 3\.7, 12\.9 GB\).*from 5\.2 on",
-        ),
+        ("V100, 470.10, 7.0", 12, r"driver 470.*CUDA 12 needs a driver from 525\.60\.13 on.*JAX_PLATFORMS=cpu"),
+        ("H200, 570.86, 9.0", 13, r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install 'specjax\[cuda12\]'"),
+        ("V100, 580.95, 7.0", 13, r"needs a compute capability from 7\.5 on"),
+        ("K80, 580.95, 3.7", 12, r"compute capability 3\.7, 17\.2 GB\).*from 5\.2 on"),
     ],
-)  # fmt: skip
-def test_what_is_too_old_is_refused_with_the_numbers(machine, line, plugin, message):
-    machine(line, plugin=plugin)
+)
+def test_old_drivers_and_gpus_are_refused(machine, line, cuda, message):
+    machine(f"GPU-a, {line}, 16384, 16000", plugin=f"jax_cuda{cuda}_plugin")
     with pytest.raises(GpuError, match=message):
         claim(0.85)
 
@@ -171,7 +154,7 @@ def test_what_is_too_old_is_refused_with_the_numbers(machine, line, plugin, mess
         (H200, None, "JAX no CUDA, so it runs on the CPU: pip install 'specjax[cuda12]'"),
     ],
 )
-def test_what_works_less_well_is_told_of(machine, caplog, line, plugin, message):
+def test_warnings(machine, caplog, line, plugin, message):
     machine(line, plugin=plugin)
     with caplog.at_level(logging.WARNING):
         assert (claim(0.85) is None) == (plugin is None)
@@ -179,8 +162,7 @@ def test_what_works_less_well_is_told_of(machine, caplog, line, plugin, message)
 
 
 @pytest.mark.parametrize("line", [None, H200])
-def test_cuda_that_jax_does_not_have(machine, monkeypatch, tmp_path, line):
-    """JAX alone ends with an AssertionError without a message."""
+def test_jax_without_cuda(machine, line):
     machine(*([] if line is None else [line]), plugin=None)
     jax.config.update("jax_platforms", "cuda")
     with pytest.raises(GpuError, match=r"JAX_PLATFORMS=cuda asks for CUDA, and JAX has none: pip install .*cuda12"):
@@ -189,10 +171,10 @@ def test_cuda_that_jax_does_not_have(machine, monkeypatch, tmp_path, line):
     assert claim(0.85) is None
 
 
-@pytest.mark.parametrize("memory", [8 * GB, 24 * GB, 141 * GB])
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.85, 0.9])
-def test_the_fraction_is_of_the_device(memory, fraction):
-    """As in SGLang, not of what JAX has taken; where that leaves no room for temporaries, it is a little less."""
+@pytest.mark.parametrize("memory", [8 * GB, 141 * GB])
+@pytest.mark.parametrize("fraction", [0.1, 0.85, 0.9])
+def test_memory_fraction_of_the_device(memory, fraction):
+    """The fraction counts from the device's memory, as in SGLang, and leaves room for temporaries."""
     limit = int(memory * share_of(fraction, memory))
     assert limit <= memory - 0.75 * GB
     budget = Memory(memory, limit, 0).budget(fraction)
@@ -200,44 +182,33 @@ def test_the_fraction_is_of_the_device(memory, fraction):
     assert budget <= 0.93 * limit
 
 
-def test_this_devices_memory_is_told_from_what_jax_has_taken(monkeypatch):
-    assert this_memory() is None, "a CPU has none of its own"
+def test_device_memory_from_jax_limit(monkeypatch):
+    assert this_memory() is None, "a CPU"
     stats = {"bytes_limit": 75 * GB, "bytes_in_use": GB}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
-    assert this_memory() == Memory(100 * GB, 75 * GB, GB), "JAX's default is three quarters"
+    assert this_memory() == Memory(100 * GB, 75 * GB, GB), "JAX reserves three quarters"
     monkeypatch.setenv(SHARE_VARIABLES[1], "0.5")
     assert devices.given_share() == 0.5 and this_memory() == Memory(150 * GB, 75 * GB, GB)
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "message"),
-    [
-        (0.001, None),
-        (0.00015, r"has 0\.00 GB of weights in float32.*mem_fraction 0\.85.*; quantization int8 takes"),
-        (0.00001, r"in use; a dry run of `specjax serve`"),
-    ],
-)
-def test_a_card_that_is_too_small_is_told_before_weights_are_read(tmp_path, monkeypatch, gigabytes, message):
+def test_small_gpu_is_refused_before_loading(tmp_path, monkeypatch):
     save_llama(tmp_path)
-    stats = {"bytes_limit": int(0.75 * gigabytes * GB), "bytes_in_use": 0}
-    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
-
-    class Read(Exception):
-        pass
-
-    def read(*_: Any, **__: Any) -> Any:
-        raise Read
-
-    monkeypatch.setattr("specjax.checkpoint.load_params", read)
-    expected = Read if message is None else ValueError
-    with pytest.raises(expected, match=message):
-        load(str(tmp_path), draft="NONE", dtype="float32", mem_fraction=0.85, progress=False)
+    monkeypatch.setattr("specjax.checkpoint.load_params", lambda *_, **__: 1 / 0)
+    for size, error, message in (
+        (0.001, ZeroDivisionError, ""),
+        (0.00015, ValueError, r"has 0\.00 GB of weights in float32.*mem_fraction 0\.85.*; quantization int8 takes"),
+        (0.00001, ValueError, r"in use; a dry run of `specjax serve`"),
+    ):
+        stats = {"bytes_limit": int(0.75 * size * GB), "bytes_in_use": 0}
+        monkeypatch.setattr(jax, "local_devices", lambda stats=stats: [SimpleNamespace(memory_stats=lambda: stats)])
+        with pytest.raises(error, match=message):
+            load(str(tmp_path), draft="NONE", dtype="float32", mem_fraction=0.85, progress=False)
 
 
 # The flags.
 
 
-def test_the_flags_claim_the_gpu_and_name_themselves(machine, monkeypatch):
+def test_claim_by_flags(machine, monkeypatch):
     machine(T4, H200)
 
     def chosen(*argv: str) -> flags.Settings:

@@ -1,4 +1,4 @@
-"""docs/heads.md: an entry for every draft that ships or that a file names, and the tests that it names exist."""
+"""docs/heads.md has an entry for every draft that ships or that a config names, and names existing tests."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ FIELDS = ("For", "Published", "Licence", "Dialect", "Named by", "Tested by")
 ENTRIES: dict[str, str] = dict(re.findall(r"^### ([^\n]+)\n\n(.*?)(?=^##|\Z)", PAGE, flags=re.M | re.S))
 
 
-def settings(file: Path) -> dict[str, object]:
-    """The keys of all tables of a TOML file."""
-    tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    return {key: value for table in tables.values() for key, value in table.items()}
-
-
 def drafts(file: Path) -> set[str]:
-    """The drafts that a file of configs/ names; of those in configs/train/, what the file makes."""
-    found = settings(file)
+    """Drafts that a config uses, or makes if it is in configs/train/."""
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    keys = {key: value for table in tables.values() for key, value in table.items()}
     if file.parent.name == "train":
-        return {re.sub(r"-\d$", "", Path(str(found["output"])).name)}
-    named = {str(found["speculative-draft-model-path"])} if "speculative-draft-model-path" in found else set()
-    if "speculative-token-map" in found:
-        named.add(str(found["speculative-token-map"]).rpartition("/")[0])
-    if not named and found.get("speculative-algorithm") in ("EAGLE", "MTP", "NEXTN"):  # layers of its own
-        named.add(str(found["model"]))
+        return {re.sub(r"-\d$", "", Path(str(keys["output"])).name)}
+    named = {str(keys["speculative-draft-model-path"])} if "speculative-draft-model-path" in keys else set()
+    if "speculative-token-map" in keys:
+        named.add(str(keys["speculative-token-map"]).rpartition("/")[0])
+    if not named and keys.get("speculative-algorithm") in ("EAGLE", "MTP", "NEXTN"):  # MTP layers of the model
+        named.add(str(keys["model"]))
     return named
 
 
@@ -48,32 +43,25 @@ def test_drafts_of_a_config(file):
         assert path in ENTRIES[name] or "configs/train" in ENTRIES[name], f"the entry of {name} does not name {path}"
 
 
-def test_what_ships():
+def test_shipped_drafts_and_readme():
     data = ROOT / "specjax" / "data"
     shipped = {folder.name for folder in (data / "heads").iterdir() if folder.is_dir()}
     shipped |= {file.stem for file in data.glob("*.npy")}
     assert shipped <= ENTRIES.keys()
     for name in shipped:
         card = data / "heads" / name / "README.md"
-        if card.is_file():  # which says the same of the licence
+        if card.is_file():
             (licence,) = re.findall(r'^license: "?([\w.-]+)', card.read_text(encoding="utf-8"), flags=re.M)
             assert licence.lower() in ENTRIES[name].lower()
 
-
-def test_heads_of_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (
-        set(re.findall(r"--speculative-draft-model-path (\w[\w.-]+/(?!mine)[\w.-]+)(?=\s)", readme)) <= ENTRIES.keys()
-    )
+    heads = re.findall(r"--speculative-draft-model-path (\w[\w.-]+/(?!mine)[\w.-]+)(?=\s)", readme)
+    assert set(heads) <= ENTRIES.keys()
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_fields(name):
+def test_fields_and_named_tests(name):
     assert tuple(re.findall(r"^- \*\*(.+?)\*\*: \S", ENTRIES[name], flags=re.M)) == FIELDS
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_named_tests_exist(name):
     tested = ENTRIES[name].partition("**Tested by**")[2]
     references = re.findall(r"`(tests/\w+/\w+\.py)(?:::(\w+)(?:\[(.+?)\])?)?`", tested)
     assert references
@@ -87,7 +75,5 @@ def test_named_tests_exist(name):
 
 
 def test_dialects():
-    table = PAGE.partition("## Dialects")[2]
-    assert {
-        name for row in re.findall(r"^\| (`.+?) \|", table, flags=re.M) for name in re.findall(r"`(.+?)`", row)
-    } == set(DIALECTS)
+    rows = re.findall(r"^\| (`.+?) \|", PAGE.partition("## Dialects")[2], flags=re.M)
+    assert {name for row in rows for name in re.findall(r"`(.+?)`", row)} == set(DIALECTS)

@@ -1,4 +1,4 @@
-"""Loading by blocks and in threads gives what plain numpy gives, and takes hardly more memory than the weights."""
+"""Loading by blocks and in threads equals plain numpy, and needs hardly more memory than the weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WIDTH, INNER, VOCABULARY, LAYERS = 512, 2048, 4096, 8
 
 
 def stored_bytes(codes: np.ndarray) -> np.ndarray:
-    """Of 32 codes, byte j holds code j and, in its high half, code j + 16."""
-    found = np.zeros((len(codes), codes.shape[1] // 2), np.uint8)
+    """Byte j of 32 codes holds code j and, in its high half, code j + 16."""
+    packed_codes = np.zeros((len(codes), codes.shape[1] // 2), np.uint8)
     for run in range(codes.shape[1] // 32):
         for j in range(16):
-            found[:, 16 * run + j] = codes[:, 32 * run + j] + 16 * codes[:, 32 * run + j + 16]
-    return found
+            packed_codes[:, 16 * run + j] = codes[:, 32 * run + j] + 16 * codes[:, 32 * run + j + 16]
+    return packed_codes
 
 
 @pytest.mark.parametrize("compiled", ["0", "1"])
 @pytest.mark.parametrize("out", [8, 136])
-def test_words_of_four_bits(out, compiled, monkeypatch):
+def test_packing_of_four_bits(out, compiled, monkeypatch):
     monkeypatch.setenv("SPECJAX_CPU_KERNELS", compiled)
     codes = np.random.default_rng(out).integers(0, 16, (out, 96), np.uint8)
     wanted, words = stored_bytes(codes), packed(codes, 4)
@@ -45,7 +45,7 @@ def test_words_of_four_bits(out, compiled, monkeypatch):
 @pytest.mark.parametrize(("rows", "columns"), [(70, 9), (128, 4200)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transposed_by_blocks(rows, columns, dtype):
-    """Rows and columns that blocks do not divide, into a part of a leaf and in the order of the file."""
+    """Rows and columns that blocks do not divide, transposed and in file order."""
     tensor = np.arange(2 * rows * columns, dtype=np.float32).reshape(2 * rows, columns).astype(np.dtype(dtype))
     sizes = {"K": 2, "E": rows, "M": columns}
     for letters, wanted in (
@@ -55,28 +55,28 @@ def test_transposed_by_blocks(rows, columns, dtype):
     ):
         leaf = Leaf("leaf", letters, (Tensor("tensor", "KE M"),))
         (rule,) = placements((Scope((leaf,)),), sizes)
-        found = np.zeros(leaf.shape(sizes), np.float32)
-        rule.place(found, tensor)
-        np.testing.assert_array_equal(found, wanted.astype(np.float32))
+        actual = np.zeros(leaf.shape(sizes), np.float32)
+        rule.place(actual, tensor)
+        np.testing.assert_array_equal(actual, wanted.astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_quantised_by_rows(kind):
     matrix = np.random.default_rng(0).standard_normal((3 * BLOCK_BYTES // 256 + 5, 64), np.float32)
     leaf = Leaf("down", "I -> M", (Tensor("down", "M I"),))
-    found = quantise_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
+    actual = quantise_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
     wanted = quantise(matrix, kind)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_arrays_are_not_copied_to_a_cpu():
+def test_no_copy_to_cpu():
     host = aligned_empty((3, 5000), np.dtype("bfloat16"))
     assert jax.device_put(host, jax.devices("cpu")[0]).unsafe_buffer_pointer() == host.ctypes.data
 
 
-def test_results_are_in_order_and_errors_are_raised():
+def test_ahead_order_and_errors():
     assert list(ahead(lambda x: x * x, range(50))) == [x * x for x in range(50)]
     with pytest.raises(ZeroDivisionError):
         list(ahead(lambda x: 1 // (x - 7), range(50)))
@@ -111,7 +111,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_peak_memory(model, quantization, monkeypatch):
-    """Of numpy's arrays: files are mapped, and on a CPU these arrays are the leaves."""
+    """Counts numpy arrays, which are the leaves on a CPU; files are mapped."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     files = resolve(model, progress=False)
     config = model_config(files.config, dtype="float32", platform="cpu")

@@ -1,4 +1,4 @@
-"""Tensor parallelism: engines over several devices of a CPU write what one writes, and send no more than they must."""
+"""Tensor parallelism on CPU devices: equal texts, and the number of collectives."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.process
 
 LAYERS = 2
 COLLECTIVES = 2 * LAYERS + 4
-"""Two sums a layer, the embedding's rows, a pair of numbers for the argmax, and, in branches that are taken where a
-request needs them, the logits of the node that is drawn at and those of log-probabilities."""
+"""Two sums per layer, the embedding, a pair of numbers for the argmax and, in branches, the logits of a drawn node and
+of log-probabilities."""
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +32,24 @@ def alone() -> dict[str, Any]:
     return run(["none", 1])[0]
 
 
-def check(found: dict[str, Any], alone: dict[str, Any], devices: int) -> None:
-    assert found["texts"] == alone["texts"]
-    assert found["pool shares"] == [1 / devices]
-    assert found["aliased"] == found["state"], "a pool is copied"
-    assert found["cached"] == alone["cached"] > 0
+def check(result: dict[str, Any], alone: dict[str, Any], devices: int) -> None:
+    assert result["texts"] == alone["texts"]
+    assert result["pool shares"] == [1 / devices]
+    assert result["aliased"] == result["state"], "a pool is copied"
+    assert result["cached"] == alone["cached"] > 0
 
 
 def test_plain_steps_and_drafts(alone):
-    """Biased, sampled and penalised requests, a grammar, and a prompt of which pages are reused."""
+    """Biased, sampled and penalised requests, a grammar, and a prompt with reused pages."""
     assert not alone["collectives"] and len({tuple(text) for text in alone["texts"]}) == 4
     two, four, head = run(["none", 2], ["none", 4], ["eagle3", 2])
-    for found, devices in ((two, 2), (four, 4), (head, 2)):
-        check(found, alone, devices)
-    for found in (two, four):
-        assert len(found["collectives"]) <= COLLECTIVES, found["collectives"]
-        gathered = [shape for _, shape, kind in found["collectives"] if kind != "all-reduce"]
+    for result, devices in ((two, 2), (four, 4), (head, 2)):
+        check(result, alone, devices)
+    for result in (two, four):
+        assert len(result["collectives"]) <= COLLECTIVES, result["collectives"]
+        gathered = [shape for _, shape, kind in result["collectives"] if kind != "all-reduce"]
         assert len(gathered) == 3, gathered
-        assert not any(kind in ("all-to-all", "collective-permute") for *_, kind in found["collectives"])
+        assert not any(kind in ("all-to-all", "collective-permute") for *_, kind in result["collectives"])
     assert head["accepted"] > 0
     assert two["weights"] < 0.6 * alone["weights"] and four["weights"] < 0.4 * alone["weights"]
 
@@ -58,11 +58,11 @@ def test_plain_steps_and_drafts(alone):
 def test_every_drafter(alone):
     cases = [[case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp")]
     cases += [["eagle3", 4], ["standalone", 4]]
-    found = run(*cases)
-    for (_, devices), one in zip(cases, found, strict=True):
+    result = run(*cases)
+    for (_, devices), one in zip(cases, result, strict=True):
         check(one, alone, devices)
-    assert {one["algorithm"] for one in found} == {"NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP"}
-    accepted = {case: one["accepted"] for (case, _), one in zip(cases, found, strict=True)}
+    assert {one["algorithm"] for one in result} == {"NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP"}
+    accepted = {case: one["accepted"] for (case, _), one in zip(cases, result, strict=True)}
     assert accepted["standalone"] > 0 and accepted["token_map"] > 0, accepted
 
 
@@ -74,13 +74,12 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def test_a_model_from_files_with_fewer_key_value_heads_than_devices(folder):
-    """Two key/value heads on four devices, read by parts from several files; AUTO is n-grams here."""
+def test_fewer_key_value_heads_than_devices(folder):
+    """Two key/value heads on four devices, read by parts from several files; AUTO chooses n-grams."""
     path = str(folder / "llama")
     one, four = run([path, 1, "NONE", None], [path, 4, "AUTO", None])
     assert four["texts"] == one["texts"] and four["algorithm"] == "NGRAM"
     assert four["pool shares"] == [0.25] and four["aliased"] == four["state"]
-    # Norms, biases and the copies are on more than one device.
     assert four["weights"] < 0.4 * one["weights"]
 
 
@@ -102,37 +101,37 @@ def test_drafts_from_files(folder):
 
 
 def test_families():
-    """Two sums a layer and one for the embedding, with experts and latent attention too, for few tokens and many."""
+    """Two sums per layer and one for the embedding, also with experts and latent attention, for few and many tokens."""
     names = ("qwen3_moe", "deepseek_v3", "gemma2", "phi3")
-    for found in run(*([name, 2, width] for name in names for width in (3, 12))):
-        assert found["difference"] < 1e-4 * found["largest"], found
-        assert [kind for *_, kind in found["collectives"]] == ["all-reduce"] * (2 * LAYERS + 1), found["collectives"]
+    for result in run(*([name, 2, width] for name in names for width in (3, 12))):
+        assert result["difference"] < 1e-4 * result["largest"], result
+        assert [kind for *_, kind in result["collectives"]] == ["all-reduce"] * (2 * LAYERS + 1), result["collectives"]
 
 
-# What needs no devices.
+# Without devices.
 
 ROPE = RopeConfig()
 CONFIG = ModelConfig("llama", 64, 32, 48, 2, 8, 2, 4, 1e-5, ROPE, 128, tied_embeddings=True)
 
 
 def test_copies_of_heads():
-    """Query head h of the copies reads the keys that it had before."""
+    """Each query head keeps its keys."""
     rng, (qkv, output) = np.random.default_rng(0), attention_leaves(bias=False, output_bias=False)
     leaf = rng.normal(size=(3, 2, 6, 5))  # [M, K, G + 2, E]
-    found = regrouped(leaf, qkv, 2)
-    assert found.shape == (3, 4, 4, 5) and copies_of(CONFIG, 4) == 2
+    result = regrouped(leaf, qkv, 2)
+    assert result.shape == (3, 4, 4, 5) and copies_of(CONFIG, 4) == 2
     wide = fitted(CONFIG, 4)
     assert (wide.num_kv_heads, wide.group_size) == (4, 2)
     for head in range(8):
         (k, g), (copy, place) = divmod(head, 4), divmod(head, 2)
-        np.testing.assert_array_equal(found[:, copy, place], leaf[:, k, g])
-        np.testing.assert_array_equal(found[:, copy, 2:], leaf[:, k, 4:])
+        np.testing.assert_array_equal(result[:, copy, place], leaf[:, k, g])
+        np.testing.assert_array_equal(result[:, copy, 2:], leaf[:, k, 4:])
     last = rng.normal(size=(2, 4, 5, 3))
     np.testing.assert_array_equal(regrouped(last, output, 2).reshape(8, 5, 3), last.reshape(8, 5, 3))
     assert regrouped(leaf, ATTENTION_NORM, 2) is leaf
 
 
-def test_what_cannot_be_split_is_refused():
+def test_refused_splits():
     assert fitted(CONFIG, 2) is CONFIG
     for count in (3, 16):
         with pytest.raises(ValueError, match=f"tensor_parallel {count} cannot split the 8 query heads on 2 key/value"):

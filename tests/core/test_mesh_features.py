@@ -1,4 +1,4 @@
-"""Log-probabilities, structured output, reused pages and the adaptive choice, over several devices as on one."""
+"""Log-probabilities, grammars, reused pages and adaptive drafting on several devices."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.process
 run = functools.partial(run_program, program="mesh_features_program.py")
 
 
-def numbers(found: dict[str, Any]) -> tuple[list[int], np.ndarray]:
-    """The ids, in order, and the log-probabilities of all requests."""
-    leaves = [leaf for leaf in jax.tree.leaves((found["logprobs"], found["prompts"])) if leaf is not None]
+def numbers(result: dict[str, Any]) -> tuple[list[int], np.ndarray]:
+    """Token ids and log-probabilities of all requests, in order."""
+    leaves = [leaf for leaf in jax.tree.leaves((result["logprobs"], result["prompts"])) if leaf is not None]
     return [leaf for leaf in leaves if type(leaf) is int], np.asarray([x for x in leaves if type(x) is float])
 
 
-def same(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    assert found["texts"] == alone["texts"] and found["cached"] == alone["cached"]
-    (ids, values), (own_ids, own_values) = numbers(found), numbers(alone)
+def same(result: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert result["texts"] == alone["texts"] and result["cached"] == alone["cached"]
+    (ids, values), (own_ids, own_values) = numbers(result), numbers(alone)
     assert ids == own_ids and len(values) > 150
     np.testing.assert_allclose(values, own_values, atol=1e-4)
-    assert len(found["chosen"]) >= 2 and 1 in found["chosen"], "steps with drafts and steps without"
+    assert len(result["chosen"]) >= 2 and 1 in result["chosen"], "steps with drafts and steps without"
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +35,16 @@ def both() -> list[dict[str, Any]]:
     return run(["none", 1, False], ["ngram", 2, True])
 
 
-def test_what_one_device_finds(both):
-    """The requests ask for something."""
+def test_ngrams_and_adaptive_drafting(both):
+    same(both[1], both[0])
     alone = both[0]
-    assert [len(found) for found in alone["logprobs"]][:3] == [12, 0, 12] and len(alone["prompts"][1]) == 5
+    assert [len(result) for result in alone["logprobs"]][:3] == [12, 0, 12] and len(alone["prompts"][1]) == 5
     assert alone["cached"][2] == 16
     assert tokenizer().decode(alone["texts"][3]).lstrip().startswith("{")
 
 
-def test_ngrams_and_the_adaptive_choice(both):
-    same(both[1], both[0])
-
-
 @pytest.mark.slow
-def test_heads_and_the_adaptive_choice(both):
-    for found in run(["eagle3", 2, True], ["mtp", 2, True], ["standalone", 4, True]):
-        same(found, both[0])
-        assert found["accepted"] > 0
+def test_heads_and_adaptive_drafting(both):
+    for result in run(["eagle3", 2, True], ["mtp", 2, True], ["standalone", 4, True]):
+        same(result, both[0])
+        assert result["accepted"] > 0

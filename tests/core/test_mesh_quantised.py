@@ -1,4 +1,4 @@
-"""Quantised weights over several devices: their parts, products, and the texts of engines."""
+"""Quantised weights on several devices: parts of leaves, products, and texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ process = pytest.mark.process
 
 
 def part_of(leaf: Quantised, index: int, count: int) -> Quantised:
-    """What one device has."""
 
     def cut(axis: int, array: np.ndarray) -> np.ndarray:
         return np.asarray(array) if axis < 0 else np.split(np.asarray(array), count, axis)[index]
@@ -36,27 +35,27 @@ def part_of(leaf: Quantised, index: int, count: int) -> Quantised:
 @pytest.mark.parametrize("axis", [-4, -2, -1])
 @pytest.mark.parametrize("name", FORMATS)
 def test_parts_of_a_leaf(name, axis):
-    """Each is a leaf of its own, of the weights at its place."""
+    """Each part is a valid leaf with its slice of the weights."""
     leaf = leaf_of(name, (4, 2, 12), 512)
     whole = np.asarray(dequantise(leaf))
     for count in (2, 4):
-        found = shared(leaf, axis, count)
+        result = shared(leaf, axis, count)
         if name == "GPTQ" and axis == -1:
-            assert found is None, "an input order mixes what devices have"
+            assert result is None, "an input order mixes what devices have"
             continue
-        assert found is not None and found.split == axis
+        assert result is not None and result.split == axis
         for index, expected in enumerate(np.split(whole, count, axis)):
-            part = dataclasses.replace(part_of(found, index, count), split=None)
+            part = dataclasses.replace(part_of(result, index, count), split=None)
             np.testing.assert_array_equal(np.asarray(dequantise(check(part))), expected)
 
 
 def test_groups_across_two_devices():
-    """96 inputs in groups of 64: halves of 48 take groups of 16, which codes of 4 bits cannot have."""
+    """Halves of 48 inputs need groups of 16, which 4-bit codes do not support."""
     rng = np.random.default_rng(0)
     scale = rng.normal(size=(3, 3)).astype(np.float32)
     leaf = Quantised(rng.integers(-9, 9, (3, 192)).astype(np.int8), scale)
-    found = shared(leaf, -1, 4)
-    assert found is not None and found.group == 16 and found.depth // 4 == 48
+    result = shared(leaf, -1, 4)
+    assert result is not None and result.group == 16 and result.depth // 4 == 48
     packed = Quantised(rng.integers(0, 256, (3, 96), np.uint8), scale, shift=8)
     assert shared(packed, -1, 4) is None
     halves = shared(packed, -1, 2)
@@ -66,35 +65,34 @@ def test_groups_across_two_devices():
 
 @process
 def test_products():
-    """Sums over inputs are added up once; of outputs nothing is sent. One row and many take different kernels."""
+    """Split inputs need one sum, split outputs no communication. One row and many rows use different kernels."""
     cases = [["product", name, 2, split, 1] for name in FORMATS for split in ("outputs", "inputs")]
     cases += [
         ["product", name, 4, split, 20] for name in ("Q4_K", "fp8 blocks") for split in ("last outputs", "inputs")
     ]
     cases += [["rows_of_a_table", name, 4] for name in ("Q4_0", "int8 per output")]
-    for case, found in zip(cases, run(*cases), strict=True):
+    for case, result in zip(cases, run(*cases), strict=True):
         if case[0] == "rows_of_a_table":
-            assert found["error"] < 1e-6 and found["collectives"] == ["all-reduce"], case
+            assert result["error"] < 1e-6 and result["collectives"] == ["all-reduce"], case
             continue
         _, name, count, split, _ = case
-        assert found["split"] == (name != "GPTQ" or split != "inputs"), case
-        if found["split"]:
-            assert found["error"] < 2e-6, (case, found)
-            assert found["collectives"] == ["all-reduce"] * (split == "inputs"), case
-            assert found["share"] < 1.2 / count, case
+        assert result["split"] == (name != "GPTQ" or split != "inputs"), case
+        if result["split"]:
+            assert result["error"] < 2e-6, (case, result)
+            assert result["collectives"] == ["all-reduce"] * (split == "inputs"), case
+            assert result["share"] < 1.2 / count, case
 
 
 @process
 def test_families():
-    """Two sums a layer and one for the embedding, as of floats. Of four devices each has 16 or 32 inputs of a matrix in
-    4 bits: those of 16 are dequantised, in one line of the log."""
+    """Two sums per layer and one for the embedding. 4-bit matrices with 16 inputs per device are dequantised."""
     cases = [["forward", family, 2, "int4", 3] for family in ("llama", "deepseek_v3")]
     cases += [["forward", "qwen3_moe", 2, "int8", 12], ["forward", "llama", 4, "int4", 3]]
     *two, four = run(*cases)
-    for case, found in zip(cases, [*two, four], strict=True):
-        assert found["difference"] < 1e-4 * found["largest"], (case, found)
-        assert found["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), (case, found["collectives"])
-    assert not any(found["warnings"] for found in two)
+    for case, result in zip(cases, [*two, four], strict=True):
+        assert result["difference"] < 1e-4 * result["largest"], (case, result)
+        assert result["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), (case, result["collectives"])
+    assert not any(result["warnings"] for result in two)
     (line,) = four["warnings"]
     assert line.startswith("the model: 2 matrices are dequantised") and line.endswith(": output"), line
     assert four["quantised"] == two[0]["quantised"] - 2
@@ -103,44 +101,33 @@ def test_families():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("quantised")
-    for name in ("awq", "fp8 blocks", "gptq act order"):
+    for name in ("awq", "gptq act order"):
         save_quantised(root / name, name)
         tokenizer().save_pretrained(root / name)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192}
-    save_llama(
-        root / "llama",
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        num_hidden_layers=3,
-        **sizes,
-    )
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    save_llama(root / "llama", initializer_range=0.2, **heads, **sizes)
     tokenizer().save_pretrained(root / "llama")
     sizes |= {"target_hidden_size": 64, "target_vocab_size": 300, "draft_vocab_size": 12}
-    save_head(
-        root / "head",
-        "eagle3",
-        dtype="float32",
-        config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
-        **sizes,
-    )
+    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    save_head(root / "head", "eagle3", dtype="float32", config=config, **sizes)
     return root
 
 
-def same(one: dict[str, Any], found: dict[str, Any], devices: int) -> None:
-    assert found["texts"] == one["texts"]
-    assert found["pool shares"] == [1 / devices] and found["aliased"] == found["state"]
-    assert len(found["collectives"]) <= COLLECTIVES, found["collectives"]
+def same(one: dict[str, Any], result: dict[str, Any], devices: int) -> None:
+    assert result["texts"] == one["texts"]
+    assert result["pool shares"] == [1 / devices] and result["aliased"] == result["state"]
+    assert len(result["collectives"]) <= COLLECTIVES, result["collectives"]
 
 
 @process
 def test_texts_of_a_quantised_checkpoint(folder):
-    """Two key/value heads; four devices have copies of them, and matrices whose blocks of 32 inputs do not divide."""
+    """Four devices have copies of two key/value heads, and matrices whose blocks of 32 inputs cannot be split."""
     path = str(folder / "awq")
     one, two, four = run(*(["engine", path, count, "auto", "NONE", {}] for count in (1, 2, 4)))
     assert len({tuple(text) for text in one["texts"]}) == 4
-    for found, devices in ((two, 2), (four, 4)):
-        same(one, found, devices)
+    for result, devices in ((two, 2), (four, 4)):
+        same(one, result, devices)
     assert not one["warnings"] and not any("dequantised" in text for text in two["warnings"])
     (line,) = (text for text in four["warnings"] if "dequantised" in text)
     assert "4 matrices are dequantised" in line and line.endswith(": down, output"), line
@@ -150,17 +137,14 @@ def test_texts_of_a_quantised_checkpoint(folder):
 @process
 @pytest.mark.slow
 def test_texts_of_other_formats_and_drafts(folder):
-    """Act order, fp8 in blocks, and matrices that are quantised at load, the draft head's too."""
-    ordered, blocks, llama = (str(folder / name) for name in ("gptq act order", "fp8 blocks", "llama"))
+    """Act order, and target and draft head quantised at load."""
+    ordered, llama = (str(folder / name) for name in ("gptq act order", "llama"))
     head = {"path": str(folder / "head"), "quantization": "int8", "steps": 2, "topk": 2, "nodes": 5}
-    one, two, fp8, fp8_on_four, int8, drafted = run(
+    one, two, int8, drafted = run(
         ["engine", ordered, 1, "auto", "NONE", {}], ["engine", ordered, 2, "auto", "NGRAM", {}],
-        ["engine", blocks, 1, "auto", "NONE", {}], ["engine", blocks, 4, "auto", "NONE", {}],
         ["engine", llama, 1, "int8", "NONE", {}], ["engine", llama, 4, "int8", "EAGLE3", head],
     )  # fmt: skip
     assert two["texts"] == one["texts"]
     assert next(text for text in two["warnings"] if "dequantised" in text).endswith(": down, output")
-    same(fp8, fp8_on_four, 4)
-    assert fp8_on_four["weights"] < 0.4 * fp8["weights"] and not fp8_on_four["warnings"]
     assert drafted["texts"] == int8["texts"] and drafted["quantised draft"] > 3
     assert drafted["weights"] < 0.4 * int8["weights"]

@@ -1,4 +1,7 @@
-"""The oracle is the judge of everything else, so it is judged here: by jax.random, by hand, and by itself."""
+"""The oracle against jax.random and figures computed by hand.
+
+Its Llama equals the decoder in test_step.py, which equals transformers in tests/models.
+"""
 
 import dataclasses
 import math
@@ -13,15 +16,13 @@ from hypothesis import given, settings
 from jax.extend.random import threefry2x32_p
 from oracle import LENGTH, RUNNING, STOP, Sampling, Tree
 
-from specjax.config import ModelConfig, RopeConfig
-
-SEEDS = [0, 7, 2**32 - 1, 2**32, 2**40 + 7, 2**63 - 1, -1, -(2**63), -12345678901]
+SEEDS = [0, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63), -12345678901]
 VOCABULARY = 7
 TABLE = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY, VOCABULARY)).astype(np.float32) * 2
 
 
 def table_logits(tokens):
-    """Depends on the last two tokens; half the rows hold an exact tie for the best."""
+    """Depends on the last two tokens; half the rows hold an exact tie."""
     logits = TABLE[tokens[-2], tokens[-1]].copy()
     if (tokens[-2] + tokens[-1]) % 2:
         logits[np.argsort(logits)[-2]] = logits.max()
@@ -34,9 +35,9 @@ def jax_key(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("position", [0, 1, 4097, 2**31 - 1])
-def test_the_generator_is_that_of_jax_random(seed, position):
-    """Read through the generator's primitive, whose bits depend on no flag of JAX."""
+@pytest.mark.parametrize("position", [0, 4097, 2**31 - 1])
+def test_generator_equals_jax_random(seed, position):
+    """Uses the generator's primitive, whose bits depend on no flag of JAX."""
     words = oracle.fold_in(oracle.key_words(seed), position)
     key = jax.random.fold_in(jax_key(seed), position)
     assert words == tuple(int(word) for word in jax.random.key_data(key))
@@ -46,21 +47,15 @@ def test_the_generator_is_that_of_jax_random(seed, position):
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_the_words_of_a_seed_are_those_of_a_64_bit_integer():
+def test_words_of_a_seed():
     for seed in SEEDS:
         assert np.array([seed], np.int64).view(np.uint32)[::-1].tolist() == list(oracle.key_words(seed))
     assert len({oracle.key_words(seed) for seed in SEEDS}) == len(SEEDS)
 
 
-def test_editing_in_order_by_hand():
-    params = Sampling(
-        bias={0: 1.0, 3: -1.0},
-        repetition_penalty=2.0,
-        frequency_penalty=0.25,
-        presence_penalty=0.5,
-        min_tokens=4,
-        stop_ids=(4,),
-    )
+def test_logit_editing():
+    penalties = {"repetition_penalty": 2.0, "frequency_penalty": 0.25, "presence_penalty": 0.5}
+    params = Sampling(bias={0: 1.0, 3: -1.0}, min_tokens=4, stop_ids=(4,), **penalties)
     edited = oracle.edited_logits(np.array([1, 2, -1, 3, 9, 5.0]), params, prompt=[0, 2], generated=[3, 3, 1])
     # 0: (1+1)/2; 1: 2/2 - .25 - .5; 2: -1*2; 3: (3-1)/2 - .5 - .5; 4: a stop id too early; 5: never seen.
     np.testing.assert_array_equal(edited, np.float32([1.0, 0.25, -2.0, 0.0, -np.inf, 5.0]))
@@ -74,25 +69,22 @@ def test_editing_in_order_by_hand():
         ({"top_k": 2}, [0, 1]),
         ({"top_k": 3}, [0, 1, 2]),  # 2 and 3 are equal: the lower id
         ({"top_p": 0.39}, [0]),
-        ({"top_p": 0.41}, [0, 1]),
-        ({"top_p": 0.05}, [0]),
         ({"top_p": 0.69}, [0, 1]),
         ({"top_p": 0.71}, [0, 1, 2]),
-        ({"top_k": 2, "top_p": 0.56}, [0]),  # 0.4 of 0.7 is 0.571: the mass is that of the rest
-        ({"min_p": 0.49}, [0, 1]),
+        ({"top_k": 2, "top_p": 0.56}, [0]),  # 0.4 of 0.7 is 0.571: top-p applies to the rest of top-k
         ({"min_p": 0.26}, [0, 1]),
         ({"min_p": 0.24}, [0, 1, 2, 3, 4]),
         ({"temperature": 0.5, "min_p": 0.24}, [0, 1]),  # ratios are squared
     ],
 )
-def test_truncation_by_hand(change, kept):
+def test_truncation(change, kept):
     logits = np.log(np.array([0.4, 0.3, 0.1, 0.1, 0.1]))
     params = dataclasses.replace(Sampling(temperature=1.0), **change)
     scores, _ = oracle.truncated_logits(logits, params)
     assert np.flatnonzero(scores > -np.inf).tolist() == kept
 
 
-def test_drawing_follows_the_distribution_and_ties_go_to_the_lower_id():
+def test_distribution_and_ties():
     logits = np.array([1.0, 3.0, 0.0, 3.0])
     assert oracle.draw(logits, Sampling(), [0], []).token == 1
     params = Sampling(temperature=0.7)
@@ -111,7 +103,7 @@ def test_drawing_follows_the_distribution_and_ties_go_to_the_lower_id():
 BRANCHING = Tree((9, 4, 5, 6, 7, 4), (-1, 0, 0, 1, 1, 2))
 
 
-def test_a_tree_by_hand():
+def test_tree():
     assert oracle.depths(BRANCHING) == [0, 1, 1, 2, 2, 2]
     assert oracle.path_tokens(BRANCHING, 5) == [5, 4]
     assert oracle.pack_bits(oracle.ancestor_matrix(BRANCHING)).tolist() == [[1], [3], [5], [11], [19], [37]]
@@ -126,12 +118,11 @@ def test_a_tree_by_hand():
     ("drawn", "nodes"),
     [
         ((1, 0, 0, 0, 0, 0), [0]),
-        ((4, 5, 6, 0, 0, 0), [0, 1]),  # node 1 draws 5, which is no child of it; node 2 is not on the path
-        ((4, 7, 4, 0, 0, 0), [0, 1, 4]),
+        ((4, 5, 6, 0, 0, 0), [0, 1]),  # node 1 has no child 5; node 2 is not on the path
         ((5, 7, 4, 1, 1, 1), [0, 2, 5]),
     ],
 )
-def test_the_walk_by_hand(drawn, nodes):
+def test_walk(drawn, nodes):
     assert oracle.walk(BRANCHING, drawn) == nodes
 
 
@@ -142,14 +133,13 @@ def test_the_walk_by_hand(drawn, nodes):
         ([1, 8, 3], 9, ([1, 8], STOP)),
         ([1, 2, 8], 3, ([1, 2, 8], STOP)),
         ([1, 2, 8], 2, ([1, 2], LENGTH)),
-        ([1, 2, 3], 3, ([1, 2, 3], LENGTH)),
     ],
 )
-def test_truncating_a_run_by_hand(tokens, budget, expected):
+def test_truncated_run(tokens, budget, expected):
     assert oracle.truncate(tokens, (8,), budget) == expected
 
 
-def test_top_k_expansion_by_hand():
+def test_top_k_expansion():
     """k = 2: level one is a .6, b .4; then a: a .9, b .1 and b: b .5, c .5. The pool is a b | aa ab bb bc."""
     rows = {(): [0.6, 0.4, 0], (0,): [0.9, 0.1, 0], (1,): [0, 0.5, 0.5]}
 
@@ -165,8 +155,8 @@ def test_top_k_expansion_by_hand():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_the_best_candidates_are_closed_under_parents(seed, k, depth, data):
-    """Certain continuations (log-probability 0) tie a child with its parent; the lower index is the parent's."""
+def test_candidates_include_parents(seed, k, depth, data):
+    """Log-probabilities of 0 tie children with their parents, which have the lower index."""
     width = data.draw(st.integers(2, k + (depth - 1) * k * k + 1))
 
     def log_probs(path):
@@ -196,7 +186,7 @@ def samplings(draw):
 
 
 def random_tree(root, width, rng):
-    """Any tree at all, as long as siblings differ."""
+    """Any tree with distinct siblings."""
     tokens, parents = [root], [-1]
     for _ in range(width - 1):
         parent = int(rng.integers(len(tokens)))
@@ -210,7 +200,7 @@ def random_tree(root, width, rng):
 
 @settings(max_examples=60)
 @given(samplings(), st.integers(0, 1000), st.integers(1, 10))
-def test_speculation_never_changes_the_tokens(params, seed, width):
+def test_speculation_equals_plain_decoding(params, seed, width):
     def propose(tokens):
         return random_tree(tokens[-1], width, np.random.default_rng([seed, len(tokens)]))
 
@@ -222,7 +212,7 @@ def test_speculation_never_changes_the_tokens(params, seed, width):
     assert all(e <= a + 1 for e, a in zip(speculative.emitted, speculative.accepted, strict=True))
 
 
-def test_a_perfect_draft_is_accepted_whole():
+def test_perfect_draft():
     params = Sampling(max_tokens=13)
     plain = oracle.generate_plain(table_logits, [1, 2], params).tokens
 
@@ -231,76 +221,3 @@ def test_a_perfect_draft_is_accepted_whole():
 
     result = oracle.generate_speculative(table_logits, propose, [1, 2], params)
     assert result.emitted == [4, 4, 4]
-
-
-ROPES = {
-    "none": RopeConfig(theta=500.0),
-    "linear": RopeConfig(theta=500.0, scaling="linear", factor=3.0),
-    "llama3": RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64),
-}
-
-
-@pytest.mark.parametrize("scaling", ROPES)
-def test_the_dense_llama_is_that_of_transformers(scaling):
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    V, M, I, L, H, K, E, G = 31, 24, 20, 2, 4, 2, 8, 2
-    rope = ROPES[scaling]
-    config = ModelConfig("llama", V, M, I, L, H, K, E, 1e-5, rope, 512, scaling == "linear", attention_bias=True)
-    parameters = {"rope_type": scaling if scaling != "none" else "default", "rope_theta": rope.theta}
-    if scaling != "none":
-        parameters["factor"] = rope.factor
-    if scaling == "llama3":
-        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=V,
-            hidden_size=M,
-            intermediate_size=I,
-            num_hidden_layers=L,
-            num_attention_heads=H,
-            num_key_value_heads=K,
-            head_dim=E,
-            rms_norm_eps=1e-5,
-            max_position_embeddings=512,
-            attention_bias=True,
-            tie_word_embeddings=config.tied_embeddings,
-            initializer_range=0.3,
-            rope_parameters=parameters,
-        )
-    ).double()
-    weights = dict(model.named_parameters())
-    for name, value in weights.items():
-        if name.endswith(("bias", "norm.weight", "layernorm.weight")):
-            torch.nn.init.normal_(value, 1.0, 0.3)
-    weights = {name: value.detach().numpy() for name, value in weights.items()}
-
-    def by_group(prefix, kind):  # HF's rows are head-major: query head h = k * G + g
-        q, k, v = (weights[f"{prefix}.self_attn.{name}_proj.{kind}"] for name in "qkv")
-        q, k, v = q.reshape(K, G, E, -1), k.reshape(K, 1, E, -1), v.reshape(K, 1, E, -1)
-        return np.moveaxis(np.concatenate([q, k, v], axis=1), -1, 0)
-
-    params = {
-        "embed": weights["model.embed_tokens.weight"],
-        "final_norm": weights["model.norm.weight"],
-        "head": weights["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"].T,
-    }
-    for index in range(L):
-        prefix = f"model.layers.{index}"
-        mlp = {name: weights[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")}
-        params[f"layers_{index}"] = {
-            "attention_norm": weights[f"{prefix}.input_layernorm.weight"],
-            "qkv": by_group(prefix, "weight"),
-            "qkv_bias": by_group(prefix, "bias")[0],
-            "output": weights[f"{prefix}.self_attn.o_proj.weight"].T.reshape(K, G, E, M),
-            "output_bias": weights[f"{prefix}.self_attn.o_proj.bias"],
-            "mlp_norm": weights[f"{prefix}.post_attention_layernorm.weight"],
-            "gate_up": np.stack([mlp["gate"], mlp["up"]], axis=1),
-            "down": mlp["down"],
-        }
-    tokens = np.random.default_rng(0).integers(0, V, 40)
-    with torch.no_grad():
-        expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
-    np.testing.assert_allclose(oracle.llama_logits(params, config, tokens), expected, atol=2e-5)

@@ -1,4 +1,4 @@
-"""What is built and installed: the sdist, the wheel of it and an editable install, in environments of their own."""
+"""The sdist, its wheel and an editable install, in separate environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import specjax
 
 
 def tracked(*folders: str) -> set[str]:
-    """Files of git's in these folders; new ones that it does not ignore, too."""
+    """Tracked and new files of folders."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return {name for name in names if (ROOT / name).is_file()}
@@ -34,33 +34,22 @@ def installed(built, tmp_path_factory) -> Environment:
     return install(built[1], tmp_path_factory.mktemp("installed"))
 
 
-def test_every_folder_of_code_is_a_package():
-    """A wheel takes any folder; the type checkers and `pkgutil` need the file."""
+def test_packages_and_version():
+    """transformers probes for Hugging Face's package `kernels`, so that folder must not be a package."""
     code = {Path(name).parent for name in tracked("specjax", "kernels/specjax_kernels") if name.endswith(".py")}
     assert not [str(folder) for folder in code if not (ROOT / folder / "__init__.py").is_file()]
-
-
-def test_kernels_is_a_bare_folder():
-    """`kernels` is a package of Hugging Face's that transformers probes for: ours must not be found under that name."""
-    assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not list((ROOT / "kernels").glob("*.py"))
-
-
-def test_one_version():
     assert PROJECT["project"]["version"] == specjax.__version__
 
 
 @pytest.mark.process
-def test_the_wheel_holds_the_packages_and_nothing_else(built):
+def test_files_of_wheel_and_sdist(built):
     with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {name.removeprefix("kernels/") for name in tracked("specjax", "kernels/specjax_kernels")}
     assert {"specjax/py.typed", "specjax/data/smollm2-token-map.npy", "specjax_kernels/launch_table.json"} <= names
     assert specjax.__version__ in built[1].name
 
-
-@pytest.mark.process
-def test_the_sdist_holds_what_the_wheel_is_built_from(built):
     with tarfile.open(built[0]) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     others = {".gitignore", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO"}
@@ -68,26 +57,26 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built):
 
 
 @pytest.mark.process
-def test_it_is_imported_from_where_it_was_installed(installed):
+def test_imports_of_the_installed_wheel(installed):
     program = """
 import importlib.util, json, sys
 import specjax, specjax_kernels, specjax.generate
 before = "torch" in sys.modules
-from transformers import AutoModelForCausalLM  # probes for a package named `kernels`
+from transformers import AutoModelForCausalLM  # probes for a package `kernels`
 modules = {name: module.__file__ for name, module in sys.modules.items() if name.startswith("specjax")}
 spec = importlib.util.find_spec("kernels")
 print(json.dumps([modules, specjax.__version__, before, None if spec is None else str(spec)]))
 """
-    modules, found, torch_loaded, kernels = json.loads(run(installed.python, "-c", program, cwd=installed.empty))
+    modules, version, torch_loaded, kernels = json.loads(run(installed.python, "-c", program, cwd=installed.empty))
     assert {"specjax", "specjax_kernels", "specjax.step", "specjax.engine"} <= set(modules)
     assert all(Path(file).is_relative_to(installed.site) for file in modules.values()), modules
-    assert found == specjax.__version__
+    assert version == specjax.__version__
     assert not torch_loaded, "importing specjax imports torch"
     assert kernels is None, kernels
 
 
 @pytest.mark.process
-def test_the_command_runs_there(installed):
+def test_commands_of_the_installed_wheel(installed):
     command = installed.bin / "specjax"
     assert run(command, "--version", cwd=installed.empty) == f"specjax {specjax.__version__}\n"
     assert run(installed.python, "-m", "specjax", "--version", cwd=installed.empty).startswith("specjax ")
@@ -100,8 +89,8 @@ def test_the_command_runs_there(installed):
 
 @pytest.fixture(scope="module")
 def editable(tmp_path_factory) -> Environment:
-    """An editable install of a clone in a folder named `specjax`, which Python takes for a namespace package where the
-    folder above is on `sys.path`. Metadata of an earlier setuptools install lies in it."""
+    """An editable install of a clone in a folder `specjax`, a namespace package if its parent is on `sys.path`,
+    with metadata of an earlier setuptools install."""
     tree = copy_tree(tmp_path_factory.mktemp("above") / "specjax")
     (tree / "specjax.egg-info").mkdir()
     (tree / "specjax.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: specjax\nVersion: 0.0.1\n")
@@ -118,7 +107,7 @@ print(specjax.__file__, specjax_kernels.__file__, importlib.metadata.version("sp
 
 
 @pytest.mark.process
-def test_a_script_above_the_clone_imports_an_editable_install(editable):
+def test_script_above_an_editable_install(editable):
     script = editable.empty / "script.py"
     script.write_text(SCRIPT)
     tree, version = editable.empty / "specjax", specjax.__version__
@@ -128,7 +117,7 @@ def test_a_script_above_the_clone_imports_an_editable_install(editable):
 
 
 @pytest.mark.process
-def test_pyright_resolves_an_editable_install_without_a_config(editable, tmp_path):
+def test_pyright_resolves_an_editable_install(editable, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT + "reveal_type(Engine)\n")
     pyright = [sys.executable, "-m", "pyright", "--pythonpath", editable.python, "script.py"]
     shown = run(*pyright, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Bars on terminals and in notebooks, elsewhere a line at the end; and who shows them."""
+"""Progress bars on terminals and in notebooks, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specjax.viz.__main__ import main as viz
         (None, 2048, "B", "Compiling: 2.05kB in "),
     ],
 )
-def test_one_line_at_the_end(capsys, total, count, unit, line):
+def test_line_without_terminal(capsys, total, count, unit, line):
     with progress_bar("Compiling", total, unit) as bar:
         bar.update(count)
         assert capsys.readouterr().err == ""
@@ -32,7 +32,7 @@ def test_one_line_at_the_end(capsys, total, count, unit, line):
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_ends_no_work(monkeypatch):
+def test_full_disk(monkeypatch):
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
@@ -45,12 +45,12 @@ def test_a_full_disk_ends_no_work(monkeypatch):
     assert done == 10
 
 
-@pytest.mark.parametrize(("kind", "shown"), [("ipykernel.iostream", True), ("io", False)])
-def test_a_notebook_has_a_bar(monkeypatch, kind, shown):
-    stream = type("Stream", (io.StringIO,), {"__module__": kind})()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with progress_bar("Loading", 2, "B"):
-        assert ("Loading:   0%" in stream.getvalue()) == shown
+def test_bar_in_notebooks(monkeypatch):
+    for kind, shown in (("ipykernel.iostream", True), ("io", False)):
+        stream = type("Stream", (io.StringIO,), {"__module__": kind})()
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress_bar("Loading", 2, "B"):
+            assert ("Loading:   0%" in stream.getvalue()) == shown
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +58,20 @@ def model(tmp_path_factory):
     return saved_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
 
 
-@pytest.mark.parametrize("progress", [True, False])
-@pytest.mark.parametrize("stream", [True, False])
-def test_generate_shows_what_it_waits_for(model, capsys, progress, stream):
+@pytest.mark.parametrize(("progress", "stream"), [(True, True), (True, False), (False, True)])
+def test_progress_of_compilation(model, capsys, progress, stream):
     config, sampling = EngineConfig(max_running_requests=1, page_size=4), SamplingParams(max_new_tokens=4)
     engine = Engine.from_pretrained(model, draft="NONE", config=config, progress=progress)
     capsys.readouterr()
     for lines in (r"Compiling prefill \d+: 1 program in .* s\nCompiling step 1: 1 program in .* s\n", ""):
-        found = engine.generate("1 2 1 2", sampling, stream=stream)
-        assert list(found) if stream else found
+        actual = engine.generate("1 2 1 2", sampling, stream=stream)
+        assert list(actual) if stream else actual
         assert re.fullmatch(lines if progress else "", capsys.readouterr().err)
     engine.warm_up([key for key in engine.buckets.all_keys() if key.width == engine.buckets.chunks[-1]])
     assert re.fullmatch(r"Compiling: \d bucket.*\n", capsys.readouterr().err), "one bar for all"
 
 
-def test_a_picture_of_a_tree_is_not_mute(model, tmp_path, capsys):
+def test_viz_shows_progress(model, tmp_path, capsys):
     output = tmp_path / "tree.svg"
     assert viz(["--model-path", model, "--prompt", "1 2 1 2", "--output", str(output), "--max-new-tokens", "8"]) == 0
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand."""
+"""The examples of the README run unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ADDRESS = "http://127.0.0.1:30000"
 
 
 @pytest.mark.real_model
-def test_the_python_example_runs(capsys):
+def test_python_example(capsys):
+    assert len(BLOCKS) == 1
     names: dict = {}
     exec(compile(BLOCKS[0], "README.md", "exec"), names)
     printed = capsys.readouterr().out
@@ -31,7 +32,7 @@ def test_the_python_example_runs(capsys):
 
 
 @pytest.mark.real_model
-def test_the_curl_example_runs():
+def test_curl_example():
     engine = Engine.from_pretrained(draft="NONE", progress=False)
     with running(engine, model=checkpoint.BUILT_IN_MODEL) as server:
         assert ADDRESS in CURL
@@ -39,7 +40,3 @@ def test_the_curl_example_runs():
             CURL.replace(ADDRESS, server.base), shell=True, capture_output=True, check=True, timeout=60
         )
         assert json.loads(done.stdout)["choices"][0]["message"]["content"]
-
-
-def test_there_is_an_example():
-    assert len(BLOCKS) == 1

@@ -1,4 +1,4 @@
-"""Drafters that live in this file only: the step and the engine take them as they are. And who may import whom."""
+"""Drafters defined here, in the step and in the engine; and rules of imports between packages."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import oracle
 import pytest
 from engine_helpers import VOCABULARY, check_idle, make_engine, outcome, shared_engine, toy
 from oracle import Sampling
-from toy_models import Runner, as_arrays, random_tree
+from toy_models import as_arrays, random_tree
 
 import specjax
 from specjax.drafters.base import Drafter
@@ -24,7 +24,7 @@ PROMPT = [70, 71, 72, 9]
 
 
 def replay(text, *, offset: int = 0) -> Drafter:
-    """Proposes what `text` (prompt and continuation) has at the next positions, each token moved by `offset`."""
+    """Proposes the next tokens of `text` (prompt and continuation), each plus `offset`."""
 
     def init(params, rows, pool):
         known = np.pad(np.asarray(text, np.int32), (0, LENGTH - len(text)))
@@ -43,7 +43,7 @@ def replay(text, *, offset: int = 0) -> Drafter:
 
 
 def random_trees(text, width: int = 8, depth: int = 3) -> Drafter:
-    """Bushy trees of random shape; in each level one node of some has the right token, the others are wrong."""
+    """Random trees; on some levels one node has the right token."""
     trees = [random_tree(0, width, VOCABULARY, np.random.default_rng(seed), depth) for seed in range(16)]
     listed = as_arrays([tree for tree in trees if len(tree.tokens) == width], width)
     first = jnp.argmax(listed.depth[:, None, :] == listed.depth[:, :, None], axis=2) == jnp.arange(width)[None, :]
@@ -71,24 +71,11 @@ def known_text(count: int, **sampling) -> list[int]:
     return PROMPT + oracle.generate_plain(toy().logits, PROMPT, Sampling(max_tokens=count, **sampling)).tokens
 
 
-# Through the step alone.
-
-
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 5)])
-def test_a_perfect_drafter_in_the_step(temperature, seed):
-    request = Sampling(max_tokens=1 + 4 * (DEPTH + 1), temperature=temperature, seed=seed)
-    text = known_text(request.max_tokens + DEPTH, temperature=temperature, seed=seed)
-    runner = Runner(toy(), replay(text), rows=1, pages_a_row=16)
-    (found,) = runner.generate([(PROMPT, request)])
-    assert found.tokens == text[len(PROMPT) :][: request.max_tokens]
-    assert found.emitted == [DEPTH + 1] * 4
-
-
-# Through the engine.
+# In the engine.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_perfect_drafter_reaches_the_whole_depth(temperature):
+def test_perfect_drafter_in_the_engine(temperature):
     sampling = {"temperature": temperature, "seed": 5}
     text = known_text(60, **sampling)
     engine = make_engine(toy(), replay(text), max_running_requests=1)
@@ -103,7 +90,7 @@ def test_a_perfect_drafter_reaches_the_whole_depth(temperature):
     check_idle(engine)
 
 
-def test_a_wrong_drafter_costs_nothing_but_time():
+def test_wrong_drafter():
     text = known_text(60)
     engine = make_engine(toy(), replay(text, offset=1), max_running_requests=1)
     params = SamplingParams(max_new_tokens=30)
@@ -113,7 +100,7 @@ def test_a_wrong_drafter_costs_nothing_but_time():
     assert done.spec_accept_histogram == [29] + [0] * DEPTH
 
 
-def test_random_trees_change_no_text():
+def test_random_trees():
     engine = make_engine(toy(), random_trees(known_text(60)), max_running_requests=3)
     prompts = [PROMPT, [5, 6], [40] * 17, PROMPT]
     params = [
@@ -122,14 +109,14 @@ def test_random_trees_change_no_text():
         SamplingParams(max_new_tokens=20, repetition_penalty=1.3),
         SamplingParams(max_new_tokens=33, stop=["e"]),
     ]
-    found = engine.generate(prompts, params)
+    completions = engine.generate(prompts, params)
     expected = shared_engine("NONE").generate(prompts, params)
-    assert [outcome(done) for done in found] == [outcome(done) for done in expected]
-    assert found[0].spec_accept_length > 1.3, "some of its guesses are right"
+    assert [outcome(done) for done in completions] == [outcome(done) for done in expected]
+    assert completions[0].spec_accept_length > 1.3
     check_idle(engine)
 
 
-# The code's own rules.
+# Rules of the code.
 
 ROOT = Path(specjax.__file__).parent
 FILES = {path: path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))}
@@ -141,21 +128,17 @@ ASKS = re.compile(
 )
 
 
-def test_the_pattern_finds_what_it_should():
+def test_only_the_table_asks_which_algorithm_runs():
     for line in ('if algorithm == "X":', "isinstance(x, Drafter)", "if x.is_eagle():", 'name == "NGRAM"'):
         assert ASKS.search(line), line
-    assert not ASKS.search("algorithm_name: str")
-
-
-def test_nothing_but_the_table_asks_which_algorithm_runs():
-    found = [
+    matches = [
         f"{name}:{number}: {line.strip()}"
         for path, name in FILES.items()
         if not name.startswith("drafters/")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if ASKS.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not matches, "\n".join(matches)
 
 
 KINDS = re.compile(r"""\bkind\s*(==|!=)(?!\s*\w+\.kind\b)|\bif\b.*\bkind in\b""")  # two kinds may be compared
@@ -163,8 +146,8 @@ HEADS = re.compile(r"""["'](eagle3|mtp)["']""")
 DECLARED = {"models/head_spec.py", "config.py", "drafters/__init__.py"}  # specs, `MtpConfig`, names of modules
 
 
-def test_nothing_but_the_specification_asks_for_the_kind_of_a_head():
-    found = [
+def test_only_the_specification_asks_for_the_kind_of_a_head():
+    matches = [
         f"{name}:{number}: {line.strip()}"
         for path, name in FILES.items()
         if name not in DECLARED
@@ -172,11 +155,11 @@ def test_nothing_but_the_specification_asks_for_the_kind_of_a_head():
         if HEADS.search(line)
         or ((name.startswith(("models/", "drafters/", "train/", "checkpoint/", "load"))) and KINDS.search(line))
     ]
-    assert not found, "\n".join(found)
+    assert not matches, "\n".join(matches)
 
 
 def imports(path: Path, package: str) -> set[str]:
-    """Full names of all that a file imports, lazily or not; `from a import b` gives both a and a.b."""
+    """Full names of a file's imports; `from a import b` gives a and a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -213,14 +196,14 @@ def part(module: str) -> str | None:
 
 
 def our_imports() -> list[tuple[str, str]]:
-    found = []
+    pairs = []
     for path, name in FILES.items():
         package = ".".join(["specjax", *name.split("/")[:-1]])
         source = name.split("/")[0].removesuffix(".py")
         if source != "__init__":
-            found += [(source, target) for module in imports(path, package) if (target := part(module))]
-    assert ("engine", "step") in found and ("step", "models") in found, "the parser finds what is there"
-    return found
+            pairs += [(source, target) for module in imports(path, package) if (target := part(module))]
+    assert ("engine", "step") in pairs and ("step", "models") in pairs, "the parser finds what is there"
+    return pairs
 
 
 def test_imports_go_one_way():
@@ -233,7 +216,7 @@ def test_imports_go_one_way():
             assert source in level or source in public, f"which layer is {source}?"
 
 
-def test_the_side_rules_of_imports():
+def test_further_import_rules():
     for source, target in our_imports():
         if source in ("types", "config", "limits", "settings"):
             assert target == source or target == "limits", f"{source} imports {target}"
@@ -242,39 +225,23 @@ def test_the_side_rules_of_imports():
                 f"checkpoint imports {target}"
             )
         if target == "checkpoint":
-            sources = (
-                "checkpoint",
-                "compiling",
-                "load",
-                "engine",
-                "fleet",
-                "hardware",
-                "train",
-                "cli",
-                "serve",
-                "bench",
-                "viz",
-            )
+            sources = {"checkpoint", "compiling", "load", "engine", "fleet", "hardware", "train", "cli", "serve"}
+            sources |= {"bench", "viz"}
             assert source in sources, f"{source} imports it"
         if target in ("serve", "train"):
             assert source == target, f"{source} imports {target}"
 
 
-def test_kernels_know_nothing_of_specjax():
+def test_kernels_do_not_import_specjax():
     for path in OURS.rglob("*.py"):
         names = imports(path, "specjax_kernels")
         assert not any(name.split(".")[0] == "specjax" for name in names), path
 
 
-def test_no_torch_but_to_compare_with_and_no_web_framework_below_serve():
+def test_torch_and_web_frameworks():
     for path in [*FILES, *OURS.rglob("*.py")]:
         top = {name.split(".")[0] for name in imports(path, "specjax")}
         if FILES.get(path, "") != "bench/methods.py":  # which imports it when transformers is a method
             assert not top & {"torch", "torchvision", "tensorflow"}, path
         if not FILES.get(path, "").startswith("serve/"):
             assert not top & {"fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "flask"}, path
-
-
-def test_kernels_is_no_package():
-    """transformers probes for a package of that name (docs/design.md)."""
-    assert not (OURS.parent / "__init__.py").exists()

@@ -1,4 +1,4 @@
-"""`argmax`, top-k and top-p by the kernels for GPUs, draws at all nodes at once, and the likeliest tokens in parts."""
+"""GPU forms of draws: `argmax`, top-k and top-p by kernels, draws at all nodes at once, top-k in parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ truncated = jax.jit(in_prefix)
 
 
 def by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
-    """Which tokens stay, and how near the sum comes to another answer."""
+    """The remaining tokens, and the distance of the sum from another result."""
     order, near = np.argsort(-logits, kind="stable"), np.inf
     kept = order[: top_k if top_k > 0 else len(order)]
     if top_p < 1:
@@ -36,11 +36,11 @@ def by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray
 
 
 def check_prefix(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
-    found = np.asarray(truncated(logits, top_k, top_p))
+    actual = np.asarray(truncated(logits, top_k, top_p))
     for row in range(len(logits)):
         expected, near = by_sorting(logits[row], int(top_k[row]), float(top_p[row]))
         if near > NEAR:
-            np.testing.assert_array_equal(found[row], expected, err_msg=f"top_k={top_k[row]}, top_p={top_p[row]}")
+            np.testing.assert_array_equal(actual[row], expected, err_msg=f"top_k={top_k[row]}, top_p={top_p[row]}")
 
 
 KINDS = {
@@ -54,7 +54,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefixes_against_sorting(kind: str) -> None:
+def test_prefixes_equal_sorting(kind: str) -> None:
     """240 rows, in chunks that the vocabulary does not fill."""
     vocab, rng = 1100, np.random.default_rng(len(kind))
     for _ in range(10):
@@ -71,7 +71,7 @@ def verdict(tree, logits, inputs, length, emitted, *, depth, straight, allowed=N
 
 
 def follow(tree: Tree, drawn: np.ndarray) -> Tree:
-    """The tree, with one child of each visited node that is the node's draw."""
+    """The tree, with the draw of each visited node as a child."""
     tokens = list(tree.tokens)
     for node, parent in enumerate(tree.parents):
         siblings = [tokens[i] for i, other in enumerate(tree.parents) if other == parent]
@@ -81,8 +81,8 @@ def follow(tree: Tree, drawn: np.ndarray) -> Tree:
 
 
 @pytest.mark.parametrize("grammar", [False, True])
-def test_all_nodes_at_once_draw_what_the_walk_draws(grammar: bool) -> None:
-    """Batches of trees whose rows have any parameters, greedy ones and inactive ones among them."""
+def test_draws_at_all_nodes_equal_the_walk(grammar: bool) -> None:
+    """Rows with any parameters, some greedy, some inactive."""
     vocab, width, depth, batch = 31, 6, 4, 4
     accepted = 0
     for seed in range(25):
@@ -103,7 +103,7 @@ def test_all_nodes_at_once_draw_what_the_walk_draws(grammar: bool) -> None:
 
         run = functools.partial(verdict, depth=depth, allowed=bits)
         arguments = logits, inputs, length, emitted
-        for _ in range(2):  # nodes that repeat what the target draws there, so that paths are longer
+        for _ in range(2):  # adds draws of the target as nodes: longer paths
             drawn = np.asarray(run(as_arrays(trees, width), *arguments, straight=False).drawn)
             trees = [follow(tree, drawn[row]) for row, tree in enumerate(trees)]
         walk, straight = (run(as_arrays(trees, width), *arguments, straight=straight) for straight in (False, True))
@@ -118,7 +118,7 @@ def test_all_nodes_at_once_draw_what_the_walk_draws(grammar: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [3, 16, 20, 35])
-def test_the_likeliest_in_parts(kind: str, count: int) -> None:
+def test_top_k_in_parts(kind: str, count: int) -> None:
     values = KINDS[kind](np.random.default_rng(count), (2, 3, 120)).astype(np.float32)
     best, ids = jax.jit(functools.partial(top_in_parts, count=count))(values)
     order = np.argsort(-values, axis=-1, kind="stable")[..., :count]
@@ -144,12 +144,12 @@ def rows(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["any", "equal", "nan", "infinite", "zeros"])
 def test_argmax(kind):
     x = rows(kind)
-    found = np.asarray(jax.jit(argmax)(jnp.asarray(x)))
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, np.argmax(x, axis=-1))
+    actual = np.asarray(jax.jit(argmax)(jnp.asarray(x)))
+    assert actual.dtype == np.int32
+    np.testing.assert_array_equal(actual, np.argmax(x, axis=-1))
     np.testing.assert_array_equal(np.asarray(argmax(jnp.asarray(x[0, 0]))), np.argmax(x[0, 0]))
 
 
-def test_a_gpu_reduces_both_at_once():
+def test_one_reduction_on_gpus():
     text = jax.jit(argmax).trace(jnp.asarray(rows("any"))).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.reduce") == 1

@@ -1,4 +1,4 @@
-"""The verdict against the oracle's walk, for any tree, any draws, any sampling parameters."""
+"""Verdicts against the oracle's walk. test_thresholds.py tests their distribution."""
 
 import functools
 
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import scipy.stats
 from hypothesis import given, settings
 from oracle import Sampling, Tree
 from toy_models import as_arrays, history, random_tree, sampling_rows, some_sampling
@@ -44,8 +43,8 @@ def check_verdict(verdict, row, nodes, drawn):
 
 @settings(max_examples=200)
 @given(rngs)
-def test_any_tree_with_any_draws(rng):
-    """Half of the draws are made to follow a child, so that walks are long."""
+def test_any_draws(rng):
+    """Half of the draws follow a child."""
     batch = some_trees(rng)
     drawn = rng.integers(0, VOCABULARY, (BATCH, WIDTH)).astype(np.int32)
     for row, tree in enumerate(batch):
@@ -57,8 +56,8 @@ def test_any_tree_with_any_draws(rng):
         check_verdict(verdict, row, oracle.walk(tree, drawn[row]), drawn[row])
 
 
-def test_an_invalid_node_is_never_followed():
-    """Node 1's draw was not needed: NO_TOKEN, which is also the token of the invalid node 2."""
+def test_invalid_nodes():
+    """Node 1 was not drawn: NO_TOKEN, which is also the token of the invalid node 2."""
     tree = as_arrays([Tree((0, 3), (-1, 0))], 3)
     tree = tree._replace(parents=tree.parents.at[0, 2].set(1), depth=tree.depth.at[0, 2].set(2))
     verdict = judge(tree, jnp.array([[3, NO_TOKEN, 5]], jnp.int32), 2)
@@ -86,17 +85,11 @@ def run_verify(batch, logits, requests, prompts, generated, allowed=None, active
 
 
 def expected_walk(tree, logits, request, prompt, generated, allowed=None):
-    """The oracle's nodes, a draw a node, and the smallest gap on the way."""
-    draws = [
-        oracle.draw(
-            logits[node],
-            request,
-            prompt,
-            generated + oracle.path_tokens(tree, node),
-            None if allowed is None else allowed[node],
-        )
-        for node in range(len(tree.tokens))
-    ]
+    """The oracle's nodes, the draws at all nodes, and the smallest gap on the path."""
+    draws = []
+    for node in range(len(tree.tokens)):
+        text, mask = generated + oracle.path_tokens(tree, node), None if allowed is None else allowed[node]
+        draws.append(oracle.draw(logits[node], request, prompt, text, mask))
     drawn = [d.token for d in draws]
     nodes = oracle.walk(tree, drawn)
     return nodes, drawn, min(draws[node].gap for node in nodes)
@@ -105,7 +98,7 @@ def expected_walk(tree, logits, request, prompt, generated, allowed=None):
 def check_against_oracle(rng, with_grammar, **fixed):
     batch, (requests, prompts, generated) = some_trees(rng), requests_for(rng, **fixed)
     logits = rng.normal(0, 1, (BATCH, WIDTH, VOCABULARY)).astype(np.float32)
-    for row, tree in enumerate(batch):  # favour the drafted tokens
+    for row, tree in enumerate(batch):  # drafted tokens are likelier
         for child in range(1, len(tree.tokens)):
             logits[row, tree.parents[child], tree.tokens[child]] += 1.5
     allowed = None
@@ -127,11 +120,11 @@ def check_against_oracle(rng, with_grammar, **fixed):
 @pytest.mark.parametrize("with_grammar", [False, True])
 @settings(max_examples=100)
 @given(rng=rngs)
-def test_any_tree_with_any_parameters(rng, with_grammar):
+def test_any_parameters(rng, with_grammar):
     check_against_oracle(rng, with_grammar)
 
 
-def test_the_walks_of_that_test_are_long_enough_to_mean_something():
+def test_walks_are_long():
     lengths = [n for seed in range(20) for n in check_against_oracle(np.random.default_rng(seed), False)]
     assert np.mean(lengths) > 1.8
     assert max(lengths) >= 4
@@ -139,14 +132,14 @@ def test_the_walks_of_that_test_are_long_enough_to_mean_something():
 
 @settings(max_examples=50)
 @given(rngs)
-def test_plain_greedy_rows_take_the_short_way_to_the_same_verdict(rng):
+def test_plain_greedy_rows(rng):
     plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "bias": {}, "min_tokens": 0}
     check_against_oracle(rng, False, temperature=0.0, **plain)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_is_counted_along_the_path(temperature):
-    """One token is emitted (the root), min_tokens = 3: the stop id 0 may be drawn at depth 2, not before."""
+def test_min_tokens_on_the_path(temperature):
+    """The root is emitted and min_tokens is 3: the stop id 0 may be drawn from depth 2 on."""
     tree = oracle.chain_tree(1, [2, 3, 4])
     logits = np.full((1, WIDTH, VOCABULARY), -50, np.float32)
     logits[..., 0] = 50
@@ -158,10 +151,10 @@ def test_min_tokens_is_counted_along_the_path(temperature):
     assert verdict.path[0].tolist()[:3] == [0, 1, 2]
 
 
-def test_penalties_are_those_of_each_nodes_own_path():
-    """Greedy, all logits equal but for a slight preference for low ids; each token drawn pushes itself out."""
-    #  root 0 ── 1 ── 2 ── 3    a path that never repeats, and beside it nodes that one vector for the whole tree
-    #       └ 2 ── 1 ── 3       would have penalised the first path with
+def test_penalties_of_each_path():
+    """Low ids are slightly likelier, and each drawn token is penalised."""
+    #  root 0 ── 1 ── 2 ── 3    the accepted path
+    #       └ 2 ── 1 ── 3       tokens that must not count on the first path
     tree = Tree((0, 1, 2, 3, 2, 1, 3), (-1, 0, 1, 2, 0, 4, 5))
     logits = np.broadcast_to(-0.01 * np.arange(VOCABULARY, dtype=np.float32), (1, WIDTH, VOCABULARY))
     for change in ({"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"bias": {}, "repetition_penalty": 0.9}):
@@ -176,7 +169,7 @@ def test_penalties_are_those_of_each_nodes_own_path():
 
 @settings(max_examples=25)
 @given(rngs)
-def test_a_verdict_does_not_depend_on_the_rest_of_the_batch(rng):
+def test_batch_independence(rng):
     batch, (requests, prompts, generated) = some_trees(rng), requests_for(rng)
     logits = rng.normal(0, 1, (BATCH, WIDTH, VOCABULARY)).astype(np.float32)
     together = run_verify(batch, logits, requests, prompts, generated)
@@ -186,50 +179,3 @@ def test_a_verdict_does_not_depend_on_the_rest_of_the_batch(rng):
         expected = getattr(together, leaf)[0].tolist()
         assert getattr(alone, leaf)[0].tolist() == expected
         assert getattr(copies, leaf).tolist() == [expected] * 4
-
-
-LAWS = [Sampling(temperature=1.0), Sampling(temperature=0.8, top_p=0.9, presence_penalty=0.7, repetition_penalty=1.2)]
-
-
-@pytest.mark.parametrize("request_seed", range(3))
-@pytest.mark.parametrize("law", LAWS)
-def test_the_law_of_accepted_runs(law, request_seed):
-    """4096 seeds, one tree: accepted drafts average the sum of path probabilities, and tokens follow the exact law."""
-    count = 4096
-    rng = np.random.default_rng(request_seed)
-    tree = random_tree(0, WIDTH, VOCABULARY, rng, 3)
-    logits = rng.normal(0, 1, (WIDTH, VOCABULARY)).astype(np.float32)
-    nodes = {tuple(oracle.path_tokens(tree, node)): node for node in range(len(tree.tokens))}
-    prompt, generated = [1, 2], [3, 0]
-
-    def probabilities(path):
-        return oracle.distribution(logits[nodes[tuple(path)]], law, prompt, generated + list(path))
-
-    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), sampling_rows([law], VOCABULARY))
-    rows = rows._replace(seed=jnp.stack([jnp.arange(count, dtype=jnp.uint32)] * 2, axis=1))
-    arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), as_arrays([tree], WIDTH))
-    stacked = jnp.broadcast_to(jnp.asarray(logits), (count, *logits.shape))
-    zeros, past = jnp.zeros(count, jnp.int32), history([prompt], [generated], VOCABULARY)
-    inputs = DrawInputs(rows, past, zeros, jnp.ones(count, bool))
-    verdict = verify(arrays, stacked, inputs, zeros + 3, zeros + 2, depth=3)
-
-    accepted = np.asarray(verdict.accepted)
-    exact = oracle.expected_accepted(tree, probabilities)
-    assert exact > 0.5
-    assert abs(accepted.mean() - exact) < 4 * accepted.std() / np.sqrt(count)
-    runs = [tuple(row[: m + 1]) for row, m in zip(np.asarray(verdict.tokens).tolist(), accepted, strict=True)]
-    law_of_runs = {}
-    for path in nodes:
-        reach = np.prod([probabilities(path[:i])[token] for i, token in enumerate(path)])
-        for token, p in enumerate(probabilities(path)):
-            if (*path, token) not in nodes:
-                law_of_runs[(*path, token)] = reach * p
-    assert sum(law_of_runs.values()) == pytest.approx(1)
-    expected = {run: p * count for run, p in law_of_runs.items() if p * count > 5}
-    observed = [runs.count(run) for run in expected]
-    rest, exact_rest = count - sum(observed), count - sum(expected.values())
-    if exact_rest > 5:
-        observed, expected = [*observed, rest], expected | {(): exact_rest}
-    scale = sum(observed) / sum(expected.values())
-    assert scale > 0.99
-    assert scipy.stats.chisquare(observed, np.array(list(expected.values())) * scale).pvalue > 1e-3

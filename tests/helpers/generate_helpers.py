@@ -1,4 +1,4 @@
-"""What the tests of `specjax generate` share: a small model and flags that compile little."""
+"""A small model for `specjax generate`, and flags that compile little."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Run `specjax.generate` on two CPU devices, for tests/wings/test_generate_replicas.py.
 
-A separate process: the device count must be set before JAX starts. Prints one line of JSON a case.
+Runs in a separate process, because the number of devices must be set before JAX starts. Prints a line of JSON per case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def remembered(*args, **config) -> list[Engine]:
 
 
 def devices(engine: Engine) -> list[int]:
-    """All on which arrays of the engine lie."""
+    """Ids of the devices with arrays of the engine."""
     leaves = jax.tree.leaves((engine.params, engine.device.state))
     return sorted({device.id for leaf in leaves for device in leaf.devices()})
 
@@ -37,8 +37,8 @@ if __name__ == "__main__":
     for argv in map(json.loads, sys.argv[1:]):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = generate.main(argv)
-        for each in ENGINES:
-            each.check_integrity()
-        found = {"status": status, "summary": json.loads(printed.getvalue())}
-        found |= {"devices": [devices(each) for each in ENGINES]}
-        print(json.dumps(found | {"generated": [each.counters.generated for each in ENGINES]}))
+        for engine in ENGINES:
+            engine.check_integrity()
+        result = {"status": status, "summary": json.loads(printed.getvalue())}
+        result |= {"devices": [devices(engine) for engine in ENGINES]}
+        print(json.dumps(result | {"generated": [engine.counters.generated for engine in ENGINES]}))

@@ -1,6 +1,6 @@
 """Experts spread over groups of CPU devices, for tests/core/test_mesh_experts.py.
 
-A separate process. Prints one line of JSON a case.
+Runs in a separate process. Prints a line of JSON per case.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ MODELS = {
 
 
 def forward(family: str, count: int, groups: int, width: int, kind: str | None = None) -> dict[str, Any]:
-    """How far the logits of a forward are from those of one device with the same weights, what the program sends, and
-    what of the experts lies on each device."""
+    """Difference of a forward's logits from one device, its collectives, and the share of experts on each device."""
     model, mesh = make_target(MODELS[family]), make_mesh(count, groups=groups)
-    given = drawn(init_params(model.config, jax.random.key(0)), 0)
-    found, placed = compared(model, mesh, given if kind is None else in_few_bits(given, model.config, kind), width)
+    parameters = drawn(init_params(model.config, jax.random.key(0)), 0)
+    result, placed = compared(
+        model, mesh, parameters if kind is None else in_few_bits(parameters, model.config, kind), width
+    )
     leaves = [placed["layers_1"][name] for name in ("experts_gate_up", "experts_down")]
     arrays = [leaf.codes if isinstance(leaf, Quantised) else leaf for leaf in leaves]
-    return found | {
-        "collectives": [kind for *_, kind in found["collectives"]],
+    return result | {
+        "collectives": [kind for *_, kind in result["collectives"]],
         "parts": [np.divide(array.sharding.shard_shape(array.shape), array.shape).tolist() for array in arrays],
         "quantised": sum(isinstance(leaf, Quantised) for leaf in leaves),
     }
 
 
 def mtp() -> tuple[Any, ...]:
-    """Layers with the target's experts."""
+    """MTP layers with experts."""
     layer = replace(program.target.config, num_layers=1, experts=replace(EXPERTS, layers=(0,)))
     config = MtpConfig("mimo", layer, CONFIG.num_layers, 2, CONFIG.vocab_size)
     sizes = mtp_sizes(config)
@@ -73,7 +74,7 @@ def settings(count: int, groups: int) -> EngineConfig:
 
 
 def in_memory(case: str, count: int, groups: int) -> dict[str, Any]:
-    """As `mesh_program.in_memory`, of a model with experts."""
+    """`mesh_program.in_memory` for a model with experts."""
     config = MODELS["qwen3_moe"]
     program.CONFIG, program.target = config, make_target(config)
     program.HEAD3 = replace(program.HEAD3, hidden_size=64, feature_size=128)

@@ -1,5 +1,7 @@
-"""What tests/core/test_mesh_features.py runs: what requests ask for beside a text, of engines over several devices of
-a CPU whose choice of trees changes all the time. In a process of its own; prints a line of JSON for each argument."""
+"""Engines over several CPU devices whose tree widths change, for tests/core/test_mesh_features.py.
+
+Runs in a separate process. Prints a line of JSON per case.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,19 @@ def run(case: str, count: int, adaptive: bool) -> dict[str, Any]:
         assert engine.policy is not None
 
         def choose(batch: int, requests: Any) -> int:
-            """Changes with the text, so that it is the same in every run."""
+            """A choice that depends only on the text."""
             options = engine.buckets.choices(batch)
-            chosen.append(options[sum(sum(one.output.tokens[-2:]) for one in requests) % len(options)])
+            chosen.append(options[sum(sum(sequence.output.tokens[-2:]) for sequence in requests) % len(options)])
             return chosen[-1]
 
         engine.policy.choose = choose
     prompts, sampling = zip(*REQUESTS, strict=True)
-    # The first one's pages are there when the others come.
+    # The other requests reuse pages of the first.
     done = [engine.generate(prompts[0], sampling[0]), *engine.generate([*prompts[1:]], [*sampling[1:]])]
     engine.check_integrity()
     return {
-        "texts": [one.output_ids for one in done],
-        "cached": [one.cached_tokens for one in done],
+        "texts": [completion.output_ids for completion in done],
+        "cached": [completion.cached_tokens for completion in done],
         "logprobs": [[(each.logprob, each.top, each.of_ids) for each in one.logprobs or ()] for one in done],
         "prompts": [[(each.logprob, each.top) for each in one.prompt_logprobs or ()] for one in done],
         "accepted": engine.counters.accepted,

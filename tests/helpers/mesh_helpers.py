@@ -1,4 +1,4 @@
-"""Processes that run a program of this folder on several devices."""
+"""Runs programs of this folder on several devices, in separate processes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import jax
 
 
 def environment() -> dict[str, str]:
-    """Of a process on the CPU that finds both packages and these helpers, and what was compiled before."""
+    """Environment of a CPU process with both packages, the modules of the tests and the compilation cache."""
     root = Path(__file__).parents[2]
     paths = [root, root / "kernels", *(folder for folder in (root / "tests").iterdir() if folder.is_dir())]
-    found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    found |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
-    return found | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    variables |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
+    return variables | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def run(*cases: list[Any], program: str = "mesh_program.py") -> list[dict[str, Any]]:
-    """What a program of this folder says of each, all in one process."""
+    """Runs all cases in one process; returns a result per case."""
     command = [sys.executable, "-W", "error:Some donated buffers", str(Path(__file__).with_name(program))]
     done = subprocess.run(
         [*command, *map(json.dumps, cases)], capture_output=True, text=True, env=environment(), timeout=900

@@ -1,6 +1,6 @@
 """Engines over several CPU devices, for tests/core/test_mesh.py.
 
-A separate process: the device count must be set before JAX starts. Prints one line of JSON a case.
+Runs in a separate process, because the number of devices must be set before JAX starts. Prints a line of JSON per case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-if not jax.distributed.is_initialized():  # else hosts_program.py has asked
+if not jax.distributed.is_initialized():  # else hosts_program.py sets it
     jax.config.update("jax_num_cpu_devices", 4)
 
 from engine_helpers import NGRAM, tokenizer
@@ -60,16 +60,16 @@ COLLECTIVE = re.compile(rf" = \(?(\w+)\[([\d,]*)\].* ({'|'.join(KINDS)})(?:-star
 
 
 def drawn(weights: Any, seed: int) -> dict[str, Any]:
-    """Parameters wide enough for logits that differ."""
+    """Random parameters with distinct logits."""
     rng = np.random.default_rng(seed)
 
-    def one(path: Any, leaf: Any) -> Any:
+    def draw(path: Any, leaf: Any) -> Any:
         if path[-1].key == "ids":
             return jnp.asarray(FEW)
         center = 1.0 if path[-1].key.endswith("norm") else 0.0
         return jnp.asarray(rng.normal(center, 0.3, leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, dict(weights))
+    return jax.tree_util.tree_map_with_path(draw, dict(weights))
 
 
 target = make_target(CONFIG)
@@ -134,21 +134,21 @@ def settings(count: int) -> EngineConfig:
 
 
 def collectives(program: Any) -> list[tuple[str, ...]]:
-    """Dtype, shape and kind of each that a compiled program has, branches included."""
+    """Dtype, shape and kind of all collectives of a program, including branches."""
     return [match.groups() for line in program.as_text().splitlines() if (match := COLLECTIVE.search(line))]
 
 
 def run(engine: Engine) -> dict[str, Any]:
-    """The texts of all requests, what the program of a step is like, and where the engine's arrays lie."""
-    done = [engine.generate(prompt, one) for prompt, one in zip(PROMPTS, SAMPLING, strict=True)]
+    """Texts of all requests, properties of a step's program, and the placement of arrays."""
+    done = [engine.generate(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True)]
     engine.check_integrity()
     state = engine.device.state
-    kept = jax.tree.leaves((state.decode.cache, state.decode.draft))
-    pools = [leaf for leaf in kept if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
+    leaves = jax.tree.leaves((state.decode.cache, state.decode.draft))
+    pools = [leaf for leaf in leaves if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
     (program,) = [program for key, program in engine.programs._programs.items() if key.kind == "step"]
     return {
         "algorithm": engine.drafter.name,
-        "texts": [one.output_ids for one in done],
+        "texts": [completion.output_ids for completion in done],
         "accepted": engine.counters.accepted,
         "cached": engine.counters.cached_tokens,
         "collectives": collectives(program),
@@ -173,7 +173,7 @@ def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Eng
 
 
 def forward(family: str, count: int, width: int) -> dict[str, Any]:
-    """How far the logits of a forward of `width` tokens are from those of one device, and what the program sends."""
+    """Difference of a forward's logits from one device, and its collectives."""
     experts = Experts(8, 2, 24, (1,))
     latent = Latent(rank=16, query_rank=24, nope_dim=12, rope_dim=8, value_dim=10)
     changes: dict[str, dict[str, Any]] = {
@@ -187,29 +187,31 @@ def forward(family: str, count: int, width: int) -> dict[str, Any]:
     }
     config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
     model, mesh = make_target(config), make_mesh(count)
-    given = drawn(init_params(config, jax.random.key(0)), 0)
+    parameters = drawn(init_params(config, jax.random.key(0)), 0)
     assert mesh is not None
-    return compared(model, mesh, given, width)[0]
+    return compared(model, mesh, parameters, width)[0]
 
 
-def compared(model: Any, mesh: Any, given: Any, width: int) -> tuple[dict[str, Any], Any]:
-    """Logits of `width` tokens on the mesh beside those of one device, and the weights on the mesh."""
+def compared(model: Any, mesh: Any, parameters: Any, width: int) -> tuple[dict[str, Any], Any]:
+    """Compares logits of `width` tokens with one device. Also returns the weights on the mesh."""
     tokens = np.arange(width, dtype=np.int32)[None] * 7 % model.config.vocab_size
 
-    def logits(given: Any, cache: Any, tokens: Any) -> Any:
+    def logits(parameters: Any, cache: Any, tokens: Any) -> Any:
         positions = jnp.arange(width, dtype=jnp.int32)[None]
         past = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
-        output = model.forward(given, model.embed(given, tokens), positions, CAUSAL, cache, *past, features=None)
-        return model.unembed(given, output.hidden)
+        output = model.forward(
+            parameters, model.embed(parameters, tokens), positions, CAUSAL, cache, *past, features=None
+        )
+        return model.unembed(parameters, output.hidden)
 
-    expected = jax.jit(logits)(given, init_cache(model.pages, PoolShape(1, 4)), tokens)
-    placed = place_params(mesh, Params(given), model, None).target
+    expected = jax.jit(logits)(parameters, init_cache(model.pages, PoolShape(1, 4)), tokens)
+    placed = place_params(mesh, Params(parameters), model, None).target
     cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4)))
     with under(mesh):
         program = jax.jit(logits).lower(placed, cache, tokens).compile()
-    found = program(placed, cache, jax.device_put(tokens, everywhere(mesh)))
+    result = program(placed, cache, jax.device_put(tokens, everywhere(mesh)))
     return {
-        "difference": float(np.max(np.abs(np.asarray(found) - np.asarray(expected)))),
+        "difference": float(np.max(np.abs(np.asarray(result) - np.asarray(expected)))),
         "largest": float(np.max(np.abs(expected))),
         "collectives": collectives(program),
     }, placed

@@ -1,6 +1,6 @@
 """Quantised weights over several CPU devices, for tests/core/test_mesh_quantised.py.
 
-A separate process. Prints one line of JSON an argument.
+Runs in a separate process. Prints a line of JSON per case.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class Warnings(logging.Handler):
 
 
 def product(name: str, count: int, split: str, rows: int) -> dict[str, Any]:
-    """How far the product is from one in float64, relative to the largest number, and what the program sends."""
+    """Relative error of a product against float64, and its collectives."""
     leaf, mesh = leaf_of(name, (4, 2, 12), 512), make_mesh(count)
     assert mesh is not None
-    found = shared(leaf, SPLITS[split], count)
-    if found is None:
+    divided = shared(leaf, SPLITS[split], count)
+    if divided is None:
         return {"split": False}
     x = np.random.default_rng(1).normal(size=(1, rows, leaf.depth)).astype(np.float32)
     expected = np.einsum("bnm,kqem->bnkqe", x.astype(np.float64), read_by_numpy(leaf))
     with under(mesh):
-        placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(found), found)
+        placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(divided), divided)
         program = jax.jit(linear).lower(jax.device_put(x, everywhere(mesh)), placed).compile()
     result = np.asarray(program(jax.device_put(x, everywhere(mesh)), placed))
     return {
         "split": True,
         "error": float(np.abs(result - expected).max() / np.abs(expected).max()),
         "collectives": [kind for *_, kind in collectives(program)],
-        "share": local_bytes(placed) / found.nbytes,
+        "share": local_bytes(placed) / divided.nbytes,
     }
 
 
@@ -68,14 +68,14 @@ def _on(mesh: Any, axis: int) -> Any:
 
 
 def rows_of_a_table(name: str, count: int) -> dict[str, Any]:
-    """How far rows of an embedding are from those of one device, and what the program sends."""
+    """Difference of embedding rows from one device, and their collectives."""
     leaf, mesh = leaf_of(name, (32,), 64), make_mesh(count)
     assert mesh is not None
     ids = np.asarray([[0, 31, 7, 8, 15, 16]], np.int32)
-    found = shared(leaf, -2, count)
-    assert found is not None
+    divided = shared(leaf, -2, count)
+    assert divided is not None
     with under(mesh):
-        placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(found), found)
+        placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(divided), divided)
         program = jax.jit(embed).lower(placed, jax.device_put(ids, everywhere(mesh))).compile()
     result = program(placed, jax.device_put(ids, everywhere(mesh)))
     return {
@@ -85,20 +85,20 @@ def rows_of_a_table(name: str, count: int) -> dict[str, Any]:
 
 
 def in_few_bits(weights: dict[str, Any], config: ModelConfig, kind: str) -> dict[str, Any]:
-    """All matrices of a model quantised, as loading would store them."""
-    found = {name: dict(part) if isinstance(part, dict) else part for name, part in weights.items()}
+    """Quantises all matrices of a model, as loading does."""
+    result = {name: dict(part) if isinstance(part, dict) else part for name, part in weights.items()}
     for scope in table(config):
-        place = found[scope.name] if scope.name else found
+        place = result[scope.name] if scope.name else result
         for leaf in filter(is_product, scope.leaves):
             inputs, outputs = input_letters(leaf), output_major(leaf).dims[:-1]
             axes = [leaf.dims.index(letter) for letter in (*outputs, *inputs)]
             value = np.asarray(place[leaf.name]).transpose(axes)
             place[leaf.name] = quantise(value.reshape(*value.shape[: len(outputs)], -1), kind)
-    return found
+    return result
 
 
 def forward(family: str, count: int, kind: str, width: int) -> dict[str, Any]:
-    """How far the logits of a forward are from those of one device with the same weights, and what it sends."""
+    """Difference of a forward's logits from one device, and its collectives."""
     experts = Experts(8, 2, 64, (1,))
     latent = Latent(rank=32, query_rank=32, nope_dim=8, rope_dim=8, value_dim=16)
     changes: dict[str, dict[str, Any]] = {
@@ -111,25 +111,25 @@ def forward(family: str, count: int, kind: str, width: int) -> dict[str, Any]:
     config = replace(CONFIG, family=family, attention_bias=False, **shape, **changes.get(family, {}))
     model, mesh = make_target(config), make_mesh(count)
     assert mesh is not None
-    given = in_few_bits(drawn(init_params(config, jax.random.key(0)), 0), config, kind)
-    found, placed = compared(model, mesh, given, width)
+    parameters = in_few_bits(drawn(init_params(config, jax.random.key(0)), 0), config, kind)
+    result, placed = compared(model, mesh, parameters, width)
     again = place_params(mesh, Params(placed), model, None).target
     assert jax.tree.structure(again) == jax.tree.structure(placed)
     leaves = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-    return found | {
-        "collectives": [kind for *_, kind in found["collectives"]],
+    return result | {
+        "collectives": [kind for *_, kind in result["collectives"]],
         "quantised": sum(isinstance(leaf, Quantised) for leaf in leaves),
         "weights": local_bytes(placed),
     }
 
 
 def engine(folder: str, count: int, quantization: str, algorithm: str, draft: dict[str, Any]) -> dict[str, Any]:
-    made = Engine.from_pretrained(
+    loaded = Engine.from_pretrained(
         folder, draft=options_of(algorithm, **draft), config=settings(count), quantization=quantization,
         compilation_cache=False, progress=False,
     )  # fmt: skip
-    drafts = jax.tree.leaves(made.params.draft, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-    return run(made) | {"quantised draft": sum(isinstance(leaf, Quantised) for leaf in drafts)}
+    drafts = jax.tree.leaves(loaded.params.draft, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return run(loaded) | {"quantised draft": sum(isinstance(leaf, Quantised) for leaf in drafts)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rules of docs/design.md once more, slowly: plain Python and numpy, one request at a time, one function per rule.
+"""The rules of docs/design.md in plain Python and numpy: one request at a time, one function per rule.
 
 Nothing here imports jax or specjax. Tests compare the real modules with this file, so it favours the obvious
 over the fast: dicts, lists, loops, and the whole sequence recomputed for every token.
@@ -28,7 +28,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry2x32(key: tuple[int, int], x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Twenty rounds of Threefry-2x32 (Salmon et al. 2011) on uint32 counters."""
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) on uint32 counters."""
     keys = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
     x0 = np.asarray(x0, np.uint64) + keys[0] & _MASK
     x1 = np.asarray(x1, np.uint64) + keys[1] & _MASK
@@ -53,7 +53,7 @@ def fold_in(key: tuple[int, int], position: int) -> tuple[int, int]:
 
 
 def gumbel(key: tuple[int, int], size: int) -> np.ndarray:
-    """Of the first 48 bits of each token's 64, as the middle of its interval; float64."""
+    """Uniform numbers from the first 48 bits of each token's 64, the middle of the interval; float64."""
     high, low = threefry2x32(key, np.zeros(size), np.arange(size))
     bits = (high.astype(np.uint64) << np.uint64(16)) + (low.astype(np.uint64) >> np.uint64(16))
     return -np.log(-np.log1p(-(bits + 0.5) / 2**48))
@@ -92,7 +92,7 @@ class Draw:
 def edited_logits(
     logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None
 ) -> np.ndarray:
-    """Everything that happens before the temperature: bias, penalties, masks. float32."""
+    """Applies the rule before the temperature: bias, penalties, masks. float32."""
     edited = np.array(logits, np.float32)
     for token, bias in params.bias.items():
         edited[token] += np.float32(bias)
@@ -114,7 +114,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def truncated_logits(edited: np.ndarray, params: Sampling) -> tuple[np.ndarray, float]:
-    """/ T, top-k, top-p, min-p: what is dropped is -inf. Also how near a boundary was, as a mass or probability."""
+    """Applies temperature, top-k, top-p, min-p (-inf for removed tokens). Also returns the distance to a boundary."""
     scaled = np.asarray(edited, np.float32) / np.float32(params.temperature)
     order, margin = [int(i) for i in np.argsort(-scaled, kind="stable") if scaled[i] > -np.inf], math.inf
     if 0 < params.top_k < len(order):
@@ -124,7 +124,7 @@ def truncated_logits(edited: np.ndarray, params: Sampling) -> tuple[np.ndarray, 
         mass = np.cumsum(softmax(scaled[order]))
         keep = max(1, int(np.sum(mass < params.top_p)) + 1)
         margin = min(margin, float(np.min(np.abs(mass - params.top_p))))
-        if keep < len(order):  # which of two equals is inside is settled by the id; of two near-equals, by rounding
+        if keep < len(order):  # exact ties go by id; near-ties by rounding
             margin = min(margin, _nonzero(scaled[order[keep - 1]] - scaled[order[keep]]))
         order = order[:keep]
     if params.min_p > 0:
@@ -137,14 +137,14 @@ def truncated_logits(edited: np.ndarray, params: Sampling) -> tuple[np.ndarray, 
 
 
 def _nonzero(gap: float) -> float:
-    """An exact tie is decided by the id, in every implementation: it is no near-tie."""
+    """Distance of two values; infinite for exact ties, which go by id in all implementations."""
     return float(gap) if gap else math.inf
 
 
 def distribution(
     logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None
 ) -> np.ndarray:
-    """The law of the next token, float64 [V]."""
+    """Distribution of the next token, float64 [V]."""
     edited = edited_logits(logits, params, prompt, generated, allowed)
     if params.temperature == 0:
         return np.eye(len(edited))[int(np.argmax(edited))]
@@ -213,17 +213,17 @@ def expand_tree(root: int, log_probs: Callable[[tuple[int, ...]], np.ndarray], k
 
 
 def path_nodes(tree: Tree, node: int) -> list[int]:
-    """From the root to ``node``, both included."""
+    """Nodes from the root to ``node``, inclusive."""
     return [0] if node == 0 else [*path_nodes(tree, tree.parents[node]), node]
 
 
 def path_tokens(tree: Tree, node: int) -> list[int]:
-    """The tokens below the root on the way to ``node``; empty for the root."""
+    """Tokens from below the root to ``node``; empty for the root."""
     return [tree.tokens[i] for i in path_nodes(tree, node)[1:]]
 
 
 def paths(tree: Tree) -> set[tuple[int, ...]]:
-    """The tree without its node numbers: the token path of every node but the root."""
+    """The token paths of all nodes except the root."""
     return {tuple(path_tokens(tree, node)) for node in range(1, len(tree.tokens))}
 
 
@@ -232,7 +232,7 @@ def depths(tree: Tree) -> list[int]:
 
 
 def ancestor_matrix(tree: Tree) -> np.ndarray:
-    """[i, j]: node i sees node j, which is itself or an ancestor."""
+    """[i, j]: node j is node i or an ancestor."""
     size = len(tree.tokens)
     return np.array([[j in path_nodes(tree, i) for j in range(size)] for i in range(size)])
 
@@ -246,23 +246,23 @@ def pack_bits(matrix: np.ndarray) -> np.ndarray:
 
 
 def problems(tree: Tree) -> list[str]:
-    """What is wrong with the tree: parents before children, one root, distinct siblings."""
-    found = []
+    """Lists violations: one root, parents before children, distinct siblings."""
+    errors = []
     if tree.parents[0] != NO_PARENT:
-        found.append("node 0 is not the root")
+        errors.append("node 0 is not the root")
     for node, parent in list(enumerate(tree.parents))[1:]:
         if not 0 <= parent < node:
-            found.append(f"node {node} has parent {parent}")
+            errors.append(f"node {node} has parent {parent}")
     siblings = Counter(zip(tree.parents[1:], tree.tokens[1:], strict=True))
-    found += [f"token {token} twice under node {parent}" for (parent, token), count in siblings.items() if count > 1]
-    return found
+    errors += [f"token {token} twice under node {parent}" for (parent, token), count in siblings.items() if count > 1]
+    return errors
 
 
 # Verification.
 
 
 def walk(tree: Tree, drawn: Tokens) -> list[int]:
-    """The accepted nodes, root first: from each, to the child whose token is the one drawn there."""
+    """Accepted nodes, root first: each next node is the child with the drawn token."""
     node, accepted = 0, [0]
     while True:
         children = [child for child, parent in enumerate(tree.parents) if parent == node]
@@ -273,7 +273,7 @@ def walk(tree: Tree, drawn: Tokens) -> list[int]:
 
 
 def truncate(tokens: Tokens, stop_ids: Tokens, budget: int) -> tuple[list[int], int]:
-    """The tokens that are emitted, of the m accepted and the bonus, and the finish reason."""
+    """Emitted tokens among the accepted ones and the bonus, and the finish reason."""
     first_stop = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
     emitted = list(tokens[: min(len(tokens), first_stop + 1, budget)])
     if emitted and emitted[-1] in stop_ids:
@@ -306,7 +306,7 @@ def _prefill(logits_fn: LogitsFn, prompt: Tokens, params: Sampling) -> Generatio
 
 
 def generate_plain(logits_fn: LogitsFn, prompt: Tokens, params: Sampling) -> Generation:
-    """One token at a time."""
+    """Decodes one token at a time."""
     result = _prefill(logits_fn, prompt, params)
     while result.finish == RUNNING:
         drawn = draw(logits_fn([*prompt, *result.tokens]), params, prompt, result.tokens)

@@ -1,4 +1,4 @@
-"""Names for programs: text that is equal for values that are traced alike."""
+"""Names of programs, equal for values with equal traces."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ import jax
 import numpy as np
 
 KNOWN_CODE = {"specjax", "specjax_kernels", "jax", "flax", "functools"}
-# The tests' own modules do not change while they run.
+# Modules of the tests.
 KNOWN_CODE |= {file.stem for file in Path(__file__).parents[1].rglob("*.py")}
 
 
 class Unknown(Exception):
-    """A value that a name cannot stand for."""
+    """A value without a name."""
 
 
 def name_of(value: Any) -> str:
-    """A digest of a value. Raises Unknown."""
+    """Returns a digest of a value. Raises Unknown."""
     return hashlib.sha256("\n".join(describe(value)).encode()).hexdigest()
 
 
 def describe(value: Any) -> Iterator[str]:
-    """Text that stands for a value: equal for values that are traced alike. Raises Unknown if it holds
-    something for which there is no such text."""
+    """Yields text that is equal for values with equal traces. Raises Unknown for other values."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     text, parts = name, ()
     if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | np.dtype):
         text += f" {value!r}"
     elif isinstance(value, jax.ShapeDtypeStruct):
-        # A program runs on the devices that it was compiled for, and a sharding's text does not name them.
+        # Programs are compiled for devices, which the text of a sharding does not name.
         ids = [] if value.sharding is None else sorted(device.id for device in value.sharding.device_set)
         text = f"{value.shape} {value.dtype} {value.sharding} {ids}"
     elif isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -60,10 +59,10 @@ def describe(value: Any) -> Iterator[str]:
         text = f"function {_known(function)}"
         parts = [function.__defaults__, function.__kwdefaults__]
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a variable that is not set yet
-                found = cell.cell_contents
-                itself = callable(found) and inspect.unwrap(found) is function
-                parts.append((variable, None if itself else found))
+            with contextlib.suppress(ValueError):  # unset variable
+                content = cell.cell_contents
+                itself = callable(content) and inspect.unwrap(content) is function
+                parts.append((variable, None if itself else content))
     elif dataclasses.is_dataclass(value):
         text = f"dataclass {_known(kind)}"
         parts = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
@@ -75,7 +74,7 @@ def describe(value: Any) -> Iterator[str]:
 
 
 def _known(code: Any) -> str:
-    """The name of a function or class that does not change while the tests run."""
+    """Returns the name of a function or class of a known package."""
     name = f"{code.__module__}.{code.__qualname__}"
     if name.partition(".")[0] not in KNOWN_CODE:
         raise Unknown(f"{name} is not part of specjax")

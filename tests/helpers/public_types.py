@@ -1,6 +1,6 @@
-"""The types of the public functions, as pyright infers them: `test_public_names.py` runs it over this file.
+"""Types of public functions for pyright, which test_public_names.py runs over this file.
 
-Nothing here is run. A comment that ignores an error stands where there must be one.
+The code is not executed. Comments that ignore an error mark required errors.
 """
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
@@ -80,10 +80,10 @@ def no_prompts(engine: Engine) -> None:
     engine.generate("once", stream="yes")  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def steps(made: Steps, params: Params, state: DecodeState, row: Row, chunk: PrefillInput, given: StepInput) -> None:
-    assert_type(made.admit(state, jnp.int32(0), row), DecodeState)
-    assert_type(made.admit(state, 0, row), DecodeState)
-    assert_type(made.prefill(params, state, chunk), tuple[DecodeState, StepOutput])
-    assert_type(made.speculate(params, state, given), tuple[DecodeState, StepOutput])
-    made.speculate(state, params, given)  # pyright: ignore[reportArgumentType]
-    made.prefill(params, state, given)  # pyright: ignore[reportArgumentType]
+def steps(fns: Steps, params: Params, state: DecodeState, row: Row, chunk: PrefillInput, inputs: StepInput) -> None:
+    assert_type(fns.admit(state, jnp.int32(0), row), DecodeState)
+    assert_type(fns.admit(state, 0, row), DecodeState)
+    assert_type(fns.prefill(params, state, chunk), tuple[DecodeState, StepOutput])
+    assert_type(fns.speculate(params, state, inputs), tuple[DecodeState, StepOutput])
+    fns.speculate(state, params, inputs)  # pyright: ignore[reportArgumentType]
+    fns.prefill(params, state, inputs)  # pyright: ignore[reportArgumentType]

@@ -365,7 +365,8 @@ class Runner:
         for slot, (prompt, request) in enumerate(requests):
             self.admit(slot, prompt, request, **changes)
         first = self.prefill([prompt for prompt, _ in requests])
-        results = [Finished([int(t)], int(f), [], []) for t, f in zip(first.tokens[:, 0], first.finish, strict=True)]
+        outputs = zip(first.tokens, first.emitted, first.finish, strict=True)
+        results = [Finished(tokens[:count].tolist(), int(finish), [], []) for tokens, count, finish in outputs]
         return self.decode(results)
 
     def decode(self, results: list[Finished]) -> list[Finished]:
@@ -377,7 +378,7 @@ class Runner:
                 if not active[row]:
                     assert count == 0
                     continue
-                assert count > 0
+                assert count > 0 or output.finish[row] != 0
                 result.emitted.append(count)
                 result.accepted.append(int(output.accepted[row]))
                 result.tokens.extend(output.tokens[row, :count].tolist())

@@ -8,7 +8,7 @@ from family_helpers import load_family, save_family
 from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, init_cache
-from specjax.models.ragged import Ragged
+from specjax.models.blocks import Ragged
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_moe", "deepseek_v3"])

@@ -1,4 +1,4 @@
-"""`--dry-run` against engines and figures computed by hand; each change that it proposes makes the model fit."""
+"""`--dry-run` against engines and figures computed by hand; proposed changes make the model fit."""
 
 from __future__ import annotations
 
@@ -31,17 +31,10 @@ from specjax.serve import command
 from specjax.state import init_state
 
 LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
 }  # fmt: skip
@@ -100,11 +93,9 @@ def head_flags(configs) -> tuple[Any, ...]:
 # Figures computed by hand.
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "beside", "break_even"), [("none", 2, 0, 1.355), ("int8", 1, 4, 1.178), (None, 1, 4, 1.178)]
-)
+@pytest.mark.parametrize(("kind", "size", "beside", "break_even"), [("none", 2, 0, 1.355), (None, 1, 4, 1.178)])
 def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, beside, break_even):
-    """A draft weight takes `size` bytes, an output of a matrix `beside`; int8 is the default on a GPU."""
+    """A draft weight has `size` bytes, and an output of a matrix `beside` more; int8 is the default on GPUs."""
     tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1, "--speculative-adaptive"
     tree += ("--speculative-draft-quantization", kind) if kind else ()
     output = dry_run("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
@@ -118,7 +109,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     assert document["reads"]["level"] == size * (layer + 32000 * 4096) + beside * outputs + norms
     assert document["reads"]["once"] == size * 3 * 4096 * 4096 + beside * 4096
     assert ("weights in int8" in document["speculation"]["head"]) == (size == 1)
-    assert memory["limit"] == int(0.95 * 141e9), "a tenth beyond what weights and pool may have"
+    assert memory["limit"] == int(0.95 * 141e9), "a tenth more than weights and pool"
     room = int(141e9 * 0.85) - memory["weights"] - memory["draft_weights"]
     token, draft_token = 32 * 2 * 8 * 128 * 2, 2 * 8 * 128 * 2
     assert document["pool_tokens"] == room // (token + draft_token) // 16 * 16
@@ -128,7 +119,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     assert one["plain"] == pytest.approx((document["reads"]["forward"] + context * token) / 4.8e12)
     draft = 7 * (document["reads"]["level"] + context * draft_token) + document["reads"]["once"]
     assert one["draft"] == pytest.approx(draft / 4.8e12)
-    assert one["verify"] == one["plain"], "eight tokens cost what one costs"
+    assert one["verify"] == one["plain"], "bound by bandwidth"
     assert one["break_even"] == pytest.approx(1 + one["draft"] / one["plain"]) == pytest.approx(break_even, abs=2e-3)
     many = document["speeds"][-1]
     assert (many["batch"], many["nodes"]) == (48, 8)
@@ -137,24 +128,24 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     assert re.search(r"^fits: \d+\.\d\d GB are left$", output.text, re.MULTILINE)
 
 
-def test_path_of_a_config(configs, dry_run):
-    folder, file = (
-        dry_run("--model", path, "--assume-device", "A100").document
-        for path in (configs / "8b", configs / "8b" / "config.json")
-    )
+def test_path_of_a_config_and_tied_embedding(configs, dry_run):
+    paths = configs / "8b", configs / "8b" / "config.json"
+    folder, file = (dry_run("--model", path, "--assume-device", "A100").document for path in paths)
     assert folder | {"model": ""} == file | {"model": ""}
+    two = dry_run("--model", paths[0], "--assume-device", "A100", "--dp", 2, "--assume-devices", 2)
+    assert two.document["memory"]["limit"] == folder["memory"]["limit"] and "2 for each of 2 replicas" in two.text
     assert file["drafter"]["name"] == "NGRAM"
     with pytest.raises(CheckpointError, match=r"has none of: model.safetensors"):
         checkpoint.resolve(str(configs / "8b"))
     with pytest.raises(CheckpointError, match=r"is a file and not a \.gguf"):
         checkpoint.resolve(str(configs / "8b" / "config.json"))
-
-
-def test_tied_embedding_is_read_whole(configs):
     config = LLAMA_8B | {"tie_word_embeddings": True, "num_hidden_layers": 2}
     (configs / "8b" / "config.json").write_text(json.dumps(config))
-    reads = planned(outline(str(configs / "8b"), draft=NoDraft(), platform="gpu"))["reads"]
-    assert reads["forward"] == reads["weights"]
+    described = outline(str(configs / "8b"), draft=NoDraft(), platform="gpu")
+    reads = planned(described)["reads"]
+    assert reads["forward"] == reads["weights"], "a tied embedding is read whole"
+    case = Case(described, EngineConfig(), DEVICES["H200"], "cpu")
+    assert case._replace(replicas=3).limit == case.limit // 3, "replicas on CPUs share the memory"
 
 
 def planned(described: Any, devices: int = 1) -> dict[str, Any]:
@@ -170,14 +161,13 @@ def test_several_devices(configs):
         assert two[name] == one[name] // 2
     assert two["reads"]["once"] == one["reads"]["once"], "fc is not divided"
     assert two["speeds"][0]["plain"] < 0.51 * one["speeds"][0]["plain"]
-    # Two devices share one of 8 key/value heads, and each has two of its four query heads: 4 of 48 heads.
+    # Each of 16 devices has a copy of a key/value head and two of its query heads: 4 of 48 heads.
     qkv = 2 * 32 * 4096 * 48 * 128
     assert many["memory"]["weights"] == (weights - norms - qkv) // 16 + norms + qkv // 12
     assert many["token_bytes"] == one["token_bytes"] // 8
 
 
 def test_devices_that_cannot_split_the_heads(configs, dry_run):
-    """The server refuses three devices; the dry run proposes the fewest that are enough."""
     given = "--model", configs / "70b", "--assume-device", "H100", "--assume-devices"
     output = dry_run(*given, 3)
     reason = "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly"
@@ -187,7 +177,7 @@ def test_devices_that_cannot_split_the_heads(configs, dry_run):
 
 
 def test_expert_parallel(configs, dry_run):
-    """The experts' width, 712, is not divisible by 32: each of 32 devices has all experts, or one group's experts."""
+    """32 devices do not divide the width of 712: each has all experts, or the experts of one group."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 1024,
         "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -205,22 +195,9 @@ def test_expert_parallel(configs, dry_run):
     (reason,) = dry_run(*given, "--ep", 2).document["problems"]
     assert reason.startswith("--expert-parallel-size 2 cannot spread the 64 experts of the model, each 712 wide")
     assert reason.endswith("over 32 devices; these can: 1, 4, 8, 16, 32"), reason
-    (reason,) = dry_run("--model", configs / "70b", "--tp", 8, "--ep", 8, "--assume-device", "H100").document[
-        "problems"
-    ]
+    document = dry_run("--model", configs / "70b", "--tp", 8, "--ep", 8, "--assume-device", "H100").document
+    (reason,) = document["problems"]
     assert reason.startswith("--expert-parallel-size 8 spreads the experts of a mixture over devices, and the model")
-
-
-def test_replicas(configs, dry_run, monkeypatch):
-    """GPU replicas have their own devices; CPU replicas share the machine's memory."""
-    given = "--model", configs / "8b", "--assume-device", "H200"
-    one, two = dry_run(*given), dry_run(*given, "--dp", 2, "--assume-devices", 2)
-    assert two.document["replicas"] == 2 and one.document["replicas"] == 1
-    assert two.document["memory"]["limit"] == one.document["memory"]["limit"]
-    assert "2 for each of 2 replicas" in two.text
-    described = outline(str(configs / "8b"), draft=NoDraft(), platform="cpu")
-    case = Case(described, EngineConfig(), DEVICES["H200"], "cpu")
-    assert case._replace(replicas=3).limit == case.limit // 3
 
 
 # Engines.
@@ -237,9 +214,9 @@ def tiny(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", ["NONE", "NGRAM", "EAGLE3"])
+@pytest.mark.parametrize("name", ["NGRAM", "EAGLE3"])
 def test_memory_equals_the_engines(tiny, monkeypatch, name):
-    draft = {"NONE": NoDraft(), "NGRAM": Ngram(capacity=4096), "EAGLE3": Eagle3(str(tiny / "head"))}[name]
+    draft = {"NGRAM": Ngram(capacity=4096), "EAGLE3": Eagle3(str(tiny / "head"))}[name]
     config = EngineConfig(max_running_requests=3, page_size=4)
     engine = Engine.from_pretrained(str(tiny / "model"), draft=draft, config=config, compilation_cache=False)
     described = outline(str(tiny / "model"), draft=draft)
@@ -266,14 +243,14 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
 
 @pytest.mark.parametrize("kind", ["step", "prefill"])
 def test_temporaries_against_xla(tmp_path, kind):
-    """A step of 32 nodes needs most memory for logits, a prompt's chunk of 256 tokens for activations."""
+    """A step of 32 nodes needs memory mostly for logits, a chunk of 256 tokens for activations."""
     sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
     described = outline(str(tmp_path), draft=Ngram(nodes=8, capacity=4096))
     parts, config = (described.target, described.drafter), EngineConfig(max_running_requests=4)
     pool, buckets = Layout.of(config, 1024, 1024, "cpu", described.drafter)
-    # The other kind of program is too small to matter.
+    # The other kind of program is small.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
     buckets = replace(buckets, several=None, **few)
     tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
@@ -313,34 +290,30 @@ def test_gguf_described_without_conversion(tmp_path, monkeypatch):
     assert described.target.config == config
 
 
-# What to change.
+# Proposed changes.
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        # The pool needs 131,072 bytes a token, and the share has no room for one.
-        (
-            f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090",
-            {"unset", "--assume-devices", "--assume-device"},
-        ),
-        ("8b --assume-device RTX4090 --dtype float32", {"--dtype", "--assume-devices", "--assume-device"}),
-        ("70b --assume-device H200", {"--assume-devices"}),
+        (f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090", "unset --assume-devices --assume-device"),
+        ("8b --assume-device RTX4090 --dtype float32", "--dtype --assume-devices --assume-device"),
+        ("70b --assume-device H200", "--assume-devices"),
         (
             "8b --assume-device L40S --context-length 131072 --mem-fraction 0.68",
-            {"--context-length", "--mem-fraction-static"},
+            "--context-length --mem-fraction-static",
         ),
         (
             f"{SHARE_VARIABLES[0]}=0.75 8b --assume-device H200 --max-total-tokens 850000",
-            {"--max-total-tokens", "unset"},
+            "--max-total-tokens unset",
         ),
         (
             "8b --assume-device L40S --max-running-requests 256 --speculative-algorithm NGRAM "
             "--speculative-num-draft-tokens 64 --max-total-tokens 80000",
-            {"--max-running-requests", "--speculative-algorithm"},
+            "--max-running-requests --speculative-algorithm",
         ),
     ],
-)  # fmt: skip
+)
 def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected):
     *variables, rest = re.split(r"(?<=\d) (?=\d+b )", argv)
     for variable in variables:
@@ -349,7 +322,7 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
     output = dry_run("--model", configs / name, *given)
     assert output.status == 1 and output.document["problems"] and "does not fit" in output.text
     changes = output.document["changes"]
-    assert expected <= {change.split()[0] for change in changes}, changes
+    assert set(expected.split()) <= {change.split()[0] for change in changes}, changes
     for change in changes:
         with monkeypatch.context() as patch:
             argv = [*given]
@@ -361,12 +334,6 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
             assert dry_run("--model", configs / name, *argv).status == 0, change
 
 
-def test_the_proposed_pool_is_the_default(configs, dry_run):
-    argv = ("--model", configs / "8b", "--assume-device", "RTX4090")
-    tokens = dry_run(*argv).document["pool_tokens"]
-    assert f"--max-total-tokens {tokens}" in dry_run(*argv, "--max-total-tokens", 100_000).document["changes"]
-
-
 # Flags.
 
 
@@ -374,8 +341,6 @@ def test_the_proposed_pool_is_the_default(configs, dry_run):
     ("argv", "message"),
     [
         ("--assume-device H200", "--assume-device needs --dry-run"),
-        ("--json", "--json needs --dry-run"),
-        ("--assume-devices 2", "--assume-devices needs --dry-run"),
         ("--dry-run --assume-device B9", "argument --assume-device: invalid choice: 'B9' (choose from "),
         ("--dry-run --assume-devices 0", "--assume-devices must be an integer of at least 1, got 0"),
     ],
@@ -391,10 +356,7 @@ def test_wrong_flags(capsys, argv, message):
     [
         (("--model", "./nowhere"), "the model './nowhere' looks like a path"),
         (("--context-length", 10**6), "--context-length 1000000 exceeds the model's 131072 positions"),
-        (
-            ("--speculative-algorithm", "EAGLE3"),
-            "--speculative-draft-model-path is missing: EAGLE3 needs a draft head",
-        ),
+        (("--speculative-algorithm", "EAGLE3"), "--speculative-draft-model-path is missing: EAGLE3 needs a draft head"),
     ],
 )
 def test_wrong_settings_give_status_2(configs, capsys, argv, message):
@@ -407,7 +369,6 @@ def test_wrong_settings_give_status_2(configs, capsys, argv, message):
 @pytest.mark.parametrize(
     ("flag", "text", "message"),
     [
-        ("--chat-template", None, "(chat_template, --chat-template) cannot be read: No such file or directory"),
         ("--chat-template", "{% if %}", "has a syntax error in line 1: Expected an expression"),
         ("--tokenizer-path", None, "(tokenizer_path, --tokenizer-path) is not a folder"),
     ],

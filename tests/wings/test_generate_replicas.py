@@ -1,4 +1,4 @@
-"""`specjax generate --dp`: replicas on two devices of a CPU write the file that one device writes."""
+"""`specjax generate --dp` on two CPU devices writes the file of one device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ LINES = [
 ]
 
 
-def test_replicas_write_what_one_device_writes(tmp_path):
-    """In the order of the input."""
+def test_replicas_equal_one_device(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     model = saved_model(tmp_path / "model")
     argv = ["--model", model, "--input", f"{tmp_path}/in.jsonl", *QUICK, "--speculative-algorithm", "NONE"]

@@ -1,4 +1,4 @@
-"""Trees as pictures: which boxes and lines there are, what they say, and that they keep out of one another's way."""
+"""SVG pictures of trees: boxes, lines, labels and layout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,8 @@ SMALL = tree_of([0, 1, 2, 3, 4], [-1, 0, 0, 1, 1], [1, 3, -1, 5, -1], [0, 1, 3],
 
 
 def groups(drawing: str) -> list[ET.Element]:
-    """One for each box, in the order of nodes."""
-    kinds = ("root", "accepted", "proposed", "drawn")
-    return [
-        g
-        for g in ET.fromstring(drawing).iter(NAME + "g")
-        if g.get("class") in kinds and g.find(NAME + "rect") is not None
-    ]
+    """The groups of boxes, in order of nodes."""
+    return [g for g in ET.fromstring(drawing).iter(NAME + "g") if g.find(NAME + "rect") is not None]
 
 
 NAME = "{http://www.w3.org/2000/svg}"
@@ -48,33 +43,23 @@ def texts(drawing: str, kind: str) -> list[str]:
     return [t.text or "" for t in ET.fromstring(drawing).iter(NAME + "text") if t.get("class") == kind]
 
 
-def test_a_box_for_each_node_and_one_for_the_token_that_was_not_proposed():
+def test_boxes_labels_and_shades():
     drawing = draw_tree(SMALL, words)
     assert texts(drawing, "token") == ["␣cat", "␣sat", "␣is", "␣on", "␣by", "␣a"]
-    assert [g.get("class") for g in groups(drawing)] == [
-        "root",
-        "accepted",
-        "proposed",
-        "accepted",
-        "proposed",
-        "drawn",
-    ]
+    kinds = ["root", "accepted", "proposed", "accepted", "proposed", "drawn"]
+    assert [g.get("class") for g in groups(drawing)] == kinds
     assert [g.find(NAME + "path") is not None for g in groups(drawing)] == [False, True, True, True, True, True]
     assert texts(drawing, "note") == ["62%", "11%", "41%", "<1%"] and len(texts(drawing, "legend")) == 3
 
-
-def test_likelier_nodes_are_darker():
     shade = [g.find(NAME + "rect").get("fill-opacity") for g in groups(draw_tree(SMALL, words))]
     assert shade[0] is shade[5] is None and shade[1] > shade[3] > shade[2] > shade[4]
 
 
-def test_ranks_are_shown_as_their_order():
+def test_ranks_and_markup():
     tree = tree_of([0, 1, 2, 3], [-1, 0, 0, 1], [5, 5, 5, 5], [0], [0.0, -272.0, -593.0, -288.0])
     drawing = draw_tree(tree, words, shade="order", legend=False)
     assert texts(drawing, "note") == ["#1", "#3", "#2"] and texts(drawing, "legend") == []
 
-
-def test_tokens_that_look_like_markup_are_shown_as_they_are():
     drawing = draw_tree(SMALL, lambda ids: '<b>&"', title="<i>")
     assert set(texts(drawing, "token")) == {'<b>&"'} and texts(drawing, "heading") == ["<i>"]
 
@@ -92,7 +77,7 @@ BUSHY = tree_of([0, *[i % 5 for i in range(1, 31)]], [-1, *[(i - 1) // 2 for i i
 
 
 @pytest.mark.parametrize("tree", [SMALL, WIDE, DEEP, BUSHY], ids=["small", "wide", "deep", "bushy"])
-def test_boxes_keep_apart_and_inside(tree):
+def test_boxes_do_not_overlap(tree):
     drawing = draw_tree(tree, words)
     width, height = (float(ET.fromstring(drawing).get(name)) for name in ("width", "height"))
     place = layout(tree, words)
@@ -104,17 +89,17 @@ def test_boxes_keep_apart_and_inside(tree):
 
 
 @pytest.mark.parametrize(("drawn", "shown"), [(3, ["␣cat", "␣on"]), (-1, ["␣cat"])])
-def test_the_root_alone(drawn, shown):
+def test_root_only(drawn, shown):
     assert texts(draw_tree(tree_of([0], [-1], [drawn], [0]), words), "token") == shown
 
 
-def test_chains_far_deeper_than_pythons_stack_are_laid_out():
+def test_deep_chains():
     count = 3000
     place = layout(tree_of([1] * count, [-1, *range(count - 1)], [2] * count, list(range(count))), words)
     assert len(place.x) == count + 1 and np.all(np.diff(place.x) > 0) and set(place.y) == {0.0}
 
 
-def test_steps_below_one_another():
+def test_several_steps():
     drawing = draw_steps([SMALL, tree_of([5], [-1], [3], [0]), WIDE], words, first=4)
     assert [text.split(",")[0] for text in texts(drawing, "heading")] == [
         "step 4: 2 of 4 drafts accepted", "step 5: 0 of 0 drafts accepted", "step 6: 0 of 39 drafts accepted",
@@ -122,5 +107,5 @@ def test_steps_below_one_another():
     assert len(texts(drawing, "legend")) == 3 and drawing._repr_svg_() == drawing
 
 
-def test_the_step_that_is_drawn_by_default_has_accepted_and_rejected_drafts():
+def test_default_step():
     assert most_telling([WIDE, DEEP, SMALL, BUSHY]) == 2
