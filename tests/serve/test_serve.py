@@ -342,7 +342,7 @@ def test_reports_say_why_steps_did_not_draft():
 def test_a_draft_model_of_which_nothing_is_accepted_is_reported_once(caplog, monkeypatch):
     """N-grams may find nothing; a model that never agrees was made for another target."""
     engine = shared_engine("NONE")
-    model = engine.drafter._replace(name="EAGLE3", runs_model=True)
+    model = engine.drafter._replace(name="EAGLE3", features="final")
     assert doubt(model, DOUBTED - 1, 0) is None and doubt(model, 10 * DOUBTED, 1) is None
     assert doubt(engine.drafter, 10 * DOUBTED, 0) is None
     problem = doubt(model, DOUBTED, 0)
