@@ -20,8 +20,8 @@ from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings, Settings
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.arrays import Output, Read
-from specjax.engine.collect import take
+from specjax.engine.batch import take
+from specjax.engine.device import Output, Read
 from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Slot, Status, completion
 from specjax.serve import control

@@ -30,8 +30,8 @@ from engine_helpers import (
 
 from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.engine.arrays import prefill_input, unpack_prefill
 from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, LARGE_CHUNK, SMALL_CHUNK, Buckets
+from specjax.engine.device import prefill_input, unpack_prefill
 from specjax.engine.intake import with_sampling
 from specjax.engine.programs import Key, Programs
 from specjax.engine.sequence import Slot, completion
