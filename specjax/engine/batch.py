@@ -41,35 +41,23 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Requests that run next, and their program.
-
-    Attributes:
-        sequences: at most one per row of the program.
-        lengths: for a prefill: tokens of each sequence.
-        drafted: for a step: sequences that it may draft for.
-        forced: for a step: tokens forced by a grammar, which replace drafts.
-    """
+    """Requests that run next, and their program."""
 
     key: Key
     program: Program
     sequences: list[Sequence]
-    lengths: List[int] = ()
-    drafted: tuple[Sequence, ...] = ()
-    forced: Mapping[Sequence, list[int]] = MappingProxyType({})
+    lengths: List[int] = ()  # for a prefill: tokens of each sequence
+    drafted: tuple[Sequence, ...] = ()  # for a step: sequences that it may draft for
+    forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # tokens forced by a grammar, which replace drafts
 
 
 class InFlight(NamedTuple):
-    """A batch that is launched and not yet read.
-
-    Attributes:
-        launched: time of the launch, in seconds of `perf_counter`.
-        prefilled: for a prefill: tokens of each sequence in pages before and after it.
-    """
+    """A batch that is launched and not yet read."""
 
     batch: Batch
     output: Output
-    launched: float = 0.0
-    prefilled: List[tuple[int, int]] = ()
+    launched: float = 0.0  # seconds of `perf_counter`
+    prefilled: List[tuple[int, int]] = ()  # for a prefill: tokens of each sequence in pages before and after it
 
 
 class Flights(deque[InFlight]):
@@ -113,13 +101,8 @@ class Counters:
     accepted_at: list[int] = field(default_factory=list)  # accepted drafts, by depth - 1
 
     def count(self, tokens: int, *, verified: bool, drafted: bool, free: bool) -> None:
-        """Counts the tokens that a sequence got from a program.
-
-        Args:
-            verified: the program is a step.
-            drafted: the step could draft for the sequence.
-            free: the sequence has no grammar.
-        """
+        """Counts the tokens of a sequence from a prefill or, `verified`, from a step, which could draft for it if
+        `drafted`. `free`: the sequence has no grammar."""
         self.generated += tokens
         if verified:
             self.verifications += 1

@@ -51,21 +51,14 @@ class Key(NamedTuple):
 
     Kinds: "step"; "prefill"; "scoring", a prefill with log-probabilities of its tokens; "propose" and "constrained",
     the two halves of a step in which a request has a grammar (`specjax.engine.grammar_steps`).
-
-    Attributes:
-        width: batch bucket of a step; chunk width of a prefill.
-        table: pages per request.
-        rows: prompts in a prefill.
-        nodes: TREE or PLAIN.
-        tokens: maximum number of tokens of a prefill over all prompts; 0: `rows` times `width`.
     """
 
     kind: str
-    width: int
-    table: int
-    rows: int = 1
-    nodes: int = TREE
-    tokens: int = 0
+    width: int  # batch bucket of a step; chunk width of a prefill
+    table: int  # pages per request
+    rows: int = 1  # prompts in a prefill
+    nodes: int = TREE  # or PLAIN
+    tokens: int = 0  # maximum number of tokens of a prefill over all prompts; 0: `rows` times `width`
 
     def __str__(self) -> str:
         plain = " without drafts" if self.nodes == PLAIN else ""
@@ -113,30 +106,18 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes of the programs.
+    """Sizes of the programs."""
 
-    Attributes:
-        batches: batch sizes; more requests than the last run in several batches.
-        chunks: tokens of one prompt in a prefill: fine, small and large, without repetitions.
-        small: the small chunk.
-        several: prefill of several prompts: number of prompts, maximum tokens of each prompt, of all prompts.
-        tables: pages per request.
-        widths: widths of the drafter's trees.
-        block_tokens: see `BLOCK_TOKENS`; None: no limit.
-        several_widths: steps choose among several tree widths; else each batch bucket has one.
-        adaptive: steps with and without drafts are chosen by `specjax.engine.draft_policy`.
-    """
-
-    batches: tuple[int, ...]
-    chunks: tuple[int, ...]
-    small: int
-    several: tuple[int, int, int] | None
-    tables: tuple[int, ...]
-    widths: tuple[int, ...]
-    block_tokens: int | None
-    several_widths: bool = True
+    batches: tuple[int, ...]  # more requests than the last run in several batches
+    chunks: tuple[int, ...]  # tokens of one prompt in a prefill: fine, small and large, without repetitions
+    small: int  # chunk
+    several: tuple[int, int, int] | None  # prefill of several prompts: prompts, most tokens of each, and of all
+    tables: tuple[int, ...]  # pages per request
+    widths: tuple[int, ...]  # of the drafter's trees
+    block_tokens: int | None  # see `BLOCK_TOKENS`; None: no limit
+    several_widths: bool = True  # steps choose among several tree widths; else each batch bucket has one
     free_tokens: int = FREE_TOKENS["cpu"]
-    adaptive: bool = False
+    adaptive: bool = False  # `specjax.engine.draft_policy` chooses which steps draft
 
     @classmethod
     def build(
@@ -151,14 +132,8 @@ class Buckets:
         adaptive: bool = False,
         ragged: bool = False,
     ) -> Buckets:
-        """Chooses the sizes.
-
-        Args:
-            rows: largest batch.
-            request_pages: maximum number of pages of a request.
-            chunk, prefill: maximum number of tokens in a forward, of one prompt and of all prompts.
-            ragged: the model can skip the padding of prompts of different lengths.
-        """
+        """Chooses the sizes for batches of up to `rows` requests of up to `request_pages` pages. `chunk` and `prefill`
+        limit the tokens of one prompt and of all prompts; with `ragged` the model can skip padding."""
         kind = "cpu" if platform == "cpu" else "gpu"
         block_tokens = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or LARGE_CHUNK[kind], prefill or LARGE_CHUNK[kind], LARGE_CHUNK[kind])
@@ -229,13 +204,7 @@ class Buckets:
 
         Compiled programs of at most `most` tokens come first, by the number of tokens that they compute per cost, then
         programs for one prompt. Without a limit, the best chunk for the first prompt is compiled before another one is
-        used for that prompt alone, unless it is compiling in the background.
-
-        Args:
-            left: remaining tokens of the prompts, in their order.
-            pages: pages of the prompts.
-            most: see `most_prefilled`.
-            pending: programs that compile in the background.
+        used for that prompt alone, unless it is `pending`. `left`, `pages`: remaining tokens and pages of each prompt.
         """
         chunks = self.chunks_for(left[0]) if most is None else self.plain_chunks
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]

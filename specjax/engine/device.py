@@ -102,14 +102,7 @@ def prefill_input(
     """Input of a prefill of the next chunk of each sequence's context, int32 [batch, 3 + width + table].
 
     The last chunk of a context draws a token unless the next token is known. Empty entries get slots from R = `rows`
-    on.
-
-    Args:
-        batch: entries of the bucket.
-        width: maximum tokens of a chunk.
-        table: pages per request.
-        pages: P.
-        lengths: tokens of each chunk.
+    on. `pages` is P; `lengths` are the tokens of each chunk.
     """
     packed = np.zeros((batch, 3 + width + table), np.int32)
     packed[:, 0] = range(rows, rows + batch)

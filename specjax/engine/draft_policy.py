@@ -60,23 +60,14 @@ class Mean:
 
 @dataclass
 class Bucket:
-    """Measurements of one batch bucket.
+    """Measurements of one batch bucket."""
 
-    Attributes:
-        ratio: duration of a step with drafts relative to a plain step, as an estimate.
-        seconds: duration of recent steps, by mode.
-        ran: number of steps, by mode.
-        using: mode in use.
-        savings: seconds that the next trial may lose.
-        since: steps since the last trial.
-    """
-
-    ratio: float
-    seconds: dict[int, Mean] = field(default_factory=lambda: {mode: Mean(DECAY) for mode in NAMES})
-    ran: dict[int, int] = field(default_factory=dict)
-    using: int | None = None
-    savings: float = 0.0
-    since: int = 0
+    ratio: float  # estimated duration of a step with drafts relative to a plain step
+    seconds: dict[int, Mean] = field(default_factory=lambda: {mode: Mean(DECAY) for mode in NAMES})  # by mode
+    ran: dict[int, int] = field(default_factory=dict)  # number of steps, by mode
+    using: int | None = None  # mode in use
+    savings: float = 0.0  # seconds that the next trial may lose
+    since: int = 0  # steps since the last trial
 
     def expected(self) -> dict[int, float]:
         """Seconds of a step, by mode; in an arbitrary unit before any step has run."""

@@ -60,7 +60,6 @@ class ConstrainedInput(NamedTuple):
 
 
 def constrained_size(new_pages: int, nodes: int, vocab_size: int) -> int:
-    """Length of a row of the packed input."""
     return 2 + new_pages + FIELDS * nodes + nodes * _words(vocab_size)
 
 
@@ -164,11 +163,7 @@ def forced_tokens(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, l
 
 
 def grammar_input(engine: Engine, batch: Batch, step: np.ndarray) -> np.ndarray:
-    """Packs the input of a step with grammars. Drafts first and waits for the trees, unless all tokens are forced.
-
-    Args:
-        step: packed input of a step without grammars.
-    """
+    """Packs the input of a step with grammars. Drafts first and waits for the trees, unless all tokens are forced."""
     key, sequences = batch.key, batch.sequences
     trees = root_trees(key.width, engine.buckets.step_widths(key)[-1])
     if any(sequence not in batch.forced for sequence in batch.drafted):
@@ -202,14 +197,8 @@ def root_trees(batch: int, nodes: int) -> np.ndarray:
 def constrained_input(
     step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: list[list[int]], vocab_size: int
 ) -> np.ndarray:
-    """Packs the input of a `constrained_step` for a bucket of B entries.
-
-    Args:
-        step: packed input of a step without grammars.
-        sequences: at most B.
-        trees: int32 [B, 5, N], as drafted.
-        forced: tokens that must come next, by sequence; they replace its tree.
-    """
+    """Packs the input of a `constrained_step`: the packed input of a step, trees int32 [B, 5, N], and masks. `forced`:
+    tokens that must come next, by sequence, which replace its tree."""
     batch, _, nodes = trees.shape
     allowed = np.full((batch, nodes, _words(vocab_size)), ALL, np.uint32)
     deadline = time.perf_counter() + WALK_SECONDS

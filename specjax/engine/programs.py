@@ -55,14 +55,10 @@ class Programs:
     A key whose compilation or program runs out of memory is remembered and logged once; `first_usable` then takes
     another size. Other errors of tracing and compiling are raised by each `get` of the program.
 
-    Attributes:
+    Args:
         new_pages: maximum number of pages that a row gets between two steps.
         room: bytes of the device that a program may need beside its arguments; None: unknown. A program that needs more
             fails when it is compiled, so that smaller ones run from the start.
-        launch_lock: held during a launch and, on a GPU, during a compilation: XLA times candidates on the device, where
-            nothing else may run meanwhile.
-        announce: called with each key before it is compiled.
-        progress: show a bar on stderr while a request waits for a compilation.
     """
 
     def __init__(
@@ -103,9 +99,10 @@ class Programs:
         self._lock = threading.Lock()  # for changes of `_compilers`, `_later` and `_worker`
         self._exclusive = jax.default_backend() != "cpu"
         self._compiling = False  # with `launch_lock` held
+        # Held during a launch and, on a GPU, during a compilation: XLA times candidates on the device.
         self.launch_lock = threading.RLock()
-        self.announce: Callable[[Key], None] = lambda key: None
-        self.progress = False
+        self.announce: Callable[[Key], None] = lambda key: None  # called with each key before it is compiled
+        self.progress = False  # show a bar on stderr while a request waits for a compilation
 
     # State
 
@@ -136,12 +133,8 @@ class Programs:
     # When programs are compiled
 
     def get(self, key: Key) -> Program:
-        """Returns the program of a key; compiles it, or waits for the thread that does.
-
-        Raises:
-            Unavailable: the program does not fit into memory.
-            Exception: whatever tracing and compiling raise.
-        """
+        """Returns the program of a key; compiles it, or waits for the thread that does. Raises Unavailable if it does
+        not fit into memory, and whatever tracing and compiling raise."""
         return self._get(key, bar=self.progress)
 
     def _get(self, key: Key, *, bar: bool) -> Program:
@@ -163,7 +156,7 @@ class Programs:
             self._waiting.discard(thread)
 
     def _try(self, key: Key) -> Program:
-        """Compiles, and remembers an error, but no interrupt."""
+        """Remembers an error, but no interrupt."""
         try:
             return self._compile(key)
         except Exception as error:
@@ -337,7 +330,6 @@ class Programs:
         return admit
 
     def _compile(self, key: Key) -> Program:
-        """Raises whatever tracing and compiling raise."""
         if not self._exclusive:
             self.announce(key)
         function, unpack, shape = self._function(key)
@@ -384,7 +376,6 @@ class Programs:
                 self._compiling = False
 
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """A packed input, on every device."""
         where = None if self._mesh is None else everywhere(self._mesh)
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
 

@@ -239,7 +239,6 @@ class Scheduler:
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
-        """Allocates pages; evicts unused pages of the prefix cache for them."""
         if (missing := count - self.allocator.free) > 0:
             self.prefix.evict(missing)
         return self.allocator.allocate(count)
@@ -259,7 +258,6 @@ class Scheduler:
         self.active.remove(sequence)
 
     def _set_texts(self, sequence: Sequence) -> None:
-        """Sets the texts of the pages that the prefix cache may have."""
         sequence.texts = self.prefix.texts(sequence.context, sequence.reusable) if self._reuse else []
 
     def _pages_for(self, sequence: Sequence, committed: int) -> int:
@@ -308,7 +306,6 @@ def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterato
 
 
 def _running(engine: Engine) -> int:
-    """Number of requests that decode."""
     return sum(sequence.status is not Status.PREFILLING for sequence in engine.scheduler.active)
 
 
@@ -347,12 +344,7 @@ def next_steps(engine: Engine) -> Iterator[Batch]:
 
 
 def _nodes(engine: Engine, sequences: list[Sequence], kind: str, forced: Mapping[Sequence, List[int]]) -> int:
-    """TREE or PLAIN for the next step of these sequences.
-
-    Args:
-        kind: of the program's `Key`.
-        forced: tokens forced by a grammar, which a step with drafts emits together.
-    """
+    """TREE or PLAIN for the next step of these sequences. `forced`: tokens that a step with drafts emits together."""
     batch = engine.buckets.batch(len(sequences))
     if engine.policy is None:
         return TREE

@@ -129,19 +129,14 @@ class PromptLogprobs:
 
     @property
     def each(self) -> int:
-        """Number of log-probabilities per token."""
+        """Log-probabilities per token."""
         return 1 + self._top + len(self._ids)
 
     def add(
         self, start: int, end: int, drawn: np.ndarray, top: np.ndarray, top_ids: np.ndarray, of_ids: np.ndarray
     ) -> None:
-        """Adds the missing ones of a chunk of tokens `start` to `end`.
-
-        Args:
-            drawn: float32 [C], at the next tokens.
-            top, top_ids: float32 and int32 [C, 20], of the likeliest tokens.
-            of_ids: float32 [C, 128], of the tokens `ids`.
-        """
+        """Adds the missing ones from a prefill of tokens `start` to `end`: float32 [C] of the next tokens, float32 and
+        int32 [C, 20] of the likeliest tokens, float32 [C, 128] of the tokens `ids`."""
         first, last = self._next - 1 - start, min(end, len(self._prompt) - 1) - start
         assert first >= 0, f"log-probabilities of tokens before {start + 1} are missing"
         if last > first:
@@ -151,7 +146,6 @@ class PromptLogprobs:
             self._next += last - first
 
     def found(self) -> list[PromptLogprob]:
-        """The collected log-probabilities, from token `start` on."""
         result = [PromptLogprob(self._prompt[self.start], None, ())]
         for part in self._parts:
             for logprob, values, tokens, of_ids in zip(*(leaf.tolist() for leaf in part), strict=True):
@@ -162,34 +156,20 @@ class PromptLogprobs:
 
 @dataclass(eq=False)
 class SequenceOutput:
-    """What a request has emitted so far.
+    """Output of a request so far."""
 
-    Attributes:
-        stream: turns the tokens into text.
-        histogram: verify steps by the number of accepted drafts, [D + 1].
-        tokens: all drawn tokens, a stop token included.
-        logprobs: one per token, if requested.
-        drafted: per token, True for an accepted draft, if requested.
-        trees: draft trees of its steps, if the engine keeps them.
-        finish_reason: None until it has finished.
-        cached: prompt tokens from the prefix cache; None before the first admission.
-        verify_steps: decode steps.
-        drafted_steps: decode steps that could draft.
-        not_drafted: why the last other decode step did not draft.
-    """
-
-    stream: TextStream
-    histogram: list[int]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[RawLogprob] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
+    stream: TextStream  # turns the tokens into text
+    histogram: list[int]  # verify steps by the number of accepted drafts, [D + 1]
+    tokens: list[int] = field(default_factory=list)  # all drawn tokens, a stop token included
+    logprobs: list[RawLogprob] = field(default_factory=list)  # one per token, if requested
+    drafted: list[bool] = field(default_factory=list)  # per token: is an accepted draft; if requested
     prompt_logprobs: PromptLogprobs | None = None
-    trees: list[StepTree] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    cached: int | None = None
-    verify_steps: int = 0
-    drafted_steps: int = 0
-    not_drafted: str | None = None
+    trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
+    finish_reason: FinishReason | None = None  # None until it has finished
+    cached: int | None = None  # prompt tokens from the prefix cache; None before the first admission
+    verify_steps: int = 0  # decode steps
+    drafted_steps: int = 0  # decode steps that could draft
+    not_drafted: str | None = None  # why the last other decode step did not draft
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the text. A stop string in text that was held back came first and replaces `reason`."""
@@ -197,12 +177,12 @@ class SequenceOutput:
         self.finish_reason = reason if self.stream.matched is None else FinishReason("stop", self.stream.matched)
 
     def token_logprobs(self, start: int = 0, stop: int | None = None) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens from `start` to `stop`, whose text must have been read."""
+        """The text of these tokens must have been read."""
         raw = enumerate(self.logprobs[start:stop], start)
         return [TokenLogprob(self.tokens[i], self.stream.piece(i), *values) for i, values in raw]
 
     def token_origins(self, start: int = 0, stop: int | None = None) -> list[TokenOrigin]:
-        """Origins of the tokens from `start` to `stop`, whose text must have been read."""
+        """The text of these tokens must have been read."""
         flags = enumerate(self.drafted[start:stop], start)
         return [TokenOrigin(self.tokens[i], self.stream.piece(i), drafted) for i, drafted in flags]
 
@@ -229,80 +209,49 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """Immutable description of a request.
-
-    Attributes:
-        limit: maximum number of tokens to emit.
-        device_stops: stop ids that the step checks.
-        host_stops: further stop ids.
-        arrival: the youngest request has the largest.
-        salt: requests with different salts share no n-gram memory.
-        most_trees: number of its last steps whose trees are kept; None: all.
-    """
+    """Immutable description of a request."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
-    limit: int
+    limit: int  # maximum number of tokens to emit
     seed: int
-    device_stops: tuple[int, ...]
-    host_stops: frozenset[int]
-    arrival: int
-    salt: int = 0
-    most_trees: int | None = None
+    device_stops: tuple[int, ...]  # stop ids that the step checks
+    host_stops: frozenset[int]  # further stop ids
+    arrival: int  # the youngest request has the largest
+    salt: int = 0  # requests with different salts share no n-grams
+    most_trees: int | None = None  # number of its last steps whose trees are kept; None: all
 
 
 @dataclass(eq=False)
 class Slot:
-    """A row of the device's state and the pages that a request holds, from its admission to its end.
+    """A row of the device's state and the pages that a request holds, from its admission to its end."""
 
-    Attributes:
-        index: row.
-        pages: pages of the context, in order.
-        own: pages that do not belong to the prefix cache.
-        node: last page in the prefix cache that is locked for this request.
-        stored: number of pages, from the first on, that are in the prefix cache.
-        placed: number of pages in the device's page table.
-        prefilled: tokens whose prefill was dispatched.
-        committed: tokens in pages if the last prefill succeeds; the last length read.
-        certain: tokens known to be in pages.
-    """
-
-    index: int
-    pages: list[int]
-    own: set[int]
-    node: Node | None = None
-    stored: int = 0
-    placed: int = 0
-    prefilled: int = 0
-    committed: int = 0
-    certain: int = 0
+    index: int  # row
+    pages: list[int]  # of the context, in order
+    own: set[int]  # pages that do not belong to the prefix cache
+    node: Node | None = None  # last page in the prefix cache that is locked for this request
+    stored: int = 0  # number of pages, from the first on, that are in the prefix cache
+    placed: int = 0  # number of pages in the device's page table
+    prefilled: int = 0  # tokens whose prefill was dispatched
+    committed: int = 0  # tokens in pages if the last prefill succeeds; the last length read
+    certain: int = 0  # tokens known to be in pages
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request in the engine. The scheduler sets `status` and `slot`.
-
-    Attributes:
-        constraint: the grammar of its text.
-        slot: None while it waits and after it has finished.
-        drafts: may draft; see `Drafter.costly_observe`.
-        acceptance: running mean of the tokens of its steps with drafts.
-        leader: sequence with the same prompt that computes the prompt's log-probabilities.
-        texts: tokens of the context's full pages, while it waits.
-        overtaken: number of later arrivals that were admitted first.
-    """
+    """One request in the engine. The scheduler sets `status` and `slot`."""
 
     request: Request
     output: SequenceOutput
-    constraint: Constraint | None = None
+    constraint: Constraint | None = None  # the grammar of its text
     status: Status = Status.WAITING
-    slot: Slot | None = None
-    drafts: bool = True
-    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))
-    leader: Sequence | None = None
-    texts: list[Text] = field(default_factory=list)
-    overtaken: int = 0
+    slot: Slot | None = None  # None while it waits and after it has finished
+    drafts: bool = True  # may draft; see `Drafter.costly_observe`
+    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
+    leader: Sequence | None = None  # sequence with the same prompt that computes the prompt's log-probabilities
+    texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
+    overtaken: int = 0  # number of later arrivals that were admitted first
 
     @property
     def id(self) -> str:
@@ -318,7 +267,6 @@ class Sequence:
 
     @property
     def active_slot(self) -> Slot:
-        """Its slot; fails without one."""
         assert self.slot is not None, f"{self.id} has no slot"
         return self.slot
 
