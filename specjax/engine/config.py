@@ -53,7 +53,9 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(True, "keep the pages of earlier texts, for requests that begin with the same tokens")
     retract_every: int | None = setting(
-        None, "for tests: retract the youngest request after so many steps; default: only when pages run out", minimum=1
+        None,
+        "for tests: steps between retractions of the youngest request; default: only when pages run out",
+        minimum=1,
     )
     mem_fraction: float = setting(
         0.85,
@@ -90,7 +92,9 @@ class EngineConfig:
         minimum=1,
     )
     first_device: int = setting(0, "index of the first of these devices in the process", minimum=0)
-    random_seed: int | None = setting(None, "seed of requests that have none; default: a different one in each run")
+    random_seed: int | None = setting(
+        None, "seed of the random seeds of requests; default: a different one in each run"
+    )
 
     def __post_init__(self) -> None:
         check(self)
