@@ -80,7 +80,7 @@ from specjax import (  # fmt: skip
 from specjax.compiling import IN_GRAPHS, LOOPS, SCHEDULING
 from specjax.drafters import Drafter
 from specjax.drafters.options import options_of
-from specjax.engine.keys import Key
+from specjax.engine.buckets import Key
 from specjax.engine.memory import temporary_bytes
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params

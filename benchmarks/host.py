@@ -40,8 +40,8 @@ from records import DATA, finish, machine
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
+from specjax.engine import batch as collecting
 from specjax.engine import batch as launching
-from specjax.engine import collect as collecting
 from specjax.engine import programs
 from specjax.engine.sequence import Sequence
 from specjax.models import init_params

@@ -102,7 +102,7 @@ def medusa(target):
         new = jnp.take_along_axis(observation.features, last, axis=1)[:, 0]
         return put_rows(state, new, context, observation)
 
-    facts = {"features": "final", "width": HEADS + 1, "depth": HEADS, "chains": True, "runs_model": True}
+    facts = {"features": "final", "width": HEADS + 1, "depth": HEADS, "topk": 1}
     return Drafter("MEDUSA", init=init, propose=propose, observe=observe, **facts)
 
 

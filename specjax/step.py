@@ -111,7 +111,7 @@ def draft_phase(
     tree, draft = checked_propose(drafter, params, state.draft, context)
     most = max(config.widths, default=tree.width)
     count = jnp.where(context.active, row.draft_limit + 1, 1)
-    tree = narrow(first_nodes(tree, count), most) if drafter.chains else best_nodes(tree, count, most)
+    tree = narrow(first_nodes(tree, count), most) if drafter.topk == 1 else best_nodes(tree, count, most)
     return tree, state._replace(draft=draft)
 
 

@@ -28,8 +28,8 @@ from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.drafters.options import CHOICES, algorithm, algorithms
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
-from specjax.engine.notes import drafting_summary
-from specjax.engine.phases import PhaseTimes
+from specjax.engine.draft_policy import drafting_summary
+from specjax.engine.programs import PhaseTimes
 from specjax.limits import check, check_value, setting
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target

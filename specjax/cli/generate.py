@@ -33,8 +33,8 @@ from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import line_files, parse_object, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.notes import as_lines, doubt, drafting_summary, speculation_table
-from specjax.engine.phases import PhaseTimes
+from specjax.engine.draft_policy import as_lines, doubt, drafting_summary, speculation_table
+from specjax.engine.programs import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of

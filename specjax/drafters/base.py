@@ -188,10 +188,8 @@ class Drafter(NamedTuple):
             these, 1 and `width` that holds its trees. (): all steps check `width` nodes.
         explicit_width: width set explicitly; never reduce it for large batches.
         reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
-        runs_model: whether `propose` runs a model.
-        topk: nodes per level that the model reads.
-        chains: whether each tree is one path (`specjax.tree.chain`). The first nodes are then the best, so scores are
-            computed only for traces.
+        topk: nodes per level. 1: each tree is one path (`specjax.tree.chain`), whose first nodes are the best, so
+            scores are computed only for traces. None: trees of any form.
         resize: number of nodes (at least 2) -> drafter of smaller trees with the same `init` and `observe`, so that
             steps of several shapes share a state. None: larger trees are cut to their best nodes.
         costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
@@ -211,14 +209,17 @@ class Drafter(NamedTuple):
     widths: tuple[int, ...] = ()
     explicit_width: bool = False
     reads_tokens: bool = False
-    runs_model: bool = False
-    topk: int = 1
-    chains: bool = False
+    topk: int | None = None
     resize: Callable[[int], Drafter] | None = None
     costly_observe: bool = False
     coupling: str = "none"
     note: str = ""
     source: str = ""
+
+    @property
+    def runs_model(self) -> bool:
+        """True if drafts need a model: `observe` reads features or runs a model itself."""
+        return self.features is not None or self.costly_observe
 
     def within(self, nodes: int) -> Drafter:
         """Returns the drafter for trees of at most `nodes` nodes."""

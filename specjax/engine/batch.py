@@ -1,73 +1,79 @@
-"""A batch: who runs next in which program, its launch, and the batches in flight, which are not read yet."""
+"""A batch on its way: `dispatch` launches it, `collect` reads it and updates sequences, counters and measurements."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.arrays import Output, prefill_input, step_input
-from specjax.engine.device import Program
+import numpy as np
+from jax.profiler import TraceAnnotation
+
+from specjax.engine.buckets import Key
+from specjax.engine.device import (
+    Output,
+    Program,
+    Read,
+    logprobs_from_bits,
+    memory_checked,
+    prefill_input,
+    read_output,
+    step_input,
+)
+from specjax.engine.draft_policy import not_drafted
 from specjax.engine.grammar_steps import grammar_input
-from specjax.engine.keys import Key
-from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence, Status
+from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED
+from specjax.trace import step_tree
+from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 
 if TYPE_CHECKING:
-    from specjax.engine.runtime import Runtime
+    from specjax.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Requests that run next, and the program that they run in.
-
-    Attributes:
-        key: name of the program: what it does, and its widths.
-        program: compiled.
-        sequences: no more than the program has rows.
-        lengths: of a prefill, tokens of each sequence.
-        drafted: of a step, sequences for which it may draft.
-        forced: of a step, tokens that a grammar forces, which take the place of drafts.
-    """
+    """Requests that run next, and their program."""
 
     key: Key
     program: Program
     sequences: list[Sequence]
-    lengths: List[int] = ()
-    drafted: tuple[Sequence, ...] = ()
-    forced: Mapping[Sequence, list[int]] = MappingProxyType({})
+    lengths: List[int] = ()  # for a prefill: tokens of each sequence
+    drafted: tuple[Sequence, ...] = ()  # for a step: sequences that it may draft for
+    forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # tokens forced by a grammar, which replace drafts
 
 
 class InFlight(NamedTuple):
-    """A batch that was launched and is not read yet.
-
-    Attributes:
-        output: on the device.
-        launched: when, in seconds of `perf_counter`.
-        prefilled: of a prefill, tokens of each sequence in pages before and after it.
-    """
+    """A batch that is launched and not yet read."""
 
     batch: Batch
     output: Output
-    launched: float = 0.0
-    prefilled: List[tuple[int, int]] = ()
+    launched: float = 0.0  # seconds of `perf_counter`
+    prefilled: List[tuple[int, int]] = ()  # for a prefill: tokens of each sequence in pages before and after it
 
 
 class Flights(deque[InFlight]):
-    """Those of an engine, the oldest first. `programs` returns the number of compiled programs."""
+    """Batches in flight, the oldest first. `programs` returns the number of compiled programs."""
 
     def __init__(self, programs: Callable[[], int]) -> None:
         super().__init__()
-        self._programs, self._known, self._last_read = programs, 0, 0.0
-        self._untimed = 0  # the next flights to be read, which may have ended while something compiled
+        self._programs, self._compiled, self._last_read = programs, 0, 0.0
+        self._untimed = 0  # number of next flights that may have ended while something compiled
 
     def seconds(self, flight: InFlight) -> float | None:
-        """Seconds that the device took for a program whose output has just been read; None: something compiled
-        meanwhile, or nobody waited for it, so that it may have been left unread while the engine had nothing to do."""
+        """Duration of a program whose output has just been read; None: something compiled meanwhile, or all its
+        requests had ended, so that it may have been left unread."""
         begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
-        known, self._known = self._known, self._programs()
-        if known != self._known:  # those behind it may have ended long ago, too, and would seem to take no time
+        before, self._compiled = self._compiled, self._programs()
+        if before != self._compiled:  # later flights may have ended long ago, too, and would seem to take no time
             self._untimed = 1 + len(self)
         if self._untimed:
             self._untimed -= 1
@@ -78,23 +84,184 @@ class Flights(deque[InFlight]):
         return self._last_read - begun
 
 
-def dispatch(run: Runtime, batch: Batch) -> None:
-    """Launches a batch, which is in flight from then on."""
+@dataclass
+class Counters:
+    """Totals of an engine. Reports take differences."""
+
+    prefilled_sequences: int = 0  # a resumed sequence counts again
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0  # context tokens from the prefix cache
+    steps: int = 0  # decode steps dispatched
+    verifications: int = 0  # of one sequence in one step
+    drafted_steps: int = 0  # verifications that could draft
+    verified: int = 0  # tokens emitted by verifications
+    generated: int = 0  # all tokens emitted
+    own_steps: int = 0  # drafted steps of sequences without a grammar, whose forced tokens count as drafts
+    own_accepted: int = 0  # accepted drafts in these
+    accepted_at: list[int] = field(default_factory=list)  # accepted drafts, by depth - 1
+
+    def count(self, tokens: int, *, verified: bool, drafted: bool, free: bool) -> None:
+        """Counts the tokens of a sequence from a prefill or, `verified`, from a step, which could draft for it if
+        `drafted`. `free`: the sequence has no grammar."""
+        self.generated += tokens
+        if verified:
+            self.verifications += 1
+            self.drafted_steps += drafted
+            self.verified += tokens
+            if drafted and free:
+                self.own_steps += 1
+                self.own_accepted += tokens - 1
+            self.accepted_at += [0] * (tokens - 1 - len(self.accepted_at))
+            for depth in range(tokens - 1):
+                self.accepted_at[depth] += 1
+
+    @classmethod
+    def sum(cls, several: Iterable[Counters]) -> Counters:
+        """Adds the counters of several engines."""
+        total = cls()
+        for counters in several:
+            for name, value in vars(counters).items():
+                if name != "accepted_at":
+                    setattr(total, name, getattr(total, name) + value)
+            total.accepted_at = [*map(sum, zip_longest(total.accepted_at, counters.accepted_at, fillvalue=0))]
+        return total
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verification; 1.0 without any."""
+        return self.verified / self.verifications if self.verifications else 1.0
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted drafts."""
+        return self.verified - self.verifications
+
+
+# Launch
+
+
+def dispatch(engine: Engine, batch: Batch) -> None:
+    """Launches a batch and puts it in flight."""
     key, sequences, prefilled = batch.key, batch.sequences, []
-    launched = perf_counter()
+    launched, rows = perf_counter(), engine.config.max_running_requests
     if key.verifies:
-        inputs = step_input(sequences, key.width, run.new_pages, run.rows)
+        inputs = step_input(sequences, key.width, engine.programs.new_pages, rows)
         if key.kind == "constrained":
-            inputs = grammar_input(run, batch, inputs)
-        run.counters.steps += 1
+            inputs = grammar_input(engine, batch, inputs)
+        engine.counters.steps += 1
     else:
-        inputs = prefill_input(
-            sequences, key.rows, key.width, key.table, rows=run.rows, pages=run.pages, lengths=batch.lengths
-        )
-    output = run.device.run(key, batch.program, inputs)
+        size = {"rows": rows, "pages": engine.pool.pages}
+        inputs = prefill_input(sequences, key.rows, key.width, key.table, lengths=batch.lengths, **size)
+    output = engine.device.run(key, batch.program, inputs)
     for sequence, tokens in zip(sequences, batch.lengths, strict=False):
         start = sequence.active_slot.prefilled
-        run.counters.prefilled_tokens += tokens
+        engine.counters.prefilled_tokens += tokens
         sequence.prefill(tokens)
         prefilled.append((start, start + tokens))
-    run.flights.append(InFlight(batch, output, launched, prefilled))
+    engine.flights.append(InFlight(batch, output, launched, prefilled))
+
+
+# Reading
+
+
+def collect_all_but(engine: Engine, count: int) -> None:
+    """Reads batches in flight, the oldest first, until `count` are left."""
+    while len(engine.flights) > count:
+        collect(engine, engine.flights.popleft())
+
+
+def collect(engine: Engine, flight: InFlight) -> None:
+    """Waits for one program and reads its output. Adds sequences with new tokens to `Engine.changed`."""
+    batch = flight.batch
+    key, sequences, top = batch.key, batch.sequences, min(TOP_LOGPROBS, engine.vocab_size)
+    wanted = any(sequence.params.logprobs is not None for sequence in sequences)
+    with memory_checked(key), TraceAnnotation("wait"):
+        engine.device.check(flight.output)
+        read = read_output(flight.output, top if wanted else None)
+    seconds = engine.flights.seconds(flight)
+    if seconds is not None:
+        _record_step(engine, flight, read, seconds)
+    ended = list[Sequence]()
+    drafting = set(batch.drafted if engine.buckets.drafts(key.width) else ())
+    for i, (sequence, tokens, finish) in enumerate(zip(sequences, read.tokens, read.finish, strict=False)):
+        if sequence.status is Status.FINISHED:
+            continue
+        if key.verifies:
+            sequence.active_slot.committed += len(tokens)
+        if tokens and sequence.constraint is not None:
+            sequence.constraint.consume(tokens)
+        if flight.prefilled and finish != NOT_FINITE:
+            start, end = flight.prefilled[i]
+            sequence.active_slot.certain = end
+            engine.scheduler.store(sequence)
+            _take_prompt(sequence, flight.output, i, start, end, top)
+        if not tokens and finish == RUNS:
+            continue
+        kept = take(sequence, read, flight.output, i, verified=key.verifies)
+        stepped, drafted = key.verifies and bool(tokens), sequence in drafting
+        engine.counters.count(kept, verified=stepped, drafted=drafted, free=sequence.params.grammar is None)
+        sequence.output.drafted_steps += stepped and drafted
+        if stepped and not drafted:
+            sequence.output.not_drafted = not_drafted(engine.buckets, key, sequence)
+        if sequence.output.finish_reason is not None:
+            ended.append(sequence)
+        engine.changed[sequence] = None
+    for sequence in ended:
+        engine.finish(sequence)
+
+
+def _record_step(engine: Engine, flight: InFlight, read: Read, seconds: float) -> None:
+    """Records duration and acceptance of a step without forced tokens."""
+    batch = flight.batch
+    if engine.policy is None or batch.key.kind != "step" or not engine.buckets.drafts(batch.key.width):
+        return
+    emitted = dict(zip(batch.sequences, map(len, read.tokens), strict=False))
+    drafted = {sequence: emitted[sequence] for sequence in batch.drafted if emitted[sequence]}
+    engine.policy.record(batch.key.width, batch.key.nodes, seconds, drafted)
+
+
+def _take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: int, top: int) -> None:
+    """Adds the log-probabilities of a prefill of context tokens `start` to `end`. `top`: alternatives per token."""
+    scores = sequence.output.prompt_logprobs
+    if scores is not None and output.prompt is not None:
+        width = output.prompt.shape[1] // (1 + 2 * top + LOGPROB_IDS)
+        logprobs = logprobs_from_bits(output.prompt, width, top)
+        scores.add(start, end, *(np.asarray(leaf[row]) for leaf in logprobs))
+
+
+def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:
+    """Adds the tokens of a row to its sequence, with their log-probabilities and tree. Returns the number of tokens
+    kept. An error in its text ends this sequence only. `verified`: the program is a step."""
+    tokens, finish = read.tokens[row], read.finish[row]
+    kept, emitted = len(tokens), sequence.output
+    try:
+        kept = sequence.accept(tokens, finish == STOPPED, finish == FULL)
+        if sequence.params.logprobs is not None and read.logprobs is not None:
+            emitted.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params)
+        if sequence.params.origins and kept:
+            emitted.drafted += [True] * (kept - 1) + [False]
+        if output.trace is not None and (most := sequence.request.most_trees) != 0:
+            emitted.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
+            if most is not None:
+                del emitted.trees[:-most]
+        if finish == NOT_FINITE and emitted.finish_reason is None:
+            sequence.abort_not_finite()
+    except Exception:
+        logger.exception("request %s failed", sequence.id)
+        sequence.abort(TEXT_FAILED)
+    if verified and tokens:
+        emitted.verify_steps += 1
+        emitted.histogram[kept - 1] += 1
+        if finish != NOT_FINITE:
+            sequence.active_slot.certain = sequence.active_slot.committed
+    return kept
+
+
+def _raw_logprobs(logprobs: Logprobs, row: int, count: int, params: SamplingParams) -> list[RawLogprob]:
+    """Log-probabilities of the first `count` tokens of a row, with the alternatives that `params` asks for."""
+    top, wanted = params.logprobs or 0, params.logprob_ids
+    drawn, ids = logprobs.drawn[row, :count], logprobs.top_ids[row, :count, :top]
+    best, of_ids = logprobs.top[row, :count, :top], logprobs.of_ids[row, :count, : len(wanted)]
+    tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), best.tolist(), strict=True))
+    chosen = (tuple(zip(wanted, values, strict=True)) for values in of_ids.tolist())
+    return list(map(RawLogprob, drawn.tolist(), tops, chosen))

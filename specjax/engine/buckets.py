@@ -1,55 +1,123 @@
-"""The shapes that the engine compiles for and rounds up to, and the programs of these shapes that requests need."""
+"""Shapes that the engine compiles for, and the programs of these shapes that requests need.
+
+Batches, prefill chunks, page tables and tree widths are rounded up to a few sizes. A `Key` names a program.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from specjax.drafters.base import Drafter
-from specjax.engine.keys import PLAIN, TREE, Key
-from specjax.engine.sequence import Sequence
 from specjax.step import tree_widths
 
-BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
-"""On a GPU few batches are rounded up by much: rows without a request cost what the others cost."""
+if TYPE_CHECKING:
+    from specjax.engine.sequence import Sequence
 
-FINE_CHUNK = {"cpu": 16, "gpu": 256}  # tokens of a prompt beside running requests; on a GPU fewer cost as much
+TREE, PLAIN = 0, 1
+"""`Key.nodes` of a step that drafts the trees of its batch bucket, and of a step without drafts."""
+
+BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
+"""The steps between sizes are small on a GPU, where rows without a request cost as much as others."""
+
+FINE_CHUNK = {"cpu": 16, "gpu": 256}  # tokens of a prompt while requests run; fewer are not faster on a GPU
 SMALL_CHUNK = {"cpu": 64, "gpu": 256}
 LARGE_CHUNK = {"cpu": 256, "gpu": 2048}
 
 PROMPTS = 8
-"""Most prompts that one forward takes, each with a small chunk. On a CPU, if the model can leave out their padding, the
-forward computes half as many tokens, since many prompts are shorter; attention and the page writes are padded still."""
+"""Maximum number of prompts in a forward, each with a small chunk. On a CPU, if the model skips padding, the forward
+computes half as many tokens, because many prompts are shorter. Attention and page writes are padded in any case."""
 
-PART = 0.9  # what a token of a prompt counts that goes on: of programs with equal rates, the one that ends more
-FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
+PART = 0.9  # value of a token of an unfinished prompt: among equal rates, prefer programs that finish more prompts
+FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of this many tokens costs about twice as much as one of one token
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
-"""Most tree nodes that a step checks over its whole batch, unless the user has chosen the trees' width: larger batches
-draft less, and the largest not at all. On a CPU checking 64 tokens costs six times as much as one; on a GPU
-verification is nearly free until products stop being bound by memory, at the device's products a second over its bytes
-a second."""
+"""Maximum number of tree nodes in a step, over the batch, unless the user sets the tree's width. Larger batches draft
+smaller trees, or none. On a CPU 64 tokens cost six times as much as one. On a GPU verification is nearly free until
+products stop being bound by memory, at FLOP/s divided by bytes/s."""
 
 HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
-"""The same limit for a drafter that runs a model. It always proposes something and takes time itself, so on a CPU it
-drafts for one request alone: with a draft head, four at once had half the speed without drafts with four nodes each
+"""`BLOCK_TOKENS` for a drafter that runs a model, which always drafts and takes time itself. On a CPU it drafts for
+single requests only: with a draft head, four requests with four nodes each ran at half the speed of plain decoding
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
-TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
+TABLE = 512  # pages in the small page table, the only one if requests cannot hold more
+
+
+class Key(NamedTuple):
+    """Name of a program.
+
+    Kinds: "step"; "prefill"; "scoring", a prefill with log-probabilities of its tokens; "propose" and "constrained",
+    the two halves of a step in which a request has a grammar (`specjax.engine.grammar_steps`).
+    """
+
+    kind: str
+    width: int  # batch bucket of a step; chunk width of a prefill
+    table: int  # pages per request
+    rows: int = 1  # prompts in a prefill
+    nodes: int = TREE  # or PLAIN
+    tokens: int = 0  # maximum number of tokens of a prefill over all prompts; 0: `rows` times `width`
+
+    def __str__(self) -> str:
+        plain = " without drafts" if self.nodes == PLAIN else ""
+        steps = {"step": "step", "propose": "draft", "constrained": "step with a grammar"}
+        if self.kind in steps:
+            size = f"{steps[self.kind]} of {self.width} requests{plain}"
+        else:
+            size = f"{self.kind} of {self.width} tokens"
+        size += f" of each of {self.rows} requests" if self.rows > 1 else ""
+        size += f", {self.tokens} together," if self.tokens else ""
+        return f"a {size} with {self.table} pages each"
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of a prefill, over all prompts."""
+        return self.tokens or self.rows * self.width
+
+    def lengths(self, left: Iterable[int]) -> list[int]:
+        """Returns the number of tokens that a prefill takes from each prompt, first prompts first.
+
+        Example: 10 tokens in all, 8 per prompt, 3 prompts: `left` [4, 20, 3, 5] gives [4, 6].
+        """
+        lengths, room = list[int](), self.size
+        for count in islice(left, self.rows):
+            if not room:
+                break
+            lengths.append(min(count, self.width, room))
+            room -= lengths[-1]
+        return lengths
+
+    @property
+    def verifies(self) -> bool:
+        """True for programs that verify and emit tokens."""
+        return self.kind in ("step", "constrained")
+
+    @property
+    def drafts(self) -> bool:
+        return self.verifies and self.nodes != PLAIN
+
+    def covers(self, other: Key) -> bool:
+        """True if this program is at least as large in every dimension."""
+        ours, theirs = (key._replace(nodes=key.nodes != PLAIN, tokens=key.size) for key in (self, other))
+        return self.kind == other.kind and all(a >= b for a, b in zip(ours[1:], theirs[1:], strict=True))
 
 
 @dataclass(frozen=True)
 class Buckets:
-    batches: tuple[int, ...]  # more requests than the last are served in parts
+    """Sizes of the programs."""
+
+    batches: tuple[int, ...]  # more requests than the last run in several batches
     chunks: tuple[int, ...]  # tokens of one prompt in a prefill: fine, small and large, without repetitions
-    small: int  # of `chunks`
+    small: int  # chunk
     several: tuple[int, int, int] | None  # prefill of several prompts: prompts, most tokens of each, and of all
-    tables: tuple[int, ...]
+    tables: tuple[int, ...]  # pages per request
     widths: tuple[int, ...]  # of the drafter's trees
-    block_tokens: int | None  # None: no limit
-    several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
+    block_tokens: int | None  # see `BLOCK_TOKENS`; None: no limit
+    several_widths: bool = True  # steps choose among several tree widths; else each batch bucket has one
     free_tokens: int = FREE_TOKENS["cpu"]
-    adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.draft_policy`)
+    adaptive: bool = False  # `specjax.engine.draft_policy` chooses which steps draft
 
     @classmethod
     def build(
@@ -64,11 +132,10 @@ class Buckets:
         adaptive: bool = False,
         ragged: bool = False,
     ) -> Buckets:
-        """For batches of up to `rows` requests that may hold `request_pages` pages. A width set explicitly is never
-        reduced. `chunk`, `prefill`: the most tokens of a prompt and of all prompts in one forward. `ragged`: whether
-        the model can leave out the padding of prompts of different lengths."""
+        """Chooses the sizes for batches of up to `rows` requests of up to `request_pages` pages. `chunk` and `prefill`
+        limit the tokens of one prompt and of all prompts; with `ragged` the model can skip padding."""
         kind = "cpu" if platform == "cpu" else "gpu"
-        most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
+        block_tokens = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or LARGE_CHUNK[kind], prefill or LARGE_CHUNK[kind], LARGE_CHUNK[kind])
         small = min(SMALL_CHUNK[kind], largest)
         prompts, tokens = min(PROMPTS, rows), PROMPTS * small
@@ -84,8 +151,8 @@ class Buckets:
             several=(prompts, small, tokens) if prompts > 1 and tokens > small else None,
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             widths=tree_widths(drafter),
-            block_tokens=None if drafter.explicit_width else most,
-            # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
+            block_tokens=None if drafter.explicit_width else block_tokens,
+            # On a GPU wide trees cost as much as narrow ones, and a choice would need the host.
             several_widths=kind == "cpu",
             free_tokens=FREE_TOKENS[kind],
             adaptive=adaptive,
@@ -95,29 +162,28 @@ class Buckets:
         return next((b for b in self.batches if b >= count), self.batches[-1])
 
     def tables_for(self, pages: int) -> tuple[int, ...]:
-        """Page-table widths that hold `pages` pages, the smallest first."""
+        """Page-table widths for `pages` pages, ascending."""
         return tuple(t for t in self.tables if t >= pages)
 
     @property
     def plain_chunks(self) -> tuple[int, ...]:
-        """Chunk widths that every kind of prefill has: small and large."""
+        """The small and the large chunk, which every kind of prefill has."""
         return tuple(sorted({self.small, self.chunks[-1]}))
 
     def chunks_for(self, tokens: int) -> tuple[int, ...]:
-        """Chunk widths for `tokens` remaining ones while no request runs, the best first: the large one only if most of
-        it is used."""
+        """Chunk widths for a prompt while no request runs, best first. The large one must be mostly used."""
         larger = tokens > self.chunks[-1] - self.small
         return self.plain_chunks[::-1] if larger else self.plain_chunks
 
     def most_prefilled(self, running: int, waiting: int) -> int | None:
-        """Most tokens of a prefill beside running requests, whose next step it delays, while `waiting` prompts wait.
-        None: any number, since none runs, or so many wait that they take much less time together."""
+        """Maximum number of tokens of the next prefill, which delays the step of `running` requests; None: no limit,
+        because no request runs or many prompts wait, which are faster together."""
         if not running or (waiting >= PROMPTS and 2 * waiting >= running):
             return None
         return self.small if waiting > running else self.chunks[0]
 
     def prefill_shapes(self) -> list[tuple[int, int, int]]:
-        """`Key.rows`, `Key.width` and `Key.tokens` of all prefills. `tokens` is 0 where each prompt has a whole row."""
+        """`Key.rows`, `Key.width` and `Key.tokens` of all prefills."""
         shapes = [(1, chunk, 0) for chunk in self.chunks]
         if self.several is not None:
             prompts, width, tokens = self.several
@@ -134,19 +200,11 @@ class Buckets:
         *,
         pending: Collection[Key] = (),
     ) -> Iterator[Key]:
-        """Programs for the next chunk of the first of some prompts, or of the first few, the best first: the compiled
-        ones of at most `most` tokens, first the one that computes the most tokens for its cost, then those for one
-        prompt, which are compiled where they must be.
+        """Programs for the next chunk of the first prompt, or of the first few prompts, best first.
 
-        Where there is no limit, and the chunk that suits the first prompt is neither compiled nor compiling in the
-        background, it is compiled before another one is used for that prompt alone.
-
-        Args:
-            left: tokens that the prompts still need, in the order of their turn.
-            pages: that they hold.
-            most: see `most_prefilled`.
-            kind: of the programs.
-            pending: programs that are being compiled in the background.
+        Compiled programs of at most `most` tokens come first, by the number of tokens that they compute per cost, then
+        programs for one prompt. Without a limit, the best chunk for the first prompt is compiled before another one is
+        used for that prompt alone, unless it is `pending`. `left`, `pages`: remaining tokens and pages of each prompt.
         """
         chunks = self.chunks_for(left[0]) if most is None else self.plain_chunks
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
@@ -168,9 +226,11 @@ class Buckets:
     # Drafting
 
     def tree_widths(self, batch: int) -> tuple[int, ...]:
-        """The tree widths of a batch's steps, of at most `block_tokens` nodes over the batch; one request alone has all
-        that the drafter has. With `several_widths` they are the drafter's own that fit, (1,) if none does; else there
-        is one, as large as fits, of which the drafter makes a smaller tree (`Drafter.within`)."""
+        """Tree widths of a batch bucket's steps; a single request has all of the drafter's widths.
+
+        With `several_widths` these are the drafter's widths that fit `block_tokens`, (1,) if none does. Otherwise it is
+        the largest width that fits, for which the drafter makes a smaller tree (`Drafter.within`).
+        """
         most, widest = self.block_tokens, self.widths[-1]
         if not self.several_widths:
             widest = widest if most is None or batch == 1 else max(min(widest, most // batch), 1)
@@ -178,75 +238,71 @@ class Buckets:
         return tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most) or (1,)
 
     def drafts(self, batch: int) -> bool:
-        """Whether steps of this batch bucket may draft."""
+        """True if steps of this batch bucket may draft."""
         return self.tree_widths(batch) != (1,)
 
     def drafts_alike(self, batch: int, other: int) -> bool:
-        """Whether requests lose nothing by running in the other batch bucket. With a width of its own for each batch,
-        a smaller tree is no loss that would be worth a compiler; none at all is."""
+        """True if requests lose nothing in the other batch bucket. Where each bucket has its own width, a smaller tree
+        is not worth a compilation, but a step without drafts is a loss."""
         if self.several_widths:
             return self.tree_widths(batch) == self.tree_widths(other)
         return self.drafts(batch) == self.drafts(other)
 
     @property
     def most_drafting(self) -> int:
-        """The most requests that still draft when they run together."""
+        """The largest batch that drafts."""
         return max(filter(self.drafts, self.batches), default=1)
 
     @property
     def most_whole(self) -> int:
-        """The most requests whose trees are as wide as those of one."""
+        """The largest batch whose trees are as wide as a single request's."""
         return max(b for b in self.batches if self.tree_widths(b)[-1] == self.widths[-1] or b == self.batches[0])
 
     def choices(self, batch: int) -> tuple[int, ...]:
-        """`Key.nodes` of the steps of a batch bucket."""
-        if not self.adaptive:
-            return (TREE,)
+        """`Key.nodes` of a batch bucket's steps."""
+        return self.constrained_choices(batch) if self.adaptive else (TREE,)
+
+    def constrained_choices(self, batch: int) -> tuple[int, ...]:
+        """`choices` for steps with grammars."""
         return (TREE, PLAIN) if self.drafts(batch) else (PLAIN,)
+
+    def step_widths(self, key: Key) -> tuple[int, ...]:
+        """Tree widths of a step."""
+        return (1,) if key.nodes == PLAIN else self.tree_widths(key.width)
 
     # Programs
 
     def all_keys(self) -> list[Key]:
-        """Every program that the engine can need, those for a single request first. With many batches the largest is
-        next: all requests can share it while the others are compiled."""
+        """Every program of the engine without grammars and scoring, those for a single request first. With many batch
+        sizes the largest is next: all requests can share it while the others compile."""
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
         prefills = sorted(self.prefill_shapes(), key=lambda shape: shape[:2] != (1, self.small))
         steps = [("step", 1, batch, nodes, 0) for batch in batches for nodes in self.choices(batch)]
         first, *rest = [("prefill", rows, width, 0, tokens) for rows, width, tokens in prefills]
-        sizes = [first, *steps, *rest]
         return [
             Key(kind, width, table, rows, nodes, tokens)
-            for kind, rows, width, nodes, tokens in sizes
+            for kind, rows, width, nodes, tokens in (first, *steps, *rest)
             for table in self.tables
         ]
 
     def constrained_keys(self) -> list[Key]:
-        """Programs for requests that follow a grammar, which are compiled when there is one."""
+        """Programs for requests with a grammar, compiled at the first such request."""
         sizes = [(batch, nodes) for batch in self.batches for nodes in self.constrained_choices(batch)]
         steps = [Key("constrained", batch, table, nodes=nodes) for batch, nodes in sizes for table in self.tables]
         return [*steps, *(key._replace(kind="propose") for key in steps if key.drafts)]
 
-    def constrained_choices(self, batch: int) -> tuple[int, ...]:
-        """As `choices`, for steps in which some follow a grammar."""
-        return (TREE, PLAIN) if self.drafts(batch) else (PLAIN,)
-
-    def step_widths(self, key: Key) -> tuple[int, ...]:
-        """The tree widths of a step."""
-        return (1,) if key.nodes == PLAIN else self.tree_widths(key.width)
-
     def scoring_keys(self) -> list[Key]:
-        """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt
-        comes."""
+        """Programs for log-probabilities of prompts, compiled at the first such request."""
         return [Key("scoring", width, table) for width in self.plain_chunks for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
-        """Programs that one request at a time cannot do without: the small prefill, and its steps."""
+        """Programs that one request at a time needs: the small prefill and its steps."""
         needed = {("step", self.batches[0]), ("prefill", self.small)}
         return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
-        """Programs that these sequences will certainly need, if they are all that runs."""
+        """Programs that these sequences need if no others run."""
         sequences, keys, table = list(sequences), dict[Key, None](), self.tables[0]
         for sequence in sequences:
             table = max(table, self.tables_for(-(-sequence.most_tokens // page_size))[0])
@@ -263,15 +319,16 @@ class Buckets:
         return [*keys, *(Key("step", batch, table, nodes=nodes) for batch, nodes in sizes)]
 
     def shrinking(self, count: int) -> list[int]:
-        """Batch buckets of a run of `count` requests as it ends: one for each way of drafting (`drafts_alike`) on the
-        way down, and all of them where a step's cost follows its nodes and nothing limits those."""
-        needed, each = [], self.block_tokens is None and self.several_widths and self.widths[-1] > 1
+        """Batch buckets of `count` requests as they finish: one for each way of drafting (`drafts_alike`), and all of
+        them where the cost of a step follows its nodes and nothing limits these."""
+        batches = list[int]()
+        every = self.block_tokens is None and self.several_widths and self.widths[-1] > 1
         while count:
             batch = self.batch(count)
-            needed.append(batch)
+            batches.append(batch)
             smaller = (b for b in self.batches if b < batch)
-            count = max((b for b in smaller if each or not self.drafts_alike(b, batch)), default=0)
-        return needed
+            count = max((b for b in smaller if every or not self.drafts_alike(b, batch)), default=0)
+        return batches
 
     def step_keys(
         self,
@@ -282,16 +339,13 @@ class Buckets:
         nodes: int = TREE,
         kind: str = "step",
     ) -> Iterator[Key]:
-        """Programs that can serve `count` requests of up to `pages` pages, the best first; a batch of them if that is
-        more than the largest.
+        """Programs for `count` requests of up to `pages` pages, best first.
 
-        1. The smallest compiled batch that fits and does not draft less (`drafts_alike`): an idle row costs less than a
-           compiler, and the last requests of a wide run are to speculate.
-        2. While that batch compiles in the background, the largest compiled one, which serves them in parts.
-        3. What must be compiled first: batches that fit, then smaller ones. Where there are many batches, the first is
-           one for twice as many requests, if they are several: more are about to come, and each would need a compiler.
-
-        `pending` programs are being compiled in the background. `nodes`, `kind`: as in the keys.
+        1. The smallest compiled batch that fits and drafts as much (`drafts_alike`): an idle row costs less than a
+           compilation, and the last requests of a wide run should draft.
+        2. While that batch compiles in the background, the largest compiled one, which runs the requests in parts.
+        3. Programs that must be compiled: batches that fit, then smaller ones. On a GPU the first is one for twice as
+           many requests if there are several, because more requests would each need a compilation.
         """
         count = min(count, self.batches[-1])
         best = self.batch(count)

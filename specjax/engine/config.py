@@ -1,16 +1,17 @@
-"""Settings of an engine, and the sizes that follow from them: the context, the pool's pages, the buckets."""
+"""Settings of an engine, and the sizes derived from them: the context, the pool's pages, the buckets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Drafter
 from specjax.engine.buckets import Buckets
-from specjax.engine.scheduler import Policy
 from specjax.limits import ParameterError, check, documented, setting
 from specjax.models.target import Target
+
+Policy: TypeAlias = Literal["fcfs", "lpm"]
 
 
 @documented
@@ -52,7 +53,9 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(True, "keep the pages of earlier texts, for requests that begin with the same tokens")
     retract_every: int | None = setting(
-        None, "for tests: retract the youngest request after so many steps; default: only when pages run out", minimum=1
+        None,
+        "for tests: steps between retractions of the youngest request; default: only when pages run out",
+        minimum=1,
     )
     mem_fraction: float = setting(
         0.85,
@@ -89,7 +92,9 @@ class EngineConfig:
         minimum=1,
     )
     first_device: int = setting(0, "index of the first of these devices in the process", minimum=0)
-    random_seed: int | None = setting(None, "seed of requests that have none; default: a different one in each run")
+    random_seed: int | None = setting(
+        None, "seed of the random seeds of requests; default: a different one in each run"
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -112,20 +117,19 @@ class EngineConfig:
         return min(self.max_running_requests, self.max_batch or self.max_running_requests)
 
     def chooses(self, drafter: Drafter) -> bool:
-        """Whether each step is chosen to draft or not; False: each drafts as its batch bucket says. Tracing and timing
-        show every step's drafts."""
+        """True if `DraftPolicy` decides which steps draft. Tracing and timing need drafts in every step."""
         return self.adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
 
 
 def check_config(config: object) -> None:
-    """Raises TypeError for what is no `EngineConfig`, such as a dict of its fields."""
+    """Raises TypeError unless `config` is an `EngineConfig`."""
     if not isinstance(config, EngineConfig):
         hint = "; write EngineConfig(**config)" if isinstance(config, dict) else ""
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
 
 
 def context_length(target: Target, config: EngineConfig) -> int:
-    """Tokens that a request may have. Raises ValueError if the model has fewer positions."""
+    """Maximum number of tokens of a request. Raises ValueError if the model has fewer positions."""
     length, most = config.context_length or target.config.max_positions, target.config.max_positions
     if length > most:
         raise ParameterError("context_length", f"{length} exceeds the model's {most} positions", "EngineConfig")
@@ -133,7 +137,7 @@ def context_length(target: Target, config: EngineConfig) -> int:
 
 
 class Layout(NamedTuple):
-    """What is compiled for."""
+    """Sizes of the compiled programs."""
 
     pool: PoolShape
     buckets: Buckets
@@ -143,12 +147,12 @@ class Layout(NamedTuple):
         cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter,
         *, ragged: bool = False,
     ) -> Layout:  # fmt: skip
-        """For a pool of `tokens` tokens, rounded down to pages; it has at least one. Rest: see `Buckets.build`."""
+        """Rounds a pool of `tokens` tokens down to pages, at least one. See `Buckets.build`."""
         size = config.page_size
         pool = PoolShape(max(tokens // size, 1), size)
         request_pages = min(-(-context_length // size), pool.pages)
         rows, chunk = config.largest_batch, config.chunked_prefill_size
         sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
-        # `attention` splits the heads of a block over devices, and not the rows that a ragged one has only there.
+        # `attention` splits a block over devices by heads, which ragged rows do not support.
         sizes |= {"adaptive": config.chooses(drafter), "ragged": ragged and config.tensor_parallel == 1}
         return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))

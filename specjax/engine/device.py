@@ -1,24 +1,251 @@
-"""The state on the device, and the launch of programs that take it over. Knows nothing of requests."""
+"""The state on the device, the launch of programs, and the arrays that host and device exchange.
+
+Each array that is sent costs a copy, and page tables hardly change between steps. So the device keeps all page tables,
+[R, T], a step's input has only new pages, and inputs and outputs are packed in one int32 array each:
+
+    step        [B, 2 + K]           slot, number of pages that the device has, K new pages (NO_PAGE: none)
+    prefill     [B, 3 + C + T']      slot, length, next token, C tokens, all T' <= T pages of the row
+    admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, a bit per token: is in the prompt
+                [... + V]            for a resumed request: the number of times that each token was emitted
+    output      [B, 2 + J]           of a step or a prefill: emitted, finish, J tokens
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
+from math import prod
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32
 
 from specjax.checkpoint import ModelFiles
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.arrays import Output, Resident
+from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig
-from specjax.engine.keys import Key
+from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
+from specjax.sampling import History
+from specjax.state import (
+    NO_DRAFT_LIMIT,
+    NO_FORCED_TOKEN,
+    DecodeState,
+    PrefillInput,
+    Row,
+    StepInput,
+    StepOutput,
+    Trace,
+    admit_row,
+    new_row,
+)
+from specjax.verify import LOGPROB_IDS, Logprobs
+
+NO_PAGE = -1
+_WORD = 32  # bits
+
+# Input
+
+
+class Resident(NamedTuple):
+    """State that stays on the device between programs."""
+
+    decode: DecodeState
+    tables: Int32[Array, "R T"]  # page tables of the rows; holes are P
+
+
+def step_input(sequences: list[Sequence], batch: int, new_pages: int, rows: int) -> np.ndarray:
+    """Input of a decode step, int32 [batch, 2 + new_pages], for a bucket of `batch` entries.
+
+    Empty entries get slots from R = `rows` on. New pages are counted as sent.
+    """
+    packed = np.full((batch, 2 + new_pages), NO_PAGE, np.int32)
+    packed[:, 0] = range(rows, rows + batch)
+    for i, slot in enumerate(sequence.active_slot for sequence in sequences):
+        packed[i, 0] = slot.index
+        if new := slot.pages[slot.placed :]:
+            packed[i, 1] = slot.placed
+            packed[i, 2 : 2 + len(new)] = new
+            slot.placed = len(slot.pages)
+    return packed
+
+
+def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
+    """Returns the `StepInput` with page tables of `width`, and the tables of all rows with the new pages."""
+    slots, placed, new = packed[:, 0], packed[:, 1], packed[:, 2:]
+    rows, size = tables.shape
+    ahead = jnp.arange(new.shape[1], dtype=jnp.int32)
+    columns = jnp.where(new == NO_PAGE, size, placed[:, None]) + ahead[None]  # from T on: distinct, and dropped
+    tables = tables.at[slots[:, None], columns].set(new, mode="drop", unique_indices=True)
+    active = slots < rows
+    page_table = jnp.where(active[:, None], tables[jnp.minimum(slots, rows - 1), :width], pages)
+    return StepInput(slots, page_table, active), tables
+
+
+def prefill_input(
+    sequences: list[Sequence],
+    batch: int,
+    width: int,
+    table: int,
+    *,
+    rows: int,
+    pages: int,
+    lengths: Iterable[int],
+) -> np.ndarray:
+    """Input of a prefill of the next chunk of each sequence's context, int32 [batch, 3 + width + table].
+
+    The last chunk of a context draws a token unless the next token is known. Empty entries get slots from R = `rows`
+    on. `pages` is P; `lengths` are the tokens of each chunk.
+    """
+    packed = np.zeros((batch, 3 + width + table), np.int32)
+    packed[:, 0] = range(rows, rows + batch)
+    packed[:, 3 + width :] = pages
+    for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        context, slot = sequence.context, sequence.active_slot
+        end = slot.prefilled + length
+        after = context[end] if end < len(context) else sequence.forced_token
+        packed[i, :3] = slot.index, length, NO_FORCED_TOKEN if after is None else after
+        packed[i, 3 : 3 + length] = context[slot.prefilled : end]
+        packed[i, 3 + width : 3 + width + len(slot.pages)] = slot.pages
+        slot.placed = len(slot.pages)
+    return packed
+
+
+def unpack_prefill(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
+    """Returns the `PrefillInput` with page tables of `width`, and the tables of all rows with these."""
+    slots, length, after = packed[:, 0], packed[:, 1], packed[:, 2]
+    tokens, page_table = packed[:, 3:-width], packed[:, -width:]
+    whole = jnp.pad(page_table, ((0, 0), (0, tables.shape[1] - width)), constant_values=pages)
+    active = slots < tables.shape[0]
+    tables = tables.at[slots].set(whole, mode="drop", unique_indices=True)
+    return PrefillInput(slots, page_table, active, tokens, length, after), tables
+
+
+def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    """A sequence's slot and row of the state, as int32. Penalties count the output of a resumed sequence."""
+    request, slot, params = sequence.request, sequence.active_slot, sequence.params
+    same = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    limit = NO_DRAFT_LIMIT if params.draft_limit is None else params.draft_limit
+    row = new_row(
+        vocab_size,
+        limit=request.limit,
+        prompt=request.prompt,
+        output=sequence.output.tokens,
+        draft_limit=limit if sequence.drafts and params.speculate else 0,
+        logprobs=params.logprobs is not None,
+        logprob_ids=params.logprob_ids,
+        salt=request.salt,
+        prefix_length=slot.prefilled,
+        top_k=min(params.top_k, vocab_size),
+        min_tokens=params.min_new_tokens,
+        stop_ids=request.device_stops,
+        seed=request.seed,
+        logit_bias=dict(params.logit_bias),
+        **{name: getattr(params, name) for name in same},
+    )
+    in_prompt, counts = cast(Any, row.history)
+    small = [_words(leaf) for leaf in jax.tree.leaves(row._replace(history=cast(Any, None)))]
+    bits, seen = np.packbits(in_prompt, bitorder="little"), np.zeros(-(-vocab_size // _WORD), "<i4")
+    seen.view(np.uint8)[: bits.size] = bits
+    return np.concatenate([[np.int32(slot.index)], *small, seen, *([counts] if sequence.output.tokens else [])])
+
+
+def _words(value: Any) -> np.ndarray:
+    value = np.atleast_1d(value)
+    return value.astype(np.int32) if value.dtype == np.bool_ else value.view(np.int32)
+
+
+def admission_size(row: Row, *, resumed: bool) -> int:
+    """Length of an `admission`. `row`: shapes of a row, without the leading axis."""
+    small = sum(leaf.size for leaf in jax.tree.leaves(row._replace(history=cast(Any, None))))
+    vocab_size = row.history.counts.size
+    return 1 + small + -(-vocab_size // _WORD) + vocab_size * resumed
+
+
+def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: Int32[Array, "X"]) -> tuple[Row, Bool[Array, "R"]]:
+    """`specjax.state.admit_row` of an `admission`."""
+    at = 1
+    small, tree = jax.tree.flatten(rows._replace(history=cast(Any, None)))
+    fields = []
+    for leaf in small:
+        words = packed[at : (at := at + prod(leaf.shape[1:]))].reshape(leaf.shape[1:])
+        is_bool = leaf.dtype == np.bool_
+        fields.append(words.astype(bool) if is_bool else jax.lax.bitcast_convert_type(words, leaf.dtype))
+    vocab_size = rows.history.counts.shape[1]
+    seen = packed[at : (at := at + -(-vocab_size // _WORD))]
+    bits = seen[:, None] >> jnp.arange(_WORD, dtype=jnp.int32)[None] & 1
+    counts = packed[at:] if packed.shape[0] > at else jnp.zeros(vocab_size, jnp.int32)
+    history = History(bits.reshape(-1)[:vocab_size].astype(bool), counts)
+    row = jax.tree.unflatten(tree, fields)._replace(history=history)
+    return admit_row(rows, finished, packed[0], row)
+
+
+# Output
+
+
+class Output(NamedTuple):
+    """Output of a step or a prefill, on the device. Every step copies `packed`; other fields are copied on request."""
+
+    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
+    logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32
+    trace: Trace | None
+    prompt: Array | None = None  # `logprobs` of a prefill's C tokens, if the program computes them
+
+
+def packed(
+    function: Callable[..., tuple[DecodeState, StepOutput]], *arguments: Any, **fixed: Any
+) -> tuple[DecodeState, Output]:
+    """Traces a step or a prefill, and packs its output."""
+    state, output = function(*arguments, **fixed)
+    integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
+    prompt = None if output.prompt is None else _bits(output.prompt)
+    return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
+
+
+def _bits(logprobs: Logprobs) -> Array:
+    rows = logprobs.drawn.shape[0]
+    floats = [logprobs.drawn, logprobs.top.reshape(rows, -1), logprobs.of_ids.reshape(rows, -1)]
+    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
+    return jnp.concatenate([*bits, logprobs.top_ids.reshape(rows, -1)], axis=1)
+
+
+class Read(NamedTuple):
+    """A step's output on the host."""
+
+    tokens: list[list[int]]  # [B][emitted]
+    finish: list[int]  # [B]
+    logprobs: Logprobs | None  # of numpy arrays
+
+
+def read_output(output: Output, top: int | None) -> Read:
+    """Waits for a step and copies its output to the host. `top`: alternatives per token in the log-probabilities, which
+    are not copied if it is None."""
+    packed = np.asarray(output.packed)
+    tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
+    logprobs = None if top is None else logprobs_from_bits(output.logprobs, packed.shape[1] - 2, top)
+    return Read(tokens, packed[:, 1].tolist(), logprobs)
+
+
+def logprobs_from_bits(bits: Array, width: int, top: int) -> Logprobs:
+    ends = np.cumsum([width, width * top, width * LOGPROB_IDS])
+    drawn, best, of_ids, ids = np.split(np.asarray(bits), ends, axis=1)
+    fields: Any = (
+        drawn.view(np.float32),
+        best.view(np.float32).reshape(-1, width, top),
+        ids.reshape(-1, width, top),
+        of_ids.view(np.float32).reshape(-1, width, LOGPROB_IDS),
+    )
+    return Logprobs(*fields)
+
+
+# Launch
 
 Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any], Output]]
 """(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
@@ -28,7 +255,7 @@ Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and
 
 @runtime_checkable
 class Group(Protocol):
-    """Processes whose devices share one model, of which this is one (`specjax.fleet.hosts`)."""
+    """Processes whose devices share one model (`specjax.fleet.hosts`)."""
 
     leads: bool
 
@@ -40,7 +267,7 @@ class Group(Protocol):
 
 @runtime_checkable
 class Leader(Group, Protocol):
-    """The process of a group that serves requests: what it changes on its devices the others change, too."""
+    """The process of a group that serves requests; the others repeat its changes of the state."""
 
     def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None: ...
     def compare(self, digest: str, what: str) -> None: ...
@@ -48,11 +275,11 @@ class Leader(Group, Protocol):
 
 
 class Unavailable(MemoryError):
-    """A program does not fit into the memory, or no program that could run some requests does."""
+    """A program does not fit into memory, or no program fits for some requests."""
 
 
 class OutOfMemory(Exception):
-    """A program had no room to run; smaller ones may have."""
+    """A program ran out of memory; smaller ones may run."""
 
     def __init__(self, key: Key, error: Exception) -> None:
         super().__init__(f"out of memory: {key}")
@@ -60,7 +287,7 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for exceptions of the compiler or of a program that mean that memory has run out."""
+    """True for exceptions of the compiler or of a program that report a lack of memory."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, MemoryError)
@@ -68,7 +295,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_checked(key: Key) -> Iterator[None]:
-    """Raises `OutOfMemory` where the launch or the output of a program raises XLA's error that means it."""
+    """Turns XLA's error for a lack of memory into `OutOfMemory`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -78,16 +305,17 @@ def memory_checked(key: Key) -> Iterator[None]:
 
 
 class Device:
-    """One donated state. Each program takes it over and gives the next; `params` are never donated.
+    """The donated state. Each program takes it and returns the next one; `params` are never donated.
 
-    Both are kept as flat lists of leaves, in which a program takes them: with hundreds of leaves a call that flattens
-    trees takes clearly longer (benchmarks/results/host-2026-11-24-after.json).
+    Both are flat lists of leaves: a call that flattens trees of hundreds of leaves takes clearly longer
+    (benchmarks/results/host-2026-11-24-after.json).
 
-    `new_state` allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes seconds
-    on a CPU, during which programs can be compiled for its shapes. `launch_lock` is held while one is launched.
-
-    leader: of processes that share the devices: all that changes the state is told to the others first, which do the
-        same (`specjax.fleet.following`); None: there are none, or this is one of them.
+    Args:
+        new_state: allocates an empty state. Called at once in a thread: zeroing the pool takes seconds on a CPU, during
+            which programs compile for its shapes.
+        launch_lock: held during a launch.
+        leader: sends each change of the state to the other processes before it is made (`specjax.fleet.following`);
+            None: this process does not lead a group.
     """
 
     def __init__(
@@ -101,10 +329,10 @@ class Device:
         pool.shutdown(wait=False)  # its thread ends with the allocation
 
     def replace_params(self, params: Params) -> None:
-        """The parameters of the programs that are launched from now on, of the same shapes and dtypes."""
+        """Sets the parameters of later launches, which must have the same shapes and dtypes."""
 
         def described(leaf: Any) -> tuple[Any, ...]:
-            return jax.numpy.shape(leaf), jax.numpy.result_type(leaf)
+            return jnp.shape(leaf), jnp.result_type(leaf)
 
         leaves = jax.tree.leaves(params)
         if [*map(described, leaves)] != [*map(described, self._params)]:
@@ -113,12 +341,12 @@ class Device:
 
     @property
     def state(self) -> Resident:
-        """Waits for the allocation; raises what made it fail."""
+        """Waits for the allocation; raises its error."""
         leaves, tree = self._state.result()
         return jax.tree.unflatten(tree, leaves)
 
     def _set(self, state: Flat | Exception) -> None:
-        """Sets what `state` returns or raises. After an interrupt just before, the donated state counts as lost."""
+        """Sets the state, or the error that `state` raises. An interrupt just before leaves the donated state lost."""
         future: Future[Flat] = Future()
         if isinstance(state, Exception):
             future.set_exception(state)
@@ -127,12 +355,12 @@ class Device:
         self._state = future
 
     def renew(self) -> None:
-        """Allocates an empty state in place of the old one, which is freed first. Raises the error of a failed
-        allocation, as `state` does from then on, until `renew` succeeds."""
+        """Frees the state and allocates an empty one. If that fails, this call and `state` raise the error until
+        `renew` succeeds."""
         self._set(RuntimeError("there is no state"))
         try:
             with self._launch_lock:
-                self._tell("renew")
+                self._send("renew")
                 self._set(jax.tree.flatten(jax.block_until_ready(self._new_state())))
         except Exception as error:
             self._set(error)
@@ -140,28 +368,28 @@ class Device:
 
     @property
     def lost(self) -> bool:
-        """Whether there is no state: a program took it over and gave none back, or its allocation failed."""
+        """True without a state: a program took it and returned none, or its allocation failed."""
         if not self._state.done():
             return False
         return self._state.exception() is not None or any(leaf.is_deleted() for leaf in self._state.result()[0])
 
     @property
     def poisoned(self) -> bool:
-        """Whether the state is lost, or the program that computes it has failed. Waits for that program."""
+        """True if the state is lost, or the program that computes it failed. Waits for that program."""
         try:
             return self.lost or not jax.block_until_ready(self._state.result()[0])
         except Exception:
             return True
 
     def run(self, key: Key, program: Program, inputs: np.ndarray) -> Output:
-        """Launches a step or a prefill. Raises OutOfMemory if XLA has no room for it."""
+        """Launches a step or a prefill. Raises OutOfMemory if XLA lacks memory for it."""
         with memory_checked(key), self._launch_lock:
             leaves, tree = self._state.result()
-            self._tell("run", inputs, key=key)
+            self._send("run", inputs, key=key)
             try:
                 leaves, output = program(self._params, leaves, inputs)
             except Exception as error:
-                if self._leader is not None:  # the others have launched it, and wait for this process
+                if self._leader is not None:  # the other processes have launched it, and wait for this one
                     self._leader.fail(f"{key} could not be launched: {error}")
                 raise
             self._set((leaves, tree))
@@ -170,33 +398,32 @@ class Device:
         return output
 
     def check(self, output: Output) -> None:
-        """Before a program's output is used: waits for it, and until all processes that share the devices have the
-        same. They end if one has another. The programs launched before it are checked, too."""
-        if self._leader is None or not any(each is output for _, each in self._unchecked):
+        """Waits until all processes of a group have the same output; they end if one differs. Checks the outputs of
+        earlier programs, too. Call it before the output is used."""
+        if self._leader is None or not any(unchecked is output for _, unchecked in self._unchecked):
             return
-        found = None
-        while found is not output:
-            key, found = self._unchecked.popleft()
+        checked = None
+        while checked is not output:
+            key, checked = self._unchecked.popleft()
             try:
-                own = digest(found)
-            except Exception as error:  # the others may wait for this process
+                ours = digest(checked)
+            except Exception as error:  # the other processes may wait for this one
                 self._leader.fail(f"{key} failed: {error}")
-            self._leader.compare(own, str(key))
+            self._leader.compare(ours, str(key))
 
     def update(self, change: Callable[..., Resident], *arguments: np.ndarray, kind: str = "", **fields: Any) -> None:
-        """Replaces the state by ``change(state, *arguments)``. `kind` and `fields`: how the followers are told of the
-        change, with its argument."""
+        """Replaces the state by ``change(state, *arguments)``. `kind`, `fields`: the message to other processes."""
         with self._launch_lock:
             state = self.state
-            self._tell(kind, *arguments, **fields)
+            self._send(kind, *arguments, **fields)
             self._set(jax.tree.flatten(change(state, *arguments)))
 
-    def _tell(self, kind: str, *array: np.ndarray, **fields: Any) -> None:
+    def _send(self, kind: str, *array: np.ndarray, **fields: Any) -> None:
         if self._leader is not None:
             self._leader.send(kind, *array, **fields)
 
 
 def digest(output: Output) -> str:
-    """Of the tokens that a program has drawn or drafted; waits for it."""
+    """Hash of the drawn or drafted tokens of a program; waits for it."""
     first = np.asarray(jax.tree.leaves(output)[0])
     return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()

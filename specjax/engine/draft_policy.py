@@ -1,18 +1,18 @@
-"""Whether a step drafts: in each batch bucket the way of decoding with the most tokens a second.
+"""Chooses whether a step drafts: in each batch bucket, the mode with more tokens per second.
 
     rate of a mode  =  tokens that the batch's requests emit in a step of it / seconds that it takes
 
 There are two modes, a plain step and a step with the bucket's tree. Seconds are a running mean of recent steps; before
-a mode has run they follow from the other's and from `specjax.costs.estimated_ratio`. A plain step emits one token a
-request. A step with drafts emits each request's own running acceptance, which starts at that of all requests.
+a mode has run they follow from the other mode and from `specjax.costs.estimated_ratio`. A plain step emits one token
+per request. A step with drafts emits each request's running acceptance, which starts at that of all requests.
 
-The better mode is used. Another replaces it if its rate is higher by `HYSTERESIS`. Now and then one step runs in the
-other mode, to measure it: `TRIAL_SHARE` of the time pays for what such steps are expected to lose. Every emitted token
-is the target's own draw, so the choice changes the speed and never the text.
+The mode in use changes if the other one's rate is higher by `HYSTERESIS`. Now and then one step runs in the other mode,
+to measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Every emitted token is the target's
+own draw, so the choice changes the speed and never the text.
 
-A drafter with `Drafter.costly_observe` is chosen once for each request, at its admission.
+With `Drafter.costly_observe` the mode is chosen once for each request, at its admission.
 
-Plain Python; knows nothing of the device.
+The rest of the file describes drafting for logs and summaries. Plain Python, independent of the device.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from specjax.engine.keys import PLAIN, TREE
+from specjax.drafters.base import Drafter
+from specjax.engine.buckets import PLAIN, TREE, Buckets, Key
 
 if TYPE_CHECKING:
     from specjax.engine.sequence import Sequence
 
-HYSTERESIS = 0.05  # by which the other mode's rate must be higher
-TRIAL_SHARE = 0.01  # of the time, for steps of the other mode
-TRIAL_PAUSE = 16  # steps between two of them, at least
-DECAY = 0.9  # weight of a step's time after the next one
-ACCEPTANCE_DECAY = 0.95  # weight of a step's acceptance after the next one
-MAX_STEP_RATIO = 2.5  # a step that took longer than so many means counts as so long
-OWN_STEPS = 8.0  # steps of a request after which its own acceptance counts as much as that of all
-GUESS_STEPS = 16.0  # steps of all requests after which theirs counts as much as the first guess
+HYSTERESIS = 0.05  # minimum relative gain in rate for a change of mode
+TRIAL_SHARE = 0.01  # share of the time that trials may lose
+TRIAL_PAUSE = 16  # minimum number of steps between two trials
+DECAY = 0.9  # weight of a step's time after the next step
+ACCEPTANCE_DECAY = 0.95  # weight of a step's acceptance after the next step
+MAX_STEP_RATIO = 2.5  # longer steps count as this multiple of the mean
+OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
+GUESS_STEPS = 16.0  # steps of all requests after which their acceptance counts as much as the first guess
 NAMES = {PLAIN: "plain", TREE: "draft"}
-GUESSES = {True: 2.0, False: 1.3}  # accept length of which nothing is known, of a drafter with and without a model
+GUESSES = {True: 2.0, False: 1.3}  # first guess of the accept length, for a drafter with and without a model
 
 
 @dataclass
 class Mean:
-    """A running mean, in which the last values count most."""
+    """A running mean, in which recent values count most."""
 
     decay: float
     weight: float = 0.0
     total: float = 0.0
 
     def add(self, value: float, weight: float = 1.0, most: float | None = None) -> None:
-        """Adds a value with a weight. `most`: a value above so many means counts as so much."""
+        """Adds a value, which is clipped to `most` times the mean."""
         if most is not None and self.weight:
             value = min(value, most * self.value)
         self.weight, self.total = self.decay * self.weight + weight, self.decay * self.total + weight * value
@@ -59,41 +60,32 @@ class Mean:
 
 @dataclass
 class Bucket:
-    """What was measured in one batch bucket.
+    """Measurements of one batch bucket."""
 
-    Attributes:
-        ratio: seconds of a step with drafts over those of a plain one, before both have run.
-        seconds: of recent steps, by mode.
-        ran: number of steps, by mode.
-        using: the mode in use.
-        savings: seconds that the next step of the other mode may lose.
-        since: steps after the last one of the other mode.
-    """
-
-    ratio: float
-    seconds: dict[int, Mean] = field(default_factory=lambda: {mode: Mean(DECAY) for mode in NAMES})
-    ran: dict[int, int] = field(default_factory=dict)
-    using: int | None = None
-    savings: float = 0.0
-    since: int = 0
+    ratio: float  # estimated duration of a step with drafts relative to a plain step
+    seconds: dict[int, Mean] = field(default_factory=lambda: {mode: Mean(DECAY) for mode in NAMES})  # by mode
+    ran: dict[int, int] = field(default_factory=dict)  # number of steps, by mode
+    using: int | None = None  # mode in use
+    savings: float = 0.0  # seconds that the next trial may lose
+    since: int = 0  # steps since the last trial
 
     def expected(self) -> dict[int, float]:
-        """Seconds of a step of each mode; of a unit of one's own before anything has run."""
+        """Seconds of a step, by mode; in an arbitrary unit before any step has run."""
         plain, tree = self.seconds[PLAIN], self.seconds[TREE]
         if plain.weight and tree.weight:
             return {PLAIN: plain.value, TREE: tree.value}
         if tree.weight:
             return {PLAIN: tree.value / self.ratio, TREE: tree.value}
-        known = plain.value if plain.weight else 1.0
-        return {PLAIN: known, TREE: known * self.ratio}
+        seconds = plain.value if plain.weight else 1.0
+        return {PLAIN: seconds, TREE: seconds * self.ratio}
 
 
 class DraftPolicy:
     """Chooses between plain steps and steps with drafts.
 
     Args:
-        ratio: batch bucket -> seconds of a step with drafts over those of a plain one, as an estimate.
-        guess: accept length of which nothing is known.
+        ratio: batch bucket -> estimated duration of a step with drafts relative to a plain step.
+        guess: accept length before any measurement.
     """
 
     def __init__(self, ratio: Callable[[int], float], guess: float) -> None:
@@ -103,7 +95,7 @@ class DraftPolicy:
         self._buckets: dict[int, Bucket] = {}
 
     def choose(self, batch: int, requests: list[Sequence]) -> int:
-        """The mode of the next step of these requests, PLAIN or TREE, in a batch bucket that may draft."""
+        """Returns PLAIN or TREE for the next step of these requests, in a batch bucket that may draft."""
         drafting = [request for request in requests if request.drafts]
         if not drafting:
             return PLAIN
@@ -114,28 +106,28 @@ class DraftPolicy:
         return self._best(batch, {PLAIN: plain, TREE: plain - len(drafting) + accepted})
 
     def pays(self, batch: int, requests: int, forced: int) -> bool:
-        """Whether to emit `forced` tokens in one step with drafts of these requests, by the estimated ratio: measured
-        steps with drafts were narrower where the drafter found nothing."""
+        """True if emitting `forced` tokens in one step with drafts is faster. Uses the estimated ratio, since measured
+        steps were narrower where the drafter had no match."""
         return requests + forced > requests * self._bucket(batch).ratio
 
     def admit(self, batch: int, sequence: Sequence) -> bool:
-        """Whether a request drafts from its first step to its end. `batch`: bucket that it will run in."""
+        """Chooses whether a request drafts from its first step to its end. `batch`: bucket that it will run in."""
         if not sequence.drafts or sequence.params.always_draft:
             return sequence.drafts
         return self._best(batch, {PLAIN: 1.0, TREE: self._accepted.value}, steps=sequence.request.limit) == TREE
 
     def accept_length(self, request: Sequence) -> float:
-        """Tokens that a step with drafts is expected to emit for a request."""
-        own, every = request.acceptance, self._accepted.value
-        return (own.total + OWN_STEPS * every) / (own.weight + OWN_STEPS)
+        """Expected number of tokens that a step with drafts emits for a request."""
+        acceptance, prior = request.acceptance, self._accepted.value
+        return (acceptance.total + OWN_STEPS * prior) / (acceptance.weight + OWN_STEPS)
 
     def record(self, batch: int, mode: int, seconds: float, drafted: Mapping[Sequence, int]) -> None:
-        """After a step: its seconds, and the tokens that it emitted for each request that could draft."""
-        own = self._bucket(batch)
-        own.since, own.savings = own.since + 1, own.savings + TRIAL_SHARE * seconds
-        if mode in own.ran:  # the first run of a program takes longer
-            own.seconds[mode].add(seconds, most=MAX_STEP_RATIO)
-        own.ran[mode] = own.ran.get(mode, 0) + 1
+        """Records a step. `drafted`: number of emitted tokens of each request that could draft."""
+        bucket = self._bucket(batch)
+        bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * seconds
+        if mode in bucket.ran:  # the first run of a program takes longer
+            bucket.seconds[mode].add(seconds, most=MAX_STEP_RATIO)
+        bucket.ran[mode] = bucket.ran.get(mode, 0) + 1
         if mode == TREE:
             for request, count in drafted.items():
                 request.acceptance.add(float(count))
@@ -143,19 +135,19 @@ class DraftPolicy:
                 self._accepted.add(sum(drafted.values()) / len(drafted), float(len(drafted)))
 
     def _best(self, batch: int, tokens: Mapping[int, float], steps: int = 1) -> int:
-        """The mode with the higher rate, or now and then the other one. `steps`: for which it is chosen."""
-        own = self._bucket(batch)
-        seconds = own.expected()
+        """Returns the mode with the higher rate, or the other one as a trial. `steps`: duration of the choice."""
+        bucket = self._bucket(batch)
+        seconds = bucket.expected()
         rates = {mode: tokens[mode] / seconds[mode] for mode in NAMES}
-        using = max(rates, key=rates.__getitem__) if own.using is None else own.using
+        using = max(rates, key=rates.__getitem__) if bucket.using is None else bucket.using
         other = TREE if using == PLAIN else PLAIN
         if rates[other] > (1 + HYSTERESIS) * rates[using]:
             using, other = other, using
-        own.using = using
+        bucket.using = using
         loss = steps * (seconds[other] - tokens[other] / rates[using])
-        if own.since < TRIAL_PAUSE * steps or own.savings < loss or not own.seconds[using].weight:
+        if bucket.since < TRIAL_PAUSE * steps or bucket.savings < loss or not bucket.seconds[using].weight:
             return using
-        own.since, own.savings = 0, 0.0
+        bucket.since, bucket.savings = 0, 0.0
         return other
 
     def _bucket(self, batch: int) -> Bucket:
@@ -164,21 +156,93 @@ class DraftPolicy:
         return self._buckets[batch]
 
     def report(self) -> dict[str, Any]:
-        """For people: the accept length of all requests, and by batch bucket the mode in use and what was measured."""
+        """The accept length of all requests, and by batch bucket the mode in use and the measurements."""
 
-        def measured(own: Bucket) -> dict[str, Any]:
+        def measured(bucket: Bucket) -> dict[str, Any]:
             return {
                 NAMES[mode]: {
-                    "steps": own.ran.get(mode, 0),
+                    "steps": bucket.ran.get(mode, 0),
                     "milliseconds": round(1e3 * mean.value, 3) if mean.weight else None,
                 }
-                for mode, mean in own.seconds.items()
+                for mode, mean in bucket.seconds.items()
             }
 
         return {
             "accept_length": round(self._accepted.value, 3),
             "batches": {
-                str(batch): {"using": None if own.using is None else NAMES[own.using], **measured(own)}
-                for batch, own in sorted(self._buckets.items())
+                str(batch): {"using": None if bucket.using is None else NAMES[bucket.using], **measured(bucket)}
+                for batch, bucket in sorted(self._buckets.items())
             },
         }
+
+
+# For logs and summaries
+
+NOT_ASKED = "requests with speculate: false or draft_limit: 0 (the page's limit of drafts) are decoded without drafts"
+SLOWER = "steps without drafts are faster by measurement, or are being measured (adaptive drafting)"
+MIN_DOUBTED_STEPS = 200  # steps of a draft model without an accepted draft after which a warning is logged
+
+
+def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
+    """Describes drafting for the log: algorithm, tree, head, and the steps that draft."""
+    if drafter.width == 1:
+        return {"algorithm": drafter.name}
+    tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
+    if (whole := buckets.most_whole) < buckets.most_drafting:
+        least = buckets.tree_widths(buckets.most_drafting)[-1]
+        tree += f"; smaller for more than {whole} requests at once, down to {least} tokens"
+    drafts, more = "in steps" if buckets.adaptive else "in every step", ""
+    if (most := buckets.most_drafting) < buckets.batches[-1]:
+        drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
+        more = "; larger batches are faster without drafts here, and draft only if the number of draft tokens is set"
+    drafts += " where that is measured to be faster" * buckets.adaptive + more
+    head = {"head": drafter.source} if drafter.source else {}
+    return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
+
+
+def as_lines(table: Mapping[str, str]) -> str:
+    """Formats `speculation_table` as indented lines below a heading."""
+    return "".join(f"\n  {name:9}  {text}" for name, text in table.items())
+
+
+def _too_many(buckets: Buckets) -> str:
+    return (
+        f"batches of more than {buckets.most_drafting} requests are decoded without drafts, which is faster here; set "
+        "the number of draft tokens to draft in all of them"
+    )
+
+
+def not_drafted(buckets: Buckets, key: Key, sequence: Sequence) -> str:
+    """The reason why a step of the program `key` did not draft for a request."""
+    if not buckets.drafts(1):
+        return "there is no drafter (the speculative algorithm is NONE)"
+    if not sequence.params.drafts:
+        return NOT_ASKED
+    if not buckets.drafts(key.width):
+        return _too_many(buckets)
+    if sequence.params.always_draft:
+        return "the programs that draft were being compiled"
+    return SLOWER
+
+
+def drafting_summary(drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int) -> dict[str, Any]:
+    """`drafted_steps`, the number of steps of single requests that could draft, and `not_drafted`, the reason why other
+    steps could not; None: all could, or there is no drafter."""
+    reason = None
+    if drafter.width > 1 and drafted_steps < verify_steps:
+        reason = NOT_ASKED
+        if buckets.adaptive:
+            reason = SLOWER
+        elif buckets.most_drafting < buckets.batches[-1]:
+            reason = _too_many(buckets)
+    return {"drafted_steps": drafted_steps, "not_drafted": reason}
+
+
+def doubt(drafter: Drafter, drafted_steps: int, accepted: int) -> str | None:
+    """A warning if the target accepts no draft of a draft model; None: no reason for a warning."""
+    if not drafter.runs_model or accepted or drafted_steps < MIN_DOUBTED_STEPS:
+        return None
+    return (
+        f"{drafter.name}: the target has accepted no draft in {drafted_steps} steps; the draft was probably made for "
+        "another model, or its checkpoint is damaged. The text is correct, and NONE would be faster"
+    )

@@ -1,10 +1,10 @@
 """The engine: schedule -> dispatch -> collect.
 
-One iteration (`step`) admits waiting requests, dispatches at most one prefill chunk and one decode step, and then reads
-the results of the iteration *before*: the device always has its next step queued while the host looks at the last one.
-That is safe because a row that finishes on the device does nothing in later steps, because pages are reserved for all
-that unread steps may commit, and because the device runs steps in order: pages freed by a step that was read may be
-written by one dispatched later.
+One iteration (`step`) admits waiting requests, dispatches at most one prefill and one decode step per running request,
+and then reads the results of the iteration before. So the device always has its next step queued while the host looks
+at the last one. This is safe because a row that finishes on the device does nothing in later steps, because pages are
+reserved for all that unread steps may commit, and because the device runs steps in order: pages freed by a step that
+was read may be written by one dispatched later.
 
     iteration t     dispatch step t     collect step t - 1     (a row that ended in t - 1 was inactive in t)
 """
@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from functools import partial
 from time import sleep
 from types import MappingProxyType
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeAlias, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,25 +34,19 @@ from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_drafter, is_own
-from specjax.engine.arrays import Resident, admission
-from specjax.engine.batch import Batch, dispatch
-from specjax.engine.collect import collect_all_but
+from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
+from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.device import Device, Group, Leader, OutOfMemory
+from specjax.engine.device import Device, Group, Leader, OutOfMemory, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
-from specjax.engine.keys import Key
-from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
-from specjax.engine.output import Completion
-from specjax.engine.placing import check_models, place_params
+from specjax.engine.memory import check_models, keep_freed_memory, place_params, pool_tokens, room_beside
 from specjax.engine.programs import Programs
-from specjax.engine.runtime import Runtime
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.schedule import next_prefill, next_steps
-from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Sequence
+from specjax.engine.scheduler import Scheduler, next_prefill, next_steps
+from specjax.engine.sequence import Completion, Sequence
 from specjax.load import load
 from specjax.models.target import Target
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
@@ -60,17 +54,21 @@ from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, verify_tree
 
 DEFAULT_CONFIG = EngineConfig()
-IDLE_SECONDS = 0.002  # that a step waits in which nothing can run
+IDLE_SECONDS = 0.002  # pause of a step in which nothing can run
+
+Samplings: TypeAlias = Sampling | List[Sampling | None] | None
 
 
 class Engine:
-    """Continuous batching over one target and one drafter. Several threads may use it: their requests share batches.
+    """Continuous batching over one target and one drafter. Thread-safe: requests of several threads share batches.
 
     Attributes:
         verify: decides which drafts are accepted.
-        run: scheduler, programs, device and what else the parts of the engine share.
-        group: of the processes that share the model; None: this one alone has it.
-        lock: held by whatever changes requests or the device's state.
+        group: processes that share the model; None: only this one.
+        lock: held by all changes of requests or of the device's state.
+        policy: chooses whether a step drafts; None: each step drafts as its batch bucket says.
+        flights: batches that are launched and not yet read.
+        changed: sequences with new tokens, or finished, since the last report.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class Engine:
             check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
         self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
-        self.verify = verify
+        self.verify, self._draft_model = verify, draft_model
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = context_length(target, config)
@@ -118,18 +116,21 @@ class Engine:
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
             reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
         )  # fmt: skip
-        new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
-        shapes = jax.eval_shape(lambda: self._made_state(rows, self.pool))
+        shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
-            shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
-        variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
-        variants |= {"room": room_beside(shapes, self.mesh), "mesh": self.mesh}
-        self.programs = Programs(target, drafter, self.buckets, params, shapes, new_pages=new_pages, **variants)
+            shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
+        self.programs = Programs(
+            target, drafter, self.buckets, params, shapes, new_pages=-(-lookahead // size), verify=verify,
+            trace=config.trace, time_phases=config.time_phases, room=room_beside(shapes, self.mesh), mesh=self.mesh,
+        )  # fmt: skip
         leader = cast(Leader, group) if group is not None and group.leads else None
         if leader is not None:
             self.programs.announce = lambda key: leader.send("compile", key=key)
         self.device = Device(params, self._new_state, self.programs.launch_lock, leader)
-        self._inconsistent = False  # `_guarded` was left by an exception
+        self.flights = Flights(lambda: len(self.programs.compiled()))
+        self.changed: dict[Sequence, None] = {}
+        self.counters = Counters()
+        self._inconsistent = False  # an exception has left `_guarded`
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
             tokenizer=tokenizer,
@@ -139,19 +140,13 @@ class Engine:
             eos_ids=eos_ids,
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams),
-            late=not config.trace,  # a delta goes with the tree of its step
+            late=not config.trace,  # a stream delta belongs to the tree of its step
             plain_content=config.plain_content,
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         self.policy: DraftPolicy | None = None
         if config.chooses(drafter):
             self.policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model])
-        self._draft_model = draft_model
-        self.run = Runtime(
-            self.scheduler, self.programs, self.device, self.buckets, drafter, self.policy,
-            rows=rows, pages=self.pool.pages, new_pages=new_pages, vocab_size=self.vocab_size, finish=self._finish,
-        )  # fmt: skip
-        self.counters = self.run.counters
 
     @classmethod
     def from_pretrained(
@@ -176,25 +171,25 @@ class Engine:
         """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
 
         Args:
-            draft: how to draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, or the name of an algorithm
-                in `DRAFTERS` for its defaults, or module:function for a function as `drafter` takes it. AUTO: the draft
-                head that ships for the model, else the model's MTP layers, else n-grams.
+            draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, the name of an algorithm in `DRAFTERS`, or
+                module:function for a function as in `drafter`. AUTO: the draft head that ships for the model, else the
+                model's MTP layers, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
             quantization: auto: matrices that the checkpoint holds in few bits stay so; none: they are dequantised; fp8,
                 int8 or int4: the matrices of a float checkpoint are quantised. Activations never are.
-            drafter: in place of `draft`, a ready `Drafter` or a function of the `Target` that returns one; it may
-                return a `Speculation`, which adds parameters and a verifier.
-            verify: decides which drafts are accepted; None: the drafter's, which by default is `verify_tree`. Another
-                one may change the text.
-            tokenizer_path: a folder with another tokenizer than the model's own.
-            chat_template: a file with another Jinja template than the tokenizer's own.
-            sampling_defaults: model: what generation_config.json says of sampling becomes `engine.sampling_defaults`,
-                the values of what a request does not give; openai: it is left unread.
-            backend: a `tree_attention` implementation; None or auto = what suits the device.
+            drafter: a `Drafter`, or a function of the `Target` that returns one or a `Speculation`, which adds
+                parameters and a verifier; replaces `draft`.
+            verify: decides which drafts are accepted, and may change the text; None: the drafter's verifier, by default
+                `verify_tree`.
+            tokenizer_path: folder with another tokenizer.
+            chat_template: file with another Jinja template.
+            sampling_defaults: model: generation_config.json sets `engine.sampling_defaults`, the defaults of requests;
+                openai: it is not read.
+            backend: a `tree_attention` implementation; None or auto: by device.
             compilation_cache: keep compiled programs on disk.
-            group: of the processes whose devices share the model, which has joined; see `specjax.fleet.following`.
-            progress: show bars on stderr while weights are loaded and while requests wait for the compiler; if stderr
-                is not a terminal, one line for each.
+            group: processes whose devices share the model, which has joined; see `specjax.fleet.following`.
+            progress: show bars on stderr while weights load and while requests wait for a compilation; one line each if
+                stderr is not a terminal.
 
         Raises:
             CheckpointError: the model cannot be found or read.
@@ -221,8 +216,8 @@ class Engine:
 
     @property
     def params(self) -> Params:
-        """Of the target and of the drafter. Others of the same shapes may be set while no request runs; what was kept
-        of earlier texts, made by the old ones, is forgotten. Raises RuntimeError while a request runs."""
+        """Parameters of the target and the drafter. While no request runs (else RuntimeError) they can be replaced by
+        others of the same shapes, which clears the prefix cache and the drafter's state."""
         return self._params
 
     @params.setter
@@ -240,24 +235,12 @@ class Engine:
 
     @property
     def state(self) -> DecodeState:
-        """Donated to each step, which returns the next."""
+        """Donated to each step, which returns the next state."""
         return self.device.state.decode
 
-    def _new_state(self) -> Resident:
-        make = partial(self._made_state, self.config.max_running_requests, self.pool)
-        return make() if self.mesh is None else empty_state(self.mesh, make)
-
-    def _made_state(self, rows: int, pool: PoolShape) -> Resident:
-        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
-        return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
-
-    def _start_over(self) -> None:
-        """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
-        read are drawn again."""
-        self.run.flights.clear()
-        self.scheduler.start_over()
-        if self.device.poisoned:
-            self.device.renew()
+    @property
+    def device_name(self) -> str:
+        return jax.devices()[0].device_kind
 
     def wait_until_allocated(self) -> None:
         """Blocks until the KV pool and the rows of the state are in memory. Raises the error of a failed allocation."""
@@ -283,39 +266,50 @@ class Engine:
         return self.intake.encode(prompt)
 
     def abort(self, id: str, message: str | None = None) -> bool:
-        """Ends a request now and frees its pages at once. Returns whether it was running or waiting. `message`: of
-        its finish reason, where the fault is ours."""
+        """Ends a request and frees its pages at once. Returns True if it was running or waiting. `message`: why the
+        server aborts it."""
         with self.lock:
             return (sequence := self.find(id)) is not None and self.end(sequence, message)
 
     def end(self, sequence: Sequence, message: str | None = None) -> bool:
-        """`abort` for this very sequence: another one with the same id goes on."""
+        """`abort` of this sequence, but not of another one with the same id."""
         with self.lock:
             if self.find(sequence.id) is not sequence:
                 return False
             sequence.abort(message)
-            self._finish(sequence)
+            self.finish(sequence)
             return True
 
+    def give_up(self, sequence: Sequence, message: str) -> None:
+        """Ends a request within a step, and reports it. `message`: why it cannot go on."""
+        sequence.abort(message)
+        self.finish(sequence)
+        self.changed[sequence] = None
+
+    def finish(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds."""
+        self.scheduler.finish(sequence)
+        self._by_id.pop(sequence.id, None)
+
     def reset(self, message: str) -> list[Sequence]:
-        """After a step that failed: ends all requests, with `message` as the reason, and starts from an empty state.
-        Raises what made its allocation fail. The requests have ended all the same, and the next step tries again."""
+        """After a failed step: ends all requests with this reason, and starts from an empty state. Raises the error of
+        its allocation, after the requests have ended; the next step then tries again."""
         with self.lock:
             ended = list(self._by_id.values())
             for sequence in ended:
                 self.end(sequence, message)
-            self.run.flights.clear()
-            self.run.changed.clear()
+            self.flights.clear()
+            self.changed.clear()
             self.scheduler.start_over()
             self.device.renew()
             self._inconsistent = False
             return ended
 
     def retract_all(self) -> None:
-        """Sends all running requests back to the queue, and frees all pages, those of the prefix cache too. They go on
-        with the same text."""
+        """Sends all running requests back to the queue, and frees all pages, also of the prefix cache. The requests go
+        on later with the same text."""
         with self._guarded():
-            collect_all_but(self.run, 0)
+            collect_all_but(self, 0)
             self.scheduler.start_over()
 
     def find(self, id: str) -> Sequence | None:
@@ -326,44 +320,43 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        return self.scheduler.unfinished or bool(self.run.flights)
+        return self.scheduler.unfinished or bool(self.flights)
 
     @property
     def unreported(self) -> bool:
-        """Whether sequences have ended that no `step` has returned: `retract_all` reads the steps in flight."""
-        return bool(self.run.changed)
+        """True if sequences have changed that no `step` has returned, because `retract_all` read steps in flight."""
+        return bool(self.changed)
 
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
 
-        A batch that runs out of memory is not tried again: its requests go on in smaller ones. Where nothing can run
-        before another thread has compiled a program or computed a mask, it waits for `IDLE_SECONDS`.
+        A batch that runs out of memory is not tried again: its requests go on in smaller ones. If nothing can run
+        before another thread has compiled a program or computed a mask, the step pauses for `IDLE_SECONDS`.
         """
-        run = self.run
         with self.lock, TraceAnnotation("step"):
             with self._guarded():
                 self._admit()
                 dispatched = 0
                 for batch in self._schedule():
-                    dispatch(run, batch)
+                    dispatch(self, batch)
                     dispatched += 1
-                if not dispatched and not run.flights and not run.changed:
+                if not dispatched and not self.flights and not self.changed:
                     sleep(IDLE_SECONDS)
-                collect_all_but(run, dispatched if self.config.overlap else 0)
-            changed = list(run.changed)
-            run.changed.clear()
+                collect_all_but(self, dispatched if self.config.overlap else 0)
+            changed = list(self.changed)
+            self.changed.clear()
             return changed
 
     def _schedule(self) -> Iterator[Batch]:
-        """The batches of one iteration. Each is to be dispatched before the next is asked for."""
-        if (prefill := next_prefill(self.run)) is not None:
+        """The batches of one iteration. Each must be dispatched before the next is taken."""
+        if (prefill := next_prefill(self)) is not None:
             yield prefill
-        yield from next_steps(self.run)
+        yield from next_steps(self)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Around all that changes the device's state and what is in flight. An exception leaves the two inconsistent,
-        and the next call starts over. A program that runs out of memory is given up, with all larger ones."""
+        """Encloses all changes of the device's state and of `flights`. An exception leaves the two inconsistent, and
+        the next call starts over. A program that runs out of memory is left out, with all larger ones."""
         with self.lock:
             if self._inconsistent or self.device.lost:
                 self._start_over()
@@ -375,8 +368,16 @@ class Engine:
                 self._start_over()
             self._inconsistent = False
 
+    def _start_over(self) -> None:
+        """Sends all running requests back to the queue. They go on with the same text: unread tokens are drawn
+        again."""
+        self.flights.clear()
+        self.scheduler.start_over()
+        if self.device.poisoned:
+            self.device.renew()
+
     def _admit(self) -> None:
-        """Puts sequences for which there is room into rows of the state."""
+        """Puts sequences that fit into rows of the state."""
         for sequence in self.scheduler.admit():
             if self.policy is not None and self.drafter.costly_observe and not sequence.output.tokens:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
@@ -388,30 +389,47 @@ class Engine:
             self.counters.cached_tokens += sequence.active_slot.prefilled
 
     def _estimated_ratio(self, batch: int) -> float:
-        """See `estimated_ratio`."""
         drafter = self.drafter.within(self.buckets.tree_widths(batch)[-1])
         device = None if self.platform == "cpu" else devices.named(self.device_name)
         return estimated_ratio(batch, self.target, drafter, self.params, device)
 
-    def _finish(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
-        self._by_id.pop(sequence.id, None)
+    # State and programs
 
-    # Housekeeping
+    def _empty(self, rows: int, pool: PoolShape) -> Resident:
+        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
+        return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
 
-    @property
-    def device_name(self) -> str:
-        return jax.devices()[0].device_kind
+    def _new_state(self) -> Resident:
+        return self._on_devices(partial(self._empty, self.config.max_running_requests, self.pool))
+
+    def _on_devices(self, make: Callable[[], Any]) -> Any:
+        return make() if self.mesh is None else empty_state(self.mesh, make)
+
+    def without_drafts(self, state: Resident) -> Resident:
+        """Returns the state with an empty state of the drafter."""
+        draft = self._on_devices(partial(self.drafter.init, self.params, self.config.max_running_requests, self.pool))
+        return state._replace(decode=state.decode._replace(draft=draft))
+
+    def flush_cache(self) -> bool:
+        """Clears the prefix cache and the drafter's state. While a request runs it does nothing and returns False."""
+        with self.lock:
+            if self.scheduler.unfinished:
+                return False
+            with self._guarded():
+                collect_all_but(self, 0)  # steps dispatched ahead for requests that have ended
+            self.scheduler.prefix.clear()
+            self.device.update(self.without_drafts, kind="flush")
+            return True
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles programs before their first use: all, or those given. See `Programs.warm_up`."""
+        """Compiles these programs, or all, before their first use. See `Programs.warm_up`."""
         if keys is None:
             keys = self.buckets.all_keys()
             self.programs.admit(resumed=True)
         self.programs.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
-        """Compiles the other programs while requests run, which share smaller batches meanwhile."""
+        """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
         return self.programs.compile_later(self.buckets.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
@@ -419,29 +437,11 @@ class Engine:
         return self.buckets.single_request_keys()
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
-        """Programs that these sequences will need, if they are all that runs."""
+        """Programs that these sequences need if no others run."""
         return self.buckets.first_keys(sequences, self.pool.page_size)
 
-    def flush_cache(self) -> bool:
-        """Clears the prefix cache and the drafter's memory of finished requests. While a request runs it does nothing
-        and returns False."""
-        with self.lock:
-            if self.scheduler.unfinished:
-                return False
-            with self._guarded():
-                collect_all_but(self.run, 0)  # steps dispatched ahead for requests that have ended
-            self.scheduler.prefix.clear()
-            self.device.update(self.without_drafts, kind="flush")
-            return True
-
-    def without_drafts(self, state: Resident) -> Resident:
-        """A state whose drafter remembers nothing."""
-        make = partial(self.drafter.init, self.params, self.config.max_running_requests, self.pool)
-        draft = make() if self.mesh is None else empty_state(self.mesh, make)
-        return state._replace(decode=state.decode._replace(draft=draft))
-
     def check_integrity(self) -> None:
-        """Counts every page and slot. Raises AssertionError if one is lost, held twice, or held by nobody."""
+        """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
         with self.lock:
             self.scheduler.check_integrity()
             assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}
@@ -450,37 +450,25 @@ class Engine:
 
     @overload
     def generate(
-        self,
-        prompts: Prompts,
-        sampling: Sampling | List[Sampling | None] | None = None,
-        *,
-        stream: Literal[False] = False,
+        self, prompts: Prompts, sampling: Samplings = None, *, stream: Literal[False] = False
     ) -> list[Completion]: ...
     @overload
     def generate(
-        self,
-        prompts: Prompt,
-        sampling: Sampling | List[Sampling | None] | None = None,
-        *,
-        stream: Literal[False] = False,
+        self, prompts: Prompt, sampling: Samplings = None, *, stream: Literal[False] = False
     ) -> Completion: ...
     @overload
     def generate(
-        self,
-        prompts: Prompt | Prompts,
-        sampling: Sampling | List[Sampling | None] | None = None,
-        *,
-        stream: Literal[True],
+        self, prompts: Prompt | Prompts, sampling: Samplings = None, *, stream: Literal[True]
     ) -> Iterator[StreamChunk]: ...
     def generate(
-        self, prompts: Any, sampling: Sampling | List[Sampling | None] | None = None, *, stream: bool = False
+        self, prompts: Any, sampling: Samplings = None, *, stream: bool = False
     ) -> Completion | list[Completion] | Iterator[StreamChunk]:
         """Completes prompts.
 
         Args:
             prompts: a string, a list of token ids or a list of messages; or a list of any of these.
-            sampling: one for all prompts, or one for each. Fields that are not given by name take the model's defaults
-                (`sampling_defaults`), then those of `SamplingParams`; a `SamplingParams` is taken as it is.
+            sampling: parameters for all prompts, or a list with one entry per prompt. Missing fields take the model's
+                defaults (`sampling_defaults`), then those of `SamplingParams`; a `SamplingParams` is used unchanged.
             stream: yield `StreamChunk`s as tokens come. The requests start when the first chunk is taken.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Completing prompts with an engine that other threads may use at the same time, whole or as a stream."""
+"""Completions and streams of an engine that other threads may use at the same time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.output import Completion, PromptLogprob, PromptLogprobs, TokenLogprob, TokenOrigin
-from specjax.engine.sequence import TEXT_FAILED, Sequence, Status, completion
+from specjax.engine.sequence import (
+    TEXT_FAILED,
+    Completion,
+    PromptLogprob,
+    PromptLogprobs,
+    Sequence,
+    Status,
+    TokenLogprob,
+    TokenOrigin,
+    completion,
+)
 from specjax.trace import StepTree
 
 if TYPE_CHECKING:
@@ -21,8 +30,8 @@ ENGINE_FAILED = "the engine failed while the request ran"  # in a step of anothe
 
 
 class FairLock:
-    """Reentrant, and handed to a waiting thread before the one that has just released it, which could take one of
-    Python's own locks again at once: a thread that works in a loop would keep all others out."""
+    """A reentrant lock that goes to waiting threads first. A thread that works in a loop could take one of Python's
+    own locks again at once, and lock out all others."""
 
     def __init__(self) -> None:
         self._door, self._lock = threading.Lock(), threading.RLock()
@@ -33,7 +42,7 @@ class FairLock:
             self._lock.acquire()
             self._depth += 1
             return
-        with self._door:  # held by the next thread in line while it waits for the lock
+        with self._door:  # held by the next thread while it waits for the lock
             self._lock.acquire()
             self._owner, self._depth = threading.get_ident(), 1
 
@@ -47,17 +56,17 @@ class FairLock:
 
 
 class StreamChunk(NamedTuple):
-    """The delta of one request: text and tokens since the last chunk, and with the last chunk its `completion`.
+    """The stream delta of one request: text and tokens since the last chunk.
 
     Attributes:
-        prompt_index: index of the prompt among those of the call; 0 for a single one.
-        text: the new text. Text that a stop string may still cut off is held back.
-        output_ids: tokens drawn since the last chunk, also those whose text is held back.
+        prompt_index: index of the prompt in the call.
+        text: new text. Text that a stop string may still cut off is held back.
+        output_ids: tokens drawn since the last chunk, also if their text is held back.
         completion: the whole result, in the request's last chunk; None: more chunks follow.
-        logprobs: log-probabilities of the tokens whose text is all sent; empty: no such token, or not requested.
-        cached_tokens: tokens of the prompt that were taken from the prefix cache.
-        origins: origins of the same tokens, with texts that join to `text`; empty: no such token, or not requested.
-        tree: draft tree of the last step; None: the engine keeps none (`EngineConfig.trace`).
+        logprobs: log-probabilities of the tokens whose text is all sent, if requested.
+        cached_tokens: prompt tokens from the prefix cache.
+        origins: origins of the same tokens, whose texts join to `text`, if requested.
+        tree: draft tree of the last step; None without `EngineConfig.trace`.
         scores: log-probabilities of the prompt, for `prompt_logprobs`, in the first chunk; None: not requested.
     """
 
@@ -73,36 +82,29 @@ class StreamChunk(NamedTuple):
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:
-        """In the first chunk, if requested. Made anew each time."""
+        """Log-probabilities of the prompt, in the first chunk, if requested. Built at each access."""
         return None if self.scores is None else self.scores.found()
 
 
 class DeltaReader:
-    """Cuts the output of one sequence into stream deltas. Used by one thread at a time.
-
-    Args:
-        index: of its prompt among those of the call.
-
-    Attributes:
-        tokens: number of tokens handed out.
-    """
+    """Cuts the output of one sequence into stream deltas. Not thread-safe. `index`: of its prompt in the call."""
 
     def __init__(self, sequence: Sequence, index: int = 0) -> None:
         self.sequence, self._index = sequence, index
-        self.tokens = 0
-        self._characters = 0  # handed out
-        self._whole = 0  # tokens whose text was all handed out, with their log-probabilities and origins
+        self.tokens = 0  # number of tokens sent
+        self._characters = 0  # number of characters sent
+        self._whole = 0  # number of tokens whose text was all sent, with their log-probabilities and origins
         self._scores_sent = False
 
     def take(self, count: int | None = None) -> StreamChunk | None:
-        """The text that has become final since the last delta, with all tokens since then. None: no new text.
+        """Returns the text that has become final since the last delta, with all tokens since then; None: no new text.
 
         Args:
-            count: look at the first so many tokens of the output alone, of a sequence that has not finished: another
-                thread may add more meanwhile. Only where its text is `late`.
+            count: read only the first `count` tokens of an unfinished sequence with `late` text, because another thread
+                may add more meanwhile.
 
         Raises:
-            Exception: what fails when its text is made.
+            Exception: whatever its detokenisation raises.
         """
         sequence, output, stream = self.sequence, self.sequence.output, self.sequence.output.stream
         finished = count is None and sequence.status is Status.FINISHED
@@ -113,7 +115,7 @@ class DeltaReader:
         else:
             settled = stream.settled
             whole = self._whole_tokens(settled) if origins or logprobs else 0
-            if origins:  # no text without its token
+            if origins:  # text comes with its token
                 settled = stream.ends[whole - 1] if whole else 0
         if settled <= self._characters and not finished:
             return None
@@ -135,8 +137,8 @@ class DeltaReader:
         )
 
     def _whole_tokens(self, settled: int) -> int:
-        """How many tokens have all their text in the first `settled` characters, for sure. Text that is held back holds
-        back its tokens; a character of several tokens comes with the last."""
+        """Number of tokens whose text is all in the first `settled` characters. A character of several tokens belongs
+        to the last one."""
         stream, count = self.sequence.output.stream, self._whole
         while count < stream.final_tokens and stream.ends[count] <= settled:
             count += 1
@@ -144,12 +146,12 @@ class DeltaReader:
 
 
 class EngineError(RuntimeError):
-    """A step failed. The requests that ran have ended; the engine can be used again unless the message denies it."""
+    """A step failed. Its requests have ended; the engine can be used again unless the message denies it."""
 
 
 def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
-    """Runs these to their end. Raises ValueError if a request with one of their ids is running, and EngineError if a
-    step fails, in this thread or another."""
+    """Runs sequences to their end. Raises ValueError if a request with one of their ids is running, and EngineError if
+    a step fails, in this thread or another."""
     try:
         for sequence in sequences:
             engine.enqueue(sequence)
@@ -162,8 +164,8 @@ def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
 
 
 def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-    """Yields their text as it comes. Looks at its own sequences, not at what `step` reports: other threads may step the
-    engine between two chunks."""
+    """Yields the text of sequences as it comes. Reads the sequences, not the report of `step`, because other threads
+    may step the engine between two chunks."""
     left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
     try:
         for sequence in sequences:
@@ -209,8 +211,7 @@ def advance(engine: Engine) -> None:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drops the local variables of the frames that an error passed. They may hold the old state, and with it the memory
-    that a new one needs."""
+    """Drops the local variables of an error's frames, which may hold the old state and so the memory for a new one."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -222,12 +223,12 @@ def _done(sequence: Sequence) -> Completion:
         raise EngineError(ENGINE_FAILED)
     try:
         return completion(sequence)
-    except Exception:  # of its text: the others' results are not lost
+    except Exception:  # of this text; the other results are kept
         _fail(sequence)
         return completion(sequence)
 
 
 def _fail(sequence: Sequence) -> None:
-    """Its text cannot be made. Called while the exception is handled."""
+    """Aborts a sequence whose detokenisation failed. Called within the handler of the exception."""
     logger.exception("request %s failed", sequence.id)
     sequence.abort(TEXT_FAILED)

@@ -1,8 +1,7 @@
-"""Grammars that a text must follow.
+"""Structured output: grammars that a text must match.
 
-A `Grammar` is compiled once for a tokenizer and kept for later requests (`Grammars`). A `Constraint` follows
-one text. llguidance compiles the grammars and computes the masks; no other module calls it. This module runs
-on the host and knows nothing of the device.
+`Grammars` compiles each `Grammar` once for a tokenizer. A `Constraint` follows the text of one sequence. llguidance
+compiles the grammars and computes the masks; only this module calls it. Independent of the device.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "ebnf", "lark")
 MAX_SOURCE = 2**16  # characters
 
-KEPT = 64  # compiled grammars that are kept for later requests, those used last
-KEPT_SOURCE = 2**19  # characters that their sources may have together
-COMPILE_SECONDS = 0.5  # of the processor, for one grammar
-SHORT = 256  # characters of a JSON schema or an expression up to which it cannot take long to compile
-LEXER_STATES = 20_000  # of a compiled grammar, 1 to 2 kB each
+MAX_COMPILED = 64  # compiled grammars that are cached for later requests
+MAX_COMPILED_SOURCE = 2**19  # characters of their sources together
+COMPILE_SECONDS = 0.5  # limit of processor time for compiling a grammar
+SHORT = 256  # characters; a shorter JSON schema or expression compiles quickly
+LEXER_STATES = 20_000  # limit for a compiled grammar; 1 to 2 kB each
 LEXER = "lexer error"  # in llguidance's messages
-SLOW_SECONDS = 0.005  # of the processor for a mask, from which on other threads compute a sequence's masks
+SLOW_SECONDS = 0.005  # processor time of a mask, above which other threads compute the sequence's masks
 SLOW_THREADS = 2
 WORD = 32  # bits
 ALL = np.uint32(2**32 - 1)
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as Python's `json.dumps` writes it: a model cannot end in a loop of spaces, and the text
-between two values is forced. A schema's own "x-guidance" goes first."""
+"""JSON on one line, as Python's `json.dumps` writes it: the model cannot loop over spaces, and the text between two
+values is forced. A schema's own "x-guidance" overrides it."""
 
-GRAMMAR_FAILED = "the text cannot go on"  # the start of an abort's message
-PRIVATE = "\uf8ff"  # a character for private use, which no tokenizer's own tokens begin with
+GRAMMAR_FAILED = "the text cannot go on"  # start of the abort message
+PRIVATE = "\uf8ff"  # character for private use, with which no tokenizer's own tokens begin
 MISREAD = re.compile(r"(?<!\\)(?:\\\\)*\\u0")
-"""An escape in GBNF that llguidance reads as another character: it drops the zeros."""
+"""An escape in GBNF that llguidance misreads: it drops the zeros."""
 
 
 class GrammarError(ValueError):
@@ -57,16 +56,16 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must match as a whole.
+    """A grammar that the whole text must match.
 
     Attributes:
         kind: json_schema, regex (without look-around), lark (llguidance's dialect, with the rule `start`), or
             ebnf: Lark, or llama.cpp's GBNF with the rule `root`, which llguidance translates.
-        source: the grammar's text; a JSON schema that is "" or "{}" stands for any JSON object.
+        source: the grammar's text; the JSON schemas "" and "{}" stand for any JSON object.
 
     Raises:
-        GrammarError: an unknown kind, or a source that is no text, empty or too long. Whether the source is
-            right is known when a request is made of it.
+        GrammarError: the kind is unknown, or the source is no string, empty or too long. Errors within the source are
+            raised when a request uses it.
     """
 
     kind: str
@@ -90,9 +89,9 @@ class Grammar:
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod
-    def response_format(cls, given: Any) -> Grammar | None:
+    def response_format(cls, form: Any) -> Grammar | None:
         """OpenAI's `response_format`; None: any text."""
-        match given:
+        match form:
             case {"type": "text"}:
                 return None
             case {"type": "json_object"}:
@@ -100,7 +99,7 @@ class Grammar:
             case {"type": "json_schema", "json_schema": {"schema": schema}}:
                 return cls.json(schema)
         forms = '{"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-        raise GrammarError(f"must be {forms}, got {given!r:.60}")
+        raise GrammarError(f"must be {forms}, got {form!r:.60}")
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
@@ -112,7 +111,7 @@ class Grammar:
 
 
 def library_source(grammar: Grammar) -> str:
-    """The grammar in llguidance's form. Raises GrammarError; some errors show only when it is compiled."""
+    """Returns the grammar in llguidance's form. Raises GrammarError; other errors appear when it is compiled."""
     from llguidance import LLMatcher, grammar_from
     from llguidance.gbnf_to_lark import is_lark_syntax
 
@@ -143,18 +142,16 @@ source = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
 with contextlib.suppress(ValueError):
     LLMatcher(LLTokenizer("byte"), grammar_from(sys.argv[1], source), log_level=0)
 """
-_LATEST = 20.0  # seconds, by the clock, on a machine that does other things
+_TIMEOUT = 20.0  # seconds of wall time, for a busy machine
 
 
 def compiles_soon(grammar: Grammar) -> bool:
-    """Whether a grammar is compiled, or refused, within `COMPILE_SECONDS`. True where no process can be
-    started to try it.
+    """True if a grammar compiles, or is refused, within `COMPILE_SECONDS`, or if no process can be started to try it.
 
-    Some schemas take exponential time: a place whose text must match twenty patterns at once takes a minute,
-    one with forty patterns an age. Rules of EBNF that repeat each other take exponential time, too, and a
-    chain of thousands of rules takes seconds to translate. The compiler cannot be interrupted within a
-    process, and its limits do not hold there. So another process compiles the grammar first, and ends after
-    that time.
+    Some schemas take exponential time: a place whose text must match twenty patterns at once takes a minute, one with
+    forty patterns never ends. So do rules of EBNF that repeat each other, and a chain of thousands of rules takes
+    seconds. The compiler cannot be interrupted within a process and its limits do not cover these cases, so a
+    subprocess with a time limit compiles the grammar first.
     """
     is_ebnf = grammar.kind == "ebnf"
     kind, source = ("ebnf", grammar.source) if is_ebnf else ("llguidance", library_source(grammar))
@@ -163,7 +160,7 @@ def compiles_soon(grammar: Grammar) -> bool:
     command = [sys.executable, "-c", _PROGRAM, kind]
     data = source.encode("utf-8", "surrogatepass")
     try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=_LATEST, check=False)
+        done = subprocess.run(command, input=data, capture_output=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return False
     except OSError:
@@ -172,68 +169,67 @@ def compiles_soon(grammar: Grammar) -> bool:
 
 
 class Compiled(NamedTuple):
-    """A grammar."""
+    """A compiled grammar."""
 
-    matcher: LLMatcher  # at its start, never advanced
+    matcher: LLMatcher  # in its initial state, never advanced
     slow: bool  # the first mask took more than `SLOW_SECONDS`
 
 
 class Grammars:
-    """Compiled grammars for one tokenizer. Safe to call from several threads.
+    """Compiled grammars for one tokenizer. Thread-safe.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        vocab_size: V, of the logits; at least the tokenizer's.
+        vocab_size: V of the logits; at least the tokenizer's.
         eos_ids: tokens that may end a text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self.vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._lock = threading.Lock()  # for `_kept`
+        self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._lock = threading.Lock()  # for `_cache`
         self.pool = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="specjax-mask")  # for slow masks
 
     def prepare(self) -> None:
-        """Loads the tokenizer for which the first grammar would wait, half a second's work. A tokenizer that
-        cannot have grammars is no error here: the first request with a grammar is refused."""
+        """Converts the tokenizer (half a second), so that the first grammar does not wait for it. An unsupported
+        tokenizer is no error here; requests with a grammar are refused."""
         with contextlib.suppress(GrammarError):
             _ = self.core
 
     def holds(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled."""
-        return grammar in self._kept
+        """True if a grammar is compiled."""
+        return grammar in self._cache
 
     def constraint(self, grammar: Grammar, reasoning: Reasoning | None = None) -> Constraint:
-        """For a new sequence. Raises GrammarError."""
+        """Makes the constraint of a new sequence. Raises GrammarError."""
         return Constraint(self, grammar, reasoning)
 
     def compiled(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError."""
         with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-                return self._kept[grammar]
-        return self._keep(grammar, self._compile(grammar))
+            if grammar in self._cache:
+                self._cache.move_to_end(grammar)
+                return self._cache[grammar]
+        return self._store(grammar, self._compile(grammar))
 
     def renewed(self, grammar: Grammar, worn: LLMatcher) -> tuple[LLMatcher, bool]:
-        """A compiled grammar in place of one that has met a limit of its lexer; whether it is a new one.
+        """Replaces a compiled grammar whose lexer has met a limit. Returns the replacement, and True if it is new.
 
-        Sequences with one compiled grammar share its lexer, whose states the limits count, so a grammar that
-        many have used wears out.
+        Sequences with one grammar share its lexer, whose states the limits count, so a much used grammar wears out.
         """
         with self._lock:
-            kept = self._kept.get(grammar)
-        if kept is not None and kept.matcher is not worn:
-            return kept.matcher, False
-        found = Compiled(self._matcher(library_source(grammar)), kept is not None and kept.slow)
-        return self._keep(grammar, found).matcher, True
+            cached = self._cache.get(grammar)
+        if cached is not None and cached.matcher is not worn:
+            return cached.matcher, False
+        compiled = Compiled(self._matcher(library_source(grammar)), cached is not None and cached.slow)
+        return self._store(grammar, compiled).matcher, True
 
-    def _keep(self, grammar: Grammar, found: Compiled) -> Compiled:
+    def _store(self, grammar: Grammar, compiled: Compiled) -> Compiled:
         with self._lock:
-            self._kept[grammar] = found
-            while len(self._kept) > KEPT or sum(len(each.source) for each in self._kept) > KEPT_SOURCE:
-                self._kept.popitem(last=False)
-        return found
+            self._cache[grammar] = compiled
+            while len(self._cache) > MAX_COMPILED or sum(len(g.source) for g in self._cache) > MAX_COMPILED_SOURCE:
+                self._cache.popitem(last=False)
+        return compiled
 
     def _compile(self, grammar: Grammar) -> Compiled:
         if not compiles_soon(grammar):
@@ -241,10 +237,10 @@ class Grammars:
             raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: {fewer}")
         matcher = self._matcher(library_source(grammar))
         if matcher.is_error():
-            raise GrammarError(f"is refused: {said(matcher)}")
+            raise GrammarError(f"is refused: {error_of(matcher)}")
         started, first = time.thread_time(), matcher.deep_copy()
-        if not any(first.compute_bitmask()) or first.is_error():  # some errors show with the first token
-            raise GrammarError(f"cannot be followed: {said(first) or 'no token may come first'}")
+        if not any(first.compute_bitmask()) or first.is_error():  # some errors appear at the first token
+            raise GrammarError(f"cannot be followed: {error_of(first) or 'no token may come first'}")
         return Compiled(matcher, time.thread_time() - started > SLOW_SECONDS)
 
     def _matcher(self, source: str) -> LLMatcher:
@@ -255,7 +251,7 @@ class Grammars:
 
     @cached_property
     def core(self) -> LLTokenizer:
-        """The tokenizer in llguidance's form, made in 0.3 s. Raises GrammarError: it is not supported."""
+        """The tokenizer in llguidance's form, made in 0.3 s. Raises GrammarError if it is not supported."""
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 
@@ -267,51 +263,50 @@ class Grammars:
             copy = Tokenizer.from_str(core.to_str())
             copy.no_padding()
             copy.no_truncation()
-            text, eos_ids = _apart(copy.to_str()), self._eos_ids or None
-            found = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_ids)
+            text, eos_ids = _with_private_names(copy.to_str()), self._eos_ids or None
+            converted = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_ids)
         except Exception as error:
             raise GrammarError(f"cannot be used: {problem}: {str(error)[:200]}") from error
-        if not all(0 <= token < self.vocab_size for token in found.eos_tokens):
+        if not all(0 <= token < self.vocab_size for token in converted.eos_tokens):
             raise GrammarError(f"cannot be used: {problem}, which has no token that ends a text")
-        return found
+        return converted
 
 
-def _apart(text: str) -> str:
-    """A tokenizer's JSON in which special tokens have names that no text of a grammar spells: a choice of
+def _with_private_names(text: str) -> str:
+    """Renames the special tokens in a tokenizer's JSON, so that the text of a grammar never spells one: a choice of
     <|im_end|> is text."""
-    found = json.loads(text)
-    special = (each["content"] for each in found["added_tokens"] if each["special"])
+    core = json.loads(text)
+    special = (token["content"] for token in core["added_tokens"] if token["special"])
     renamed = {name: PRIVATE + name for name in special}
-    for each in found["added_tokens"]:
-        each["content"] = renamed.get(each["content"], each["content"])
-    vocab = found["model"].get("vocab")
+    for token in core["added_tokens"]:
+        token["content"] = renamed.get(token["content"], token["content"])
+    vocab = core["model"].get("vocab")
     if isinstance(vocab, dict):
-        found["model"]["vocab"] = {renamed.get(name, name): id for name, id in vocab.items()}
+        core["model"]["vocab"] = {renamed.get(name, name): id for name, id in vocab.items()}
     elif isinstance(vocab, list):
-        found["model"]["vocab"] = [[renamed.get(name, name), *more] for name, *more in vocab]
-    return json.dumps(found)
+        core["model"]["vocab"] = [[renamed.get(name, name), *more] for name, *more in vocab]
+    return json.dumps(core)
 
 
 class Reasoning(NamedTuple):
-    """Tokens around what a model thinks before it answers. The grammar begins after `end`."""
+    """Tokens around the thoughts before an answer. The grammar begins after `end`."""
 
     start: int
     end: int
-    begun: bool  # by the prompt; else the model may begin
+    begun: bool  # by the prompt; else the model may begin them
 
 
 class Constraint:
-    """What one sequence may say next.
+    """The tokens that one sequence may emit next.
 
-    It consumes the tokens that were emitted and gives a bit for each token that may come next, at the root of
-    a draft tree and at all its nodes. The bits follow from the tokens so far and from nothing else, so that
-    the text is the same with and without drafts.
+    It consumes emitted tokens and computes a bit for each token that may come next, at all nodes of a draft tree. The
+    bits depend on the tokens so far only, so the text is the same with and without drafts.
 
     Attributes:
-        failure: why the sequence cannot go on, found when its next mask was computed; None: it can.
+        failure: why the sequence cannot go on, set when its next mask is computed.
         eos_ids: tokens that end the text where the grammar may end.
-        slow: a mask took more than `SLOW_SECONDS`. From then on another thread computes them, so that other
-            requests go on meanwhile; no tokens are forced, and none drafted.
+        slow: a mask took more than `SLOW_SECONDS`. From then on another thread computes masks, so that other requests
+            go on; no tokens are forced or drafted.
     """
 
     def __init__(self, grammars: Grammars, grammar: Grammar, reasoning: Reasoning | None = None) -> None:
@@ -321,17 +316,16 @@ class Constraint:
         self.eos_ids = tuple(grammars.core.eos_tokens)
         self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
         self._consumed: list[int] = []  # tokens that the matcher has consumed
-        self._ahead: list[int] = []  # further ones, of the path to a node while a tree is walked
-        self._renewed_at = -1  # tokens that were consumed when a new matcher was compiled
-        # Whether the reasoning goes on; None: the next token may begin it.
-        self._thinks = False if reasoning is None else reasoning.begun or None
-        self._mask: np.ndarray | None = None  # of the next token, once it is asked for
+        self._ahead: list[int] = []  # tokens on the path to a node, during the walk of a tree
+        self._renewed_at = -1  # number of consumed tokens at the last `renewed`
+        self._thinks = False if reasoning is None else reasoning.begun or None  # None: the next token may begin it
+        self._mask: np.ndarray | None = None  # cached mask of the next token
         self._pending: Future[None] | None = None  # computes `_mask`
         self.failure: str | None = None
         self._ended = False  # by one of `eos_ids`
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """After these tokens were emitted. A limit of the library that they exceed is a `failure`."""
+        """Consumes emitted tokens. A limit of the library that they exceed is a `failure`."""
         self._mask = None
         for token in tokens:
             if self._ended or self._is_thought(token):
@@ -344,15 +338,15 @@ class Constraint:
             self._ended = token in self.eos_ids
 
     def ready(self) -> bool:
-        """Whether `mask` answers soon. Else another thread computes it, begun here if it was not, and until
-        then nothing else may be asked of this constraint."""
+        """True if `mask` does not block. Otherwise another thread computes it, and no other method may be called
+        until then."""
         if self.slow and self._mask is None and self._pending is None:
             self._pending = self._grammars.pool.submit(self._compute)
         return self._pending is None or self._pending.done()
 
     def mask(self) -> np.ndarray:
-        """uint32 [ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` says whether token v may come next. All
-        bits, and `failure`, where no token may. Waits for the thread that computes it, if one does."""
+        """uint32 [ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` is set if token v may come next. If none may, all
+        bits are set, and `failure`. Waits for a thread that computes the mask."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -362,12 +356,12 @@ class Constraint:
         return self._mask
 
     def problem(self) -> str | None:
-        """`failure`, once the next token's mask is known."""
+        """Computes the next mask and returns `failure`."""
         self.mask()
         return self.failure
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that must come next, as far as they are known, at most so many."""
+        """Returns up to `most` tokens that must come next."""
         if self._thinks is not False or self.failure is not None or self.slow:
             return []
         tokens = self._matching.compute_ff_tokens()[:most]
@@ -386,22 +380,21 @@ class Constraint:
         out: np.ndarray,
         deadline: float = math.inf,
     ) -> np.ndarray:
-        """Walks a draft tree.
+        """Computes the bits of a draft tree's nodes.
 
         Args:
-            tokens, parents, valid: [N], of its nodes, parents before children; node 0 is the root, the last
-                emitted token.
-            out: uint32 [N, ceil(V / 32)], of ones: gets the bits of each node that is kept.
-            deadline: of `perf_counter`, after which no more nodes are looked at.
+            tokens, parents, valid: [N], parents before children; node 0 is the root, the last emitted token.
+            out: uint32 [N, ceil(V / 32)] of ones, which gets the bits of each node that is kept.
+            deadline: time of `perf_counter` after which further nodes are dropped.
 
         Returns:
-            bool [N]: nodes that are kept: the root, and valid ones that the grammar allows below such.
+            bool [N]: nodes that are kept: the root, and valid nodes on paths that the grammar allows.
         """
         out[0], kept = self.mask(), np.zeros(len(tokens), bool)
         kept[0] = True
 
         def visit(node: int) -> None:
-            """The children of a node whose bits are in `out`."""
+            """Visits the children of a node whose bits are in `out`."""
             for child in map(int, np.flatnonzero(valid & (parents == node))):
                 token = int(tokens[child])
                 word, bit = divmod(token, WORD)
@@ -435,14 +428,13 @@ class Constraint:
         return self._matcher
 
     def _restore(self) -> None:
-        """After an error, from which the library knows no way back: makes a new matcher in the same state."""
+        """Makes a new matcher in the same state, since the library cannot recover from an error."""
         self._matcher = self._compiled.deep_copy()
         self._matcher.try_consume_tokens([*self._consumed, *self._ahead])
 
     def _recover(self) -> bool:
-        """After a limit of the lexer was met, which counts the states that all sequences with this compiled
-        grammar have needed: goes on with another compiled form. False: a new form has met the limit, too, or
-        another error is the reason."""
+        """Continues with a renewed grammar after a limit of the lexer, which counts the states of all sequences with
+        this grammar. False: a new grammar has met the limit, too, or the error is another one."""
         if LEXER not in self._matching.get_error() or self._renewed_at == len(self._consumed):
             return False
         self._compiled, is_new = self._grammars.renewed(self._grammar, self._compiled)
@@ -452,10 +444,10 @@ class Constraint:
         return True
 
     def _fail(self) -> None:
-        self.failure = f"its grammar cannot be followed: {said(self._matching) or 'no token may come next'}"
+        self.failure = f"its grammar cannot be followed: {error_of(self._matching) or 'no token may come next'}"
 
     def _is_thought(self, token: int) -> bool:
-        """Whether a token, which comes next, belongs to the reasoning; the grammar takes the others."""
+        """True if the next token belongs to the reasoning, not to the grammar's text."""
         if self._thinks is False or self._reasoning is None:
             return False
         if self._thinks is None and token != self._reasoning.start:
@@ -475,7 +467,7 @@ class Constraint:
         self.slow = self.slow or time.thread_time() - started > SLOW_SECONDS
 
     def _bits(self) -> np.ndarray:
-        """The bits of the next token, uint32 [ceil(V / 32)]; none where the library has an error."""
+        """The bits of the next token, uint32 [ceil(V / 32)]; zeros after an error of the library."""
         bits = np.zeros(self._words, np.uint32)
         if self._thinks:
             bits[:] = ALL
@@ -491,7 +483,7 @@ class Constraint:
         return bits
 
 
-def said(matcher: LLMatcher) -> str:
-    """The library's message."""
+def error_of(matcher: LLMatcher) -> str:
+    """The library's error message."""
     message = matcher.get_error().replace("<non-verbose/>", "").strip()[:400]
     return "no text, of any length, follows it" if message == "NoExtensionBias" else message

@@ -1,14 +1,14 @@
-"""Steps in which some request follows a grammar: the two halves of a step, with the host between them.
+"""Steps with grammars: the two halves of a step, with the host between them.
 
-    propose       the drafter's trees, to the host         left out where nothing is drafted, or all tokens are forced
-    host          forced tokens in place of a tree; nodes that no grammar excludes; a bit for each token at each node
+    propose       the drafter's trees, to the host         skipped if nothing is drafted, or all tokens are forced
+    host          forced tokens replace a tree; excluded nodes are removed; a bit for each token at each node
     constrained   these trees and bits, to the device: one forward, the walk, the commit
 
-The masks follow from the tokens of the last step, so that step is read before the next one is launched. Requests
-without a grammar share the batch, with all bits set. A tree is only a proposal, so the text does not depend on the
-trees that the host sends. The host packs them in one int32 array:
+The masks depend on the tokens of the last step, so that step is read before the next one is launched. Requests without
+a grammar share the batch, with all bits set. A tree is only a proposal, so the text does not depend on the trees that
+the host sends. The host packs them in one int32 array:
 
-    [B, 2 + K + 5 N + N W]      a step's input, the tree's five fields, the bits: W = ceil(V / 32) words for each node
+    [B, 2 + K + 5 N + N W]      a step's input, the tree's five fields, the bits: W = ceil(V / 32) words per node
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from jax import Array
 from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.arrays import Output, unpack_step
-from specjax.engine.device import Unavailable, memory_checked
+from specjax.engine.buckets import PLAIN, Key
+from specjax.engine.device import Output, Unavailable, memory_checked, unpack_step
 from specjax.engine.grammar import ALL, WORD
-from specjax.engine.keys import PLAIN, Key
 from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
 from specjax.state import DecodeState, StepInput, StepOutput
@@ -36,14 +35,14 @@ from specjax.verify import Verifier
 
 if TYPE_CHECKING:
     from specjax.engine.batch import Batch
-    from specjax.engine.runtime import Runtime
+    from specjax.engine.engine import Engine
 
 FIELDS = len(DraftTree._fields)
-WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
+WALK_SECONDS = 0.05  # time limit of a step for masks below the roots of its trees
 
 
 class Fields(NamedTuple):
-    """A `DraftTree` on the host: views of int32 [5, N], or of [5, B, N]. Scores are the bits of floats."""
+    """A `DraftTree` on the host: views of int32 [5, N] or [5, B, N]. Scores are bit patterns of floats."""
 
     tokens: np.ndarray
     parents: np.ndarray
@@ -56,12 +55,11 @@ class ConstrainedInput(NamedTuple):
     """Input of `constrained_step`."""
 
     step: StepInput
-    tree: DraftTree  # of N nodes
-    allowed: UInt32[Array, "B N W"]  # bits of a grammar; all ones where there is none
+    tree: DraftTree  # N nodes
+    allowed: UInt32[Array, "B N W"]  # bits of a grammar; all ones without one
 
 
 def constrained_size(new_pages: int, nodes: int, vocab_size: int) -> int:
-    """Entries of a row of the packed input."""
     return 2 + new_pages + FIELDS * nodes + nodes * _words(vocab_size)
 
 
@@ -75,7 +73,7 @@ def _words(vocab_size: int) -> int:
 def propose_step(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig
 ) -> tuple[DecodeState, Output]:
-    """`draft_phase` with the trees packed, int32 [B, 5 N]."""
+    """`draft_phase` with packed trees, int32 [B, 5 N]."""
     tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
     scores = jax.lax.bitcast_convert_type(tree.scores, jnp.int32)
     fields = [field.astype(jnp.int32) for field in tree._replace(scores=scores)]
@@ -92,7 +90,7 @@ def constrained_step(
     verify: Verifier,
     config: StepConfig,
 ) -> tuple[DecodeState, StepOutput]:
-    """`verify_phase` of the host's trees. Their roots' tokens are the state's."""
+    """`verify_phase` of the host's trees, whose roots get their tokens from the state."""
     step, tree, allowed = inputs
     root = state.root[jnp.minimum(step.slots, state.root.shape[0] - 1)]
     tree = tree._replace(tokens=tree.tokens.at[:, 0].set(root))
@@ -104,7 +102,7 @@ def constrained_step(
 def unpack_constrained(
     packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], *, width: int, pages: int, new_pages: int, nodes: int
 ) -> Any:
-    """The `ConstrainedInput` with page tables of `width`, and the tables of all rows with the new pages."""
+    """Returns the `ConstrainedInput` with page tables of `width`, and the tables of all rows with the new pages."""
     at, size = 2 + new_pages, FIELDS * nodes
     step, tables = unpack_step(packed[:, :at], tables, width, pages)
     tokens, parents, depth, valid, scores = packed[:, at : at + size].reshape(-1, FIELDS, nodes).transpose(1, 0, 2)
@@ -116,79 +114,78 @@ def unpack_constrained(
 # On the host
 
 
-def step_keys(run: Runtime, count: int, pages: int, nodes: int) -> list[Key]:
-    """Programs for a step of `count` requests of up to `pages` pages, the best first. Compiled ones come first, whether
-    or not they draft; the others are compiled meanwhile, since a start compiles none of them. `nodes`: as `Key.nodes`.
+def step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
+    """Programs for a step of `count` requests of up to `pages` pages, best first. `nodes`: preferred `Key.nodes`.
+
+    Compiled programs come first, with or without drafts. The others compile meanwhile, since no start compiles them.
     """
 
-    def found(nodes: int) -> list[Key]:
-        ready = run.programs.compiled(), run.programs.pending
-        return list(run.buckets.step_keys(count, pages, *ready, nodes, "constrained"))
+    def keys_of(nodes: int) -> list[Key]:
+        ready = engine.programs.compiled(), engine.programs.pending
+        return list(engine.buckets.step_keys(count, pages, *ready, nodes, "constrained"))
 
-    choices = run.buckets.constrained_choices(run.buckets.batch(count))
+    choices = engine.buckets.constrained_choices(engine.buckets.batch(count))
     nodes = nodes if nodes in choices else PLAIN
-    if run.drafter.costly_observe:  # the other kind of step would leave a hole
-        return found(nodes)
+    if engine.drafter.costly_observe:  # the other kind of step would leave a hole in the drafter's state
+        return keys_of(nodes)
     for choice in sorted(choices, key=lambda choice: choice != nodes):
-        # The first look puts a missing program into `pending`, for which the second finds a smaller compiled one.
-        if _compiled(run, found(choice)[0]) or _compiled(run, found(choice)[0]):
-            return found(choice)
-    return found(nodes)
+        # The first call puts a missing program into `pending`; the second then prefers a smaller compiled one.
+        if _compiled(engine, keys_of(choice)[0]) or _compiled(engine, keys_of(choice)[0]):
+            return keys_of(choice)
+    return keys_of(nodes)
 
 
-def is_ready(run: Runtime, keys: list[Key]) -> bool:
+def is_ready(engine: Engine, keys: list[Key]) -> bool:
     """False while another thread compiles the best of these programs."""
-    return _compiled(run, next((key for key in keys if not run.programs.has_failed(key)), keys[0]))
+    return _compiled(engine, next((key for key in keys if not engine.programs.has_failed(key)), keys[0]))
 
 
-def _compiled(run: Runtime, key: Key) -> bool:
-    """Whether both halves of a step can run at once, or never will; else they are compiled meanwhile."""
-    ready = [run.programs.compile_ahead(half) for half in ([key, _draft_key(key)] if key.drafts else [key])]
-    return all(ready)  # begins with all of them
+def _compiled(engine: Engine, key: Key) -> bool:
+    """True if both halves of a step can run now, or never will. Otherwise they are compiled in the background."""
+    ready = [engine.programs.compile_ahead(half) for half in ([key, _draft_key(key)] if key.drafts else [key])]
+    return all(ready)  # after all of them were requested
 
 
 def _draft_key(key: Key) -> Key:
     return key._replace(kind="propose")
 
 
-def forced_tokens(run: Runtime, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-    """The tokens that must come next, for the sequences that have some: no more than the drafts of their batch's trees
-    on one path."""
-    nodes = run.buckets.tree_widths(run.buckets.batch(len(sequences)))[-1]
-    most, found = min(nodes - 1, run.drafter.within(nodes).depth), dict[Sequence, list[int]]()
-    for one in sequences:
-        if most and one.constraint is not None and one.drafts:
-            limit = one.params.draft_limit
-            if tokens := one.constraint.forced(most if limit is None else min(most, limit)):
-                found[one] = tokens
-    return found
+def forced_tokens(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+    """Tokens that must come next, by sequence, at most one path of the batch's trees."""
+    nodes = engine.buckets.tree_widths(engine.buckets.batch(len(sequences)))[-1]
+    most, forced = min(nodes - 1, engine.drafter.within(nodes).depth), dict[Sequence, list[int]]()
+    for sequence in sequences:
+        if most and sequence.constraint is not None and sequence.drafts:
+            limit = sequence.params.draft_limit
+            if tokens := sequence.constraint.forced(most if limit is None else min(most, limit)):
+                forced[sequence] = tokens
+    return forced
 
 
-def grammar_input(run: Runtime, batch: Batch, step: np.ndarray) -> np.ndarray:
-    """The packed input of a step with grammars, from `step`, that of a step without. Drafts, unless all that may be
-    drafted is forced, and waits for the trees."""
+def grammar_input(engine: Engine, batch: Batch, step: np.ndarray) -> np.ndarray:
+    """Packs the input of a step with grammars. Drafts first and waits for the trees, unless all tokens are forced."""
     key, sequences = batch.key, batch.sequences
-    trees = root_trees(key.width, run.buckets.step_widths(key)[-1])
+    trees = root_trees(key.width, engine.buckets.step_widths(key)[-1])
     if any(sequence not in batch.forced for sequence in batch.drafted):
-        trees = _drafted_trees(run, _draft_key(key), step, trees)
-    chains = [batch.forced.get(one, []) for one in sequences]
-    return constrained_input(step, sequences, trees, chains, run.vocab_size)
+        trees = _drafted_trees(engine, _draft_key(key), step, trees)
+    chains = [batch.forced.get(sequence, []) for sequence in sequences]
+    return constrained_input(step, sequences, trees, chains, engine.vocab_size)
 
 
-def _drafted_trees(run: Runtime, key: Key, step: np.ndarray, roots: np.ndarray) -> np.ndarray:
-    """The drafter's trees as arrays like `roots`, or these if its program runs out of memory, which is logged."""
+def _drafted_trees(engine: Engine, key: Key, step: np.ndarray, roots: np.ndarray) -> np.ndarray:
+    """The drafter's trees, or `roots` if its program runs out of memory, which is logged."""
     try:
-        program = run.programs.get(key)
+        program = engine.programs.get(key)
     except Unavailable:
         return roots
-    output = run.device.run(key, program, step)
+    output = engine.device.run(key, program, step)
     with memory_checked(key):
-        run.device.check(output)
+        engine.device.check(output)
         return np.array(output.packed).reshape(roots.shape)
 
 
 def root_trees(batch: int, nodes: int) -> np.ndarray:
-    """Trees of a root alone, int32 [batch, 5, nodes]."""
+    """Trees with only a root, int32 [batch, 5, nodes]."""
     trees = np.zeros((batch, FIELDS, nodes), np.int32)
     tree = Fields(*trees.transpose(1, 0, 2))
     tree.tokens[:], tree.parents[:] = NO_TOKEN, NO_PARENT
@@ -200,14 +197,8 @@ def root_trees(batch: int, nodes: int) -> np.ndarray:
 def constrained_input(
     step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: list[list[int]], vocab_size: int
 ) -> np.ndarray:
-    """Input of a `constrained_step`, packed, for a bucket of B entries.
-
-    Args:
-        step: the packed input of a step, without the grammar.
-        sequences: those of the batch, no more than B.
-        trees: int32 [B, 5, N], as drafted.
-        forced: for each sequence, tokens that must come next: they take the place of its tree if there are any.
-    """
+    """Packs the input of a `constrained_step`: the packed input of a step, trees int32 [B, 5, N], and masks. `forced`:
+    tokens that must come next, by sequence, which replace its tree."""
     batch, _, nodes = trees.shape
     allowed = np.full((batch, nodes, _words(vocab_size)), ALL, np.uint32)
     deadline = time.perf_counter() + WALK_SECONDS
@@ -225,21 +216,19 @@ def constrained_input(
 
 
 def _chain(tokens: list[int], nodes: int) -> np.ndarray:
-    """A tree of one path, int32 [5, nodes]."""
-    found = root_trees(1, nodes)[0]
-    tree, places = Fields(*found), slice(1, len(tokens) + 1)
+    """A tree with one path, int32 [5, nodes]."""
+    fields = root_trees(1, nodes)[0]
+    tree, places = Fields(*fields), slice(1, len(tokens) + 1)
     tree.tokens[places] = tokens
     tree.parents[places], tree.depth[places] = range(len(tokens)), range(1, len(tokens) + 1)
     tree.valid[places], tree.scores[places] = 1, 0
-    return found
+    return fields
 
 
 def _ordered(fields: np.ndarray, kept: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """A tree, int32 [5, N], with its nodes in another order, in which those that are kept are the first and the only
-    valid ones."""
-    place = np.argsort(order)
-    found = fields[:, order]
-    tree, count = Fields(*found), int(kept.sum())
+    """Reorders the nodes of a tree, int32 [5, N]: those that are kept come first, and others become invalid."""
+    place, fields = np.argsort(order), fields[:, order]
+    tree, count = Fields(*fields), int(kept.sum())
     tree.parents[1:count] = place[tree.parents[1:count]]
     tree.tokens[count:], tree.parents[count:], tree.depth[count:], tree.valid[count:] = NO_TOKEN, NO_PARENT, 0, 0
-    return found
+    return fields

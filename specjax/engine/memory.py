@@ -1,7 +1,7 @@
-"""Memory of the device: what programs hold beside their arguments, and the tokens that the KV pool may have.
+"""Memory of the devices: placement of parameters, temporaries of programs, and tokens of the KV pool.
 
-On a GPU the pool is made at start and stays. So room for the temporaries of the largest program is kept free of it:
-no step runs out of memory in the middle of traffic because the first large batch came late.
+On a GPU the pool is allocated at the start. It leaves room for the temporaries of the largest program, so that no step
+runs out of memory when the first large batch comes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -16,50 +17,153 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from specjax_kernels import Quantised
 
 from specjax.cache import PoolShape, bytes_per_token
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Features, Params
+from specjax.drafters.standalone import StandaloneParams
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout
 from specjax.limits import ParameterError
 from specjax.models import table
-from specjax.models.params import dimensions, leaves_of
+from specjax.models.head_spec import head_sizes, head_table
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
+from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, leaves_of, map_leaves
 from specjax.models.target import Target
-from specjax.parallel.sharding import described, empty_state, first_device, local_bytes
+from specjax.parallel import sharding
 from specjax.parallel.shares import leaf_share, page_bytes, splits_input
 from specjax.state import DecodeState, init_state
 
-DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
-STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
-CPU_STEP_COPIES = 4.2  # the same on a CPU: 4.1 for a Llama of 4 layers, 32,000 tokens, 8 to 128 nodes
+# Parameters
 
+AnyModel = HeadConfig | MtpConfig | Target | None
+"""Config or model of `Params.draft`; None: the drafter has neither."""
+
+MAPPED = Scope((Leaf("head", "M -> W"),))
+"""Leaves that a token map adds to MTP layers beside `ids`."""
+
+
+def check_models(target: Target, draft: AnyModel, count: int, groups: int = 1) -> None:
+    """Raises ValueError if the heads of a model or of its draft cannot be split over `count` devices, or their experts
+    over `groups` of these."""
+    sharding.check_experts(target.config, groups)
+    for model, what in ((target, "the model"), (draft, "the draft")):
+        config = model.config if isinstance(model, Target) else model
+        if config is None or sharding.fitted(config, count, what, groups) == config:
+            continue
+        problem = (
+            f"{count}: {what} has fewer key/value heads; load it by Engine.from_pretrained, which makes "
+            f"{sharding.copies_of(config, count)} copies of each"
+        )
+        raise ParameterError("tensor_parallel", problem, "EngineConfig")
+
+
+def place_params(mesh: Mesh, params: Params, target: Target, draft: AnyModel) -> Params:
+    """Places the parameters of both models on the mesh by their tables. Undeclared leaves are on every device."""
+    if mesh.size == 1:
+        return _everywhere(mesh, params)
+    return Params(_model(mesh, params.target, target.config), _draft(mesh, params.draft, draft, target))
+
+
+def _model(mesh: Mesh, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    return _placed(mesh, weights, table(config), dimensions(config), config.dtype, "the model")
+
+
+def _draft(mesh: Mesh, params: Any, draft: AnyModel, target: Target) -> Any:
+    if isinstance(draft, Target) and isinstance(params, StandaloneParams):
+        small = _everywhere(mesh, (params.ids, params.reads))
+        return StandaloneParams(_model(mesh, params.model, draft.config), *small)
+    if isinstance(draft, HeadConfig):
+        sizes = head_sizes(draft, target.config.vocab_size)
+        return _placed(mesh, params, head_table(draft), sizes, draft.dtype, "the draft")
+    if isinstance(draft, MtpConfig):
+        declared = (*mtp_table(draft), MAPPED)
+        return _placed(mesh, params, declared, mtp_sizes(draft), draft.dtype, "the draft")
+    return _everywhere(mesh, params)
+
+
+def _everywhere(mesh: Mesh, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: sharding.placed(leaf, sharding.everywhere(mesh)), tree)
+
+
+def _placed(
+    mesh: Mesh, weights: Mapping[str, Any], declared: Table, sizes: Sizes, dtype: str, what: str
+) -> dict[str, Any]:
+    widened = sharding.Widened()
+
+    def place(value: Any, leaf: Any) -> Any:
+        if isinstance(value, Mapping):
+            inner = leaf if isinstance(leaf, dict) else {}
+            return {name: place(part, inner.get(name)) for name, part in value.items()}
+        if isinstance(value, Quantised) and leaf is not None:
+            shape = leaf.shape(sizes)
+            return sharding.put_quantised(mesh, value, leaf, lambda floats: floats.reshape(shape), dtype, widened)
+        return sharding.put(mesh, value, leaf)
+
+    placed = place(weights, map_leaves(declared, lambda leaf: leaf))
+    widened.tell(what)
+    return placed
+
+
+def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
+    """Memory of each device of a mesh between two programs, for the log."""
+    sizes = {
+        "weights": params.target,
+        "draft weights": params.draft,
+        "KV pool": state.cache,
+        "draft's state": state.draft,
+        "rows and tokens": (state.rows, state.tokens),
+    }
+    parts = [f"{sharding.local_bytes(tree) / 1e9:.3f} GB {name}" for name, tree in sizes.items()]
+    groups = sharding.group_count(mesh)
+    spread = f" in {groups} groups over which experts are spread" if groups > 1 else ""
+    return (
+        f"Tensor parallel over {mesh.size} devices{spread}, each device with {', '.join(parts)}; attention and "
+        "matrices in few bits by the usual kernels, other products and page writes by XLA's own operations"
+    )
+
+
+# Heap
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-KEPT = 512 << 20  # bytes that may lie free at the end of the heap
-FROM_HEAP = 256 << 20  # bytes of an allocation, at most, that are taken from it
+MAX_FREE_HEAP = 512 << 20  # bytes that may lie free at the end of the heap
+MAX_FROM_HEAP = 256 << 20  # largest allocation from the heap, in bytes
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """On a CPU, once in a process: memory that is freed stays in the process, for the next program. XLA allocates a
-    program's temporaries at each launch; by default glibc returns more than 32 MB to the system each time, and the
-    next step waits for 10,000 page faults. Returns whether it was set: not where the environment sets it, or with
-    another C library."""
+    """On a CPU, keeps freed memory in the process for the next program. Returns True if it was set, which needs glibc
+    and an environment that does not set it.
+
+    XLA allocates a program's temporaries at each launch. By default glibc returns more than 32 MB to the system each
+    time, and the next step has 10,000 page faults.
+    """
     ours = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     if any(name in os.environ for name in ours) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    # Older versions of glibc take 32 MB from the heap at most; then all stays as it is.
-    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, FROM_HEAP) and mallopt(M_TRIM_THRESHOLD, KEPT))
+    # Older versions of glibc refuse more than 32 MB from the heap; then nothing changes.
+    return mallopt is not None and bool(
+        mallopt(M_MMAP_THRESHOLD, MAX_FROM_HEAP) and mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP)
+    )
+
+
+# KV pool
+
+DEFAULT_POOL_TOKENS = 32_768  # on a CPU, which shares its memory with other processes
+STEP_COPIES = {"cpu": 4.2, "gpu": 2.5}
+"""float32 arrays of [nodes, vocabulary] that a step holds at once, in XLA's analysis: on a CPU 4.1 for a Llama of 4
+layers and 32,000 tokens with 8 to 128 nodes, on a GPU 2.1 to 2.3."""
 
 
 def pool_tokens(
     target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params,
     mesh: Mesh | None = None,
 ) -> int:  # fmt: skip
-    """`fitting_tokens` for this process's device, or each of those of a mesh, on which the weights lie."""
-    memory = None if platform == "cpu" else this_memory(first_device(mesh))
+    """`fitting_tokens` for this process's device, or for each device of a mesh. The weights are already there."""
+    memory = None if platform == "cpu" else this_memory(sharding.first_device(mesh))
     if memory is None:
         return fitting_tokens(target, config, context_length, drafter)
 
@@ -67,12 +171,14 @@ def pool_tokens(
         return init_state(params, target, drafter, rows=1, pool=pool)
 
     if mesh is None:
-        each = bytes_per_token(init, config.page_size)
-        return fitting_tokens(target, config, context_length, drafter, memory, each)
-    placed = empty_state(mesh, lambda: init(PoolShape(1, config.page_size)))
-    one, two = (described(jax.eval_shape(lambda n=n: init(PoolShape(n, config.page_size))), placed) for n in (1, 2))
-    each = (local_bytes(two) - local_bytes(one)) // config.page_size
-    return fitting_tokens(target, config, context_length, drafter, memory, each, mesh.size)
+        token_bytes = bytes_per_token(init, config.page_size)
+        return fitting_tokens(target, config, context_length, drafter, memory, token_bytes)
+    placed = sharding.empty_state(mesh, lambda: init(PoolShape(1, config.page_size)))
+    one, two = (
+        sharding.described(jax.eval_shape(lambda n=n: init(PoolShape(n, config.page_size))), placed) for n in (1, 2)
+    )
+    token_bytes = (sharding.local_bytes(two) - sharding.local_bytes(one)) // config.page_size
+    return fitting_tokens(target, config, context_length, drafter, memory, token_bytes, mesh.size)
 
 
 def fitting_tokens(
@@ -81,21 +187,24 @@ def fitting_tokens(
     context_length: int,
     drafter: Drafter,
     memory: Memory | None = None,
-    each: int = 0,
+    token_bytes: int = 0,
     devices: int = 1,
 ) -> int:
-    """Tokens that the pool should hold: `max_total_tokens`, else as many as all rows can use or as fit beside the
-    weights and the temporaries of the largest program. Raises ValueError if they do not fit the device.
+    """Tokens of the pool: `max_total_tokens`, else as many as all rows can use or as fit beside the weights and the
+    temporaries of the largest program.
 
     Args:
-        memory: of the device, the weights among what is used; None: shared with everything else, as on a CPU.
-        each: bytes of a token in the pool.
-        devices: over which the model is split.
+        memory: memory of the device, in use by the weights; None: shared with other processes, as on a CPU.
+        token_bytes: bytes of a token in the pool.
+        devices: number of devices over which the model is split.
+
+    Raises:
+        ValueError: the tokens do not fit the device.
     """
-    given, rows = config.max_total_tokens, config.max_running_requests
+    requested, rows = config.max_total_tokens, config.max_running_requests
     wanted = rows * context_length
     if memory is None:
-        return given or min(wanted, DEFAULT_POOL_TOKENS)
+        return requested or min(wanted, DEFAULT_POOL_TOKENS)
     buckets = Layout.of(config, context_length, wanted, "gpu", drafter).buckets
     reserved = temporary_bytes(target, drafter.features, buckets, "gpu", devices)
     total, limit, used = memory
@@ -103,40 +212,40 @@ def fitting_tokens(
     tree = f" or draft tokens ({drafter.width})" if drafter.explicit_width else ""
     fewer = f"{batch}{tree}"
     room = limit - used - reserved
-    if given is not None:
-        if given * each > room:
+    if requested is not None:
+        if requested * token_bytes > room:
             problem = (
-                f"{given} takes {given * each / 1e9:.2f} GB and the temporaries of the largest program "
+                f"{requested} takes {requested * token_bytes / 1e9:.2f} GB and the temporaries of the largest program "
                 f"{reserved / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer tokens, or fewer "
                 f"{fewer}"
             )
             raise ParameterError("max_total_tokens", problem, "EngineConfig")
-        return given
+        return requested
     free = min(memory.budget(config.mem_fraction) - used, room)
-    if free < each * config.page_size:
+    if free < token_bytes * config.page_size:
         raise ValueError(
             f"no memory is left for the KV pool: {used / 1e9:.2f} of {total / 1e9:.2f} GB are taken, "
             f"{memory.budget(config.mem_fraction) / 1e9:.2f} GB are for weights and pool (mem_fraction "
             f"{config.mem_fraction:g}; jax has {limit / 1e9:.2f} GB), and the temporaries of the largest program take "
             f"{reserved / 1e9:.2f} GB; give a higher fraction, or fewer {fewer}"
         )
-    return min(wanted, free // each)
+    return min(wanted, free // token_bytes)
 
 
 def room_beside(state: Any, mesh: Mesh | None = None) -> int | None:
-    """Bytes of this process's device, or of each of a mesh, that will be free beside the weights, which lie there, and
-    a state of these shapes, which does not yet; None: the memory is shared with everything else, as on a CPU."""
-    if (memory := this_memory(first_device(mesh))) is None:
+    """Bytes of each device that are free beside the weights, which are there, and a state of these shapes, which is
+    not; None: the memory is shared with other processes, as on a CPU."""
+    if (memory := this_memory(sharding.first_device(mesh))) is None:
         return None
-    return memory.limit - memory.used - local_bytes(state)
+    return memory.limit - memory.used - sharding.local_bytes(state)
 
 
 def temporary_bytes(target: Target, features: Features, buckets: Buckets, platform: str, devices: int = 1) -> int:
-    """An estimate of what the largest program holds beside its arguments:
+    """Estimates the bytes that the largest program holds beside its arguments:
 
-        logits of the nodes     `logits_bytes`; a prompt's chunk has them of one token
-        of all layers           keys and values, which are committed together at the end; the features
-        of one layer            two of its widest output, six of the residual stream; on a CPU, if that is more, the
+        logits of the nodes     `logits_bytes`; a prompt's chunk has those of one token
+        all layers              keys and values, which are committed together at the end; the features
+        one layer               two of its widest output, six of the residual stream; on a CPU, if that is more, the
                                 scores of attention within the chunk, twice [H, tokens, tokens] in float32
 
     XLA holds 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head on an H200, and the estimate is 51 MB
@@ -145,23 +254,23 @@ def temporary_bytes(target: Target, features: Features, buckets: Buckets, platfo
     model = target.config
     lasting, passing = _activation_bytes(target, features, devices)
 
-    def held(tokens: int, rows: int) -> int:
+    def size(tokens: int, rows: int) -> int:
         scores = 8 * model.num_heads * tokens if platform == "cpu" else 0
         return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
 
     steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
     prefills = [(rows * width, rows) for rows, width, _ in buckets.prefill_shapes()]
-    return max(*(held(nodes, nodes) for nodes in steps), *(held(*prefill) for prefill in prefills))
+    return max(*(size(nodes, nodes) for nodes in steps), *(size(*prefill) for prefill in prefills))
 
 
 def logits_bytes(nodes: int, vocab_size: int, platform: str = "gpu") -> int:
-    """What a step holds at once of arrays of [nodes, vocabulary], which are most of its temporaries."""
-    return int((CPU_STEP_COPIES if platform == "cpu" else STEP_COPIES) * nodes * vocab_size * 4)
+    """Bytes of a step's arrays of [nodes, vocabulary], most of its temporaries."""
+    return int(STEP_COPIES["cpu" if platform == "cpu" else "gpu"] * nodes * vocab_size * 4)
 
 
 @lru_cache(16)
 def _activation_bytes(target: Target, features: Features, devices: int) -> tuple[int, int]:
-    """Of a token: of all layers, and of one; see `temporary_bytes`."""
+    """Bytes per token of all layers, and of one layer; see `temporary_bytes`."""
     model, sizes = target.config, dimensions(target.config)
     widest = 0
     for leaf in leaves_of(table(model)):
@@ -169,9 +278,7 @@ def _activation_bytes(target: Target, features: Features, devices: int) -> tuple
             shape, share = leaf.shape(sizes), leaf_share(leaf, sizes, devices)
             outputs = prod(shape[axis] for axis in leaf.matrix[1])
             widest = max(widest, outputs if splits_input(leaf, sizes, devices) else round(outputs * share))
-    size, streams = (
-        np.dtype(model.dtype).itemsize,
-        len(features) if isinstance(features, tuple) else features is not None,
-    )
+    size = np.dtype(model.dtype).itemsize
+    streams = len(features) if isinstance(features, tuple) else features is not None
     lasting = page_bytes(target.pages, devices) + size * model.hidden_size * (2 + streams)
     return lasting, size * (2 * widest + 4 * model.hidden_size)

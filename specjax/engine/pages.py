@@ -1,14 +1,13 @@
-"""The pages of the pool, and the prefix cache: full pages of earlier texts that later requests with the same start use.
+"""The pages of the pool, and the prefix cache: full pages of earlier texts for later requests with the same start.
 
-A page belongs to one holder: a sequence, or the cache. A sequence gives its full pages to the cache once their tokens
-are known to be committed, and reads them like its own from then on; a later sequence takes the longest chain of pages
-that holds its start. Full pages are never written again, so they are shared without copies. A tree of nodes leads from
-page to page, one child for each text of the next page:
+A page belongs to one sequence or to the cache. A sequence gives its full pages to the cache when their tokens are
+committed, and goes on reading them; a later sequence uses the longest chain of pages that matches its start. Full pages
+are never written again, so they are shared without copies. Nodes form a tree, one child for each text of the next page:
 
-    root ── the cat sat on ──┬── the mat . <eos>       a sequence locks the nodes of its pages and so all above them;
-                             └── the dog . <eos>       a node that none locks may be evicted, the leaf used least first
+    root ── the cat sat on ──┬── the mat . <eos>       a sequence locks the nodes of its pages and all above them;
+                             └── the dog . <eos>       unlocked leaves may be evicted, least recently used first
 
-Plain Python; knows nothing of the device.
+Plain Python, independent of the device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from itertools import chain, count
 
 
 class PageAllocator:
-    """Pages 0 .. P-1 of the pool, each free or held once."""
+    """Pages 0 .. P-1 of the pool, each free or held."""
 
     def __init__(self, pages: int) -> None:
         if pages < 1:
@@ -32,7 +31,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, or None (and no change) if there are not that many."""
+        """Returns `count` pages, or None, without a change, if fewer are free."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):
@@ -42,7 +41,7 @@ class PageAllocator:
         return taken
 
     def release(self, pages: Iterable[int]) -> None:
-        """Frees these pages. Raises ValueError for one that is free."""
+        """Frees pages. Raises ValueError for a page that is free."""
         for page in pages:
             if page not in self._held:
                 raise ValueError(f"page {page} is released twice")
@@ -50,10 +49,9 @@ class PageAllocator:
             self._free.append(page)
 
     def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
-        """Checks that exactly the pages in these lists are held. Raises AssertionError if a page leaked, or is free and
-        held, or held or free twice."""
+        """Raises AssertionError unless exactly the pages in these lists are held, each once."""
         pages = sorted(chain.from_iterable(held))
-        assert pages == sorted(self._held), f"held: {pages}, known: {sorted(self._held)}"
+        assert pages == sorted(self._held), f"held: {pages}, recorded: {sorted(self._held)}"
         assert sorted([*self._free, *pages]) == list(range(len(self._free) + len(pages))), (
             "a page is lost or free twice"
         )
@@ -63,7 +61,7 @@ Text = tuple[int, ...]  # the tokens of one page
 
 
 class Node:
-    """A page of the cache. The roots, one for each salt, have none, and the salt as their text."""
+    """A page of the cache. A root, one per salt, has no page, and the salt as its text."""
 
     __slots__ = ("children", "locks", "page", "parent", "text", "used")
 
@@ -71,42 +69,42 @@ class Node:
         self.parent, self.text, self.page = parent, text, page
         self.children: dict[Hashable, Node] = {}
         self.locks = 0  # sequences that hold this node or one below
-        self.used = 0  # when it was last in use, as a count
+        self.used = 0  # time of the last unlock, as a count
 
 
 class PrefixCache:
-    """Pages by the texts that they end, least recently used out first. Texts with different salts share nothing.
+    """Pages by the texts that they end. Texts with different salts share nothing.
 
     Attributes:
-        evictable: pages that no sequence uses.
+        evictable: number of unlocked pages.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self._allocator, self._size = allocator, page_size
         self._roots: dict[Hashable, Node] = {}
         self._clock = count(1)
-        self._leaves: list[tuple[int, int, Node]] = []  # a heap of (used, serial, node), some of them out of date
+        self._leaves: list[tuple[int, int, Node]] = []  # heap of (used, serial, node), some out of date
         self._serial = count()
         self.evictable = 0
 
     def texts(self, tokens: list[int], most: int | None = None) -> list[Text]:
-        """The texts of the full pages of the first `most` tokens."""
+        """Splits the first `most` tokens into the texts of full pages."""
         size = self._size
         end = (len(tokens) if most is None else min(most, len(tokens))) // size * size
         return [tuple(tokens[at : at + size]) for at in range(0, end, size)]
 
     def match(self, salt: Hashable, texts: Iterable[Text]) -> list[Node]:
-        """The nodes that hold the longest known start of these texts, in order. They are not locked."""
-        found: list[Node] = []
+        """Returns the nodes of the longest cached prefix of these texts, in order, without locking them."""
+        nodes: list[Node] = []
         node = self._roots.get(salt)
         for text in texts:
             if node is None or (node := node.children.get(text)) is None:
                 break
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def lock(self, node: Node | None) -> None:
-        """Keeps a node and all above it until it is unlocked as often. None: nothing."""
+        """Locks a node and all above it until as many calls of `unlock`."""
         while node is not None and node.parent is not None:
             self.evictable -= node.locks == 0
             node.locks += 1
@@ -123,14 +121,16 @@ class PrefixCache:
             node = node.parent
 
     def holds(self, salt: Hashable, node: Node | None, text: Text) -> bool:
-        """Whether `node` (None: the salt's root) has a child for the next page's text."""
+        """True if `node` (None: the salt's root) has a child with this text."""
         parent = self._roots.get(salt) if node is None else node
         return parent is not None and text in parent.children
 
     def insert(self, salt: Hashable, node: Node | None, text: Text, page: int) -> tuple[Node, bool]:
-        """The child of a locked `node` (None: of the salt's root) for the next page's text, and whether it took `page`
-        over, which then belongs to the cache; a text that is known already keeps the page that it has. The lock goes
-        down to the child."""
+        """Moves a sequence's lock from `node` (None: the salt's root) to its child with this text.
+
+        Returns:
+            The child, and True if the cache took `page` for it; an existing child keeps its page.
+        """
         parent = node
         if parent is None:
             parent = self._roots.setdefault(salt, Node(None, salt, -1))
@@ -140,11 +140,11 @@ class PrefixCache:
             child = parent.children[text] = Node(parent, text, page)
             self.evictable += 1
         self.evictable -= child.locks == 0
-        child.locks += 1  # those above are locked by this sequence already
+        child.locks += 1  # the sequence holds locks of the nodes above already
         return child, taken
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` pages that no sequence uses; returns how many."""
+        """Frees up to `count` unlocked pages; returns their number."""
         freed = 0
         while freed < count and self._leaves:
             entry = heapq.heappop(self._leaves)
@@ -154,7 +154,7 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Frees all pages. No sequence may use one."""
+        """Frees all pages, which must be unlocked."""
         nodes = list(self._nodes())
         assert not any(node.locks for node in nodes), "the prefix cache is cleared while a request uses it"
         self._allocator.release(node.page for node in nodes)
@@ -164,11 +164,11 @@ class PrefixCache:
 
     @property
     def pages(self) -> list[int]:
-        """All pages that the cache holds."""
+        """All pages of the cache."""
         return [node.page for node in self._nodes()]
 
     def _offer(self, node: Node) -> None:
-        """Puts a node on the heap, if it may be evicted now."""
+        """Puts a node that may be evicted on the heap."""
         if node.locks or node.children or node.parent is None:
             return
         heapq.heappush(self._leaves, (node.used, next(self._serial), node))
@@ -177,7 +177,7 @@ class PrefixCache:
             heapq.heapify(self._leaves)
 
     def _is_idle(self, used: int, _: int, node: Node) -> bool:
-        """Whether an entry of the heap stands for a node that may be evicted."""
+        """True if an entry of the heap is up to date and its node may be evicted."""
         return node.used == used and not node.locks and not node.children and node.parent is not None
 
     def _remove(self, node: Node) -> None:
@@ -199,10 +199,10 @@ class PrefixCache:
             left += node.children.values()
 
     def check_integrity(self, locked: Iterable[Node]) -> None:
-        """Checks counts against `locked`, the nodes that sequences hold. Raises AssertionError."""
+        """Raises AssertionError unless locks and counts match `locked`, the nodes that sequences hold."""
         expected: dict[Node, int] = {}
-        for held in locked:
-            node: Node | None = held
+        for leaf in locked:
+            node: Node | None = leaf
             while node is not None and node.parent is not None:
                 expected[node] = expected.get(node, 0) + 1
                 node = node.parent

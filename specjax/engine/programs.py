@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,43 +25,40 @@ from specjax_kernels.platforms import of_default_device
 from specjax.cache import pool_shape
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.arrays import (
+from specjax.engine.buckets import PLAIN, Buckets, Key
+from specjax.engine.device import (
+    Output,
+    Program,
     Resident,
+    Unavailable,
     admission_size,
     admit_packed,
+    is_out_of_memory,
     packed,
     unpack_prefill,
     unpack_step,
 )
-from specjax.engine.buckets import Buckets
-from specjax.engine.device import Program, Unavailable, is_out_of_memory
 from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
-from specjax.engine.keys import PLAIN, Key
-from specjax.engine.phases import PhaseTimes, compile_in_phases
 from specjax.models.target import Target
 from specjax.parallel.sharding import everywhere, under
 from specjax.progress import progress_bar
 from specjax.state import DecodeState
-from specjax.step import StepConfig, prefill_step, speculate_step
+from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
 
 
 class Programs:
-    """Programs by key. Safe to call from several threads.
+    """Programs by key. Thread-safe.
 
     A key whose compilation or program runs out of memory is remembered and logged once; `first_usable` then takes
-    another size. Other exceptions of tracing and compiling are raised by each `get` of the program.
+    another size. Other errors of tracing and compiling are raised by each `get` of the program.
 
-    Attributes:
-        new_pages: most pages that a row may get between two steps.
-        room: bytes of the device that a program may hold beside its arguments; None: not known. A program that needs
-            more fails when it is compiled, so that smaller ones serve, not when a large batch first runs.
-        launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
-            device, where nothing else may run meanwhile.
-        announce: called with each key that is about to be compiled.
-        progress: whether stderr shows a bar while a request waits for a compiler.
+    Args:
+        new_pages: maximum number of pages that a row gets between two steps.
+        room: bytes of the device that a program may need beside its arguments; None: unknown. A program that needs more
+            fails when it is compiled, so that smaller ones run from the start.
     """
 
     def __init__(
@@ -91,27 +90,28 @@ class Programs:
 
         self._admit: dict[bool, Callable[..., Resident]] = {}
         self._programs: dict[Key, Program] = {}
-        # Out of memory: an Unavailable that is never raised itself, as its frames would stay alive.
+        # An Unavailable in here is never raised itself: a traceback would keep its frames alive.
         self._failed: dict[Key, tuple[Exception, TracebackType | None]] = {}
         self._compilers: dict[Key, threading.Lock] = {}  # held while the key is compiled
-        self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
-        self._later: dict[Key, bool] = {}  # for the background thread: whether a request waits. Replaced, not changed
+        self._waiting: set[int] = set()  # threads that wait for a compilation in `get`
+        self._later: dict[Key, bool] = {}  # for the background thread: requests wait. Replaced, never changed
         self._worker: threading.Thread | None = None  # the background thread, until `_later` is empty
         self._lock = threading.Lock()  # for changes of `_compilers`, `_later` and `_worker`
         self._exclusive = jax.default_backend() != "cpu"
         self._compiling = False  # with `launch_lock` held
+        # Held during a launch and, on a GPU, during a compilation: XLA times candidates on the device.
         self.launch_lock = threading.RLock()
-        self.announce: Callable[[Key], None] = lambda key: None
-        self.progress = False
+        self.announce: Callable[[Key], None] = lambda key: None  # called with each key before it is compiled
+        self.progress = False  # show a bar on stderr while a request waits for a compilation
 
-    # Which there are
+    # State
 
     def compiled(self) -> set[Key]:
         return set(self._programs)
 
     @property
     def pending(self) -> set[Key]:
-        """Keys that are still to be compiled in the background."""
+        """Keys that the background thread has yet to compile."""
         return {key for key in self._later if not self._is_settled(key)}
 
     def _is_settled(self, key: Key) -> bool:
@@ -123,23 +123,23 @@ class Programs:
         return key in self._failed and isinstance(self._failed[key][0], Unavailable)
 
     def is_broken(self, error: BaseException) -> bool:
-        """Whether this exception made a program fail for another reason than memory. It will be raised again."""
-        return any(error is known for known, _ in [*self._failed.values()])
+        """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
+        return any(error is failure for failure, _ in [*self._failed.values()])
 
     def is_waiting(self, thread: int | None) -> bool:
-        """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
+        """True if the thread with this `ident` waits for a compilation or, on a GPU, any thread compiles."""
         return thread in self._waiting or self._compiling
 
-    # When they are compiled
+    # When programs are compiled
 
     def get(self, key: Key) -> Program:
-        """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key is or was
-        out of memory, and whatever tracing and compiling raise."""
+        """Returns the program of a key; compiles it, or waits for the thread that does. Raises Unavailable if it does
+        not fit into memory, and whatever tracing and compiling raise."""
         return self._get(key, bar=self.progress)
 
     def _get(self, key: Key, *, bar: bool) -> Program:
-        """Compiles in this thread, so that JAX's settings by `with` apply."""
-        if (program := self._known(key)) is not None:
+        """Compiles in this thread, where JAX's context managers apply."""
+        if (program := self._lookup(key)) is not None:
             return program
         with self._lock:
             compiler = self._compilers.setdefault(key, threading.Lock())
@@ -147,7 +147,7 @@ class Programs:
         self._waiting.add(thread)
         try:
             with compiler:
-                if (program := self._known(key)) is None:
+                if (program := self._lookup(key)) is None:
                     with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=bar) as shown:
                         program = self._programs[key] = self._try(key)
                         shown.update()
@@ -156,7 +156,7 @@ class Programs:
             self._waiting.discard(thread)
 
     def _try(self, key: Key) -> Program:
-        """Compiles, and remembers a failure, but no interrupt."""
+        """Remembers an error, but no interrupt."""
         try:
             return self._compile(key)
         except Exception as error:
@@ -165,17 +165,17 @@ class Programs:
             self._failed[key] = error, error.__traceback__
             raise
 
-    def _known(self, key: Key) -> Program | None:
-        """The program if it is compiled. Raises what it is known to fail with."""
+    def _lookup(self, key: Key) -> Program | None:
+        """Returns the program if it is compiled. Raises its remembered error."""
         if key not in self._failed:
             return self._programs.get(key)
         error, where = self._failed[key]
         if isinstance(error, Unavailable):
             raise Unavailable(str(error))
-        raise error.with_traceback(where)  # the first one, as each raise adds frames
+        raise error.with_traceback(where)  # the first traceback: each raise adds frames
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """The first of these keys whose program fits into memory, and the program. Raises Unavailable if none does, and
+        """Returns the first key whose program fits into memory, and the program. Raises Unavailable if none does, and
         whatever tracing and compiling raise."""
         problem = "there is none"
         for key in keys:
@@ -186,18 +186,18 @@ class Programs:
         raise Unavailable(f"no size of batch can run ({problem})")
 
     def fail(self, key: Key, error: BaseException) -> None:
-        """Leaves out a program that ran out of memory, and all that need more. Raises Unavailable if none needs less;
-        nothing is remembered then: memory may come back."""
+        """Leaves out a program that ran out of memory, and all larger ones. Without a smaller one it raises Unavailable
+        and remembers nothing, since memory may become free."""
         rare = (*self._buckets.constrained_keys(), *self._buckets.scoring_keys())
         alike = [other for other in {key, *self._buckets.all_keys(), *rare} if other.kind == key.kind]
-        larger = [other for other in alike if other.needs_no_less(key)]
+        larger = [other for other in alike if other.covers(key)]
         if all(other in larger or self.has_failed(other) for other in alike):
             raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
         for other in larger:
             self._leave_out(other, error)
 
     def _leave_out(self, key: Key, error: BaseException) -> str:
-        """Records that a program does not fit into memory, logs it the first time, and returns what `get` will say."""
+        """Records that a program does not fit into memory, logs it once, and returns the message for `get`."""
         problem = f"{key}: {_first_line(error)}"
         if not self.has_failed(key):
             logger.error("Out of memory for the program of %s; using smaller ones: %s", key, _first_line(error))
@@ -206,15 +206,17 @@ class Programs:
         return problem
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
-        helps, to which JAX's settings by `with` do not apply.
+        """Compiles these keys and the admission of requests. On a CPU a second thread helps, in which JAX's context
+        managers do not apply.
 
         Args:
-            strict: also raise if a program runs out of memory. False: leave such programs out.
+            progress: show a bar on stderr.
+            strict: raise if a program runs out of memory, and try again what failed before. False: leave such programs
+                out.
 
         Raises:
             Unavailable: a program does not fit into memory; if not `strict`, no program of a kind does.
-            Exception: whatever tracing and compiling raise. A key that has failed before is tried again if `strict`.
+            Exception: whatever tracing and compiling raise.
         """
         keys = list(keys)
         if strict:
@@ -226,7 +228,7 @@ class Programs:
 
         def work() -> None:
             for key in left:
-                if errors or not threading.main_thread().is_alive():  # an interrupted one does not wait for the other
+                if errors or not threading.main_thread().is_alive():  # an interrupted thread ends the other one
                     break
                 bar.set_postfix_str(f"{key.kind} {key.width}")
                 try:
@@ -252,17 +254,17 @@ class Programs:
             self.first_usable(key for key in keys if key.kind == kind)
 
     def compile_ahead(self, key: Key) -> bool:
-        """Whether `get` answers at once. If not, the background thread compiles the program next."""
+        """True if `get` would not block. Otherwise the background thread compiles the program next."""
         if not (settled := self._is_settled(key)):
             self.compile_later([key], wanted=True)
         return settled
 
     def compile_later(self, keys: Iterable[Key], *, wanted: bool = False, progress: bool = False) -> threading.Thread:
-        """Compiles these one by one in the background thread while requests run, and returns the thread. Failures are
-        logged, and raised when the program is used.
+        """Compiles these one by one in the background thread, and returns the thread. Errors are logged, and raised
+        when the program is used.
 
-        The interpreter waits at its end for the program that is being compiled, and for no further one: a thread inside
-        of XLA would not survive it.
+        The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
+        survive the exit, and for no further one.
 
         Args:
             wanted: requests wait for these, which are compiled before others, each with its own bar.
@@ -290,7 +292,7 @@ class Programs:
                 bar.update()
 
     def _next(self) -> Key | None:
-        """What the background thread compiles next; None: it ends."""
+        """The next key for the background thread, which ends at None."""
         with self._lock:
             goes_on = threading.main_thread().is_alive()
             self._later = {key: wanted for key, wanted in self._later.items() if goes_on and not self._is_settled(key)}
@@ -299,18 +301,18 @@ class Programs:
             return next(iter(self._later), None)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Forgets what the background thread has not begun, and waits for it. True: it has ended."""
+        """Cancels what the background thread has not begun, and waits for it. Returns True if it has ended."""
         with self._lock:
             self._later, worker = {}, self._worker
         if worker is not None:
             worker.join(timeout)
         return worker is None or not worker.is_alive()
 
-    # What they compute, and how they are compiled
+    # What programs compute
 
     def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
-        """Puts a packed `admission` into the state, which it takes over. `resumed`: whether it has emitted tokens.
-        Compiled at the first use or by `warm_up`."""
+        """Returns the function that puts a packed `admission` into the state; compiles it at its first use. `resumed`:
+        the request has emitted tokens."""
         if resumed in self._admit:
             return self._admit[resumed]
         rows, finished = self.state_shapes.rows, self.state_shapes.finished
@@ -328,14 +330,13 @@ class Programs:
         return admit
 
     def _compile(self, key: Key) -> Program:
-        """Raises whatever tracing and compiling raise."""
         if not self._exclusive:
             self.announce(key)
         function, unpack, shape = self._function(key)
         arguments: Any = (self._params, self._state, self._input(shape))
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
-                return compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
+                return _compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
         leaves, tree = jax.tree.flatten(arguments)
         count = len(jax.tree.leaves(self._params))
         call = function if key.kind == "propose" else partial(packed, function)  # a proposal packs its own output
@@ -367,7 +368,7 @@ class Programs:
     @contextlib.contextmanager
     def _device_idle(self) -> Iterator[None]:
         with self.launch_lock:
-            jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched; it may be stuck
+            jax.block_until_ready(jnp.zeros(()) + 1)  # runs after all earlier launches; it may block for long
             self._compiling = True
             try:
                 yield
@@ -375,12 +376,11 @@ class Programs:
                 self._compiling = False
 
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """What the host sends, to every device."""
         where = None if self._mesh is None else everywhere(self._mesh)
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
 
     def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
-        """What a key's program computes, what unpacks its input, and that input's shape."""
+        """The function of a key's program, the function that unpacks its input, and the input's shape."""
         tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
         drafter = self._drafter
         fixed: dict[str, Any] = {"target": self._target}
@@ -407,7 +407,7 @@ class Programs:
 
 @contextlib.contextmanager
 def _failures_logged() -> Iterator[None]:
-    """Logs the exceptions of a compilation in the background, which go on to nobody."""
+    """Logs the errors of a compilation in the background, which no caller sees."""
     try:
         yield
     except Unavailable:  # logged when it was recorded
@@ -418,3 +418,66 @@ def _failures_logged() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().partition("\n")[0] or type(error).__name__)[:500]
+
+
+# Timing of phases
+
+
+@dataclass
+class PhaseTimes:
+    """Total seconds of all steps, for `EngineConfig.time_phases`. Reports take differences."""
+
+    steps: int = 0
+    draft: float = 0.0  # the drafter's proposal
+    verify: float = 0.0  # the target's forward and the walk
+    commit: float = 0.0  # pages, rows, and the drafter's `observe`
+
+    def since(self, before: PhaseTimes) -> dict[str, float]:
+        """Milliseconds per step, by phase."""
+        steps = max(self.steps - before.steps, 1)
+        names = ("draft", "verify", "commit")
+        return {name: 1e3 * (getattr(self, name) - getattr(before, name)) / steps for name in names}
+
+
+def _compile_in_phases(
+    arguments: Any,
+    unpack: Callable[..., Any],
+    times: PhaseTimes,
+    *,
+    target: Target,
+    drafter: Drafter,
+    verify: Verifier,
+    config: StepConfig,
+) -> Program:
+    """Compiles `speculate_step` for arguments of these shapes as one program per phase. The result adds to `times`."""
+    params, state, inputs = arguments
+    trees = jax.tree.structure(params), jax.tree.structure(state)
+    propose = partial(draft_phase, drafter=drafter, config=config)
+    check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=config)
+    finish = partial(packed, commit_phase, drafter=drafter, config=config)
+    jit = partial(jax.jit, compiler_options=compiler_options())
+    unpacked = jit(unpack, donate_argnums=1).lower(inputs, state.tables).compile()
+    arguments = (params, state.decode, jax.eval_shape(unpack, inputs, state.tables)[0])
+    tree, _ = jax.eval_shape(propose, *arguments)
+    checked = jax.eval_shape(check, *arguments, tree)
+    draft = jit(propose, donate_argnums=1).lower(*arguments).compile()
+    check_program = jit(check).lower(*arguments, tree).compile()
+    commit = jit(finish, donate_argnums=1).lower(*arguments, tree, checked).compile()
+
+    def timed(name: str, program: Callable[..., Any], *inputs: Any) -> Any:
+        started = time.perf_counter()
+        result = jax.block_until_ready(program(*inputs))
+        setattr(times, name, getattr(times, name) + time.perf_counter() - started)
+        return result
+
+    def step(params_leaves: list[Any], leaves: list[Any], packed: np.ndarray) -> tuple[list[Any], Output]:
+        params, state = map(jax.tree.unflatten, trees, (params_leaves, leaves))
+        jax.block_until_ready(state)
+        times.steps += 1
+        inputs, tables = unpacked(packed, state.tables)
+        tree, decode = timed("draft", draft, params, state.decode, inputs)
+        checked = timed("verify", check_program, params, decode, inputs, tree)
+        decode, output = timed("commit", commit, params, decode, inputs, tree, checked)
+        return jax.tree.leaves(Resident(decode, tables)), output
+
+    return step

@@ -9,21 +9,20 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
 from specjax.engine.grammar import Grammar, GrammarError
-from specjax.engine.stop_patterns import MAX_PATTERN, StopPatterns
+from specjax.engine.text import MAX_PATTERN, StopPatterns
 from specjax.limits import ParameterError, documented, setting
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 16
-MOST_STOP_ID = 2**31 - 1  # of a token that stops a text; one that the model does not have stops none
+MOST_STOP_ID = 2**31 - 1  # ids outside the vocabulary stop nothing
 MAX_STOP_LENGTH = 1024  # characters
 MAX_SALT = 256  # characters
-MAX_PRIORITY = 2**31 - 1  # up to its sign
-MAX_TEMPERATURE = 1e4  # far beyond uniform sampling; masks stay below every logit up to here
+MAX_PRIORITY = 2**31 - 1  # absolute value
+MAX_TEMPERATURE = 1e4  # far beyond uniform sampling; masks stay below every logit
 GENERATED_SEEDS = 2**53 - 2**10
-"""Upper bound of generated seeds: every language reads them from JSON exactly, and so `seed + i` of further choices."""
-
+"""Upper bound of generated seeds: every language reads them, and `seed + i` of further choices, from JSON exactly."""
 
 GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
     "json_schema": Grammar.json,
@@ -31,7 +30,7 @@ GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
     "ebnf": lambda text: Grammar("ebnf", text),
     "response_format": Grammar.response_format,
 }
-"""Names for a grammar in JSON-like parameters, as requests to the server have them."""
+"""Names of grammars in JSON-like parameters, as in requests to the server."""
 
 
 @documented
@@ -70,7 +69,7 @@ class SamplingParams:
     stop_regex: str | tuple[str, ...] | list[str] = setting(
         (),
         "a pattern, or up to 16 patterns of up to 256 characters (RE2); the text ends before the first match; see "
-        "`specjax.engine.stop_patterns`",
+        "`specjax.engine.text`",
     )
     stop_token_ids: tuple[int, ...] | list[int] = setting(
         (), "further tokens that end the text; ids that the model does not have stop nothing"
@@ -126,6 +125,10 @@ class SamplingParams:
             if not good:
                 raise ParameterError(name, f"must be {must}, got {shown.format(getattr(self, name))}")
 
+        def check_count(name: str, most: int) -> None:
+            value = getattr(self, name)
+            check(name, value is None or (_is_integer(value) and 0 <= value <= most), f"an integer from 0 to {most}")
+
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
             value = getattr(self, name)
             # abs() < inf, not isfinite(): an integer may be too large to be a float at all
@@ -136,7 +139,7 @@ class SamplingParams:
         switches = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "always_draft", "origins")
         for name in (*switches, "require_reasoning", "stop_after_reasoning"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
-        most, top, salt, seed = self.max_new_tokens, self.logprobs, self.cache_salt, self.seed
+        most, salt, seed = self.max_new_tokens, self.cache_salt, self.seed
         check("max_new_tokens", most is None or (_is_integer(most) and most >= 0), "an integer of at least 0")
         greedy_to_limit = f"from 0 (greedy) to {MAX_TEMPERATURE:g}"
         check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, greedy_to_limit, "{!s:.40}")
@@ -148,27 +151,21 @@ class SamplingParams:
         check("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2", "{}")
         fits = self.min_new_tokens >= 0 and (most is None or self.min_new_tokens <= most)
         check("min_new_tokens", fits, f"from 0 to the limit of new tokens ({most})", "{}")
-        in_range = top is None or (_is_integer(top) and 0 <= top <= TOP_LOGPROBS)
-        check("logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
-        most = self.prompt_logprobs
-        in_range = most is None or (_is_integer(most) and 0 <= most <= TOP_LOGPROBS)
-        check("prompt_logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
-        limit = self.draft_limit
-        in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
-        check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
+        check_count("logprobs", TOP_LOGPROBS)
+        check_count("prompt_logprobs", TOP_LOGPROBS)
+        check_count("draft_limit", NO_DRAFT_LIMIT)
         if self.always_draft and not self.drafts:
             raise ParameterError("always_draft", "contradicts draft_limit=0 or speculate=False: leave one of them out")
         small = _is_integer(self.priority) and abs(self.priority) <= MAX_PRIORITY
         check("priority", small, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         check("logprob_start_len", self.logprob_start_len >= -1, "-1 (off) or at least 0", "{}")
-        if self.logprob_start_len >= 0 and top is None:
-            raise ParameterError("logprob_start_len", "needs logprobs")
         object.__setattr__(self, "logprob_ids", _token_ids(self.logprob_ids, "logprob_ids"))
         if len(self.logprob_ids) > LOGPROB_IDS:
             problem = f"has {len(self.logprob_ids)} ids; at most {LOGPROB_IDS} are supported"
             raise ParameterError("logprob_ids", problem)
-        if self.logprob_ids and top is None:
-            raise ParameterError("logprob_ids", "needs logprobs")
+        for name, used in (("logprob_start_len", self.logprob_start_len >= 0), ("logprob_ids", self.logprob_ids)):
+            if used and self.logprobs is None:
+                raise ParameterError(name, "needs logprobs")
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
         check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
         check("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
@@ -180,27 +177,27 @@ class SamplingParams:
 
     @property
     def drafts(self) -> bool:
-        """Whether steps may draft for this request."""
+        """True if steps may draft for this request."""
         return self.speculate and self.draft_limit != 0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From JSON-like values; a grammar by the names of `GRAMMARS`. Raises ValueError for an unknown name or a value
-        out of range."""
+        """Makes parameters from JSON-like values, a grammar by the names of `GRAMMARS`. Raises ValueError for an
+        unknown name or a value out of range."""
         names = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - names - set(GRAMMARS)):
             known = ", ".join(sorted({*names, *GRAMMARS}))
             raise ValueError(f"unknown sampling parameters: {', '.join(unknown)}; there are: {known}")
-        asked = [name for name in ("grammar", *GRAMMARS) if values.get(name) is not None]
-        if len(asked) > 1:
-            raise ParameterError(asked[0], f"and {asked[1]} ask for different forms of text: give one")
-        given = {name: value for name, value in values.items() if name not in GRAMMARS}
-        for name in set(asked) - {"grammar"}:
+        grammars = [name for name in ("grammar", *GRAMMARS) if values.get(name) is not None]
+        if len(grammars) > 1:
+            raise ParameterError(grammars[0], f"and {grammars[1]} ask for different forms of text: give one")
+        params = {name: value for name, value in values.items() if name not in GRAMMARS}
+        for name in set(grammars) - {"grammar"}:
             try:
-                given["grammar"] = GRAMMARS[name](values[name])
+                params["grammar"] = GRAMMARS[name](values[name])
             except GrammarError as error:
                 raise ParameterError(name, str(error)) from error
-        return cls(**given)
+        return cls(**params)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
@@ -219,12 +216,12 @@ def _stop_strings(stop: Any, name: str = "stop", most: int = MAX_STOP_LENGTH) ->
 
 
 def _stop_patterns(patterns: Any) -> tuple[str, ...]:
-    found = _stop_strings(patterns, "stop_regex", MAX_PATTERN)
+    patterns = _stop_strings(patterns, "stop_regex", MAX_PATTERN)
     try:
-        StopPatterns(found)
+        StopPatterns(patterns)
     except ValueError as error:
         raise ParameterError("stop_regex", str(error)) from None
-    return found
+    return patterns
 
 
 def _token_ids(ids: Any, name: str) -> tuple[int, ...]:

@@ -1,34 +1,46 @@
-"""Slots, pages, admission, and retraction when pages run out. Plain Python; knows nothing of the device."""
+"""Decides what runs next.
+
+`Scheduler` gives slots and pages to sequences, and takes them away when pages run out. `next_prefill` and `next_steps`
+choose batches and programs: at most one prefill, then a step for each running request.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
+from typing import TYPE_CHECKING
 
+from specjax.engine.batch import Batch, InFlight, collect, collect_all_but
+from specjax.engine.buckets import PLAIN, TREE, Key
+from specjax.engine.config import Policy
+from specjax.engine.device import Unavailable
+from specjax.engine.grammar import GRAMMAR_FAILED
+from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.pages import Node, PageAllocator, PrefixCache
-from specjax.engine.sequence import Sequence, Slot, Status
+from specjax.engine.sequence import NO_SCORES, Sequence, Slot, Status
 
-Policy: TypeAlias = Literal["fcfs", "lpm"]
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
 
 PATIENCE = 4
-"""Every so many prefills the oldest prompt comes first, the others the shortest rest first: so a long prompt gets at
-least a quarter of the prefills, and a short one waits for no more than one chunk of it."""
+"""One of this many prefills takes the oldest prompt first, the others take the shortest rest first. So a long prompt
+gets at least a quarter of the prefills, and a short prompt waits for at most one chunk of it."""
 
-OVERTAKEN = 64  # a request that so many later ones have overtaken comes first
-LONG_QUEUE = 128  # with lpm, longer queues are served in order: each request would be matched at each step
+OVERTAKEN = 64  # a request that this many later requests have overtaken comes first
+LONG_QUEUE = 128  # longer queues are served in order, also with lpm, which matches each request at each step
 
 
 class Scheduler:
-    """Admits sequences when a slot and pages for their context are free, and decides whose prompt comes next.
+    """Admits sequences when a slot and pages for their context are free, and orders prompts.
 
-    Those of the highest priority are admitted first. Of one priority, fcfs admits in order of arrival; lpm those first
-    of whose prompt the most is in the prefix cache. None is overtaken more than `OVERTAKEN` times. A sequence whose
-    next page of the prompt is being computed for another one waits for that page.
+    Higher priorities are admitted first. Within a priority, fcfs admits in order of arrival, and lpm by the number of
+    prompt tokens in the prefix cache. A request can be overtaken at most `OVERTAKEN` times. If another sequence is
+    computing the next page of a prompt, the sequence waits for that page.
 
     Args:
-        lookahead: tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
-        reuse: whether there is a prefix cache.
+        lookahead: tokens that unread steps may commit, 2 (D + 1) when steps are dispatched ahead.
+        reuse: use a prefix cache.
         retract_every: see `EngineConfig.retract_every`.
     """
 
@@ -50,14 +62,14 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
         self._reuse, self._policy, self._every = reuse, policy, retract_every
-        self._forced = 0  # the step at which a request was last retracted without need
+        self._forced = 0  # step of the last retraction for `retract_every`
         self._free_slots = list(range(rows - 1, -1, -1))
         self._turn = 0
         self.retractions = 0
 
     @property
     def available(self) -> int:
-        """Pages that are free, or that the prefix cache would give up."""
+        """Number of pages that are free or can be evicted from the prefix cache."""
         return self.allocator.free + self.prefix.evictable
 
     @property
@@ -65,7 +77,7 @@ class Scheduler:
         return bool(self.waiting or self.active)
 
     def add(self, sequence: Sequence) -> None:
-        self._read(sequence)
+        self._set_texts(sequence)
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
@@ -76,11 +88,11 @@ class Scheduler:
                 break
             if sequence.waits_for_scores:
                 continue
-            if sequence.leader is not None:  # now it may reuse more than when it came
+            if sequence.leader is not None:  # it may reuse more pages now
                 sequence.leader = None
-                self._read(sequence)
+                self._set_texts(sequence)
             nodes = self.prefix.match(sequence.salt_key, sequence.texts)
-            if self._in_the_making(sequence, len(nodes)):
+            if self._in_progress(sequence, len(nodes)):
                 continue
             if not self._place(sequence, nodes):
                 break
@@ -94,16 +106,16 @@ class Scheduler:
         return [s for s in self.active if s.status is Status.RUNNING]
 
     def prefilling(self) -> list[Sequence]:
-        """The sequences whose prompt is not all dispatched, in the order of their turn; see `PATIENCE`."""
-        found = [s for s in self.active if s.status is Status.PREFILLING]
-        if len(found) > 1:
+        """Sequences whose prompt is not all dispatched, in the order of their prefills; see `PATIENCE`."""
+        prompts = [s for s in self.active if s.status is Status.PREFILLING]
+        if len(prompts) > 1:
             self._turn += 1
             if self._turn % PATIENCE:
-                found.sort(key=lambda s: (s.left, s.request.arrival))
-        return found
+                prompts.sort(key=lambda s: (s.left, s.request.arrival))
+        return prompts
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
-        """Reserves pages for all that these may commit before the next step is read. False: there are not enough."""
+        """Reserves pages for all tokens that may be committed before the next step is read. False: too few pages."""
         for sequence in sequences:
             slot = sequence.active_slot
             if len(slot.pages) * self.page_size >= slot.committed + self.lookahead:
@@ -119,10 +131,10 @@ class Scheduler:
         return True
 
     def store(self, sequence: Sequence, *, leaves: bool = False) -> None:
-        """Gives the full pages of what is certainly committed to the prefix cache.
+        """Gives full pages of certainly committed tokens to the prefix cache.
 
-        A page whose text is there already stays the sequence's own. The pages after it are given when it `leaves`:
-        until then they would keep both.
+        If the cache has a page with the same text, the sequence keeps its page, and gives later pages only when it
+        `leaves`: until then both would be held.
         """
         if not self._reuse:
             return
@@ -139,15 +151,14 @@ class Scheduler:
             slot.stored += 1
 
     def is_due(self, steps: int) -> bool:
-        """Whether a request is to be retracted without need, after so many steps of the engine."""
+        """True if `retract_every` demands a retraction after this many steps of the engine."""
         several = self._every is not None and len(self.active) > 1
         return several and steps > self._forced and steps % (self._every or 1) == 0
 
     def retract_youngest(self, steps: int = 0) -> None:
-        """Sends the youngest of the lowest priority back to the head of the queue. Its output is kept and never drawn
-        again.
+        """Sends the youngest sequence of the lowest priority back to the head of the queue. It keeps its output.
 
-        Only when no step is in flight: what it emitted must have been read. `steps`: of the engine, for `is_due`.
+        Only when no step is in flight, because its output must have been read. `steps`: of the engine, for `is_due`.
         """
         self._forced = max(self._forced, steps)
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
@@ -155,15 +166,15 @@ class Scheduler:
         self._retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
 
     def start_over(self) -> None:
-        """After the pages' contents are lost: sends all back to the queue, in order of arrival, and forgets all
-        prefixes. What was not read of their output is drawn again."""
+        """After the contents of pages are lost: sends all sequences back to the queue, in order of arrival, and clears
+        the prefix cache. Unread output is drawn again."""
         while self.active:
             self.active[-1].active_slot.certain = 0
             self._retract(self.active[-1])
         self.prefix.clear()
 
     def finish(self, sequence: Sequence) -> None:
-        """Slot and pages back, whatever the sequence was doing. Steps in flight run before any that reuse them."""
+        """Frees slot and pages in any state of the sequence. Steps in flight run before steps that reuse them."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is not Status.FINISHED:
@@ -171,20 +182,18 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def check_integrity(self) -> None:
-        """Checks that every page and slot is where it should be. Raises AssertionError if one is not."""
+        """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
         slots = {sequence.id: sequence.active_slot for sequence in self.active}
         self.allocator.check_integrity([self.prefix.pages, *(slot.own for slot in slots.values())])
         self.prefix.check_integrity(slot.node for slot in slots.values() if slot.node is not None)
         cached = set(self.prefix.pages)
         for id, slot in slots.items():
             assert len(set(slot.pages)) == len(slot.pages), f"{id} has a page twice"
-            assert set(slot.pages) <= cached | slot.own, f"{id} uses a page that nobody keeps for it"
+            assert set(slot.pages) <= cached | slot.own, f"{id} uses a page that is not held for it"
         rows = [slot.index for slot in slots.values()]
         assert len(set(rows)) == len(self.active), f"two sequences share a slot: {rows}"
         assert not set(rows) & set(self._free_slots), "a slot is free and taken"
         assert all(sequence.slot is None for sequence in self.waiting), "a waiting sequence holds a slot"
-
-    # Parts
 
     def _ordered(self) -> list[Sequence]:
         waiting = list(self.waiting)
@@ -194,21 +203,21 @@ class Scheduler:
 
         def rank(sequence: Sequence) -> tuple[bool, int, int, int]:
             late = sequence.overtaken >= OVERTAKEN
-            known = 0 if late or not by_prefix else len(self.prefix.match(sequence.salt_key, sequence.texts))
-            return not late, 0 if late else -sequence.params.priority, -known, sequence.request.arrival
+            cached = 0 if late or not by_prefix else len(self.prefix.match(sequence.salt_key, sequence.texts))
+            return not late, 0 if late else -sequence.params.priority, -cached, sequence.request.arrival
 
         return sorted(waiting, key=rank)
 
-    def _in_the_making(self, sequence: Sequence, known: int) -> bool:
-        """Whether the page after the `known` ones is being computed for another sequence."""
-        wanted = sequence.texts[: known + 1]
-        if len(wanted) <= known:
+    def _in_progress(self, sequence: Sequence, cached: int) -> bool:
+        """True if another sequence is computing the page after the `cached` ones."""
+        wanted = sequence.texts[: cached + 1]
+        if len(wanted) <= cached:
             return False
         others = (s for s in self.active if s.status is Status.PREFILLING or s.active_slot.certain < len(s.prompt))
-        return any(s.salt_key == sequence.salt_key and s.texts[: known + 1] == wanted for s in others)
+        return any(s.salt_key == sequence.salt_key and s.texts[: cached + 1] == wanted for s in others)
 
     def _place(self, sequence: Sequence, nodes: list[Node]) -> bool:
-        """Gives a slot and pages to a sequence that starts with the pages of `nodes`. False: there are too few."""
+        """Gives a slot and pages to a sequence, the pages of `nodes` first. False: too few pages."""
         need = self._pages_for(sequence, len(sequence.context)) - len(nodes)
         free = self.available - sum(not node.locks for node in nodes)
         # One page for each running sequence stays free, or the newcomer would be retracted again at once.
@@ -230,7 +239,6 @@ class Scheduler:
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
-        """Pages, for which those of the prefix cache are evicted that no sequence uses."""
         if (missing := count - self.allocator.free) > 0:
             self.prefix.evict(missing)
         return self.allocator.allocate(count)
@@ -238,7 +246,7 @@ class Scheduler:
     def _retract(self, sequence: Sequence) -> None:
         self._leave(sequence)
         sequence.status = Status.WAITING
-        self._read(sequence)
+        self._set_texts(sequence)
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -249,10 +257,143 @@ class Scheduler:
         self._free_slots.append(slot.index)
         self.active.remove(sequence)
 
-    def _read(self, sequence: Sequence) -> None:
-        """Notes the texts of the pages that another request may have left."""
+    def _set_texts(self, sequence: Sequence) -> None:
         sequence.texts = self.prefix.texts(sequence.context, sequence.reusable) if self._reuse else []
 
     def _pages_for(self, sequence: Sequence, committed: int) -> int:
-        """Pages for all that may be committed before the next step is read."""
+        """Number of pages for all tokens that may be committed before the next step is read."""
         return -(-min(committed + self.lookahead, sequence.most_tokens) // self.page_size)
+
+
+# Prefill
+
+
+def next_prefill(engine: Engine) -> Batch | None:
+    """The next chunk of one or several prompts; None: there is none, or a long prefill is in flight while no request
+    runs, which would delay a request that comes now."""
+    kind, prompts = _prompts(engine)
+    if not prompts or (not _running(engine) and any(_is_long(engine, flight) for flight in engine.flights)):
+        return None
+    try:
+        key, program = engine.programs.first_usable(_prefill_keys(engine, prompts, kind))
+    except Unavailable as error:
+        if kind != "scoring":
+            raise
+        engine.give_up(prompts[0], f"{NO_SCORES}: {error}")  # only this request needs such a program
+        return None
+    lengths = key.lengths(sequence.left for sequence in prompts)
+    return Batch(key, program, prompts[: len(lengths)], lengths)
+
+
+def _prompts(engine: Engine) -> tuple[str, list[Sequence]]:
+    """The kind of the next prefill and its prompts. A prompt with log-probabilities runs alone; while its program
+    compiles, other prompts run."""
+    prompts = engine.scheduler.prefilling()
+    plain = [sequence for sequence in prompts if not sequence.scores_within(engine.buckets.chunks[-1])]
+    if not prompts or prompts[0] in plain:
+        return "prefill", plain
+    if not engine.programs.compile_ahead(next(_prefill_keys(engine, prompts[:1], "scoring"))):
+        return "prefill", plain
+    return "scoring", prompts[:1]
+
+
+def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterator[Key]:
+    left, pages = zip(*((sequence.left, len(sequence.active_slot.pages)) for sequence in prompts), strict=True)
+    running = _running(engine)
+    most = engine.buckets.most_prefilled(running, len(engine.scheduler.active) - running)
+    ready, pending = engine.programs.compiled(), engine.programs.pending
+    return engine.buckets.prefill_keys([*left], [*pages], most, ready, kind, pending=pending)
+
+
+def _running(engine: Engine) -> int:
+    return sum(sequence.status is not Status.PREFILLING for sequence in engine.scheduler.active)
+
+
+def _is_long(engine: Engine, flight: InFlight) -> bool:
+    key = flight.batch.key
+    return key.kind in ("prefill", "scoring") and key.size > engine.buckets.small
+
+
+# Steps
+
+
+def next_steps(engine: Engine) -> Iterator[Batch]:
+    """One step for each running request: in one batch, or in several if no program fits all. Requests with a grammar
+    are left out while their program compiles or their mask is computed."""
+    _collect_grammars(engine)
+    left = _able(engine, _reserved(engine))
+    while left:
+        pages, forced = max(len(sequence.active_slot.pages) for sequence in left), dict[Sequence, list[int]]()
+        if any(sequence.constraint for sequence in left):
+            forced = forced_tokens(engine, left)
+            nodes = _nodes(engine, left, "constrained", forced)
+            keys = step_keys(engine, len(left), pages, nodes)
+            if not is_ready(engine, keys):
+                left = [sequence for sequence in left if not sequence.constraint]
+                continue
+        else:
+            nodes = _nodes(engine, left, "step", forced)
+            ready = engine.programs.compiled(), engine.programs.pending
+            keys = engine.buckets.step_keys(len(left), pages, *ready, nodes)
+        key, program = engine.programs.first_usable(keys)
+        part, left = left[: key.width], left[key.width :]
+        forced = {sequence: forced[sequence] for sequence in part if sequence in forced and key.drafts}
+        drafts = key.drafts and nodes == TREE
+        drafted = tuple(sequence for sequence in part if sequence in forced or (sequence.drafts and drafts))
+        yield Batch(key, program, part, drafted=drafted, forced=forced)
+
+
+def _nodes(engine: Engine, sequences: list[Sequence], kind: str, forced: Mapping[Sequence, List[int]]) -> int:
+    """TREE or PLAIN for the next step of these sequences. `forced`: tokens that a step with drafts emits together."""
+    batch = engine.buckets.batch(len(sequences))
+    if engine.policy is None:
+        return TREE
+    if not engine.buckets.drafts(batch):
+        return PLAIN
+    if engine.drafter.costly_observe:  # chosen at the admission
+        return TREE if any(sequence.drafts for sequence in sequences) else PLAIN
+    pays = forced and engine.policy.pays(batch, len(sequences), sum(map(len, forced.values())))
+    nodes = TREE if pays else engine.policy.choose(batch, sequences)
+    if nodes == TREE and (waiting := engine.programs.pending):
+        ready, pending = (
+            {key.nodes for key in keys if key.kind == kind and key.width == batch}
+            for keys in (engine.programs.compiled(), waiting)
+        )
+        if TREE in pending - ready and PLAIN in ready:
+            return PLAIN
+    return nodes
+
+
+def _collect_grammars(engine: Engine) -> None:
+    """Reads the steps in flight of sequences with a grammar, whose next masks need the tokens."""
+
+    def needed(flight: InFlight) -> bool:
+        batch = flight.batch
+        return batch.key.verifies and any(sequence.constraint for sequence in batch.sequences)
+
+    while any(map(needed, engine.flights)):
+        collect(engine, engine.flights.popleft())
+
+
+def _able(engine: Engine, running: list[Sequence]) -> list[Sequence]:
+    """Ends requests whose grammar allows no next token. Returns the others, except those whose mask another thread is
+    computing."""
+    running = [sequence for sequence in running if sequence.constraint is None or sequence.constraint.ready()]
+    for sequence in running:
+        if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
+            engine.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output.tokens)} tokens: {problem}")
+    return [sequence for sequence in running if sequence.status is Status.RUNNING]
+
+
+def _reserved(engine: Engine) -> list[Sequence]:
+    """The running requests, with pages for all that they may commit; retracts some if pages run out."""
+    while True:
+        running = engine.scheduler.running()
+        due = engine.scheduler.is_due(engine.counters.steps)
+        if not running or (not due and engine.scheduler.reserve(running)):
+            return running
+        # Read all steps before a retraction: the output must be complete, and reading may free pages.
+        if engine.flights:
+            collect_all_but(engine, 0)
+        else:
+            engine.scheduler.retract_youngest(engine.counters.steps)

@@ -1,21 +1,203 @@
-"""One request on its way through the engine: what was asked, what it has emitted, and what it holds meanwhile.
+"""A request in the engine: its parameters, its output so far, the pages that it holds, and its result.
 
-Host side; no device values.
+Plain Python without device values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from specjax.engine.draft_policy import ACCEPTANCE_DECAY, Mean
 from specjax.engine.grammar import Constraint
-from specjax.engine.output import Completion, FinishReason, Output
 from specjax.engine.pages import Node, Text
 from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.text import TextStream
+from specjax.trace import StepTree
 
 TEXT_FAILED = "the request failed while its text was made"
+NO_SCORES = "the log-probabilities of the prompt cannot be computed"
+"""Start of the abort message if no program can compute them."""
+
+# Output
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    type: str  # stop, length or abort
+    matched: int | str | None = None  # the stop id or stop string
+    message: str | None = None  # why the server aborted
+
+    def as_dict(self, length: int) -> dict[str, Any]:
+        """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
+        details = {"stop": {"matched": self.matched}, "length": {"length": length}}
+        return {"type": self.type} | details.get(self.type, {"message": self.message} if self.message else {})
+
+
+class RawLogprob(NamedTuple):
+    """Log-probabilities of one token, from the device."""
+
+    drawn: float
+    top: tuple[tuple[int, float], ...]
+    of_ids: tuple[tuple[int, float], ...] = ()
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probabilities at one drawn token, from the raw log-softmax: before temperature, penalties, bias and cut-offs.
+
+    Attributes:
+        token: id of the drawn token.
+        text: text that this token added; joined, these are the completion's text.
+        logprob: natural logarithm of its probability.
+        top: ids and log-probabilities of the likeliest tokens at its position, best first.
+        of_ids: ids and log-probabilities of the tokens of `SamplingParams.logprob_ids`.
+    """
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    of_ids: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOrigin(NamedTuple):
+    """Origin of a token.
+
+    A step emits accepted drafts and one token of the target. The last token of a step, and the token that prefill
+    draws, count as the target's, also if a stop or the limit cuts the step short.
+
+    Attributes:
+        token: id of the drawn token.
+        text: text that this token added, as in `TokenLogprob`.
+        drafted: the token is an accepted draft.
+    """
+
+    token: int
+    text: str
+    drafted: bool
+
+
+class PromptLogprob(NamedTuple):
+    """Log-probabilities at one token of the prompt: the raw log-softmax after the tokens before it.
+
+    Attributes:
+        token: id of the prompt's token.
+        logprob: natural logarithm of its probability; None for the first requested token.
+        top: ids and log-probabilities of the likeliest tokens at its position, best first.
+        of_ids: ids and log-probabilities of the tokens of `SamplingParams.logprob_ids`.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    of_ids: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens from `start` on, collected from the prefills of its chunks.
+
+    A prefill of tokens `start` to `end` gives those of tokens `start` + 1 to `end` + 1, since each is predicted at the
+    token before it. So the first requested token has none, and the prefix cache may serve only the tokens before the
+    first missing one (`reusable`). A retracted sequence keeps what it has and computes the rest.
+
+        prompt [a b c d e], start 1: c, d and e are requested; the chunk [b c] gives c and d; `reusable` is then 3
+
+    Args:
+        top: number of likeliest tokens at each position.
+        ids: further tokens at each position.
+    """
+
+    def __init__(self, prompt: list[int], start: int, top: int, ids: List[int] = ()) -> None:
+        self._prompt, self._top, self._ids = prompt, top, tuple(ids)
+        self.start = start
+        self._next = start + 1  # the first missing token
+        self._parts: list[tuple[np.ndarray, ...]] = []
+
+    @property
+    def complete(self) -> bool:
+        return self._next >= len(self._prompt)
+
+    @property
+    def reusable(self) -> int | None:
+        """Number of tokens whose prefill may be skipped; None: any number."""
+        return None if self.complete else self._next - 1
+
+    @property
+    def each(self) -> int:
+        """Log-probabilities per token."""
+        return 1 + self._top + len(self._ids)
+
+    def add(
+        self, start: int, end: int, drawn: np.ndarray, top: np.ndarray, top_ids: np.ndarray, of_ids: np.ndarray
+    ) -> None:
+        """Adds the missing ones from a prefill of tokens `start` to `end`: float32 [C] of the next tokens, float32 and
+        int32 [C, 20] of the likeliest tokens, float32 [C, 128] of the tokens `ids`."""
+        first, last = self._next - 1 - start, min(end, len(self._prompt) - 1) - start
+        assert first >= 0, f"log-probabilities of tokens before {start + 1} are missing"
+        if last > first:
+            best, ids = top[first:last, : self._top], top_ids[first:last, : self._top]
+            whole = drawn[first:last], best, ids, of_ids[first:last, : len(self._ids)]
+            self._parts.append(tuple(part.copy() for part in whole))
+            self._next += last - first
+
+    def found(self) -> list[PromptLogprob]:
+        result = [PromptLogprob(self._prompt[self.start], None, ())]
+        for part in self._parts:
+            for logprob, values, tokens, of_ids in zip(*(leaf.tolist() for leaf in part), strict=True):
+                token, best = self._prompt[self.start + len(result)], tuple(zip(tokens, values, strict=True))
+                result.append(PromptLogprob(token, logprob, best, tuple(zip(self._ids, of_ids, strict=True))))
+        return result
+
+
+@dataclass(eq=False)
+class SequenceOutput:
+    """Output of a request so far."""
+
+    stream: TextStream  # turns the tokens into text
+    histogram: list[int]  # verify steps by the number of accepted drafts, [D + 1]
+    tokens: list[int] = field(default_factory=list)  # all drawn tokens, a stop token included
+    logprobs: list[RawLogprob] = field(default_factory=list)  # one per token, if requested
+    drafted: list[bool] = field(default_factory=list)  # per token: is an accepted draft; if requested
+    prompt_logprobs: PromptLogprobs | None = None
+    trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
+    finish_reason: FinishReason | None = None  # None until it has finished
+    cached: int | None = None  # prompt tokens from the prefix cache; None before the first admission
+    verify_steps: int = 0  # decode steps
+    drafted_steps: int = 0  # decode steps that could draft
+    not_drafted: str | None = None  # why the last other decode step did not draft
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends the text. A stop string in text that was held back came first and replaces `reason`."""
+        self.stream.finish()
+        self.finish_reason = reason if self.stream.matched is None else FinishReason("stop", self.stream.matched)
+
+    def token_logprobs(self, start: int = 0, stop: int | None = None) -> list[TokenLogprob]:
+        """The text of these tokens must have been read."""
+        raw = enumerate(self.logprobs[start:stop], start)
+        return [TokenLogprob(self.tokens[i], self.stream.piece(i), *values) for i, values in raw]
+
+    def token_origins(self, start: int = 0, stop: int | None = None) -> list[TokenOrigin]:
+        """The text of these tokens must have been read."""
+        flags = enumerate(self.drafted[start:stop], start)
+        return [TokenOrigin(self.tokens[i], self.stream.piece(i), drafted) for i, drafted in flags]
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens that verify steps emitted: all but the one drawn by prefill."""
+        return sum(count * (drafts + 1) for drafts, count in enumerate(self.histogram))
+
+    @property
+    def accept_length(self) -> float:
+        """Emitted tokens per verify step; 1.0 without such a step."""
+        return self.verified_tokens / self.verify_steps if self.verify_steps else 1.0
+
+
+# Request
 
 
 class Status(Enum):
@@ -27,80 +209,49 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked.
-
-    Attributes:
-        limit: most tokens to emit.
-        device_stops: stop ids that the step checks.
-        host_stops: the stop ids that did not fit there.
-        arrival: the youngest request has the largest.
-        salt: requests with different salts share no n-gram memory.
-        most_trees: of its steps' trees the last ones that are kept; None: all.
-    """
+    """Immutable description of a request."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
-    limit: int
+    limit: int  # maximum number of tokens to emit
     seed: int
-    device_stops: tuple[int, ...]
-    host_stops: frozenset[int]
-    arrival: int
-    salt: int = 0
-    most_trees: int | None = None
+    device_stops: tuple[int, ...]  # stop ids that the step checks
+    host_stops: frozenset[int]  # further stop ids
+    arrival: int  # the youngest request has the largest
+    salt: int = 0  # requests with different salts share no n-grams
+    most_trees: int | None = None  # number of its last steps whose trees are kept; None: all
 
 
 @dataclass(eq=False)
 class Slot:
-    """A row of the device's state and the pages that a request holds, from its admission to its end.
+    """A row of the device's state and the pages that a request holds, from its admission to its end."""
 
-    Attributes:
-        index: of the row.
-        pages: of the context, in order.
-        own: the pages that do not belong to the prefix cache.
-        node: of the prefix cache: the last of the pages that it keeps for this request.
-        stored: number of pages, from the first on, that are in the prefix cache.
-        placed: number of pages that the device's page table holds.
-        prefilled: tokens whose prefill was dispatched.
-        committed: tokens in pages if the last prefill goes well: the last length read.
-        certain: tokens known to be in pages.
-    """
-
-    index: int
-    pages: list[int]
-    own: set[int]
-    node: Node | None = None
-    stored: int = 0
-    placed: int = 0
-    prefilled: int = 0
-    committed: int = 0
-    certain: int = 0
+    index: int  # row
+    pages: list[int]  # of the context, in order
+    own: set[int]  # pages that do not belong to the prefix cache
+    node: Node | None = None  # last page in the prefix cache that is locked for this request
+    stored: int = 0  # number of pages, from the first on, that are in the prefix cache
+    placed: int = 0  # number of pages in the device's page table
+    prefilled: int = 0  # tokens whose prefill was dispatched
+    committed: int = 0  # tokens in pages if the last prefill succeeds; the last length read
+    certain: int = 0  # tokens known to be in pages
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request in the engine. The scheduler owns `status` and `slot`.
-
-    Attributes:
-        constraint: of its text, by a grammar.
-        slot: None while it waits and after it has finished.
-        drafts: whether it may draft; see `Drafter.costly_observe`.
-        acceptance: tokens of its steps with drafts.
-        leader: computes the log-probabilities of the prompt that both have.
-        texts: of the context's full pages, while it waits.
-        overtaken: later arrivals that were admitted first.
-    """
+    """One request in the engine. The scheduler sets `status` and `slot`."""
 
     request: Request
-    output: Output
-    constraint: Constraint | None = None
+    output: SequenceOutput
+    constraint: Constraint | None = None  # the grammar of its text
     status: Status = Status.WAITING
-    slot: Slot | None = None
-    drafts: bool = True
-    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))
-    leader: Sequence | None = None
-    texts: list[Text] = field(default_factory=list)
-    overtaken: int = 0
+    slot: Slot | None = None  # None while it waits and after it has finished
+    drafts: bool = True  # may draft; see `Drafter.costly_observe`
+    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
+    leader: Sequence | None = None  # sequence with the same prompt that computes the prompt's log-probabilities
+    texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
+    overtaken: int = 0  # number of later arrivals that were admitted first
 
     @property
     def id(self) -> str:
@@ -116,7 +267,6 @@ class Sequence:
 
     @property
     def active_slot(self) -> Slot:
-        """Its slot, while it has one."""
         assert self.slot is not None, f"{self.id} has no slot"
         return self.slot
 
@@ -132,60 +282,58 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """Tokens of the context whose prefill is not dispatched."""
+        """Number of context tokens whose prefill is not dispatched."""
         emitted = len(self.output.tokens)
         roots = 1 if emitted or self.constraint is not None else 0
         return len(self.prompt) + emitted - roots - self.active_slot.prefilled
 
     @property
     def reusable(self) -> int:
-        """Tokens of the context that the prefix cache may hold. The last token is always computed, since what follows
-        is drawn from it, and so is each from which a missing log-probability follows."""
+        """Number of context tokens that the prefix cache may serve. The last token is always computed, because the next
+        one is drawn from it, and so is each that predicts a missing log-probability."""
         most, scores = len(self.context) - 1, self.output.prompt_logprobs
         return most if scores is None or scores.reusable is None else min(most, scores.reusable)
 
     def scores_within(self, tokens: int) -> bool:
-        """Whether a prefill of the next `tokens` gives log-probabilities that are missing."""
-        scores = self.output.prompt_logprobs
-        return (
-            scores is not None and scores.reusable is not None and scores.reusable < self.active_slot.prefilled + tokens
-        )
+        """True if a prefill of the next `tokens` gives missing log-probabilities of the prompt."""
+        reusable = None if (scores := self.output.prompt_logprobs) is None else scores.reusable
+        return reusable is not None and reusable < self.active_slot.prefilled + tokens
 
     @property
     def waits_for_scores(self) -> bool:
-        """Whether another sequence is about to compute the log-probabilities of this prompt."""
+        """True while another sequence computes the log-probabilities of this prompt."""
         scores, leader = self.output.prompt_logprobs, self.leader
         return scores is not None and leader is not None and not scores.complete and leader.status != Status.FINISHED
 
     @property
     def forced_token(self) -> int | None:
-        """The token after the context, where it is known: it is never drawn again."""
+        """The token after the context if it is known, which is never drawn again."""
         if self.constraint is not None and not self.output.tokens:
             return self.prompt[-1]
         return self.output.tokens[-1] if self.output.tokens else None
 
     @property
     def salt_key(self) -> Hashable:
-        """Sequences share pages only where these are equal. The salt alone may be that of another `cache_salt`."""
+        """Sequences share pages only if these are equal. The 32-bit salt alone may belong to several `cache_salt`."""
         return self.params.cache_salt, self.request.salt
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that can ever be committed: the last emitted one never is."""
+        """Maximum number of committed tokens. The last emitted token is never committed."""
         return len(self.prompt) + max(self.request.limit, 1) - 1
 
     def prefill(self, tokens: int) -> None:
-        """Counts more tokens of the context as dispatched. After the last the device knows the first token of the
-        output; the host may learn it later."""
+        """Counts tokens of the context as dispatched. After the last one the device has the first token of the output,
+        which the host may read later."""
         self.active_slot.prefilled += tokens
         if not self.left:
             self.status, self.active_slot.committed = Status.RUNNING, self.active_slot.prefilled
 
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
-        """Adds the tokens that a step emitted, and finishes on a stop. Returns how many were kept: a stop string, or a
-        stop id that only the host knows, may end the sequence inside the run; what follows is dropped."""
+        """Adds the tokens that a step emitted, and finishes on a stop. Returns the number of tokens kept: a stop string
+        or a stop id of the host ends the sequence, and later tokens are dropped."""
         output, stops = self.output, self.request.host_stops
-        if not self.request.limit:  # the prompt has been read, which is all that was asked for
+        if not self.request.limit:  # prefill alone was requested
             output.finish(FinishReason("length"))
             return 0
         last = len(tokens) - 1 if stopped else None  # the stop token: in `output`, not in the text
@@ -204,20 +352,75 @@ class Sequence:
         return len(tokens)
 
     def abort(self, message: str | None = None) -> None:
-        """Ends it as it is. `message`: what went wrong on the server's side."""
+        """Ends the sequence. `message`: why the server aborts it."""
         self.output.finish_reason = FinishReason("abort", message=message)
-        if message is None:  # what failed may be the text itself
+        if message is None:  # otherwise the text itself may have failed
             self.output.stream.finish()
 
     def abort_not_finite(self) -> None:
-        """Ends it because no token can be drawn from the model's logits. Keeps its text so far."""
+        """Ends the sequence because the logits allow no draw. Keeps its text."""
         problem = "the model's logits are not finite (NaN or infinity)"
         message = f"{problem} after {len(self.output.tokens)} tokens of output"
         self.output.finish(FinishReason("abort", message=message))
 
 
+# Result
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+        id: id of the request, made by the engine unless the caller set one.
+        text: the output as text, without its stop string unless `SamplingParams.no_stop_trim`.
+        output_ids: drawn tokens, a stop token included.
+        prompt_tokens: number of prompt tokens.
+        finish_reason: in SGLang's form: ``{"type": "stop", "matched": token id or string}``,
+            ``{"type": "length", "length": tokens}``, or ``{"type": "abort"}`` with a ``message`` if the engine failed.
+        spec_verify_ct: decode steps, each with one verified tree; the first token is drawn by prefill.
+        spec_accept_length: tokens per decode step, the target's own included; 1.0 if no draft was accepted.
+        spec_accept_histogram: decode steps by the number of accepted drafts, from 0 on.
+        seed: seed of the sampling noise, also if it was random.
+        logprobs: log-probabilities of each drawn token; None: not requested.
+        trees: proposed and accepted nodes of each step; empty unless `EngineConfig.trace`.
+        cached_tokens: prompt tokens from the prefix cache.
+        origins: origin of each drawn token; None: not requested.
+        scores: log-probabilities of the prompt, for `prompt_logprobs`; None: not requested.
+        drafted_steps: decode steps that could draft.
+        not_drafted: why the last other decode step did not draft; None: all could.
+    """
+
+    id: str
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    finish_reason: dict[str, Any]
+    spec_verify_ct: int
+    spec_accept_length: float
+    spec_accept_histogram: list[int]
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+    trees: list[StepTree] = field(default_factory=list)
+    cached_tokens: int = 0
+    origins: list[TokenOrigin] | None = None
+    scores: PromptLogprobs | None = None
+    drafted_steps: int = 0
+    not_drafted: str | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[PromptLogprob] | None:
+        """Log-probabilities of the prompt from token `logprob_start_len` on, if requested. Built at each access, since
+        there may be very many."""
+        return None if self.scores is None else self.scores.found()
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.output_ids)
+
+
 def completion(sequence: Sequence) -> Completion:
-    """The result of a sequence that has finished. Raises what fails when its text is made."""
+    """The result of a finished sequence. Raises whatever its detokenisation raises."""
     output, params = sequence.output, sequence.params
     assert output.finish_reason is not None
     output.stream.read()

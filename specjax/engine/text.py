@@ -1,37 +1,45 @@
-"""Token ids to text as they come, and the stop strings and patterns that end it.
+"""Incremental detokenisation, and the stop strings and patterns that end a text.
 
 The text of an output is `tokenizer.decode` of all its tokens. `Detokenizer` emits it in pieces that no later token can
-change, and holds back the tokens whose text may still change. It decodes tokens between two copies of a plain token
-such as `a`, so that their text does not depend on the tokens around them and can be remembered. `DecodeStream` of the
-tokenizers library has no end, so it never emits the last text held back, and it fails where a byte token makes the ones
-before it invalid.
+change, and holds back tokens whose text may still change. It decodes tokens between two copies of a plain token such as
+`a`, which makes their text independent of other tokens, and caches it. `DecodeStream` of the tokenizers library cannot
+be finished, so it never emits text that it holds back, and it fails where a byte token invalidates earlier ones.
+
+Stop patterns come from clients, so they run on RE2 (Google's package google-re2), in time linear in the text; Python's
+`re` needs hours for some patterns of ten characters. After each token the end of the text is searched: the characters
+that the token added, and before them as many as a match can have, at most `MAX_MATCH`. So `$` and `\\b` may match at
+the end of each token's text, and only the end of a match longer than `MAX_MATCH` is found.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import string
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import re2
 
 from specjax.checkpoint.prompts import END_THINK, THINK
-from specjax.engine.stop_patterns import StopPatterns
 
+REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
+MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
 _LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
-REPLACEMENT = "\ufffd"  # stands for bytes that are not, or not yet, a character
-MAX_TRIES = 8  # decodes of the tokens held back, before they wait until their number is a power of two
-_CLEANED = " [n']?['vr]?"  # beginnings of what transformers' `clean_up_tokenization` replaces
+_CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _INCOMPLETE = re.compile(  # a UTF-8 character without its last bytes (Unicode Standard, table 3-7)
     rb"(?:[\xc2-\xf4]|\xe0[\xa0-\xbf]|\xed[\x80-\x9f]|[\xe1-\xec\xee\xef][\x80-\xbf]"
     rb"|(?:\xf0[\x90-\xbf]|\xf4[\x80-\x8f]|[\xf1-\xf3][\x80-\xbf])[\x80-\xbf]?)\Z"
 )
 
+# Tokens to text
+
 
 def token_bytes(name: str) -> bytes | None:
-    """The bytes that the name of a token stands for, as `<0xC3>` or in GPT-2's alphabet; None: it stands for text."""
+    """Bytes of a token from its name, such as `<0xC3>` or in GPT-2's alphabet; None: the name is text."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if match := _BYTE.fullmatch(name):
@@ -41,30 +49,30 @@ def token_bytes(name: str) -> bytes | None:
 
 
 class _Decoder:
-    """Decoding shared by the streams of one tokenizer that skip the same special tokens.
+    """Decoder shared by the streams of one tokenizer that skip the same special tokens.
 
     Attributes:
         skipped: names of the skipped tokens, by id.
         falls_back: names such as `<0xC3>` stand for bytes. One bad byte turns a whole run of them into U+FFFD.
-        lag: 1 if the decoder treats the last token in another way than the others, else 0.
-        known: text by token, of tokens that are not the first and hold nothing back.
+        lag: 1 if the decoder treats the last token differently from others, else 0.
+        cache: text by token, of tokens that are not first and hold nothing back.
     """
 
-    def __init__(self, tokenizer: Any, skip: bool, kept: frozenset[str]) -> None:
+    def __init__(self, tokenizer: Any, skip: bool, unskipped: frozenset[str]) -> None:
         self.tokenizer = tokenizer
-        self.known: dict[int, str] = {}
+        self.cache: dict[int, str] = {}
         special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.skipped = {id: name for id, name in special.items() if skip and name not in kept}
+        self.skipped = {id: name for id, name in special.items() if skip and name not in unskipped}
         core = getattr(tokenizer, "backend_tokenizer", None)
         decoder = getattr(core, "decoder", None)
-        parts: list[dict[str, Any]] = []  # of the decoder, however they are nested
+        parts: list[dict[str, Any]] = []  # all nested parts of the decoder
         json.loads(decoder.__getstate__() if decoder else "{}", object_hook=lambda part: parts.append(part) or part)
         kinds = {part.get("type") for part in parts}
         self.falls_back, self.lag = "ByteFallback" in kinds, int("BPEDecoder" in kinds)
         stripped = [part["content"] for part in parts if part.get("stop")]  # at the end of the whole text
         replaced = [part["String"][:size] for part in parts for size in range(1, len(part.get("String", "")))]
         changing = "|".join(map(re.escape, [REPLACEMENT, *stripped, *replaced]))  # ends that later tokens may change
-        self._options = {"skip_special_tokens": skip and not kept}
+        self._options = {"skip_special_tokens": skip and not unskipped}
         self._clean: Callable[[str], str] = str
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(getattr(core, "model", None)).__name__ == "BPE"
@@ -84,18 +92,18 @@ class _Decoder:
         self._after = len(self._decode(self._plain * 2)) - self._before
 
     def final(self, tokens: list[int], *, first: bool) -> str | None:
-        """The text of these tokens; None: later tokens may change it. `first`: no token comes before them."""
+        """Returns the text of these tokens; None: later tokens may change it. `first`: the output begins with them."""
         text = self._between(tokens, first=first, last=False)
         return None if self._changing.search(text) or (first and not text) else self._clean(text)
 
     def end(self, tokens: list[int], *, first: bool, keep_incomplete: bool) -> str:
-        """The text of the last tokens; an incomplete character is left out, or kept as U+FFFD as in a plain decode."""
+        """Returns the text of the last tokens. An incomplete character is left out, or kept as U+FFFD."""
         text = self._between(tokens, first=first, last=True)
         if text.endswith(REPLACEMENT) and not keep_incomplete:
             names = map(self.tokenizer.convert_ids_to_tokens, tokens)
             data = b"".join(token_bytes(name) or name.encode() for name in names)
             if cut := _INCOMPLETE.search(data):
-                whole = tokens[: len(tokens) - len(cut[0])]  # of a byte fallback, where each byte is a token
+                whole = tokens[: len(tokens) - len(cut[0])]  # with a byte fallback, where each byte is a token
                 text = self._between(whole, first=first, last=True) if self.falls_back else text[:-1]
         return self._clean(text)
 
@@ -116,19 +124,19 @@ _decoder = functools.lru_cache(maxsize=8)(_Decoder)
 
 
 class Detokenizer:
-    """The text of a sequence of tokens in pieces; joined, they are the `decode` of all tokens. `kept`: special tokens
+    """Text of a sequence of tokens in pieces; joined, they are the `decode` of all tokens. `unskipped`: special tokens
     that are not skipped."""
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool, kept: Collection[str] = ()) -> None:
-        self._decoder = _decoder(tokenizer, skip_special_tokens, frozenset(kept))
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool, unskipped: Collection[str] = ()) -> None:
+        self._decoder = _decoder(tokenizer, skip_special_tokens, frozenset(unskipped))
         self.skipped = self._decoder.skipped
         self.held: list[int] = []  # tokens whose text may change
-        self._first, self._tries = True, 0  # there is no text yet; decodes of the tokens held back
+        self._first, self._tries = True, 0  # no text yet; decodes of the held tokens
 
     def push(self, token: int) -> str:
-        """Adds a token. Returns the text that has become final with it."""
+        """Adds a token. Returns the text that becomes final."""
         decoder, held, is_alone = self._decoder, self.held, not (self.held or self._first)
-        if is_alone and (text := decoder.known.get(token)) is not None:
+        if is_alone and (text := decoder.cache.get(token)) is not None:
             return text
         name = decoder.tokenizer.convert_ids_to_tokens(token)
         if token in self.skipped or name is None:
@@ -138,7 +146,7 @@ class Detokenizer:
             return ""
         self._tries += 1
         ready = held[: len(held) - decoder.lag]
-        if self._tries > MAX_TRIES and len(ready) & (len(ready) - 1):  # so that work is linear
+        if self._tries > MAX_TRIES and len(ready) & (len(ready) - 1):  # keeps the total work linear
             return ""
         self.held = []  # tokens whose decoding fails are left out from then on
         text = decoder.final(ready, first=self._first)
@@ -146,18 +154,97 @@ class Detokenizer:
         if text is None:
             return ""
         if is_alone and ready:
-            decoder.known[token] = text
+            decoder.cache[token] = text
         self._tries, self._first = 0, False
         return text
 
     def finish(self, *, keep_incomplete: bool = False) -> str:
-        """The rest. An incomplete character at the very end is left out, or, if kept, U+FFFD as in a plain decode."""
+        """Returns the rest. An incomplete character at the end is left out, or kept as U+FFFD."""
         held, self.held = self.held, []
         return self._decoder.end(held, first=self._first, keep_incomplete=keep_incomplete) if held else ""
 
 
-def _begun(text: str, end: str, start: int = 0) -> int:
-    """The most characters of `end`, but not all, that the text from `start` on ends with."""
+# Stop patterns
+
+MAX_MATCH = 1024
+"""Maximum number of characters of a match, also for patterns without an upper bound, such as `a.*b`."""
+
+MAX_PATTERN = 256  # characters of a pattern
+MAX_SIZE = 1500
+"""Maximum number of RE2 instructions for one request's patterns, somewhat more than a class of every letter needs. A
+search in the engine's thread then takes at most 3 ms; nearly all take microseconds."""
+
+_python_parser: Any = importlib.import_module("re._parser")  # of the standard library; type checkers do not know it
+_MEMORY = 2**18  # bytes of RE2's caches for a pattern
+_READ_DIFFERENTLY = ("{,", "[[", "--", "&&", "~~", "||")  # patterns with these differ between Python and RE2
+
+
+class _Pattern(NamedTuple):
+    text: str
+    compiled: Any
+    width: int  # maximum number of characters of a match
+
+
+class StopPatterns:
+    """Regular expressions that end a request's text.
+
+    Attributes:
+        held: maximum number of characters at the end of a text that may belong to a later match.
+
+    Raises:
+        ValueError: RE2 refuses a pattern, it is too large, or it matches the empty text. The message follows the name
+            of a parameter.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = [_compiled(pattern) for pattern in dict.fromkeys(patterns)]
+        self.held = max((pattern.width for pattern in self._patterns), default=0)
+        size = sum(pattern.compiled.programsize for pattern in self._patterns)
+        if size > MAX_SIZE:
+            raise ValueError(f"is too large: {size} instructions for RE2; a request may have {MAX_SIZE}")
+
+    def find(self, text: str, before: int, start: int = 0) -> list[tuple[int, int, str]]:
+        """Returns the first match that the characters from `before` on complete, if any: its start, minus its end, and
+        the pattern. Text before `start` is not searched."""
+        matches = []
+        for pattern in self._patterns if len(text) > before else ():
+            first = max(before - pattern.width, start)
+            offset = first - min(first - start, 1)  # includes the character before, for `^` and `\b`
+            if match := pattern.compiled.search(text[offset:], first - offset):
+                matches.append((offset + match.start(), -offset - match.end(), pattern.text))
+        return sorted(matches, key=lambda match: match[:2])[:1]
+
+
+def _compiled(pattern: str) -> _Pattern:
+    options = re2.Options()
+    options.max_mem, options.log_errors = _MEMORY, False
+    try:
+        compiled = re2.compile(pattern, options=options)
+    except (re2.error, UnicodeEncodeError) as error:
+        reason = error.args[0] if error.args else error
+        reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(error)
+        raise ValueError(f"must be a regular expression in RE2's syntax, got {pattern!r:.60}: {reason:.100}") from None
+    if compiled.search("") is not None:
+        raise ValueError(f"must not match the empty text, as {pattern!r:.60} does: it would end every text at once")
+    return _Pattern(pattern, compiled, _width(pattern))
+
+
+def _width(pattern: str) -> int:
+    """Upper bound of a match's length, from Python's parser where it reads a pattern as RE2 does."""
+    if any(part in pattern for part in _READ_DIFFERENTLY):
+        return MAX_MATCH
+    try:
+        _, most = _python_parser.parse(pattern).getwidth()
+    except (re.error, OverflowError, RecursionError):  # RE2's syntax has more
+        return MAX_MATCH
+    return min(int(most), MAX_MATCH)
+
+
+# The text of a request
+
+
+def _overlap(text: str, end: str, start: int = 0) -> int:
+    """Length of the longest proper prefix of `end` that the text from `start` on ends with."""
     at = text.find(end[0], max(len(text) - len(end) + 1, start))
     while at >= 0 and not end.startswith(text[at:]):
         at = text.find(end[0], at + 1)
@@ -167,17 +254,17 @@ def _begun(text: str, end: str, start: int = 0) -> int:
 class Thoughts:
     """Splits text that comes in pieces into thoughts and the answer.
 
-    Thoughts begin in the prompt, or with `<think>` at the beginning of the text, after at most 8 characters of white
-    space, and end with `</think>`. White space between them and the answer belongs to neither. Without thoughts
-    all text is the answer.
+    Thoughts begin in the prompt, or with `<think>` at the beginning of the text after at most 8 characters of white
+    space, and end with `</think>`. White space between them and the answer belongs to neither. Without thoughts all
+    text is the answer.
 
     Attributes:
         begun: there are thoughts.
-        ended: the text is past its thoughts, or has none.
+        ended: the thoughts have ended, or there are none.
     """
 
     def __init__(self, begun: bool) -> None:
-        """`begun`: by the prompt."""
+        """`begun`: the prompt begins the thoughts."""
         self.begun, self.ended = begun, False
         self._opening = True  # the text so far is white space, `<think>` or a part of it
         self._trimming = False
@@ -197,7 +284,7 @@ class Thoughts:
         if not self.ended:
             thoughts, mark, text = text.partition(END_THINK)
             if not mark:
-                settled = len(thoughts) - (0 if last else _begun(thoughts, END_THINK))
+                settled = len(thoughts) - (0 if last else _overlap(thoughts, END_THINK))
                 self._held = thoughts[settled:]
                 return thoughts[:settled], ""
             self.ended = self._trimming = True
@@ -208,23 +295,22 @@ class Thoughts:
 
 
 class TextStream:
-    """The text of one request's output.
+    """Text of one request's output.
 
     `text` holds final characters; at the end it is `tokenizer.decode` of the tokens, up to a stop string or a match of
     a pattern and without an incomplete character at its very end. Work is linear in the tokens and the characters.
 
     Args:
-        kept: special tokens that are not skipped.
+        unskipped: special tokens that are not skipped.
         patterns: regular expressions that end the text as stop strings do.
         thoughts: splits off thoughts, in which stop strings and patterns do not match; None: they match everywhere.
-        late: `read` decodes the tokens, which may be called in another thread than `extend` and `finish`; before it all
-            else is as if they had not come. With stop strings and patterns `extend` decodes them nevertheless, to find
-            these.
+        late: tokens are decoded by `read`, which another thread than that of `extend` and `finish` may call. With stop
+            strings or patterns `extend` decodes in any case.
 
     Attributes:
         ends: length of the text after each token.
         matched: the stop string or pattern that ended the text.
-        late: whether tokens wait for `read`.
+        late: tokens are decoded by `read`.
     """
 
     def __init__(
@@ -234,12 +320,12 @@ class TextStream:
         *,
         skip_special_tokens: bool,
         keep_stop: bool,
-        kept: Collection[str] = (),
+        unskipped: Collection[str] = (),
         patterns: Sequence[str] = (),
         thoughts: Thoughts | None = None,
         late: bool = False,
     ) -> None:
-        self._tokens = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, kept=kept)
+        self._tokens = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, unskipped=unskipped)
         self._stops = stop
         self._patterns = StopPatterns(patterns)
         self._can_stop = bool(stop or patterns)
@@ -248,28 +334,28 @@ class TextStream:
         self._answer = 0  # start of the answer
         self.late = late and not self._can_stop
         self._waiting: list[int] = []  # all tokens, decoded or not, if late
-        self._read = 0  # so many of them are decoded
+        self._read = 0  # number of these that are decoded
         self._ended = False
         self.text = ""
         self.ends: list[int] = []
         self.matched: str | None = None
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Adds tokens, up to the one that completes a stop string. Returns how many these are; 0: none does."""
+        """Adds tokens, up to the one that completes a stop string. Returns their number; 0: no stop string."""
         if not self.late:
             return self._decode(tokens)
         self._waiting += tokens
         return 0
 
     def finish(self) -> None:
-        """Ends the tokens and adds the text held back, without bytes that are only the beginning of a character."""
+        """Ends the tokens and adds the text held back, without an incomplete character."""
         self._ended = True
         if not self.late:
             self._add_rest()
 
     def read(self, count: int | None = None) -> None:
-        """Decodes the tokens that wait, of the first `count` of all; None: all, and if these have ended, the rest of
-        the text. Tokens whose decoding fails are left out from then on."""
+        """Decodes the first `count` tokens; None: all, and at their end the rest of the text. Tokens whose decoding
+        fails are left out from then on."""
         tokens = self._waiting[self._read : count]
         self._read += len(tokens)
         if tokens:
@@ -278,27 +364,26 @@ class TextStream:
             self._add_rest()
 
     def piece(self, index: int) -> str:
-        """The part of `text` that a token added; all pieces joined are the text.
+        """The part of `text` that a token added; joined, all pieces are the text.
 
-        A character of several tokens belongs to the last of them, text that was held back to the token that settled it,
-        and text that a stop string cut off to none.
+        A character of several tokens belongs to the last one, text that was held back to the token that settled it, and
+        text that a stop string cut off to none.
         """
         return self.text[self.ends[index - 1] if index else 0 : self.ends[index]] if index < len(self.ends) else ""
 
     @property
     def final_tokens(self) -> int:
-        """Number of tokens whose pieces are final. Text held back belongs to the last token, if no other follows."""
+        """Number of tokens whose pieces are final. Text held back belongs to the last token if no other follows."""
         return len(self.ends) - (self.matched is None and bool(self._tokens.held))
 
     @property
     def settled(self) -> int:
-        """Number of characters that no later token can turn into a stop string, or into a part of a pattern's match.
-        All, once one has been found."""
+        """Number of characters that cannot become part of a stop string or of a match; all after a match."""
         if self.matched is not None:
             return len(self.text)
         if self._thoughts is not None:
             return len(self.text) if self._thoughts.begun else 0
-        begun = max((_begun(self.text, stop, self._answer) for stop in self._stops), default=0)
+        begun = max((_overlap(self.text, stop, self._answer) for stop in self._stops), default=0)
         return max(len(self.text) - max(begun, self._patterns.held), self._answer)
 
     def _decode(self, tokens: Sequence[int]) -> int:
@@ -322,8 +407,10 @@ class TextStream:
                 self.ends[-1] = len(self.text)
 
     def _cut(self, text: str, piece: str, token: int | None = None, *, last: bool = False) -> str:
-        """The text up to a stop that its last piece completes; of several the one that begins first, then the longest.
-        `token`: brought the piece. `last`: nothing follows."""
+        """Cuts the text at a stop that its last piece completes: the stop that begins first, then the longest one.
+
+        `token`: token of the piece. `last`: nothing follows.
+        """
         if self._thoughts is not None:
             if (marker := self._tokens.skipped.get(token, "")) in (THINK, END_THINK):
                 self._thoughts.split(marker)
@@ -331,14 +418,14 @@ class TextStream:
             if not piece:
                 return text
             self._thoughts, self._answer = None, len(text) - len(piece)
-        before, found = len(text) - len(piece), []
+        before, matches = len(text) - len(piece), []
         for stop in self._stops:
             at = text.find(stop, max(before - len(stop) + 1, self._answer)) if stop[-1] in piece else -1
             if at >= 0:
-                found.append((at, -at - len(stop), stop))
+                matches.append((at, -at - len(stop), stop))
         if self._patterns.held:
-            found += self._patterns.find(text, before, self._answer)
-        if found:
-            start, end, self.matched = min(found)
+            matches += self._patterns.find(text, before, self._answer)
+        if matches:
+            start, end, self.matched = min(matches)
             return text[: -end if self._keep_stop else start]
         return text

@@ -14,10 +14,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from specjax.engine.arrays import Output
-from specjax.engine.device import digest
+from specjax.engine.buckets import Key
+from specjax.engine.device import Output, digest
 from specjax.engine.engine import Engine
-from specjax.engine.keys import Key
 from specjax.fleet.hosts import Follower, Message
 
 COMPILERS = 2  # threads

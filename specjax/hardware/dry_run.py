@@ -31,8 +31,8 @@ from specjax.drafters.factories import make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.buckets import BATCHES
 from specjax.engine.config import EngineConfig, Layout, context_length
+from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
-from specjax.engine.notes import speculation_table
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec

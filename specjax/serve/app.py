@@ -21,8 +21,7 @@ from specjax.checkpoint.prompts import begins_thinking
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.output import NO_SCORES
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import NO_SCORES, Sequence
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.control import add_control_routes, get
 from specjax.serve.delivery import Deadline, Listener

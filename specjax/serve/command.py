@@ -19,7 +19,8 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
 from specjax.engine import Engine
-from specjax.engine.notes import as_lines, devices_note, speculation_table
+from specjax.engine.draft_policy import as_lines, speculation_table
+from specjax.engine.memory import devices_note
 from specjax.fleet import following
 from specjax.fleet.hosts import Follower, Leader
 from specjax.hardware import dry_run

@@ -135,7 +135,7 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
         **model_info(runner, model),
         # SGLang's tests and scripts read these flags here.
         "speculative_num_steps": engine.drafter.depth,
-        "speculative_eagle_topk": engine.drafter.topk,
+        "speculative_eagle_topk": engine.drafter.topk or 1,
         "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),
         "dp_size": len(runner.ranks),

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS
-from specjax.engine.stop_patterns import MAX_PATTERN
+from specjax.engine.text import MAX_PATTERN
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.verify import LOGPROB_IDS

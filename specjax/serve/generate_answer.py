@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.output import PromptLogprob, TokenLogprob
+from specjax.engine.sequence import PromptLogprob, TokenLogprob
 from specjax.serve.responses import DONE, Answer, TokenNames, event, finite, speculative
 
 

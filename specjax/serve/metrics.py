@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
-from specjax.engine.runtime import Counters
+from specjax.engine.batch import Counters
 from specjax.engine.sequence import Sequence, Status
 
 OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"

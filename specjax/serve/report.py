@@ -11,9 +11,9 @@ import jax
 from specjax_kernels import Quantised
 
 from specjax.engine import Engine
-from specjax.engine.notes import doubt, drafting_summary
-from specjax.engine.phases import PhaseTimes
-from specjax.engine.runtime import Counters
+from specjax.engine.batch import Counters
+from specjax.engine.draft_policy import doubt, drafting_summary
+from specjax.engine.programs import PhaseTimes
 from specjax.thresholds import AcceptAbove
 
 logger = logging.getLogger("specjax.serve")

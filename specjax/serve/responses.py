@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from specjax.checkpoint.prompts import Prompt
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.output import PromptLogprob, TokenLogprob, TokenOrigin
+from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin
 from specjax.engine.text import TextStream, token_bytes
 from specjax.serve.errors import ApiError
 from specjax.serve.protocol import ChatRequest, CompletionRequest

@@ -38,7 +38,7 @@ from specjax.cli.generate import BadLine, Line, bad_line, line_writer, prompt_fi
 from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import check_writable, line_files
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.notes import as_lines, speculation_table
+from specjax.engine.draft_policy import as_lines, speculation_table
 from specjax.engine.sampling_params import later_seed
 from specjax.train import differences
 from specjax.train.data import read_prompt

@@ -15,9 +15,8 @@ from specjax.cache import PoolShape
 from specjax.drafters import Params, TreeShape, eagle_drafter, make_drafter
 from specjax.drafters.options import candidates
 from specjax.engine import SamplingParams
-from specjax.engine.buckets import BATCHES, Buckets
-from specjax.engine.keys import Key
-from specjax.engine.notes import speculation_table
+from specjax.engine.buckets import BATCHES, Buckets, Key
+from specjax.engine.draft_policy import speculation_table
 from specjax.step import tree_widths
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)

@@ -9,7 +9,7 @@ import pytest
 from engine_helpers import VOCABULARY, idle_sequence
 
 from specjax.engine import SamplingParams
-from specjax.engine.arrays import (
+from specjax.engine.device import (
     NO_PAGE,
     admission,
     admission_size,

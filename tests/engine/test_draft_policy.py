@@ -17,9 +17,17 @@ from specjax.devices import DEVICES
 from specjax.drafters.base import Params
 from specjax.drafters.options import TreeShape
 from specjax.engine import Engine, SamplingParams, batch
-from specjax.engine.draft_policy import DECAY, HYSTERESIS, MAX_STEP_RATIO, TRIAL_PAUSE, TRIAL_SHARE, DraftPolicy, Mean
-from specjax.engine.keys import PLAIN, TREE, Key
-from specjax.engine.notes import not_drafted
+from specjax.engine.buckets import PLAIN, TREE, Key
+from specjax.engine.draft_policy import (
+    DECAY,
+    HYSTERESIS,
+    MAX_STEP_RATIO,
+    TRIAL_PAUSE,
+    TRIAL_SHARE,
+    DraftPolicy,
+    Mean,
+    not_drafted,
+)
 from specjax.engine.sequence import Sequence, Status
 from specjax.limits import ParameterError
 from specjax.step import speculate_step

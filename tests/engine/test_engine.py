@@ -30,8 +30,8 @@ from engine_helpers import (
 
 from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.engine.arrays import prefill_input, unpack_prefill
 from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, LARGE_CHUNK, SMALL_CHUNK, Buckets
+from specjax.engine.device import prefill_input, unpack_prefill
 from specjax.engine.intake import with_sampling
 from specjax.engine.programs import Key, Programs
 from specjax.engine.sequence import Slot, completion
@@ -624,7 +624,7 @@ def test_buckets_hold_whatever_may_come(rows, platform):
         assert replace(buckets, widths=(1, 60)).most_drafting == {"cpu": 1, "gpu": 100}[platform]
         assert replace(buckets, widths=(1,)).most_drafting == 1
         assert replace(buckets, widths=(1, 60), block_tokens=32).most_drafting == {"cpu": 1, "gpu": 16}[platform]
-    heads = Buckets.build(platform, ngrams._replace(runs_model=True), rows=rows, request_pages=700)
+    heads = Buckets.build(platform, ngrams._replace(features="final"), rows=rows, request_pages=700)
     heads = replace(heads, widths=(1, 2, 4))
     for batch in heads.batches:
         fitting = [w for w in (1, 2, 4) if 1 in (w, batch) or w * batch <= HEAD_BLOCK_TOKENS[platform]]

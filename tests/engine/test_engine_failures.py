@@ -21,7 +21,7 @@ from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine, SamplingParams
-from specjax.engine import collect as collecting
+from specjax.engine import batch as collecting
 from specjax.engine.device import OutOfMemory
 from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.programs import Key, Unavailable

@@ -222,14 +222,14 @@ def test_a_vocabulary_smaller_than_the_tokenizer():
 def test_few_compiled_grammars_are_kept(monkeypatch):
     found = grammars()
     made = [Grammar("regex", f"a{{{i + 1}}}") for i in range(5)]
-    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
     for each in made:
         found.constraint(each)
     assert [found.holds(each) for each in made] == [False, False, True, True, True]
     found.constraint(made[2])
     found.constraint(made[0])
     assert [found.holds(each) for each in made] == [True, False, True, False, True], "the one used last stays"
-    monkeypatch.setattr(module, "KEPT_SOURCE", 2 * len(made[0].source))
+    monkeypatch.setattr(module, "MAX_COMPILED_SOURCE", 2 * len(made[0].source))
     found.constraint(made[1])
     assert [found.holds(each) for each in made] == [True, True, False, False, False]
 

@@ -94,7 +94,7 @@ def test_long_messages_are_refused_before_they_are_rendered(monkeypatch):
 
 def test_rendered_messages_are_limited():
     ours = intake()
-    with pytest.raises(ValueError, match="characters, of which the first 1024 alone make"):
+    with pytest.raises(ValueError, match="characters; the first 1024 alone make"):
         ours.encode([{"role": "user", "content": "x" * 1_500}])
     assert ours.tokenizer.seen <= DENSE * CONTEXT
 

@@ -12,8 +12,7 @@ from toy_models import tiny_llama
 
 from specjax.drafters import make_drafter
 from specjax.engine import SamplingParams
-from specjax.engine.buckets import Buckets
-from specjax.engine.keys import Key
+from specjax.engine.buckets import Buckets, Key
 from specjax.engine.sequence import Status
 from specjax.models.blocks import Ragged
 
@@ -249,7 +248,7 @@ def test_one_long_chunk_at_a_time_while_none_runs():
     used = watched(engine)
     for _ in range(4):
         engine.step()
-        assert len(engine.run.flights) <= 1
+        assert len(engine.flights) <= 1
     assert {key.width for key in used if key.kind == "prefill"} == {256}
     while engine.unfinished:
         engine.step()

@@ -16,8 +16,7 @@ from toy_models import tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
-from specjax.engine.output import NO_SCORES, PromptLogprobs
-from specjax.engine.sequence import Status
+from specjax.engine.sequence import NO_SCORES, PromptLogprobs, Status
 from specjax.serve import task as task_module
 from specjax.serve.app import LATER
 from specjax.serve.responses import echo_of

@@ -25,7 +25,7 @@ def test_text_where_all_masks_take_long(kind, monkeypatch):
         return bits(self)
 
     monkeypatch.setattr(grammar.Constraint, "_bits", noted)
-    monkeypatch.setattr(engine.intake.grammars, "_kept", type(engine.intake.grammars._kept)())
+    monkeypatch.setattr(engine.intake.grammars, "_cache", type(engine.intake.grammars._cache)())
     found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
     check(toy(), made, found)
     assert threads and all(name.startswith("specjax-mask") for name in threads)
@@ -67,7 +67,7 @@ def test_an_abort_while_a_mask_is_computed(monkeypatch):
     bits = bound.constraint._bits
     bound.constraint.slow = True
     monkeypatch.setattr(bound.constraint, "_bits", lambda: bits() if released.wait(60) else None)
-    while bound.status is not Status.RUNNING or engine.run.flights:
+    while bound.status is not Status.RUNNING or engine.flights:
         engine.step()
     assert engine.abort(bound.id) and not engine.unfinished
     engine.step()

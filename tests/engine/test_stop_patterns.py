@@ -12,8 +12,7 @@ from engine_helpers import byte_ids, check_idle, outcome, shared_engine, tokeniz
 from server_helpers import running
 
 from specjax.engine import SamplingParams
-from specjax.engine.stop_patterns import MAX_MATCH, MAX_SIZE, StopPatterns
-from specjax.engine.text import TextStream
+from specjax.engine.text import MAX_MATCH, MAX_SIZE, StopPatterns, TextStream
 
 PATTERNS = ["ab+", "b|ca", "a[bc]a", r"\bab", "(?m)^c", "a{2,3}", "[^a]c", r"\d+", "c$", "a.*c", "(?i)AB", "x+ab"]
 

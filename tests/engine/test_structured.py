@@ -31,9 +31,9 @@ from toy_models import tiny_llama
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.engine import Engine, SamplingParams
+from specjax.engine.buckets import PLAIN, TREE, Key
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
-from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.sequence import Status, completion
 from specjax.limits import ParameterError
 from specjax.models.draft_head import init_head_params
@@ -227,7 +227,7 @@ def test_a_step_is_read_before_the_next_is_launched(monkeypatch):
 
     def noted(key, *given):
         if key.kind in unread:
-            unread[key.kind].append(len(engine.run.flights))
+            unread[key.kind].append(len(engine.flights))
         return run(key, *given)
 
     monkeypatch.setattr(engine.device, "run", noted)

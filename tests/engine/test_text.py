@@ -18,8 +18,7 @@ from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.generation import DeltaReader
 from specjax.engine.intake import Intake
-from specjax.engine.output import RawLogprob
-from specjax.engine.sequence import Status
+from specjax.engine.sequence import RawLogprob, Status
 from specjax.engine.text import Detokenizer, TextStream, Thoughts
 from specjax.serve.reply import ReplyOptions
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
-from specjax.engine.output import Output
 from specjax.engine.programs import Key
-from specjax.engine.sequence import Request, Sequence, Status, completion
+from specjax.engine.sequence import Request, Sequence, SequenceOutput, Status, completion
 from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
 
@@ -239,5 +238,5 @@ def idle_sequence(params: SamplingParams = GREEDY, **changes: Any) -> Sequence:
         "host_stops": frozenset(), "arrival": 0,
     }  # fmt: skip
     request |= {name: changes.pop(name) for name in Request.__dataclass_fields__ if name in changes}
-    output = Output(changes.pop("stream", stream), [0] * 6, tokens=changes.pop("tokens", []))
+    output = SequenceOutput(changes.pop("stream", stream), [0] * 6, tokens=changes.pop("tokens", []))
     return Sequence(Request(**request), output, **changes)

@@ -29,7 +29,7 @@ from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
-from specjax.engine.placing import place_params
+from specjax.engine.memory import place_params
 from specjax.fleet.hosts import Group
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params, with_token_map

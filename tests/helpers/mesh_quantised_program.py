@@ -23,7 +23,7 @@ from specjax.config import Experts, Latent, ModelConfig
 from specjax.drafters import Params
 from specjax.drafters.options import options_of
 from specjax.engine import Engine
-from specjax.engine.placing import place_params
+from specjax.engine.memory import place_params
 from specjax.models import init_params, make_target, table
 from specjax.models.params import input_letters, is_product, output_major
 from specjax.parallel.sharding import everywhere, local_bytes, make_mesh, under

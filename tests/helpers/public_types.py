@@ -24,7 +24,7 @@ from specjax import (
     StreamChunk,
 )
 from specjax.checkpoint.prompts import Chat
-from specjax.engine.output import TokenLogprob
+from specjax.engine.sequence import TokenLogprob
 
 
 def one_prompt(engine: Engine, messages: list[dict[str, str]], ids: list[int], chat: Chat) -> None:

@@ -14,8 +14,8 @@ from engine_helpers import outcome, shared_engine
 from server_helpers import MODEL, Running, running
 
 from specjax.engine import SamplingParams
-from specjax.engine.notes import DOUBTED, doubt, drafting_summary
-from specjax.engine.runtime import Counters
+from specjax.engine.batch import Counters
+from specjax.engine.draft_policy import MIN_DOUBTED_STEPS, doubt, drafting_summary
 from specjax.serve.report import Report
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -342,10 +342,10 @@ def test_reports_say_why_steps_did_not_draft():
 def test_a_draft_model_of_which_nothing_is_accepted_is_reported_once(caplog, monkeypatch):
     """N-grams may find nothing; a model that never agrees was made for another target."""
     engine = shared_engine("NONE")
-    model = engine.drafter._replace(name="EAGLE3", runs_model=True)
-    assert doubt(model, DOUBTED - 1, 0) is None and doubt(model, 10 * DOUBTED, 1) is None
-    assert doubt(engine.drafter, 10 * DOUBTED, 0) is None
-    problem = doubt(model, DOUBTED, 0)
+    model = engine.drafter._replace(name="EAGLE3", features="final")
+    assert doubt(model, MIN_DOUBTED_STEPS - 1, 0) is None and doubt(model, 10 * MIN_DOUBTED_STEPS, 1) is None
+    assert doubt(engine.drafter, 10 * MIN_DOUBTED_STEPS, 0) is None
+    problem = doubt(model, MIN_DOUBTED_STEPS, 0)
     assert problem is not None and "EAGLE3" in problem and "another model" in problem
     monkeypatch.setattr(engine, "drafter", model)
     monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300, own_steps=300))

@@ -14,8 +14,8 @@ from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, SamplingParams, StreamChunk
-from specjax.engine.output import TokenLogprob
 from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
+from specjax.engine.sequence import TokenLogprob
 from specjax.serve import fields
 from specjax.serve.errors import ApiError, shown
 from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading

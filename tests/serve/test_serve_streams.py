@@ -372,14 +372,14 @@ def test_leaving_late_does_not_end_who_has_the_id_now(server):
 def test_who_had_finished_in_a_step_that_fails_is_told(monkeypatch):
     with running(shared_engine("NONE")) as server:
         engine, left = server.engine, iter([True])
-        finish = engine._finish
+        finish = engine.finish
 
         def fail(sequence):
             finish(sequence)
             if next(left, False):
                 raise Boom
 
-        monkeypatch.setattr(engine, "_finish", fail)
+        monkeypatch.setattr(engine, "finish", fail)
         assert server.complete(max_tokens=3, temperature=0).json()["choices"][0]["finish_reason"] == "length"
         server.wait_idle()
 

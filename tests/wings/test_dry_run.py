@@ -21,9 +21,9 @@ from specjax.checkpoint import CheckpointError
 from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.arrays import Resident
+from specjax.engine.buckets import Key
 from specjax.engine.config import Layout
-from specjax.engine.keys import Key
+from specjax.engine.device import Resident
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.programs import Programs
 from specjax.hardware.dry_run import Case, make_plan, outline

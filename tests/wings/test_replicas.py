@@ -15,7 +15,7 @@ from server_helpers import SECONDS, Running, braked, running, wait_until
 from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
-from specjax.engine.runtime import Counters
+from specjax.engine.batch import Counters
 from specjax.serve import replicas
 from specjax.serve.errors import ENGINE_STUCK, FAILED_STEP, State
 from specjax.serve.metrics import Latencies
