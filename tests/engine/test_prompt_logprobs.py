@@ -1,10 +1,10 @@
-"""Log-probabilities of prompts: the raw log-softmax at each token, whatever the chunks, the batch, the prefix cache and
-retractions; and `max_tokens: 0`, which reads a prompt and draws nothing."""
+"""Log-probabilities of prompts equal the raw log-softmax for all chunks, batches, cached prefixes and retractions."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import openai
@@ -16,7 +16,7 @@ from toy_models import tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
-from specjax.engine.output import NO_SCORES, PromptLogprobs
+from specjax.engine.output import NO_SCORES
 from specjax.engine.sequence import Status
 from specjax.serve import task as task_module
 from specjax.serve.app import LATER
@@ -30,7 +30,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def check(ids, found, start: int, top: int, model=None, wanted=()) -> None:
-    """`found` is what a forward of each token alone says, from `start` on."""
+    """`found` equals the log-softmax of plain forwards from `start` on."""
     model = model or toy()
     assert [one.token for one in found] == list(ids[start:])
     assert found[0].logprob is None and found[0].top == ()
@@ -51,24 +51,18 @@ PROMPTS = [(1, 0, 0), (2, 0, 3), (8, 0, 20), (9, 3, 1), (17, 16, 2), (40, 0, 0),
 
 
 @pytest.mark.parametrize("algorithm", DRAFTS)
-def test_in_chunks_and_batches(algorithm):
+def test_logprobs_in_chunks_and_batches(algorithm):
     engine = shared_engine(algorithm)
     prompts = [prompt_of(length, seed) for seed, (length, _, _) in enumerate(PROMPTS)]
-    each = [
-        SamplingParams(
-            max_new_tokens=9,
-            logprobs=top,
-            logprob_start_len=start,
-            logprob_ids=[7, 264][:i],
-            temperature=0.7 * (i % 2),
-            seed=i,
-        )
-        for i, (_, start, top) in enumerate(PROMPTS)
-    ]
     plain = [SamplingParams(max_new_tokens=9, temperature=0.7 * (i % 2), seed=i) for i in range(len(PROMPTS))]
+    scored = [
+        replace(params, logprobs=top, logprob_start_len=start, logprob_ids=[7, 264][:i])
+        for i, (params, (_, start, top)) in enumerate(zip(plain, PROMPTS, strict=True))
+    ]
     expected = engine.generate(prompts, plain)
-    for done in (engine.generate(prompts, each), [engine.generate(*pair) for pair in zip(prompts, each, strict=True)]):
-        assert [outcome(one) for one in done] == [outcome(one) for one in expected], "asking changes no text"
+    alone = [engine.generate(*request) for request in zip(prompts, scored, strict=True)]
+    for done in (engine.generate(prompts, scored), alone):
+        assert [outcome(one) for one in done] == [outcome(one) for one in expected], "log-probabilities change the text"
         for i, (one, prompt, (_, start, top)) in enumerate(zip(done, prompts, PROMPTS, strict=True)):
             check(prompt, one.prompt_logprobs, start, top, wanted=[7, 264][:i])
             assert len(one.logprobs) == len(one.output_ids)
@@ -76,8 +70,8 @@ def test_in_chunks_and_batches(algorithm):
     check_idle(engine)
 
 
-def test_of_a_transformer():
-    """Chunks of 64 through a real forward: what the blocks of `block_logprobs` are cut from."""
+def test_logprobs_of_a_transformer():
+    """Chunks of 64 tokens, which `block_logprobs` cuts into blocks."""
     model = tiny_llama(vocab_size=265)
     engine = make_engine(model, "NONE", chunked_prefill_size=100, context_length=256)
     prompt = np.random.default_rng(1).integers(0, 265, 150).tolist()
@@ -85,16 +79,15 @@ def test_of_a_transformer():
     check(prompt, done.prompt_logprobs, 0, 4, model)
 
 
-@pytest.mark.parametrize("given", [{}, {"logprobs": 4}, {"logprobs": 4, "logprob_start_len": 5}])
-def test_of_the_prompt_without_those_of_the_output(given):
-    engine = shared_engine("NGRAM")
-    prompt = prompt_of(19)
-    done = engine.generate(prompt, SamplingParams(max_new_tokens=3, prompt_logprobs=2, **given))
-    check(prompt, done.prompt_logprobs, 0, 4 if len(given) == 2 else 2)
-    assert (done.logprobs is None) == (not given)
+def test_prompt_logprobs_with_and_without_those_of_the_output():
+    engine, prompt = shared_engine("NGRAM"), prompt_of(19)
+    for fields, top in (({}, 2), ({"logprobs": 4}, 2), ({"logprobs": 4, "logprob_start_len": 5}, 4)):
+        done = engine.generate(prompt, SamplingParams(max_new_tokens=3, prompt_logprobs=2, **fields))
+        check(prompt, done.prompt_logprobs, 0, top)
+        assert (done.logprobs is None) == (not fields)
 
 
-def test_the_prefix_cache_is_used_up_to_the_start():
+def test_prefix_cache_is_used_up_to_the_start():
     engine = make_engine(toy(), "NONE")
     prompt = prompt_of(40)
     engine.generate(prompt, SamplingParams(max_new_tokens=1))
@@ -107,9 +100,8 @@ def test_the_prefix_cache_is_used_up_to_the_start():
     check_idle(engine)
 
 
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_retraction_loses_and_repeats_nothing(cache, overlap):
+@pytest.mark.parametrize(("cache", "overlap"), [(True, True), (False, False)])
+def test_retraction_keeps_logprobs(cache, overlap):
     engine = make_engine(toy(), DRAFTS["NGRAM"], retract_every=2, prefix_cache=cache, overlap=overlap)
     midway, retract = set(), engine.scheduler._retract
 
@@ -126,14 +118,14 @@ def test_a_retraction_loses_and_repeats_nothing(cache, overlap):
         engine.add(prompt, params)
     done = drain(engine)
     assert len(done) == 4 and engine.scheduler.retractions
-    assert midway, "one was sent back between two chunks of its prompt"
+    assert midway, "no request was retracted between two chunks of its prompt"
     for prompt in prompts:
         (one,) = [one for one in done.values() if one.prompt_tokens == len(prompt)]
         check(prompt, one.prompt_logprobs, 2, 1)
     check_idle(engine)
 
 
-def test_a_lost_state_loses_none():
+def test_lost_state_keeps_logprobs():
     engine = make_engine(toy(), "NONE")
     prompt = prompt_of(60)
     sequence = engine.add(prompt, SamplingParams(max_new_tokens=4, logprobs=0, logprob_start_len=0))
@@ -145,95 +137,26 @@ def test_a_lost_state_loses_none():
     check(prompt, done.prompt_logprobs, 0, 0)
 
 
-def test_others_go_on_while_the_program_compiles(monkeypatch):
-    engine = make_engine(toy(), "NONE")
-    other = engine.add(prompt_of(5), SamplingParams(max_new_tokens=100))
-    while not other.output.tokens:
-        engine.step()
-    begun = []
-    monkeypatch.setattr(engine.programs, "compile_ahead", lambda key: bool(begun.append(key)))  # it never ends
-    scored = engine.add(prompt_of(12), SamplingParams(max_new_tokens=2, logprobs=0, logprob_start_len=0))
-    plain = engine.add(prompt_of(7), SamplingParams(max_new_tokens=2))
-    while plain.status is not Status.FINISHED:
-        engine.step()
-    assert begun and begun[0].kind == "scoring" and scored.active_slot.prefilled == 0
-    monkeypatch.undo()
-    drain(engine)
-    assert scored.output.prompt_logprobs.complete
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_prompt_that_is_only_read(logprobs):
-    engine = shared_engine("NGRAM")
-    start = -1 if logprobs is None else 0
-    prompts = [prompt_of(length, length) for length in (1, 8, 30)]
-    params = SamplingParams(max_new_tokens=0, logprobs=logprobs, logprob_start_len=start, stop="x", temperature=1.0)
+def test_zero_new_tokens_only_read_the_prompt():
+    engine, prompts = shared_engine("NGRAM"), [prompt_of(length, length) for length in (1, 8, 30)]
     before = engine.counters.generated
-    for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
-        assert outcome(done) == ("", [], {"type": "length", "length": 0})
-        if logprobs is not None:
-            check(prompt, done.prompt_logprobs, 0, 2)
+    for logprobs in (None, 2):
+        start = -1 if logprobs is None else 0
+        params = SamplingParams(max_new_tokens=0, logprobs=logprobs, logprob_start_len=start, stop="x", temperature=1.0)
+        for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
+            assert outcome(done) == ("", [], {"type": "length", "length": 0})
+            if logprobs is not None:
+                check(prompt, done.prompt_logprobs, 0, 2)
     assert engine.counters.generated == before
     check_idle(engine)
-
-
-def test_what_is_refused():
-    for fields, named in (
-        ({"logprob_start_len": 0}, "needs logprobs"),
-        ({"logprob_start_len": -2, "logprobs": 1}, "-1"),
-        ({"max_new_tokens": 0, "min_new_tokens": 1}, "min_new_tokens"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            SamplingParams(**fields)
+    with pytest.raises(ValueError, match="min_new_tokens"):
+        SamplingParams(max_new_tokens=0, min_new_tokens=1)
     with pytest.raises(ValueError, match="below the prompt's 5 tokens, got 5"):
-        shared_engine("NONE").add(prompt_of(5), SamplingParams(max_new_tokens=5, logprobs=1, logprob_start_len=5))
+        engine.add(prompt_of(5), SamplingParams(max_new_tokens=5, logprobs=1, logprob_start_len=5))
 
 
-def test_where_no_program_can_score(monkeypatch):
-    """Only the request that needs one ends; it is told why."""
-    engine = make_engine(toy(), "NONE")
-    compile_ = engine.programs._compile
-
-    def attempt(key, *more):
-        if key.kind == "scoring":
-            raise MemoryError("no room")
-        return compile_(key, *more)
-
-    monkeypatch.setattr(engine.programs, "_compile", attempt)
-    plain = engine.add(prompt_of(5), SamplingParams(max_new_tokens=9))
-    scored = engine.add(prompt_of(6), SamplingParams(max_new_tokens=9, logprobs=1, logprob_start_len=0))
-    done = drain(engine)
-    assert done[plain.id].finish_reason["type"] == "length"
-    assert done[scored.id].finish_reason["type"] == "abort" and "no room" in done[scored.id].finish_reason["message"]
-    check_idle(engine)
-
-
-def test_chunks_that_overlap_what_is_known():
-    """A chunk may begin before what is missing, and end after the prompt."""
-    found = PromptLogprobs([10, 11, 12, 13, 14], 1, 2, [3, 9])
-    assert found.reusable == 1
-
-    def chunk(start: int, width: int) -> tuple[np.ndarray, ...]:
-        """The log-probability of token i + 1 is -i."""
-        drawn = -np.arange(start, start + width).astype(np.float32)
-        three = np.stack([drawn] * 3, 1)
-        return drawn, three, np.full((width, 3), 7, np.int32), three - 1
-
-    found.add(0, 3, *chunk(0, 4))
-    assert found.reusable == 3 and not found.complete
-    found.add(2, 3, *chunk(2, 4))  # again, of a sequence that was sent back
-    found.add(2, 5, *chunk(2, 4))
-    found.add(2, 5, *chunk(2, 4))
-    assert found.complete and found.reusable is None
-    assert [one.logprob for one in found.found()] == [None, -1, -2, -3]
-    assert found.found()[1].top == ((7, -1.0), (7, -1.0))
-    assert found.found()[1].of_ids == ((3, -2.0), (9, -2.0)) and found.found()[0].of_ids == () and found.each == 5
-    assert [one.token for one in found.found()] == [11, 12, 13, 14]
-
-
-def test_choices_share_those_of_their_prompt():
-    """One computes them; they wait for its pages, and find all that is missing there."""
+def test_choices_share_prompt_logprobs():
+    """One choice computes them; the others wait for its pages."""
     engine = make_engine(toy(), "NONE")
     prompt = prompt_of(33)
     with running(engine) as server:
@@ -253,7 +176,7 @@ def test_choices_share_those_of_their_prompt():
         assert [heads[index] for index in range(4)] == scores
 
 
-def test_vllms_form():
+def test_vllm_prompt_logprobs():
     engine, prompt = make_engine(toy(), "NONE"), prompt_of(9)
     expected = engine.generate(prompt, SamplingParams(max_new_tokens=1, prompt_logprobs=2)).prompt_logprobs
     with running(engine) as server:
@@ -282,8 +205,8 @@ def test_vllms_form():
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_lists_with_one_item_for_each_prompt():
-    """SGLang's: which log-probabilities are wanted, for each of a batch."""
+def test_logprob_fields_a_prompt():
+    """SGLang's lists with one item for answer prompt of a batch."""
     engine = make_engine(toy(), "NONE")
     prompts = [prompt_of(5, 1), prompt_of(6, 2), prompt_of(7, 3)]
     fields = {
@@ -292,28 +215,23 @@ def test_lists_with_one_item_for_each_prompt():
         "sampling_params": {"max_new_tokens": 2, "n": 2},
     }  # fmt: skip
     with running(engine) as server:
-        first, _, second, third, last, _ = [each["meta_info"] for each in server.post("/generate", fields).json()]
+        first, _, second, third, last, _ = [answer["meta_info"] for answer in server.post("/generate", fields).json()]
         assert "output_token_logprobs" not in second and "output_token_logprobs" not in third
-        assert [len(first[f"input_{name}"]) for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs")] == [
-            5
-        ] * 3
-        assert [len(each) for each in first["input_top_logprobs"][1:]] == [2] * 4
+        for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+            assert len(first[f"input_{name}"]) == 5
+        assert [len(answer) for answer in first["input_top_logprobs"][1:]] == [2] * 4
         assert first["input_token_ids_logprobs"][0] is None
         for places in (first["input_token_ids_logprobs"][1:], first["output_token_ids_logprobs"]):
             assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
-        for place, found in enumerate(first["input_token_ids_logprobs"][1:], 1):
+        for place, entries in enumerate(first["input_token_ids_logprobs"][1:], 1):
             scores = log_softmax(toy().logits(prompts[0][:place]))
-            assert [value for value, _, _ in found] == pytest.approx([scores[7], scores[9]], abs=1e-4)
+            assert [value for value, _, _ in entries] == pytest.approx([scores[7], scores[9]], abs=1e-4)
         assert len(last["input_token_logprobs"]) == 3 and "output_token_ids_logprobs" not in last
-        same = fields | {
-            "return_logprob": True,
-            "token_ids_logprob": [7],
-            "top_logprobs_num": 1,
-            "logprob_start_len": -1,
-        }
-        for each in server.post("/generate", same).json():
-            assert [len(place) for place in each["meta_info"]["output_token_ids_logprobs"]] == [1, 1]
-        streamed = server.events("/generate", same | {"input_ids": prompts[0]})
+        shared = fields | {"return_logprob": True, "token_ids_logprob": [7], "top_logprobs_num": 1}
+        shared |= {"logprob_start_len": -1}
+        for answer in server.post("/generate", shared).json():
+            assert [len(place) for place in answer["meta_info"]["output_token_ids_logprobs"]] == [1, 1]
+        streamed = server.events("/generate", shared | {"input_ids": prompts[0]})
         assert "output_token_ids_logprobs" in streamed[-1]["meta_info"]
         for change, name in (
             ({"return_logprob": [True]}, "return_logprob"),
@@ -327,42 +245,23 @@ def test_lists_with_one_item_for_each_prompt():
             assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
 
 
-# The echo
-
-
-def normalising() -> PreTrainedTokenizerFast:
-    """Lower-cases, so that its text is not what it was given."""
+def lower_casing() -> PreTrainedTokenizerFast:
+    """A tokenizer whose decoded text differs from its input."""
     core = Tokenizer(models.WordLevel({"hello": 0, "there": 1, "?": 2}, unk_token="?"))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "pieces"),
-    [
-        ("hello", None, None),
-        ("ö12 😀<|im_end|>x", None, None),
-        ([1, 70, 71, 2], None, None),
-        ([], "", ()),
-    ],
-)
-def test_pieces_join_to_the_text(prompt, text, pieces):
+@pytest.mark.parametrize("prompt", ["hello", "ö12 😀<|im_end|>x", [1, 70, 71, 2], []])
+def test_echo_pieces_join_to_the_text(prompt):
     ids = tokenizer()(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    found = echo_of(prompt, ids, tokenizer(), with_pieces=True)
-    assert found.text == (text if text is not None else prompt if isinstance(prompt, str) else tokenizer().decode(ids))
-    assert "".join(found.pieces) == found.text and len(found.pieces) == len(ids)
-    assert pieces is None or found.pieces == pieces
-    assert echo_of(prompt, ids, tokenizer(), with_pieces=False).text == found.text
-
-
-def test_pieces_of_a_text_that_was_normalised():
-    words = normalising()
-    found = echo_of("Hello  THERE !", words("Hello  THERE !")["input_ids"], words, with_pieces=True)
-    assert found.text == "Hello  THERE !" and found.pieces == ("Hello", "  THERE", " !")
-
-
-# Over HTTP
+    echo = echo_of(prompt, ids, tokenizer(), with_pieces=True)
+    assert echo.text == (prompt if isinstance(prompt, str) else tokenizer().decode(ids))
+    assert "".join(echo.pieces) == echo.text and len(echo.pieces) == len(ids)
+    assert echo_of(prompt, ids, tokenizer(), with_pieces=False).text == echo.text
+    echo = echo_of("Hello  THERE !", lower_casing()("Hello  THERE !")["input_ids"], lower_casing(), with_pieces=True)
+    assert (echo.text, echo.pieces) == ("Hello  THERE !", ("Hello", "  THERE", " !"))
 
 
 @pytest.fixture(scope="module")
@@ -371,25 +270,24 @@ def server():
         yield served
 
 
-@pytest.mark.parametrize("most", [0, 6])
-@pytest.mark.parametrize("prompt", ["hello there ö", [70, 71, 2, 72], ["hello", "the other"]])
-def test_completions_with_an_echo(server, prompt, most):
+@pytest.mark.parametrize(("prompt", "limit"), [("hello there ö", 6), ([70, 71, 2, 72], 6), (["hello", "the other"], 0)])
+def test_completions_with_echo(server, prompt, limit):
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    fields = {"prompt": prompt, "max_tokens": most, "echo": True, "logprobs": 2, "temperature": 0.8, "seed": 3, "n": 2}
+    fields = {"prompt": prompt, "max_tokens": limit, "echo": True, "logprobs": 2, "temperature": 0.8, "seed": 3, "n": 2}
     with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
         whole = client.completions.create(model="toy", **fields)
         streamed: dict[int, list] = {}
         for chunk in client.completions.create(model="toy", stream=True, **fields):
             streamed.setdefault(chunk.choices[0].index, []).append(chunk.choices[0])
-    assert whole.usage.completion_tokens == most * 2 * len(prompts)
+    assert whole.usage.completion_tokens == limit * 2 * len(prompts)
     assert len(whole.choices) == 2 * len(prompts)
     for index, choice in enumerate(whole.choices):
-        given = prompts[index // 2]
-        ids = server.engine.encode(given)
-        text = given if isinstance(given, str) else tokenizer().decode(given)
+        source = prompts[index // 2]
+        ids = server.engine.encode(source)
+        text = source if isinstance(source, str) else tokenizer().decode(source)
         lists = choice.logprobs
-        assert choice.text.startswith(text) and (most or choice.text == text) and choice.finish_reason == "length"
-        assert "".join(lists.tokens) == choice.text and len(lists.tokens) == len(ids) + most
+        assert choice.text.startswith(text) and (limit or choice.text == text) and choice.finish_reason == "length"
+        assert "".join(lists.tokens) == choice.text and len(lists.tokens) == len(ids) + limit
         ends = [*lists.text_offset[1:], len(choice.text)]
         assert [choice.text[a:b] for a, b in zip(lists.text_offset, ends, strict=True)] == lists.tokens
         assert lists.token_logprobs[0] is None and lists.top_logprobs[0] is None
@@ -407,7 +305,7 @@ def test_completions_with_an_echo(server, prompt, most):
             assert joined[1:] == same and joined[0] == expected[0]
 
 
-def test_an_echo_alone_computes_none(server):
+def test_echo_without_logprobs(server):
     done = server.complete("hello", echo=True, max_tokens=0).json()
     assert (done["choices"][0]["text"], done["choices"][0]["logprobs"]) == ("hello", None)
     for fields in ({"max_tokens": 0}, {"max_tokens": 0, "echo": False}):
@@ -435,18 +333,17 @@ def test_generate(server):
             "sampling_params": {"max_new_tokens": 0},
         }).json()  # fmt: skip
         assert scored["output_ids"] == [] and scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-        again = scored["meta_info"]["input_token_logprobs"][1:]
-        assert [one[1] for one in again] == done["output_ids"]
-        assert [one[0] for one in again] == pytest.approx(
-            [one[0] for one in meta["output_token_logprobs"]], abs=1e-4
-        )  # fmt: skip
+        scores = scored["meta_info"]["input_token_logprobs"][1:]
+        assert [entry[1] for entry in scores] == done["output_ids"]
+        expected = [entry[0] for entry in meta["output_token_logprobs"]]
+        assert [entry[0] for entry in scores] == pytest.approx(expected, abs=1e-4)
     body |= {"return_logprob": False}
     assert "input_token_logprobs" not in server.post("/generate", body).json()[0]["meta_info"]
     events = server.events("/generate", {**body, "input_ids": ids[0], "return_logprob": True})
     assert len(events[-1]["meta_info"]["input_token_logprobs"]) == 26
 
 
-def test_an_answer_holds_only_so_many(server, monkeypatch):
+def test_scores_of_an_answer_are_limited(server, monkeypatch):
     monkeypatch.setattr(task_module, "MAX_SCORES", 60)
     for fields, status in (({"logprobs": 1}, 200), ({"logprobs": 3}, 400), ({"logprobs": 1, "n": 2}, 400), ({}, 200)):
         answer = server.complete([prompt_of(20)], echo=True, max_tokens=1, **fields)
@@ -462,8 +359,8 @@ SCORED = {
 }
 
 
-def test_a_prompt_that_no_program_can_score_is_a_503(monkeypatch):
-    """The fault is the server's, and memory may come back: not a 500. Other requests go on."""
+def test_scoring_program_out_of_memory_is_a_503(monkeypatch):
+    """Memory may come back, so it is not a 500. Other requests are served."""
     engine = make_engine(toy(), "NONE", eos=(2,))
     compile_ = engine.programs._compile
 
@@ -474,7 +371,7 @@ def test_a_prompt_that_no_program_can_score_is_a_503(monkeypatch):
 
     monkeypatch.setattr(engine.programs, "_compile", attempt)
     with running(engine) as served:
-        for path, body, said in SCORED.values():
+        for path, body, reason in SCORED.values():
             answer = served.post(path, body)
             if body.get("stream"):
                 assert answer.status_code == 200
@@ -483,7 +380,7 @@ def test_a_prompt_that_no_program_can_score_is_a_503(monkeypatch):
                 assert answer.status_code == 503 and answer.headers["retry-after"] == str(LATER)
                 error = answer.json()["error"]
             assert error["type"] == "server_error" and error["code"] == "unavailable"
-            assert error["message"].startswith(NO_SCORES) and said in error["message"]
+            assert error["message"].startswith(NO_SCORES) and reason in error["message"]
             assert served.post(
                 path, {**body, "logprobs": None, "return_logprob": None, "prompt_logprobs": None}
             ).is_success
