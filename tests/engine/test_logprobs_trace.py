@@ -1,4 +1,4 @@
-"""Log-probabilities and the trace, against direct forwards of a tiny Llama and against themselves."""
+"""Log-probabilities and the trace of steps against direct forwards of a tiny Llama."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def new_runner(drafter: str, trace: bool) -> Runner:
     return Runner(toy(), DRAFTERS[drafter](), config=StepConfig(WIDTHS[drafter], trace=trace))
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("none", marks=pytest.mark.slow), "listed", "ngram"])
+@pytest.mark.parametrize("drafter", ["listed", "ngram"])
 def test_logprobs_and_trace_of_every_step(drafter):
     runner = new_runner(drafter, trace=True)
     for slot, (prompt, request) in enumerate(REQUESTS):
@@ -111,18 +111,17 @@ def test_logprobs_and_trace_of_every_step(drafter):
             accepted.append(count - 1)
         running = [alive and output.finish[row] == 0 for row, alive in enumerate(running)]
     assert [len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)] == [30, 30]
-    assert (max(accepted) > 0) == (drafter != "none")
+    assert max(accepted) > 0
     if drafter == "ngram":
         assert 1 in widths and max(widths) > 1  # the narrow step reports too
 
 
-def test_they_change_no_token():
+def test_reports_change_no_token():
     plain, reporting = (new_runner("listed", trace=asked).generate(REQUESTS, logprobs=asked) for asked in (False, True))
     assert plain == reporting
 
 
-def test_they_are_computed_only_where_a_row_wants_them():
-    """For the whole batch then: a row that does not want them costs nothing to ignore."""
+def test_logprobs_are_computed_for_batches_that_ask():
     runner = new_runner("none", trace=False)
     for slot, (prompt, request) in enumerate(REQUESTS):
         runner.admit(slot, prompt, request, logprobs=slot == 1)

@@ -1,4 +1,4 @@
-"""The page allocator against a plain model: a list of owners, each with the pages that it holds."""
+"""The page allocator against a plain model: a list of owners with their pages."""
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +11,7 @@ PAGES = 7
 
 
 class Allocator(RuleBasedStateMachine):
-    """`owners` lists all pages that are held."""
+    """`owners` lists all allocated pages."""
 
     lists = Bundle("lists")
 
@@ -31,7 +31,7 @@ class Allocator(RuleBasedStateMachine):
             assert pages is None
             return multiple()
         assert len(set(pages)) == len(pages) == count
-        assert not set(pages) & self.held(), "a page that somebody holds"
+        assert not set(pages) & self.held(), "an allocated page"
         assert set(pages) <= set(range(PAGES))
         self.owners.append(pages)
         return pages
@@ -55,11 +55,11 @@ class Allocator(RuleBasedStateMachine):
 
     @invariant()
     def a_wrong_count_is_noticed(self):
-        """A leak (an owner that forgot), and an owner that the allocator does not know."""
+        """A leak, and pages that were not allocated."""
         if self.held():
-            forgetful = next(i for i, pages in enumerate(self.owners) if pages)
+            leak = next(i for i, pages in enumerate(self.owners) if pages)
             with pytest.raises(AssertionError):
-                self.allocator.check_integrity([p for i, p in enumerate(self.owners) if i != forgetful])
+                self.allocator.check_integrity([p for i, p in enumerate(self.owners) if i != leak])
         for page in range(PAGES):
             with pytest.raises(AssertionError):
                 self.allocator.check_integrity([*self.owners, [page]])
@@ -69,7 +69,7 @@ Allocator.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 test_allocator = Allocator.TestCase
 
 
-def test_a_page_released_twice_is_refused():
+def test_errors():
     allocator = PageAllocator(2)
     (page,) = allocator.allocate(1)
     assert allocator.free == 1
@@ -78,14 +78,8 @@ def test_a_page_released_twice_is_refused():
     with pytest.raises(ValueError, match="released twice"):
         allocator.release([page])
     allocator.check_integrity([])
-
-
-@pytest.mark.parametrize("pages", [0, -1])
-def test_a_pool_has_a_page(pages):
-    with pytest.raises(ValueError, match="at least one page"):
-        PageAllocator(pages)
-
-
-def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match="cannot allocate -1"):
-        PageAllocator(2).allocate(-1)
+        allocator.allocate(-1)
+    for pages in (0, -1):
+        with pytest.raises(ValueError, match="at least one page"):
+            PageAllocator(pages)
