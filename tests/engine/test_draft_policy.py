@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import NGRAM, check_idle, check_plain, idle_sequence, make_engine, toy
+from engine_helpers import NGRAM, check_idle, check_plain, check_texts, idle_sequence, make_engine, toy
 from test_coupling import right_often
 from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
 from test_eagle_cache import toy as llama
@@ -204,10 +204,7 @@ def test_text_for_any_choice(kind, sizes, follows):
     params = [SamplingParams(max_new_tokens=12 + 3 * i, temperature=float(i % 2), seed=i) for i in range(7)]
     for i, changes in {2: {"draft_limit": 0}, 4: {"speculate": False}, 5: {"draft_limit": 1}}.items():
         params[i] = replace(params[i], **changes)
-    found = engine.generate(prompts, params)
-    for prompt, wanted, done in zip(prompts, params, found, strict=True):
-        check_plain(model, prompt, wanted, done)
-    check_idle(engine)
+    check_texts(engine, model, prompts, params)
     if sizes == "retracting":
         assert engine.scheduler.retractions
 
@@ -286,13 +283,10 @@ def test_draft_model_drafts_for_whole_requests():
     engine.policy.admit = lambda batch, request: request.params.always_draft or next(turns)
     prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
     sampling = [SamplingParams(max_new_tokens=20, ignore_eos=True, always_draft=i == 7) for i in range(9)]
-    found = engine.generate(prompts, sampling)
+    found = check_texts(engine, model, prompts, sampling)
     drafted = [done.drafted_steps for done in found]
     assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, found, strict=True))
     assert 0 in drafted and sum(map(bool, drafted)) >= 3 and drafted[7]
-    for prompt, wanted, done in zip(prompts, sampling, found, strict=True):
-        check_plain(model, prompt, wanted, done)
-    check_idle(engine)
 
 
 def test_plain_steps_do_not_run_the_draft_model():

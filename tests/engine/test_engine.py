@@ -1,11 +1,8 @@
 """The engine over table models: texts equal plain decoding in any batch, and no page or request is lost."""
 
 import itertools
-import threading
 from dataclasses import replace
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -14,9 +11,9 @@ from engine_helpers import (
     END,
     TEMPLATE,
     VOCABULARY,
-    byte_ids,
     check_idle,
     check_plain,
+    check_texts,
     decode,
     drain,
     make_engine,
@@ -30,11 +27,9 @@ from engine_helpers import (
 
 from specjax import make_drafter
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.engine.arrays import prefill_input, unpack_prefill
-from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, LARGE_CHUNK, SMALL_CHUNK, Buckets
+from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, Buckets
 from specjax.engine.intake import with_sampling
-from specjax.engine.programs import Key, Programs
-from specjax.engine.sequence import Slot
+from specjax.engine.programs import Key
 
 ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {
@@ -467,9 +462,7 @@ def test_requests_above_max_batch_are_decoded_in_parts():
     engine = make_engine(toy(), DRAFTS["NGRAM"], max_batch=2)
     assert engine.buckets.batches == (1, 2) and engine.buckets.batch(4) == 2
     prompts, params = some_prompts(5), [varied(i) for i in range(5)]
-    for prompt, sampling, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        check_plain(toy(), prompt, sampling, done)
-    check_idle(engine)
+    check_texts(engine, toy(), prompts, params)
     assert max(key.width for key in engine.programs.compiled() if key.kind == "step") == 2
     sequences = [engine.add([5], varied(0)) for _ in range(4)]
     assert {key.width for key in engine.first_keys(sequences) if key.kind == "step"} <= {1, 2}
@@ -515,36 +508,6 @@ def test_buckets_cover_all_batches(rows, platform):
     assert replace(asked, widths=(1,)).shrinking(rows) == [rows], "nothing to draft"
 
 
-@pytest.mark.parametrize("chunk", [None, 8, 64, 100, 512, 10_000])
-def test_chunks_cover_a_prompt_once(chunk):
-    buckets = Buckets.build("cpu", make_drafter("NONE"), rows=4, request_pages=2000, chunk=chunk)
-    assert buckets.chunks[-1] <= LARGE_CHUNK["cpu"] and (chunk is None or buckets.chunks[-1] <= chunk)
-    assert buckets.chunks[0] <= SMALL_CHUNK["cpu"]
-    engine = shared_engine("NONE")
-    rng = np.random.default_rng(0)
-    for length in (1, 7, 8, 9, 63, 64, 65, 448, 449, 512, 513, 576, 577, 1025):
-        prompt = rng.integers(3, VOCABULARY, length).tolist()
-        sequence = engine.add([3], SamplingParams(max_new_tokens=3))
-        engine.abort(sequence.id)
-        sequence.request, sequence.slot = replace(sequence.request, prompt=prompt), Slot(2, [4, 5], set())
-        taken, after = [], []
-        while sequence.slot.prefilled < length:
-            width = buckets.chunks_for(length - sequence.slot.prefilled)[0]
-            table = buckets.tables_for(2)[0]
-            sizes = {"rows": 4, "pages": engine.pool.pages, "lengths": [min(sequence.left, width)]}
-            packed = prefill_input([sequence], 1, width, table, **sizes)
-            tables = np.full((4, table + 3), engine.pool.pages, np.int32)
-            inputs, tables = unpack_prefill(jnp.asarray(packed), jnp.asarray(tables), table, engine.pool.pages)
-            assert tables[2].tolist() == [4, 5] + [engine.pool.pages] * (table + 1)
-            count = int(inputs.length[0])
-            assert 1 <= count <= inputs.tokens.shape[1] and inputs.tokens.shape[1] in buckets.chunks
-            taken += inputs.tokens[0, :count].tolist()
-            after.append(int(inputs.next_token[0]))
-            sequence.slot.prefilled += count
-            assert after[-1] == (prompt[sequence.slot.prefilled] if sequence.slot.prefilled < length else -1)
-        assert taken == prompt
-
-
 def test_warm_up_compiles_all_programs(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
     sequences = [engine.add([5] * 9, SamplingParams(max_new_tokens=3)) for _ in range(3)]
@@ -560,52 +523,12 @@ def test_warm_up_compiles_all_programs(capsys):
     assert capsys.readouterr().err == "", "a bar without programs to compile"
 
 
-@pytest.mark.parametrize("in_helper", [False, True])
-def test_warm_up_reports_failures_of_both_threads(in_helper, monkeypatch):
-    engine = make_engine(toy(), warm=False, max_running_requests=2)
-    compile, both = Programs._compile, threading.Barrier(2)
-
-    def fails(self: Programs, key: Key) -> Any:
-        both.wait(60)
-        if in_helper == (threading.current_thread() is not threading.main_thread()):
-            raise MemoryError("none left")
-        return compile(self, key)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Programs, "_compile", fails)
-        with pytest.raises(MemoryError, match="none left"):
-            engine.warm_up(progress=False)
-    assert len(engine.programs.compiled()) == 1
-    engine.warm_up(progress=False)
-    assert engine.programs.compiled() == set(engine.buckets.all_keys())
-
-
-def test_stream_never_splits_a_character():
-    first, second = byte_ids("é".encode())
-    engine, params = shared_engine("NONE"), {"max_new_tokens": 21, "temperature": 1.0, "seed": 3}
-    bias = dict.fromkeys((first, second), 100.0)
-    chunks = list(engine.generate([5], SamplingParams(logit_bias=bias, **params), stream=True))
-    done = chunks[-1].completion
-    assert set(done.output_ids) == {first, second}
-    assert done.text == shown(done.output_ids) == "".join(c.text for c in chunks)
-    assert "é" in done.text
-
-
 def test_tiny_temperatures_are_greedy():
     engine, prompt = shared_engine("NONE"), [70, 71, 72] * 3
     greedy = engine.generate(prompt, SamplingParams(max_new_tokens=20))
     for temperature in (1e-38, 1e-7):
         params = SamplingParams(max_new_tokens=20, temperature=temperature, top_p=0.9, seed=3)
         assert engine.generate(prompt, params).output_ids == greedy.output_ids
-
-
-def test_interrupted_generate_leaves_the_engine_idle(monkeypatch):
-    engine = make_engine(toy(), warm=False)
-    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([70, 71], SamplingParams(max_new_tokens=4))
-    assert not engine.scheduler.unfinished
-    engine.check_integrity()
 
 
 def test_sampling_defaults_of_the_model(monkeypatch):

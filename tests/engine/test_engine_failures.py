@@ -16,7 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, byte_ids, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
+from engine_helpers import (
+    GREEDY,
+    byte_ids,
+    check_idle,
+    check_plain,
+    check_texts,
+    drain,
+    make_engine,
+    outcome,
+    shared_engine,
+    toy,
+)
 from server_helpers import running
 from toy_models import random_table, table_model
 
@@ -37,9 +48,7 @@ PARAMS = SamplingParams(max_new_tokens=12)
 
 
 def check_all(engine: Engine, prompts: Any = PROMPTS, params: SamplingParams = PARAMS) -> None:
-    for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
-        check_plain(toy(), prompt, params, done)
-    check_idle(engine)
+    check_texts(engine, toy(), prompts, [params] * len(prompts))
 
 
 @pytest.fixture
@@ -73,15 +82,6 @@ def test_bucket_without_memory_is_skipped(broken, monkeypatch, caplog, engine):
     assert sorted(key.width for key in tried if key.kind == "step") == [1, 4]
     assert len([r for r in caplog.records if "no registers left" in r.getMessage()]) == 1
     assert f"a step of {broken} requests" in caplog.text
-
-
-def test_chunk_without_memory_is_skipped(monkeypatch):
-    engine = make_engine(toy(), warm=False, chunked_prefill_size=256, context_length=1024)
-    assert engine.buckets.chunks == (16, 64, 256)
-    tried = failing(monkeypatch, engine, lambda key: key == Key("prefill", 256, key.table))
-    prompt = [70 + i % 9 for i in range(500)]
-    check_all(engine, [prompt])
-    assert [key.width for key in tried if key.kind == "prefill"] == [256, 64]
 
 
 def test_program_without_room_for_temporaries_fails_at_compilation(monkeypatch, caplog, engine):
@@ -307,28 +307,6 @@ def test_gpu_steps_and_compilation_take_turns(monkeypatch, engine):
 
 
 # The state.
-
-
-def test_wait_until_allocated(monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
-    new_state = Engine._new_state
-
-    def slow(self: Engine) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert go_on.wait(60)
-        return new_state(self)
-
-    monkeypatch.setattr(Engine, "_new_state", slow)
-    engine = make_engine(toy(), warm=False)
-    assert begun.wait(60)
-    waiter = threading.Thread(target=engine.wait_until_allocated)
-    waiter.start()
-    assert waiter.is_alive()
-    go_on.set()
-    waiter.join(60)
-    assert not waiter.is_alive()
-    check_all(engine)
 
 
 def test_failed_allocation_is_raised_and_retried(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import DRAFTS, VOCABULARY, check_idle, check_plain, make_engine, toy
+from engine_helpers import DRAFTS, VOCABULARY, check_texts, make_engine, toy
 from toy_models import tiny_llama
 
 from specjax.drafters import make_drafter
@@ -160,42 +160,21 @@ def recorded_keys(engine: Any) -> list[Key]:
     return used
 
 
-def test_texts_of_ragged_prompts():
-    model = tiny_llama(vocab_size=VOCABULARY)
+@pytest.mark.parametrize(("kind", "algorithm"), [("ragged", "NGRAM"), ("padded", "NONE"), ("padded", "NGRAM")])
+def test_texts_of_prompts_that_share_forwards(kind, algorithm):
+    model = tiny_llama(vocab_size=VOCABULARY) if kind == "ragged" else toy()
     engine = make_engine(
-        model, DRAFTS["NGRAM"], max_running_requests=8, max_total_tokens=480, chunked_prefill_size=16,
+        model, DRAFTS[algorithm], max_running_requests=8, max_total_tokens=480, chunked_prefill_size=16,
         context_length=96,
     )  # fmt: skip
     engine.warm_up(progress=False)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.choice([1, 2, 9, 15, 16, 17, 33, 60], 24)]
     params = [SamplingParams(max_new_tokens=8, temperature=float(i % 2), seed=i) for i in range(24)]
-    used = recorded_keys(engine)
-    for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        check_plain(model, prompt, one, done)
-    assert {key.tokens for key in used if key.kind == "prefill"} >= {64}
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("algorithm", DRAFTS)
-def test_texts_of_padded_prompts(algorithm):
-    engine = make_engine(
-        toy(), DRAFTS[algorithm], max_running_requests=6, max_total_tokens=240, chunked_prefill_size=16,
-        context_length=96,
-    )  # fmt: skip
-    engine.warm_up(progress=False)
-    assert {(key.rows, key.width) for key in engine.programs.compiled() if key.kind == "prefill"} == {
-        (1, 16),
-        (6, 16),
-    }
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.choice([1, 2, 15, 16, 17, 33, 60], 20)]
-    params = [SamplingParams(max_new_tokens=12, temperature=float(i % 2), seed=i) for i in range(20)]
-    used = recorded_keys(engine)
-    for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        check_plain(toy(), prompt, one, done)
-    assert {key.rows for key in used if key.kind == "prefill"} == {1, 6}
-    check_idle(engine)
+    keys = recorded_keys(engine)
+    check_texts(engine, model, prompts, params)
+    used = {(key.rows, key.tokens) for key in keys if key.kind == "prefill"}
+    assert used >= ({(8, 64)} if kind == "ragged" else {(1, 0), (8, 0)})
 
 
 def test_short_request_beside_a_long_prompt():

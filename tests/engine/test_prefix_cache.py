@@ -13,6 +13,7 @@ from engine_helpers import (
     NGRAM,
     check_idle,
     check_plain,
+    check_texts,
     drain,
     idle_sequence,
     make_engine,
@@ -245,10 +246,8 @@ def test_choices_share_prompt_pages():
     before = engine.counters.prefilled_tokens
     prompt = np.random.default_rng(5).integers(3, 99, 41).tolist()
     params = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=i) for i in range(9)]
-    for one, done in zip(params, engine.generate([prompt] * 9, params), strict=True):
-        check_plain(toy(), prompt, one, done)
+    check_texts(engine, toy(), [prompt] * 9, params)
     assert engine.counters.prefilled_tokens - before == 41 + 8 * 1
-    check_idle(engine)
 
 
 @pytest.mark.parametrize("isolate", [False, True])
@@ -303,13 +302,11 @@ def test_cached_pages_are_evicted_before_requests_are_retracted():
     start = rng.integers(3, 99, 14).tolist()
     prompts = [[*start, *rng.integers(3, 99, int(rng.integers(1, 12))).tolist()] for _ in range(12)]
     params = [SamplingParams(max_new_tokens=20, temperature=float(i % 2), seed=i) for i in range(12)]
-    for prompt, one in zip(prompts, params, strict=True):
-        check_plain(toy(), prompt, one, engine.generate([prompt], [one])[0])
+    for prompt, sampling in zip(prompts, params, strict=True):
+        check_texts(engine, toy(), [prompt], [sampling])
     assert engine.scheduler.retractions == 0 and engine.scheduler.prefix.pages
-    for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        check_plain(toy(), prompt, one, done)
+    check_texts(engine, toy(), prompts, params)
     assert engine.scheduler.retractions > 0
-    check_idle(engine)
 
 
 @pytest.mark.parametrize(("algorithm", "overlap"), [("NONE", True), ("NGRAM", True), ("NGRAM", False)])
@@ -319,11 +316,9 @@ def test_retractions_change_no_text(algorithm, overlap):
     rng = np.random.default_rng(11)
     prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.integers(1, 30, 8)]
     params = [SamplingParams(max_new_tokens=25, temperature=float(i % 2), seed=i) for i in range(8)]
-    for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        check_plain(toy(), prompt, one, done)
+    check_texts(engine, toy(), prompts, params)
     assert engine.scheduler.retractions > 10
     assert engine.counters.cached_tokens > 10 * 4
-    check_idle(engine)
 
 
 def test_aborted_prompt_leaves_its_pages_in_the_cache():

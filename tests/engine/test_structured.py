@@ -36,7 +36,6 @@ from specjax.engine.grammar import GRAMMAR_FAILED, Constraint, Grammar
 from specjax.engine.intake import Intake
 from specjax.engine.keys import PLAIN, TREE, Key
 from specjax.engine.sequence import Status, completion
-from specjax.limits import ParameterError
 from specjax.models.draft_head import init_head_params
 
 EOS = (END,)
@@ -250,31 +249,6 @@ def test_no_drafter_runs_for_forced_tokens(monkeypatch):
     assert done.spec_accept_length > 1
     assert {key.nodes for key in keys if key.kind == "constrained"} == {0, PLAIN}
     assert not [key for key in keys if key.kind == "propose"]
-
-
-def test_other_requests_run_while_a_program_compiles(monkeypatch):
-    engine, asked = make_engine(toy(), "NONE", eos=EOS, max_running_requests=2), []
-    engine.generate([HELLO] * 2, SamplingParams(max_new_tokens=4))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.programs, "compile_later", lambda keys, wanted: asked.extend(keys))
-        plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
-        bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
-        while len(plain.output.tokens) < 20:
-            engine.step()
-        assert not bound.output.tokens
-        assert set(asked) == {Key("constrained", 2, engine.buckets.tables[-1], nodes=1)}
-    while engine.unfinished:
-        engine.step()
-    check_plain(toy(), HELLO, plain.params, completion(plain), EOS)
-    check_masked(toy(), HELLO, bound.params, completion(bound))
-
-
-def test_wrong_grammar_is_refused_at_once():
-    engine = engine_of("NONE")
-    for wrong in (Grammar("regex", "(a"), Grammar("json_schema", '{"type": "foo"}')):
-        with pytest.raises(ParameterError, match="grammar"):
-            engine.generate(HELLO, SamplingParams(max_new_tokens=9, grammar=wrong))
-    assert not engine.unfinished
 
 
 @pytest.mark.parametrize(

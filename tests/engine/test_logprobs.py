@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts equal the raw log-softmax for all chunks, batches, cached prefixes and retractions."""
+"""Log-probabilities of outputs and prompts equal the raw log-softmax in all batches, chunks and retractions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from engine_helpers import DRAFTS, check_idle, drain, make_engine, outcome, shared_engine, tokenizer, toy
-from server_helpers import running
+from server_helpers import MODEL, running
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from toy_models import tiny_llama
 from transformers import PreTrainedTokenizerFast
@@ -29,23 +29,76 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - math.log(np.exp(shifted).sum())
 
 
-def check(ids, found, start: int, top: int, model=None, wanted=()) -> None:
-    """`found` equals the log-softmax of plain forwards from `start` on."""
-    model = model or toy()
-    assert [one.token for one in found] == list(ids[start:])
-    assert found[0].logprob is None and found[0].top == ()
-    for place, one in enumerate(found[1:], start + 1):
-        expected = log_softmax(model.logits(list(ids[:place])))
-        assert one.logprob == pytest.approx(expected[one.token], abs=1e-4), place
-        assert [value for _, value in one.top] == pytest.approx(sorted(expected)[::-1][:top], abs=1e-4)
-        assert [expected[token] for token, _ in one.top] == pytest.approx([value for _, value in one.top], abs=1e-4)
-        assert dict(one.of_ids) == pytest.approx({token: expected[token] for token in wanted}, abs=1e-4)
+def check_entry(entry, expected: np.ndarray, top: int, wanted=()) -> None:
+    assert entry.logprob == pytest.approx(expected[entry.token], abs=1e-4)
+    assert [value for _, value in entry.top] == pytest.approx(sorted(expected)[::-1][:top], abs=1e-4)
+    assert [expected[token] for token, _ in entry.top] == pytest.approx([value for _, value in entry.top], abs=1e-4)
+    assert dict(entry.of_ids) == pytest.approx({token: expected[token] for token in wanted}, abs=1e-4)
+
+
+def check_prompt(ids, entries, start: int, top: int, model=None, wanted=()) -> None:
+    """`entries` equal the log-softmax of plain forwards from `start` on."""
+    assert [entry.token for entry in entries] == list(ids[start:])
+    assert entries[0].logprob is None and entries[0].top == ()
+    for place, entry in enumerate(entries[1:], start + 1):
+        check_entry(entry, log_softmax((model or toy()).logits(list(ids[:place]))), top, wanted)
+
+
+def check_output(engine, prompt, done, top: int, wanted=()) -> None:
+    ids = engine.encode(prompt)
+    assert done.logprobs is not None and [entry.token for entry in done.logprobs] == done.output_ids
+    assert "".join(entry.text for entry in done.logprobs) == done.text
+    for i, entry in enumerate(done.logprobs):
+        check_entry(entry, log_softmax(toy().logits([*ids, *done.output_ids[:i]])), top, wanted)
+
+
+CASES = {
+    "greedy": {"logprobs": 0},
+    "sampled": {"logprobs": 5, "temperature": 1.3, "seed": 3, "top_k": 5},
+    "biased": {"logprobs": 20, "logit_bias": {40: 5.0}, "frequency_penalty": 1.0},
+    "stop string": {"logprobs": 2, "stop": ["e", "in"], "min_new_tokens": 2},
+    "of ids": {"logprobs": 1, "logprob_ids": [264, 0, 40], "temperature": 1.0, "seed": 1},
+    "kept": {"logprobs": 2, "stop": ["e"], "no_stop_trim": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_equal_the_raw_log_softmax(case):
+    engine = shared_engine("NGRAM")
+    params = SamplingParams(max_new_tokens=24, **CASES[case])
+    done = engine.generate("hello", params)
+    check_output(engine, "hello", done, CASES[case]["logprobs"], CASES[case].get("logprob_ids", ()))
+    check_idle(engine)
+
+
+def test_logprobs_of_some_requests_of_a_batch():
+    engine, prompts = shared_engine("NGRAM"), ["hello", "other", "hello there"]
+    params = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=9)]
+    params[2] = replace(params[2], temperature=0.7, seed=1)
+    plain = engine.generate(prompts, params)
+    scored = engine.generate(prompts, [params[0], replace(params[1], logprobs=3), params[2]])
+    assert [outcome(done) for done in scored] == [outcome(done) for done in plain]
+    assert scored[0].logprobs is None and scored[2].logprobs is None
+    check_output(engine, "other", scored[1], 3)
+
+
+def test_logprobs_of_tokens_without_text():
+    """An end token and an unfinished character."""
+    engine = make_engine(toy(), "NONE", eos=(2,))
+    first = engine.encode("😀")[0]
+    done = engine.generate("hello", SamplingParams(max_new_tokens=2, logprobs=1, logit_bias={first: 100.0}))
+    check_output(engine, "hello", done, 1)
+    assert done.text == "\ufffd"
+    done = engine.generate("hello", SamplingParams(max_new_tokens=5, logprobs=1, logit_bias={2: 100.0}))
+    assert done.finish_reason == {"type": "stop", "matched": 2}
+    assert [(one.token, one.text) for one in done.logprobs] == [(2, "")]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(70, 100, length).tolist()
 
 
+HELLO = [{"role": "user", "content": "hello"}]
 PROMPTS = [(1, 0, 0), (2, 0, 3), (8, 0, 20), (9, 3, 1), (17, 16, 2), (40, 0, 0), (41, 23, 5)]
 """Lengths, starts and numbers of alternatives, around chunks of 8 tokens and pages of 4."""
 
@@ -64,7 +117,7 @@ def test_logprobs_in_chunks_and_batches(algorithm):
     for done in (engine.generate(prompts, scored), alone):
         assert [outcome(one) for one in done] == [outcome(one) for one in expected], "log-probabilities change the text"
         for i, (one, prompt, (_, start, top)) in enumerate(zip(done, prompts, PROMPTS, strict=True)):
-            check(prompt, one.prompt_logprobs, start, top, wanted=[7, 264][:i])
+            check_prompt(prompt, one.prompt_logprobs, start, top, wanted=[7, 264][:i])
             assert len(one.logprobs) == len(one.output_ids)
     assert all(done.prompt_logprobs is None for done in expected)
     check_idle(engine)
@@ -76,14 +129,14 @@ def test_logprobs_of_a_transformer():
     engine = make_engine(model, "NONE", chunked_prefill_size=100, context_length=256)
     prompt = np.random.default_rng(1).integers(0, 265, 150).tolist()
     done = engine.generate(prompt, SamplingParams(max_new_tokens=3, logprobs=4, logprob_start_len=0))
-    check(prompt, done.prompt_logprobs, 0, 4, model)
+    check_prompt(prompt, done.prompt_logprobs, 0, 4, model)
 
 
 def test_prompt_logprobs_with_and_without_those_of_the_output():
     engine, prompt = shared_engine("NGRAM"), prompt_of(19)
     for fields, top in (({}, 2), ({"logprobs": 4}, 2), ({"logprobs": 4, "logprob_start_len": 5}, 4)):
         done = engine.generate(prompt, SamplingParams(max_new_tokens=3, prompt_logprobs=2, **fields))
-        check(prompt, done.prompt_logprobs, 0, top)
+        check_prompt(prompt, done.prompt_logprobs, 0, top)
         assert (done.logprobs is None) == (not fields)
 
 
@@ -96,7 +149,7 @@ def test_prefix_cache_is_used_up_to_the_start():
         done = engine.generate(prompt, params)
         assert done.cached_tokens == cached
         if start >= 0:
-            check(prompt, done.prompt_logprobs, start, 2)
+            check_prompt(prompt, done.prompt_logprobs, start, 2)
     check_idle(engine)
 
 
@@ -121,7 +174,8 @@ def test_retraction_keeps_logprobs(cache, overlap):
     assert midway, "no request was retracted between two chunks of its prompt"
     for prompt in prompts:
         (one,) = [one for one in done.values() if one.prompt_tokens == len(prompt)]
-        check(prompt, one.prompt_logprobs, 2, 1)
+        check_prompt(prompt, one.prompt_logprobs, 2, 1)
+        check_output(engine, prompt, one, 1)
     check_idle(engine)
 
 
@@ -134,7 +188,7 @@ def test_lost_state_keeps_logprobs():
     assert sequence.status is Status.PREFILLING
     engine._inconsistent = True  # as after a step that failed: what is in flight is not read
     (done,) = drain(engine).values()
-    check(prompt, done.prompt_logprobs, 0, 0)
+    check_prompt(prompt, done.prompt_logprobs, 0, 0)
 
 
 def test_zero_new_tokens_only_read_the_prompt():
@@ -146,34 +200,13 @@ def test_zero_new_tokens_only_read_the_prompt():
         for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
             assert outcome(done) == ("", [], {"type": "length", "length": 0})
             if logprobs is not None:
-                check(prompt, done.prompt_logprobs, 0, 2)
+                check_prompt(prompt, done.prompt_logprobs, 0, 2)
     assert engine.counters.generated == before
     check_idle(engine)
     with pytest.raises(ValueError, match="min_new_tokens"):
         SamplingParams(max_new_tokens=0, min_new_tokens=1)
     with pytest.raises(ValueError, match="below the prompt's 5 tokens, got 5"):
         engine.add(prompt_of(5), SamplingParams(max_new_tokens=5, logprobs=1, logprob_start_len=5))
-
-
-def test_choices_share_prompt_logprobs():
-    """One choice computes them; the others wait for its pages."""
-    engine = make_engine(toy(), "NONE")
-    prompt = prompt_of(33)
-    with running(engine) as server:
-        before = engine.counters.prefilled_tokens
-        fields = {"prompt": prompt, "n": 4, "echo": True, "logprobs": 1, "max_tokens": 3, "seed": 1}
-        alone = server.post("/v1/completions", fields | {"n": 1, "prompt": [*prompt[1:], 70]}).json()["choices"]
-        one = engine.counters.prefilled_tokens - before
-        choices = server.post("/v1/completions", fields).json()["choices"]
-        tokens = engine.counters.prefilled_tokens - before - one
-        assert one == 33 and tokens <= 33 + 3 * 4, "what is left of a page is read for each"
-        scores = [choice["logprobs"]["token_logprobs"][:33] for choice in choices]
-        assert scores == [scores[0]] * 4 and scores[0][0] is None and None not in scores[0][1:]
-        assert len(alone[0]["logprobs"]["tokens"]) == 36
-        events = server.events("/v1/completions", fields)
-        echoes = [event["choices"][0] for event in events if (event["choices"][0]["logprobs"] or {}).get("tokens")]
-        heads = {each["index"]: each["logprobs"]["token_logprobs"] for each in reversed(echoes)}
-        assert [heads[index] for index in range(4)] == scores
 
 
 def test_vllm_prompt_logprobs():
@@ -268,6 +301,51 @@ def test_echo_pieces_join_to_the_text(prompt):
 def server():
     with running(shared_engine("NGRAM")) as served:
         yield served
+
+
+def check_same(actual, expected) -> None:
+    """Equal but for the last bits of floats: the drafts decide how wide a forward is."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = list(actual.values()), [expected[key] for key in actual]
+    if isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for pair in zip(actual, expected, strict=True):
+            check_same(*pair)
+    else:
+        assert actual == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
+
+
+def test_chat_completions(server):
+    fields = {"model": MODEL, "messages": HELLO, "max_tokens": 25, "temperature": 0, "logprobs": True}
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        choice = client.chat.completions.create(**fields, top_logprobs=4).choices[0]
+        entries = choice.logprobs.content
+        assert len(entries) == 25 and "".join(entry.token for entry in entries) == choice.message.content
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace") == choice.message.content
+        for entry in entries:
+            assert len(entry.top_logprobs) == 4 and entry.top_logprobs[0].logprob == entry.logprob
+        plain = client.chat.completions.create(**fields).choices[0].logprobs.content
+        check_same([(e.token, e.logprob, e.top_logprobs) for e in plain], [(e.token, e.logprob, []) for e in entries])
+        streamed = []
+        for chunk in client.chat.completions.create(**fields, top_logprobs=4, stream=True, stop="zzq"):
+            if chunk.choices[0].logprobs is not None:
+                streamed += chunk.choices[0].logprobs.content
+        check_same([e.model_dump() for e in streamed], [e.model_dump() for e in entries])
+        assert client.chat.completions.create(**fields | {"logprobs": False}).choices[0].logprobs is None
+
+
+def test_streamed_logprobs_with_stop_strings(server):
+    fields = {"messages": HELLO, "max_tokens": 60, "temperature": 0, "logprobs": True}
+    text = server.post("/v1/chat/completions", fields).json()["choices"][0]["message"]["content"]
+    fields["stop"] = [text[20:23], text[5] + "#"]
+    whole = server.post("/v1/chat/completions", fields).json()
+    choice = whole["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
+    assert "".join(e["token"] for e in choice["logprobs"]["content"]) == choice["message"]["content"]
+    found = [e["choices"][0] for e in server.events("/v1/chat/completions", fields)]
+    check_same([e for c in found if c["logprobs"] for e in c["logprobs"]["content"]], choice["logprobs"]["content"])
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [("hello there ö", 6), ([70, 71, 2, 72], 6), (["hello", "the other"], 0)])
