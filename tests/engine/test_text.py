@@ -251,17 +251,6 @@ def test_custom_decode_is_used(monkeypatch):
     assert "".join(map(stream.push, ids)) + stream.finish() == "SURE! A"
 
 
-def test_tokenizer_with_added_tokens():
-    core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
-    core.decoder = decoders.Metaspace()
-    ids = ids_of("▁Sure", "<extra>", "▁a")
-    for special in ([], ["<extra>"]):
-        core.add_special_tokens(special)
-        fast = PreTrainedTokenizerFast(tokenizer_object=core)
-        stream = Detokenizer(fast, skip_special_tokens=True)
-        assert "".join(map(stream.push, ids)) == fast.decode(ids, skip_special_tokens=True)
-
-
 @functools.cache
 def syllables() -> PreTrainedTokenizerFast:
     """Tokens are all texts of one to three of the letters a and b."""
