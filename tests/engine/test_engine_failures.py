@@ -12,6 +12,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -88,16 +89,14 @@ def test_bucket_without_memory_is_skipped(broken, monkeypatch, caplog, engine):
 def test_program_without_room_for_temporaries_fails_at_compilation(monkeypatch, caplog, engine):
     """Smaller batches serve where the temporaries exceed the bytes left beside weights and pool."""
     programs = {key: engine.programs._compile(key) for key in engine.buckets.all_keys()}
-    held = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
-    largest = max(held, key=held.__getitem__)
-    assert any(key.kind == largest.kind and size < held[largest] for key, size in held.items()), (
-        "no other program can serve"
-    )
-    monkeypatch.setattr(engine.programs, "_room", held[largest] - 1)
+    sizes = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    assert any(key.kind == largest.kind and size < sizes[largest] for key, size in sizes.items()), "no other program"
+    monkeypatch.setattr(engine.programs, "_room", sizes[largest] - 1)
     with caplog.at_level(logging.ERROR, logger="specjax"):
         check_all(engine, [[70 + i, *range(71, 80)] for i in range(4)])
         engine.warm_up(progress=False, strict=False)
-    assert engine.programs.compiled() == {key for key, size in held.items() if size < held[largest]}
+    assert engine.programs.compiled() == {key for key, size in sizes.items() if size < sizes[largest]}
     logged = re.search(r"needs (0\.\d+) GB beside its arguments, and (0\.\d+) GB are left", caplog.text)
     assert logged is not None and float(logged[1]) >= float(logged[2]) and str(largest) in caplog.text
 
@@ -227,26 +226,22 @@ def test_out_of_memory_between_steps_keeps_the_texts(monkeypatch):
 def test_requests_that_end_in_an_out_of_memory_iteration_are_reported(monkeypatch):
     """The step in flight is read after the next launch; here reading it fails after another request has ended."""
     engine = make_engine(toy(), "NONE")
-    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=2))
-    second = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=9))
-    collect, reported = batch_module.collect, []
+    params = [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=9)]
+    first, second = (engine.add(*request) for request in zip(PROMPTS[:2], params, strict=True))
+    collect, reported, key = batch_module.collect, [], Key("step", 4, engine.buckets.tables[-1])
 
     def fails(run: Any, flight: Any) -> None:
-        if (
-            first.output.finish_reason is not None
-            and second.output.finish_reason is None
-            and not engine.programs.has_failed(key)
-        ):
+        ended = [sequence.output.finish_reason is not None for sequence in (first, second)]
+        if ended == [True, False] and not engine.programs.has_failed(key):
             raise OutOfMemory(key, MemoryError("late"))
         collect(run, flight)
 
-    key = Key("step", 4, engine.buckets.tables[-1])
     monkeypatch.setattr(batch_module, "collect", fails)
     while engine.unfinished:
         reported += engine.step()
     assert {s.id for s in reported if s.output.finish_reason is not None} == {first.id, second.id}
     assert engine.programs.has_failed(key)
-    check_plain(toy(), PROMPTS[1], SamplingParams(max_new_tokens=9), completion(second))
+    check_plain(toy(), PROMPTS[1], params[1], completion(second))
 
 
 def test_gpu_steps_and_compilation_take_turns(monkeypatch, engine):
@@ -282,21 +277,15 @@ def test_gpu_steps_and_compilation_take_turns(monkeypatch, engine):
     assert engine.programs.compiled() == set(engine.buckets.all_keys())
 
 
-# The state.
-
-
 def test_failed_allocation_is_raised_and_retried(monkeypatch):
-    def fails(self: Engine) -> Any:
-        raise MemoryError("no room for the pool")
-
-    engine = make_engine(toy(), warm=True)
+    engine = make_engine(toy())
     with monkeypatch.context() as patch:
-        patch.setattr(engine.device, "_new_state", lambda: fails(engine))
+        patch.setattr(engine.device, "_new_state", Mock(side_effect=MemoryError("no room for the pool")))
         with pytest.raises(MemoryError):
             engine.reset("gone")
         for _ in range(2):
             with pytest.raises(MemoryError, match="no room for the pool"):
-                engine.wait_until_allocated()  # an error at once, not a wait for ever
+                engine.wait_until_allocated()
         with pytest.raises(EngineError, match="make a new engine"):
             engine.generate(PROMPTS[0], PARAMS)
     check_all(engine)
@@ -391,9 +380,6 @@ def test_interrupted_compilation_interrupts_no_other_thread(monkeypatch, engine)
         interrupt.set()
         assert isinstance(first.exception(60), KeyboardInterrupt)
         assert second.result(60) is engine.programs.get(key)
-
-
-# Several callers.
 
 
 def test_generate_ends_only_its_own_requests():

@@ -209,75 +209,6 @@ def test_zero_new_tokens_only_read_the_prompt():
         engine.add(prompt_of(5), SamplingParams(max_new_tokens=5, logprobs=1, logprob_start_len=5))
 
 
-def test_vllm_prompt_logprobs():
-    engine, prompt = make_engine(toy(), "NONE"), prompt_of(9)
-    expected = engine.generate(prompt, SamplingParams(max_new_tokens=1, prompt_logprobs=2)).prompt_logprobs
-    with running(engine) as server:
-        fields = {"prompt": [prompt, prompt_of(4)], "n": 2, "max_tokens": 2, "prompt_logprobs": 2}
-        choices = server.post("/v1/completions", fields).json()["choices"]
-        assert [len(choice["prompt_logprobs"]) for choice in choices] == [9, 9, 4, 4]
-        assert all(choice["logprobs"] is None for choice in choices)
-        found = choices[1]["prompt_logprobs"]
-        assert found[0] is None
-        for one, entries in zip(expected[1:], found[1:], strict=True):
-            assert entries[str(one.token)]["logprob"] == pytest.approx(one.logprob, abs=1e-5)
-            for rank, (token, value) in enumerate(one.top, 1):
-                entry = entries[str(token)]
-                assert (entry["rank"], entry["decoded_token"]) == (rank, engine.tokenizer.decode([token]))
-                assert entry["logprob"] == pytest.approx(value, abs=1e-5)
-            assert len(entries) == 2 + (one.token not in dict(one.top))
-        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "prompt_logprobs": 0}
-        answer = server.post("/v1/chat/completions", chat).json()
-        assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-        assert all(len(entries) == 1 for entries in answer["prompt_logprobs"][1:])
-        both = fields | {"prompt": prompt, "n": 1, "echo": True, "logprobs": 1}
-        (choice,) = server.post("/v1/completions", both).json()["choices"]
-        assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:9])
-        assert choice["prompt_logprobs"] == found
-        refused = server.post("/v1/completions", fields | {"stream": True})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
-
-
-def test_logprob_fields_a_prompt():
-    """SGLang's lists with one item for answer prompt of a batch."""
-    engine = make_engine(toy(), "NONE")
-    prompts = [prompt_of(5, 1), prompt_of(6, 2), prompt_of(7, 3)]
-    fields = {
-        "input_ids": prompts, "return_logprob": [True, False, True], "top_logprobs_num": [2, 5, 0],
-        "logprob_start_len": [0, -1, 4], "token_ids_logprob": [[7, 9], None, []],
-        "sampling_params": {"max_new_tokens": 2, "n": 2},
-    }  # fmt: skip
-    with running(engine) as server:
-        first, _, second, third, last, _ = [answer["meta_info"] for answer in server.post("/generate", fields).json()]
-        assert "output_token_logprobs" not in second and "output_token_logprobs" not in third
-        for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
-            assert len(first[f"input_{name}"]) == 5
-        assert [len(answer) for answer in first["input_top_logprobs"][1:]] == [2] * 4
-        assert first["input_token_ids_logprobs"][0] is None
-        for places in (first["input_token_ids_logprobs"][1:], first["output_token_ids_logprobs"]):
-            assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
-        for place, entries in enumerate(first["input_token_ids_logprobs"][1:], 1):
-            scores = log_softmax(toy().logits(prompts[0][:place]))
-            assert [value for value, _, _ in entries] == pytest.approx([scores[7], scores[9]], abs=1e-4)
-        assert len(last["input_token_logprobs"]) == 3 and "output_token_ids_logprobs" not in last
-        shared = fields | {"return_logprob": True, "token_ids_logprob": [7], "top_logprobs_num": 1}
-        shared |= {"logprob_start_len": -1}
-        for answer in server.post("/generate", shared).json():
-            assert [len(place) for place in answer["meta_info"]["output_token_ids_logprobs"]] == [1, 1]
-        streamed = server.events("/generate", shared | {"input_ids": prompts[0]})
-        assert "output_token_ids_logprobs" in streamed[-1]["meta_info"]
-        for change, name in (
-            ({"return_logprob": [True]}, "return_logprob"),
-            ({"top_logprobs_num": [1, 2, 21]}, "top_logprobs_num"),
-            ({"token_ids_logprob": [[7], [9], [265]]}, "token_ids_logprob"),
-            ({"token_ids_logprob": [[7]]}, "token_ids_logprob"),
-            ({"token_ids_logprob": list(range(129))}, "token_ids_logprob"),
-            ({"logprob_start_len": [0, 0, 7]}, "logprob_start_len"),
-        ):
-            refused = server.post("/generate", fields | {"return_logprob": True} | change)
-            assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
-
-
 def lower_casing() -> PreTrainedTokenizerFast:
     """A tokenizer whose decoded text differs from its input."""
     core = Tokenizer(models.WordLevel({"hello": 0, "there": 1, "?": 2}, unk_token="?"))
@@ -419,6 +350,71 @@ def test_generate(server):
     assert "input_token_logprobs" not in server.post("/generate", body).json()[0]["meta_info"]
     events = server.events("/generate", {**body, "input_ids": ids[0], "return_logprob": True})
     assert len(events[-1]["meta_info"]["input_token_logprobs"]) == 26
+
+
+def test_logprob_fields_a_prompt(server):
+    """SGLang's lists with one item for each prompt of a batch."""
+    prompts = [prompt_of(5, 1), prompt_of(6, 2), prompt_of(7, 3)]
+    fields = {
+        "input_ids": prompts, "return_logprob": [True, False, True], "top_logprobs_num": [2, 5, 0],
+        "logprob_start_len": [0, -1, 4], "token_ids_logprob": [[7, 9], None, []],
+        "sampling_params": {"max_new_tokens": 2, "n": 2},
+    }  # fmt: skip
+    first, _, second, third, last, _ = [answer["meta_info"] for answer in server.post("/generate", fields).json()]
+    assert "output_token_logprobs" not in second and "output_token_logprobs" not in third
+    for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+        assert len(first[f"input_{name}"]) == 5
+    assert [len(answer) for answer in first["input_top_logprobs"][1:]] == [2] * 4
+    assert first["input_token_ids_logprobs"][0] is None
+    for places in (first["input_token_ids_logprobs"][1:], first["output_token_ids_logprobs"]):
+        assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
+    for place, entries in enumerate(first["input_token_ids_logprobs"][1:], 1):
+        scores = log_softmax(toy().logits(prompts[0][:place]))
+        assert [value for value, _, _ in entries] == pytest.approx([scores[7], scores[9]], abs=1e-4)
+    assert len(last["input_token_logprobs"]) == 3 and "output_token_ids_logprobs" not in last
+    shared = fields | {"return_logprob": True, "token_ids_logprob": [7], "top_logprobs_num": 1}
+    shared |= {"logprob_start_len": -1}
+    for answer in server.post("/generate", shared).json():
+        assert [len(place) for place in answer["meta_info"]["output_token_ids_logprobs"]] == [1, 1]
+    streamed = server.events("/generate", shared | {"input_ids": prompts[0]})
+    assert "output_token_ids_logprobs" in streamed[-1]["meta_info"]
+    for change, name in (
+        ({"return_logprob": [True]}, "return_logprob"),
+        ({"top_logprobs_num": [1, 2, 21]}, "top_logprobs_num"),
+        ({"token_ids_logprob": [[7], [9], [265]]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [[7]]}, "token_ids_logprob"),
+        ({"token_ids_logprob": list(range(129))}, "token_ids_logprob"),
+        ({"logprob_start_len": [0, 0, 7]}, "logprob_start_len"),
+    ):
+        refused = server.post("/generate", fields | {"return_logprob": True} | change)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
+
+
+def test_vllm_prompt_logprobs(server):
+    prompt = prompt_of(9)
+    fields = {"prompt": [prompt, prompt_of(4)], "n": 2, "max_tokens": 2, "prompt_logprobs": 2}
+    choices = server.post("/v1/completions", fields).json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [9, 9, 4, 4]
+    assert all(choice["logprobs"] is None for choice in choices)
+    scores = choices[1]["prompt_logprobs"]
+    assert scores[0] is None
+    for place, entries in enumerate(scores[1:], 1):
+        expected = log_softmax(toy().logits(prompt[:place]))
+        best = np.argsort(-expected)[:2].tolist()
+        assert set(entries) == {str(token) for token in (*best, prompt[place])}
+        for token, entry in entries.items():
+            assert entry["logprob"] == pytest.approx(expected[int(token)], abs=1e-4)
+            assert entry["decoded_token"] == tokenizer().decode([int(token)])
+        assert [entries[str(token)]["rank"] for token in best] == [1, 2]
+    answer = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "prompt_logprobs": 0}).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(entries) == 1 for entries in answer["prompt_logprobs"][1:])
+    both = fields | {"prompt": prompt, "n": 1, "echo": True, "logprobs": 1}
+    (choice,) = server.post("/v1/completions", both).json()["choices"]
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:9])
+    check_same(choice["prompt_logprobs"], scores)
+    refused = server.post("/v1/completions", fields | {"stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
 def test_scores_of_an_answer_are_limited(server, monkeypatch):
