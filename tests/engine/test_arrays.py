@@ -90,10 +90,10 @@ def test_admission_equals_a_new_row(output, vocab_size):
     rows = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * ROWS), other)
     packed = admission(sequence, vocab_size)
     assert packed.dtype == np.int32 and packed.shape == (admission_size(row, resumed=bool(output)),)
-    found, finished = admit_packed(rows, jnp.ones(ROWS, bool), jnp.asarray(packed))
+    admitted, finished = admit_packed(rows, jnp.ones(ROWS, bool), jnp.asarray(packed))
     assert finished.tolist() == [True, True, False, True]
     for slot in range(ROWS):
         jax.tree.map(
             lambda leaf, wanted, slot=slot: np.testing.assert_array_equal(leaf[slot], wanted),
-            found, row if slot == 2 else other,
+            admitted, row if slot == 2 else other,
         )  # fmt: skip

@@ -31,13 +31,13 @@ class Gate:
         self.open, self.waiting = threading.Event(), threading.Event()
         compile_ = engine.programs._compile
 
-        def held(key: Any, *more: Any) -> Any:
+        def blocked(key: Any, *more: Any) -> Any:
             if key.kind in kinds:
                 self.waiting.set()
                 assert self.open.wait(SECONDS)
             return compile_(key, *more)
 
-        monkeypatch.setattr(engine.programs, "_compile", held)
+        monkeypatch.setattr(engine.programs, "_compile", blocked)
 
 
 def counted(engine, monkeypatch) -> list[float]:
@@ -87,8 +87,8 @@ def test_requests_run_while_a_scoring_program_compiles(monkeypatch):
             assert not scored.done()
         finally:
             gate.open.set()
-        found = scored.result(SECONDS).json()["choices"][0]
-        assert "".join(found["logprobs"]["tokens"][:2]) == "hello"
+        choice = scored.result(SECONDS).json()["choices"][0]
+        assert "".join(choice["logprobs"]["tokens"][:2]) == "hello"
 
 
 def test_stop_waits_for_the_compiler(monkeypatch):

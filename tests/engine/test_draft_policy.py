@@ -61,11 +61,10 @@ def simulate(
 def test_faster_mode_is_found_from_any_estimate(tree, chance, expected, estimate, batch):
     policy = DraftPolicy(lambda batch: estimate, 2.0)
     simulate(policy, 1500, 0.01, 0.01 * tree, chance, batch=batch)
-    rate, modes = simulate(policy, 2000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
-    plain = batch / 0.01
+    rate, modes = simulate(policy, 1000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
     if (tree, chance) != (1.0, 0.0):  # equal rates, so either mode is right
         assert modes.count(expected) > 0.95 * len(modes)
-    assert rate > (1 - 1.5 * TRIAL_SHARE) * plain
+    assert rate > (1 - 1.5 * TRIAL_SHARE) * batch / 0.01
 
 
 @pytest.mark.parametrize(("requests", "forced", "expected"), [(1, 1, True), (4, 1, False), (4, 3, False), (4, 9, True)])
@@ -166,7 +165,7 @@ def draft_at_random(engine: Engine, seed: int, usual: float = 0.5) -> None:
 def draft_by_last_tokens(engine: Engine) -> None:
     """Choose by the last tokens, which must not bias the next ones."""
     assert engine.policy is not None
-    engine.policy.choose = lambda batch, requests: sum(sum(one.output.tokens[-2:]) for one in requests) % 2
+    engine.policy.choose = lambda batch, requests: sum(sum(sequence.output.tokens[-2:]) for sequence in requests) % 2
 
 
 @functools.cache
@@ -209,29 +208,29 @@ def test_plain_steps_leave_no_hole_in_a_heads_cache():
     draft_at_random(engine, 8, usual=0.4)
     rng = np.random.default_rng(2)
     checked = shared = 0
-    known = rng.integers(0, 31, 17).tolist()
+    prefix = rng.integers(0, 31, 17).tolist()
     alive: list[Sequence] = []
     for turn in range(80):
-        alive = [one for one in alive if one.status is not Status.FINISHED]
+        alive = [sequence for sequence in alive if sequence.status is not Status.FINISHED]
         if turn < 60 and len(alive) < 3 and rng.random() < 0.4:
             prompt = (
-                known[: int(rng.integers(0, 17)) * (turn % 2)] + rng.integers(0, 31, int(rng.integers(1, 20))).tolist()
+                prefix[: int(rng.integers(0, 17)) * (turn % 2)] + rng.integers(0, 31, int(rng.integers(1, 20))).tolist()
             )
             params = SamplingParams(max_new_tokens=int(rng.integers(5, 40)), temperature=1.0, seed=turn)
             alive.append(engine.add(prompt, params))
         engine.step()
-        for one in (one for one in alive if one.status is Status.RUNNING):
-            n = int(engine.state.rows.prefix_length[one.active_slot.index])
-            shared += bool(one.output.cached)
+        for sequence in (sequence for sequence in alive if sequence.status is Status.RUNNING):
+            n = int(engine.state.rows.prefix_length[sequence.active_slot.index])
+            shared += bool(sequence.output.cached)
             if rng.random() < 0.5:
                 continue
-            expected, feature = from_scratch("eagle3", [*one.prompt, *one.output.tokens][: n + 1])
+            expected, feature = from_scratch("eagle3", [*sequence.prompt, *sequence.output.tokens][: n + 1])
             # The slot at the end of a shared page is made of the token that followed it there.
-            fresh = [i for i in range(n) if i >= (one.output.cached or 0) or (i + 1) % 4]
-            found = slots(engine.state.draft, np.asarray(one.active_slot.pages), n)
-            np.testing.assert_allclose(found[fresh], expected[fresh], atol=2e-5)
+            fresh = [i for i in range(n) if i >= (sequence.output.cached or 0) or (i + 1) % 4]
+            cached = slots(engine.state.draft, np.asarray(sequence.active_slot.pages), n)
+            np.testing.assert_allclose(cached[fresh], expected[fresh], atol=2e-5)
             np.testing.assert_allclose(
-                np.asarray(engine.state.draft.feature[one.active_slot.index]), feature, atol=2e-5
+                np.asarray(engine.state.draft.feature[sequence.active_slot.index]), feature, atol=2e-5
             )
             checked += 1
     while engine.unfinished:
@@ -245,7 +244,7 @@ def test_always_draft_among_plain_steps(kind, sizes):
     engine = engine_of(kind, **SIZES[sizes])
 
     def choose(batch, requests):
-        asked = any(one.params.always_draft for one in requests)
+        asked = any(sequence.params.always_draft for sequence in requests)
         return DraftPolicy.choose(engine.policy, batch, requests) if asked else PLAIN
 
     engine.policy.choose = choose
@@ -277,9 +276,9 @@ def test_draft_model_drafts_for_whole_requests():
     engine.policy.admit = lambda batch, request: request.params.always_draft or next(turns)
     prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
     sampling = [SamplingParams(max_new_tokens=20, ignore_eos=True, always_draft=i == 7) for i in range(9)]
-    found = check_texts(engine, model, prompts, sampling)
-    drafted = [done.drafted_steps for done in found]
-    assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, found, strict=True))
+    completions = check_texts(engine, model, prompts, sampling)
+    drafted = [done.drafted_steps for done in completions]
+    assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, completions, strict=True))
     assert 0 in drafted and sum(map(bool, drafted)) >= 3 and drafted[7]
 
 
@@ -295,23 +294,23 @@ def test_plain_steps_do_not_run_the_draft_model():
 
 
 def test_estimate_before_the_first_step(monkeypatch):
-    """From bytes and kernels on a GPU of known bandwidth, otherwise from row counts and the bytes of the draft."""
+    """From bytes and kernels on a GPU of measured bandwidth, otherwise from row counts and the bytes of the draft."""
     engine = engine_of("eagle3")
     width, depth = engine.drafter.width, engine.drafter.depth
     by_rows = float(np.interp(width, list(CPU_STEP), list(CPU_STEP.values())))
     draft, target = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in engine.params[::-1])
     assert engine._estimated_ratio(1) == pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
     monkeypatch.setattr(engine, "platform", "gpu")
-    for name, known in (("Tesla T4", False), ("NVIDIA H200", True)):
+    for name, measured in (("Tesla T4", False), ("NVIDIA H200", True)):
         monkeypatch.setattr(Engine, "device_name", name)
-        assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == known
+        assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == measured
     bandwidth, layers = DEVICES["H200"].bandwidth, engine.target.config.num_layers
     plain = target / bandwidth + (LAYER_KERNELS * layers + STEP_KERNELS) * KERNEL
     level = draft / bandwidth + LEVEL_KERNELS * KERNEL
     assert engine._estimated_ratio(1) == pytest.approx((plain + depth * level) / plain)
-    own = make_engine(toy(), NGRAM, warm=False, adaptive=True)
-    monkeypatch.setattr(own, "platform", "gpu")
-    assert 1 <= own._estimated_ratio(1) <= own._estimated_ratio(4), "a target without an architecture"
+    ngrams = make_engine(toy(), NGRAM, warm=False, adaptive=True)
+    monkeypatch.setattr(ngrams, "platform", "gpu")
+    assert 1 <= ngrams._estimated_ratio(1) <= ngrams._estimated_ratio(4), "a target without an architecture"
 
 
 def test_distinct_experts():
@@ -325,14 +324,14 @@ def test_distinct_experts():
 def test_reasons_not_to_draft():
     buckets, none = engine_of("NGRAM").buckets, make_engine(toy(), "NONE", warm=False).buckets
     small, drafting, plain = replace(buckets, block_tokens=1), Key("step", 3, 8), Key("step", 3, 8, nodes=PLAIN)
-    one, off, always = request(), request(speculate=False), request(always_draft=True)
+    usual, off, always = request(), request(speculate=False), request(always_draft=True)
     for arguments, reason in (
-        ((none, plain, one), "there is no drafter"),
+        ((none, plain, usual), "there is no drafter"),
         ((buckets, plain, off), "draft_limit: 0"),
         ((small, plain, always), "batches of more than 1 requests"),
-        ((small, drafting, one), "batches of more than 1 requests"),
+        ((small, drafting, usual), "batches of more than 1 requests"),
         ((buckets, plain, always), "were being compiled"),
-        ((buckets, plain, one), "faster by measurement"),
+        ((buckets, plain, usual), "faster by measurement"),
     ):
         assert reason in not_drafted(*arguments), arguments
 

@@ -70,6 +70,6 @@ def test_training_measures_each_head(texts, monkeypatch):
     inputs = Mock(spec=run.Inputs, source=source, draft=SimpleNamespace(drafter=lambda target, shape: reciter()))
     settings = MeasureSettings(measure_prompts=1, measure_tokens=LENGTH, measure_steps=DEPTH)
     measure = run.Measure(settings, inputs, MODEL.params, texts["wrong"], [PROMPT])
-    found = [measure(texts[name]) for name in ("wrong", "right", "wrong")]
-    assert found[0] == found[2] and found[0].accept_length < 1.5
-    assert found[1].accept_length > DEPTH
+    results = [measure(texts[name]) for name in ("wrong", "right", "wrong")]
+    assert results[0] == results[2] and results[0].accept_length < 1.5
+    assert results[1].accept_length > DEPTH

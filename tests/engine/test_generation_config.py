@@ -18,16 +18,16 @@ from specjax.checkpoint.hf_config import NEUTRAL
 def model(tmp_path):
     """A model's files with this config.json and generation_config.json."""
 
-    def made(config: dict[str, Any], generation: Any = None) -> ModelFiles:
+    def files(config: dict[str, Any], generation: Any = None) -> ModelFiles:
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         return ModelFiles("it", Path(tmp_path), config, ())
 
-    return made
+    return files
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "own", "expected"),
+    ("config", "generation", "tokenizers", "expected"),
     [
         ({}, None, None, ()),
         ({}, None, 7, (7,)),
@@ -40,10 +40,10 @@ def model(tmp_path):
         ({}, {}, 300, ()),
     ],
 )
-def test_stop_token_ids(model, config, generation, own, expected):
+def test_stop_token_ids(model, config, generation, tokenizers, expected):
     files = model(config, generation)
-    assert stop_token_ids(files, SimpleNamespace(eos_token_id=own), 300) == expected
-    assert set(stop_token_ids(files)) == set(expected) - ({own} - set(stop_token_ids(files)))
+    assert stop_token_ids(files, SimpleNamespace(eos_token_id=tokenizers), 300) == expected
+    assert set(stop_token_ids(files)) == set(expected) - ({tokenizers} - set(stop_token_ids(files)))
 
 
 @pytest.mark.parametrize("value", ["2", True, -1, 300, 2.0, [2, "3"], [False], [None], {"a": 1}, 10**30])

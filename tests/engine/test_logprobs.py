@@ -58,7 +58,7 @@ CASES = {
     "biased": {"logprobs": 20, "logit_bias": {40: 5.0}, "frequency_penalty": 1.0},
     "stop string": {"logprobs": 2, "stop": ["e", "in"], "min_new_tokens": 2},
     "of ids": {"logprobs": 1, "logprob_ids": [264, 0, 40], "temperature": 1.0, "seed": 1},
-    "kept": {"logprobs": 2, "stop": ["e"], "no_stop_trim": True},
+    "stop string without trim": {"logprobs": 2, "stop": ["e"], "no_stop_trim": True},
 }
 
 
@@ -91,7 +91,7 @@ def test_logprobs_of_tokens_without_text():
     assert done.text == "\ufffd"
     done = engine.generate("hello", SamplingParams(max_new_tokens=5, logprobs=1, logit_bias={2: 100.0}))
     assert done.finish_reason == {"type": "stop", "matched": 2}
-    assert [(one.token, one.text) for one in done.logprobs] == [(2, "")]
+    assert [(entry.token, entry.text) for entry in done.logprobs] == [(2, "")]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -114,12 +114,14 @@ def test_logprobs_in_chunks_and_batches(algorithm):
     ]
     expected = engine.generate(prompts, plain)
     alone = [engine.generate(*request) for request in zip(prompts, scored, strict=True)]
-    for done in (engine.generate(prompts, scored), alone):
-        assert [outcome(one) for one in done] == [outcome(one) for one in expected], "log-probabilities change the text"
-        for i, (one, prompt, (_, start, top)) in enumerate(zip(done, prompts, PROMPTS, strict=True)):
-            check_prompt(prompt, one.prompt_logprobs, start, top, wanted=[7, 264][:i])
-            assert len(one.logprobs) == len(one.output_ids)
-    assert all(done.prompt_logprobs is None for done in expected)
+    for completions in (engine.generate(prompts, scored), alone):
+        assert [outcome(completion) for completion in completions] == [
+            outcome(completion) for completion in expected
+        ], "log-probabilities change the text"
+        for i, (completion, prompt, (_, start, top)) in enumerate(zip(completions, prompts, PROMPTS, strict=True)):
+            check_prompt(prompt, completion.prompt_logprobs, start, top, wanted=[7, 264][:i])
+            assert len(completion.logprobs) == len(completion.output_ids)
+    assert all(completion.prompt_logprobs is None for completion in expected)
     check_idle(engine)
 
 
@@ -158,13 +160,13 @@ def test_retraction_keeps_logprobs(cache, overlap):
     engine = make_engine(toy(), DRAFTS["NGRAM"], retract_every=2, prefix_cache=cache, overlap=overlap)
     midway, retract = set(), engine.scheduler._retract
 
-    def note(sequence) -> None:
+    def record(sequence) -> None:
         assert sequence.output.prompt_logprobs is not None
         if sequence.status is Status.PREFILLING and len(sequence.output.prompt_logprobs.found()) > 1:
             midway.add(sequence.id)
         retract(sequence)
 
-    engine.scheduler._retract = note
+    engine.scheduler._retract = record
     prompts = [prompt_of(length, length) for length in (60, 50, 55, 45)]
     params = SamplingParams(max_new_tokens=30, logprobs=1, logprob_start_len=2)
     for prompt in prompts:
@@ -173,9 +175,9 @@ def test_retraction_keeps_logprobs(cache, overlap):
     assert len(done) == 4 and engine.scheduler.retractions
     assert midway, "no request was retracted between two chunks of its prompt"
     for prompt in prompts:
-        (one,) = [one for one in done.values() if one.prompt_tokens == len(prompt)]
-        check_prompt(prompt, one.prompt_logprobs, 2, 1)
-        check_output(engine, prompt, one, 1)
+        (scored,) = [scored for scored in done.values() if scored.prompt_tokens == len(prompt)]
+        check_prompt(prompt, scored.prompt_logprobs, 2, 1)
+        check_output(engine, prompt, scored, 1)
     check_idle(engine)
 
 
@@ -275,8 +277,8 @@ def test_streamed_logprobs_with_stop_strings(server):
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
     assert "".join(e["token"] for e in choice["logprobs"]["content"]) == choice["message"]["content"]
-    found = [e["choices"][0] for e in server.events("/v1/chat/completions", fields)]
-    check_same([e for c in found if c["logprobs"] for e in c["logprobs"]["content"]], choice["logprobs"]["content"])
+    chunks = [e["choices"][0] for e in server.events("/v1/chat/completions", fields)]
+    check_same([e for c in chunks if c["logprobs"] for e in c["logprobs"]["content"]], choice["logprobs"]["content"])
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [("hello there ö", 6), ([70, 71, 2, 72], 6), (["hello", "the other"], 0)])

@@ -183,6 +183,6 @@ def test_freed_memory_is_reused(setting):
     command = [sys.executable, "-c", FREED_AND_USED_AGAIN]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    kept, before, after = done.stdout.split()
-    assert kept == str(not setting) and int(before) > 20 * 1000
+    reused, before, after = done.stdout.split()
+    assert reused == str(not setting) and int(before) > 20 * 1000
     assert (int(after) < 1000) == (not setting)

@@ -20,18 +20,18 @@ class Allocator(RuleBasedStateMachine):
         self.allocator = PageAllocator(PAGES)
         self.owners: list[list[int]] = []
 
-    def held(self) -> set[int]:
+    def allocated(self) -> set[int]:
         return {page for pages in self.owners for page in pages}
 
     @rule(target=lists, count=st.integers(0, PAGES + 2))
     def allocate(self, count):
-        free = PAGES - len(self.held())
+        free = PAGES - len(self.allocated())
         pages = self.allocator.allocate(count)
         if count > free:
             assert pages is None
             return multiple()
         assert len(set(pages)) == len(pages) == count
-        assert not set(pages) & self.held(), "an allocated page"
+        assert not set(pages) & self.allocated(), "an allocated page"
         assert set(pages) <= set(range(PAGES))
         self.owners.append(pages)
         return pages
@@ -41,22 +41,22 @@ class Allocator(RuleBasedStateMachine):
         self.allocator.release(pages)
         self.owners.remove(pages)
 
-    @precondition(lambda self: len(self.held()) < PAGES)
+    @precondition(lambda self: len(self.allocated()) < PAGES)
     @rule(data=st.data())
     def a_free_page_is_refused(self, data):
-        free = data.draw(st.sampled_from(sorted(set(range(PAGES)) - self.held())))
+        free = data.draw(st.sampled_from(sorted(set(range(PAGES)) - self.allocated())))
         with pytest.raises(ValueError, match=f"page {free} is"):
             self.allocator.release([free])
 
     @invariant()
     def every_page_is_counted(self):
-        assert self.allocator.free == PAGES - len(self.held())
+        assert self.allocator.free == PAGES - len(self.allocated())
         self.allocator.check_integrity(self.owners)
 
     @invariant()
     def a_wrong_count_is_noticed(self):
         """A leak, and pages that were not allocated."""
-        if self.held():
+        if self.allocated():
             leak = next(i for i, pages in enumerate(self.owners) if pages)
             with pytest.raises(AssertionError):
                 self.allocator.check_integrity([p for i, p in enumerate(self.owners) if i != leak])

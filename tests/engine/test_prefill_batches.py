@@ -18,14 +18,14 @@ from specjax.engine.sequence import Status
 from specjax.models.ragged import Ragged
 
 
-def buckets(platform: str = "cpu", algorithm: str = "NONE", **given: Any) -> Buckets:
-    sizes: dict[str, Any] = {"rows": 48, "request_pages": 64} | given
+def buckets(platform: str = "cpu", algorithm: str = "NONE", **changes: Any) -> Buckets:
+    sizes: dict[str, Any] = {"rows": 48, "request_pages": 64} | changes
     return Buckets.build(platform, make_drafter(algorithm), **sizes)
 
 
-def shapes(found: Buckets) -> list[tuple[int, int]]:
+def shapes(sizes: Buckets) -> list[tuple[int, int]]:
     """(prompts, tokens of each) of all programs."""
-    return sorted((key.rows, key.width) for key in found.all_keys() if key.kind == "prefill")
+    return sorted((key.rows, key.width) for key in sizes.all_keys() if key.kind == "prefill")
 
 
 @pytest.mark.parametrize(

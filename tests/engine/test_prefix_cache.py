@@ -151,7 +151,7 @@ def test_least_recently_used_page_is_evicted_first():
                 allocator.release([page])
         return node
 
-    def known(*texts: int) -> int:
+    def cached(*texts: int) -> int:
         return len(cache.match("salt", [(text,) for text in texts]))
 
     for path in ((1, 2), (1, 3), (4,), (5,)):
@@ -160,10 +160,10 @@ def test_least_recently_used_page_is_evicted_first():
     used = cache.match("salt", [(4,)])[-1]
     cache.lock(used), cache.unlock(used)
     assert cache.evictable == 3 and cache.match("pepper", [(1,)]) == []
-    assert cache.evict(1) == 1 and known(1, 3) == 1, "used before all others"
-    assert cache.evict(1) == 1 and known(5) == 0 and known(4) == 1
-    assert cache.evict(9) == 1 and known(4) == 0
-    assert known(1, 2) == 2 and cache.evictable == 0, "locked"
+    assert cache.evict(1) == 1 and cached(1, 3) == 1, "used before all others"
+    assert cache.evict(1) == 1 and cached(5) == 0 and cached(4) == 1
+    assert cache.evict(9) == 1 and cached(4) == 0
+    assert cached(1, 2) == 2 and cache.evictable == 0, "locked"
     cache.unlock(cache.match("salt", [(1,), (2,)])[-1])
     assert cache.evict(9) == 2 and allocator.free == 6, "a parent after its child"
 
@@ -330,6 +330,6 @@ def test_aborted_prompt_leaves_its_pages_in_the_cache():
         engine.step()
     engine.abort(sequence.id)
     drain(engine)
-    found = engine.generate([prompt], SamplingParams(max_new_tokens=5))[0]
-    assert found.cached_tokens == 16
-    check_plain(toy(), prompt, SamplingParams(max_new_tokens=5), found)
+    done = engine.generate(prompt, SamplingParams(max_new_tokens=5))
+    assert done.cached_tokens == 16
+    check_plain(toy(), prompt, SamplingParams(max_new_tokens=5), done)

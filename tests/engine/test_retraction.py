@@ -66,11 +66,11 @@ def test_texts_with_arrivals_aborts_and_retractions(pool):
     assert set(done) == set(range(48)) - aborted
     assert 0 < len(aborted) < 24
     expected = alone()
-    for i, found in done.items():
-        assert outcome(found) == expected[i]
-        bins = found.spec_accept_histogram
-        assert sum(bins) == found.spec_verify_ct
-        assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == found.completion_tokens - 1
+    for i, completed in done.items():
+        assert outcome(completed) == expected[i]
+        bins = completed.spec_accept_histogram
+        assert sum(bins) == completed.spec_verify_ct
+        assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == completed.completion_tokens - 1
     if pool == "tiny":
         assert here.scheduler.retractions > before
         assert resumed & set(done), "no retracted request with output finished"
@@ -89,7 +89,7 @@ def test_youngest_is_retracted_and_resumes_first():
         active = [s.id for s in here.scheduler.active]
         gone = before - set(active) - set(finished)
         lost += sorted(gone)
-        assert all(ids.index(name) > max(map(ids.index, active)) for name in gone), "an older one stays"
+        assert all(ids.index(name) > max(map(ids.index, active)) for name in gone), "an older request was retracted"
         assert [s.id for s in here.scheduler.waiting] == [n for n in ids if n not in {*active, *finished}]
     assert lost
     assert ids[0] not in lost

@@ -23,12 +23,12 @@ def expected(pieces: list[str], patterns: list[str], keep: bool) -> tuple[str, i
     text = ""
     for count, piece in enumerate(pieces, start=1):
         text += piece
-        found = []
+        matches = []
         for pattern in patterns if piece else ():
             if match := re.search(pattern, text):
-                found.append((match.start(), -match.end(), pattern))
-        if found:
-            start, end, pattern = min(found, key=lambda one: one[:2])
+                matches.append((match.start(), -match.end(), pattern))
+        if matches:
+            start, end, pattern = min(matches, key=lambda one: one[:2])
             return text[: -end if keep else start], count, pattern
     return text, 0, None
 

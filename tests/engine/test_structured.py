@@ -30,7 +30,7 @@ from toy_models import tiny_llama
 
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
-from specjax.engine import Engine, SamplingParams
+from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine import grammar as grammar_module
 from specjax.engine.grammar import GRAMMAR_FAILED, Constraint, Grammar
 from specjax.engine.intake import Intake
@@ -53,7 +53,7 @@ def engine_of(kind: str, **config) -> Engine:
     engine = unwarmed_engine(kind, **config)
     batch, table = engine.buckets.batches[-1], engine.buckets.tables[-1]
     choices = {"step": engine.buckets.choices(batch), "constrained": engine.buckets.constrained_choices(batch)}
-    keys = [Key(each, batch, table, nodes=nodes) for each, found in choices.items() for nodes in found]
+    keys = [Key(step, batch, table, nodes=nodes) for step, widths in choices.items() for nodes in widths]
     keys += [Key("propose", batch, table)] if engine.buckets.drafts(batch) else []
     engine.warm_up(keys, progress=False)
     return engine
@@ -83,24 +83,26 @@ def requests(count: int, *, longest: int = 48) -> list[tuple[list[int], Sampling
     return batch
 
 
-def check(model, batch, found) -> None:
-    for (prompt, params), done in zip(batch, found, strict=True):
+def check(engine: Engine, model, batch) -> list[Completion]:
+    """Generate; all texts equal plain decoding with masks, and the engine is idle."""
+    completions = engine.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+    for (prompt, params), done in zip(batch, completions, strict=True):
         if params.grammar is None:
             check_plain(model, prompt, params, done, EOS)
             continue
         check_masked(model, prompt, params, done)
         assert follows(params.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
+    check_idle(engine)
+    return completions
 
 
 @pytest.mark.parametrize("kind", ["NONE", "NGRAM", "trees", "eagle3"])
 def test_text_equals_masked_plain_decoding(kind):
     engine, batch = engine_of(kind), requests(9)
-    found = engine.generate([prompt for prompt, _ in batch], [params for _, params in batch])
-    check(llama() if kind == "eagle3" else toy(), batch, found)
-    assert any(done.finish_reason["type"] == "stop" for done in found)
-    jumped = [done.spec_accept_length > 1 for (_, params), done in zip(batch, found, strict=True) if params.grammar]
-    assert any(jumped) == (kind != "NONE"), "forced tokens are drafted with any drafter"
-    check_idle(engine)
+    completions = check(engine, llama() if kind == "eagle3" else toy(), batch)
+    assert any(done.finish_reason["type"] == "stop" for done in completions)
+    bound = [done for (_, params), done in zip(batch, completions, strict=True) if params.grammar]
+    assert any(done.spec_accept_length > 1 for done in bound) == (kind != "NONE"), "forced tokens are drafts"
 
 
 ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
@@ -112,17 +114,14 @@ def test_random_choices_and_retractions(monkeypatch):
     monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: TREE if rng.random() < 0.5 else PLAIN)
     batch = requests(9, longest=40)
     before = engine.scheduler.retractions
-    found = engine.generate([prompt for prompt, _ in batch], [params for _, params in batch])
-    check(llama(), batch, found)
+    check(engine, llama(), batch)
     assert engine.scheduler.retractions > before
-    check_idle(engine)
 
 
 def test_constrained_step_in_parts():
     """Each part has its own masks."""
     engine, batch = unwarmed_engine("NONE", max_batch=1), requests(6)
-    check(toy(), batch, engine.generate([prompt for prompt, _ in batch], [params for _, params in batch]))
-    check_idle(engine)
+    check(engine, toy(), batch)
 
 
 def test_forced_tokens_are_drafted():
@@ -208,11 +207,11 @@ def test_grammar_that_cannot_go_on_aborts_one_request():
         SamplingParams(max_new_tokens=60, grammar=OBJECT),
         SamplingParams(max_new_tokens=30),
     ]
-    found = engine.generate([HELLO] * 3, params)
-    reason = found[0].finish_reason
+    completions = engine.generate([HELLO] * 3, params)
+    reason = completions[0].finish_reason
     assert reason["type"] == "abort" and reason["message"].startswith(GRAMMAR_FAILED)
-    check_masked(toy(), HELLO, params[1], found[1])
-    check_plain(toy(), HELLO, params[2], found[2], EOS)
+    check_masked(toy(), HELLO, params[1], completions[1])
+    check_plain(toy(), HELLO, params[2], completions[2], EOS)
     check_idle(engine)
 
 
@@ -221,12 +220,12 @@ def test_constrained_steps_do_not_overlap(monkeypatch):
     engine, unread = engine_of("NONE"), dict[str, list[int]](step=[], constrained=[])
     run = engine.device.run
 
-    def noted(key, *given):
+    def recorded(key, *arguments):
         if key.kind in unread:
             unread[key.kind].append(len(engine.run.flights))
-        return run(key, *given)
+        return run(key, *arguments)
 
-    monkeypatch.setattr(engine.device, "run", noted)
+    monkeypatch.setattr(engine.device, "run", recorded)
     params = SamplingParams(max_new_tokens=20, grammar=Grammar("regex", "[a-d]{60}"))
     check_masked(toy(), HELLO, params, engine.generate(HELLO, params))
     assert set(unread["constrained"][1:]) == {0}
@@ -242,7 +241,7 @@ def test_no_drafter_runs_for_forced_tokens(monkeypatch):
     engine, keys = engine_of("NGRAM", adaptive=True), list[Key]()
     monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: PLAIN)
     run = engine.device.run
-    monkeypatch.setattr(engine.device, "run", lambda key, *given: keys.append(key) or run(key, *given))
+    monkeypatch.setattr(engine.device, "run", lambda key, *arguments: keys.append(key) or run(key, *arguments))
     params = SamplingParams(max_new_tokens=64, grammar=Grammar("regex", "[xy]abcdefgh ijkl[xy]"))
     done = engine.generate(HELLO, params)
     check_masked(toy(), HELLO, params, done)
@@ -260,12 +259,12 @@ def test_reasoning_of_a_prompt(prompt, begun):
     thinking = copy.deepcopy(tokenizer())
     thinking.add_tokens(["<think>", "</think>"], special_tokens=True)
     intake = Intake(thinking, VOCABULARY + 2, 128, 1024, EOS, 0)
-    found = intake.sequence(prompt, SamplingParams(max_new_tokens=9, grammar=OBJECT))
-    reasoning = intake._reasoning(found.prompt)
+    sequence = intake.sequence(prompt, SamplingParams(max_new_tokens=9, grammar=OBJECT))
+    reasoning = intake._reasoning(sequence.prompt)
     assert (None if reasoning is None else reasoning.begun) == begun
-    assert found.constraint is not None
+    assert sequence.constraint is not None
     start = thinking.convert_tokens_to_ids("<think>")
-    bits = np.unpackbits(found.constraint.mask().view(np.uint8), bitorder="little")
+    bits = np.unpackbits(sequence.constraint.mask().view(np.uint8), bitorder="little")
     assert bool(bits[start]) == (begun is not None)
     assert bits[END] == 0
     assert Intake(tokenizer(), VOCABULARY, 128, 1024, EOS, 0)._reasoning([5, 6]) is None
@@ -286,10 +285,8 @@ def test_text_with_slow_masks(kind, monkeypatch):
 
     monkeypatch.setattr(Constraint, "_bits", recorded)
     monkeypatch.setattr(engine.intake.grammars, "_kept", type(engine.intake.grammars._kept)())
-    found = engine.generate([prompt for prompt, _ in batch], [params for _, params in batch])
-    check(toy(), batch, found)
+    check(engine, toy(), batch)
     assert threads and all(name.startswith("specjax-mask") for name in threads)
-    check_idle(engine)
 
 
 @pytest.mark.parametrize("abort", [False, True])
@@ -299,12 +296,12 @@ def test_other_requests_run_while_a_mask_is_computed(abort, monkeypatch):
     assert bound.constraint is not None
     bits = bound.constraint._bits
 
-    def held() -> np.ndarray:
+    def blocked() -> np.ndarray:
         assert released.wait(60)
         return bits()
 
     bound.constraint.slow = True
-    monkeypatch.setattr(bound.constraint, "_bits", held)
+    monkeypatch.setattr(bound.constraint, "_bits", blocked)
     plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
     steps = 0
     while plain.status is not Status.FINISHED:
