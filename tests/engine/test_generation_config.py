@@ -27,7 +27,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "tokenizers", "expected"),
+    ("config", "generation", "tokenizer_eos", "expected"),
     [
         ({}, None, None, ()),
         ({}, None, 7, (7,)),
@@ -40,10 +40,10 @@ def model(tmp_path):
         ({}, {}, 300, ()),
     ],
 )
-def test_stop_token_ids(model, config, generation, tokenizers, expected):
+def test_stop_token_ids(model, config, generation, tokenizer_eos, expected):
     files = model(config, generation)
-    assert stop_token_ids(files, SimpleNamespace(eos_token_id=tokenizers), 300) == expected
-    assert set(stop_token_ids(files)) == set(expected) - ({tokenizers} - set(stop_token_ids(files)))
+    assert stop_token_ids(files, SimpleNamespace(eos_token_id=tokenizer_eos), 300) == expected
+    assert set(stop_token_ids(files)) == set(expected) - ({tokenizer_eos} - set(stop_token_ids(files)))
 
 
 @pytest.mark.parametrize("value", ["2", True, -1, 300, 2.0, [2, "3"], [False], [None], {"a": 1}, 10**30])

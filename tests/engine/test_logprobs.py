@@ -115,9 +115,7 @@ def test_logprobs_in_chunks_and_batches(algorithm):
     expected = engine.generate(prompts, plain)
     alone = [engine.generate(*request) for request in zip(prompts, scored, strict=True)]
     for completions in (engine.generate(prompts, scored), alone):
-        assert [outcome(completion) for completion in completions] == [
-            outcome(completion) for completion in expected
-        ], "log-probabilities change the text"
+        assert [outcome(done) for done in completions] == [outcome(done) for done in expected], "another text"
         for i, (completion, prompt, (_, start, top)) in enumerate(zip(completions, prompts, PROMPTS, strict=True)):
             check_prompt(prompt, completion.prompt_logprobs, start, top, wanted=[7, 264][:i])
             assert len(completion.logprobs) == len(completion.output_ids)
