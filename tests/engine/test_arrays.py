@@ -1,4 +1,4 @@
-"""What the host sends to the device, unpacked there, against the same in plain numpy."""
+"""Packed inputs of the device against plain numpy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from specjax.state import NO_DRAFT_LIMIT, new_row
 ROWS, PAGES, TABLE, NEW = 4, 50, 9, 2
 
 
-def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
-    """Rows grow by up to `NEW` pages a step, end, and come back with other pages; batches and table widths vary."""
+def test_page_tables_on_the_device():
+    """Rows grow by up to `NEW` pages a step, end and return; batches and tables vary in width."""
     rng = np.random.default_rng(0)
     tables = jnp.full((ROWS, TABLE), PAGES, jnp.int32)
     running = {}
@@ -64,12 +64,11 @@ def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
             expected[i, : len(sequence.active_slot.pages)] = sequence.active_slot.pages
         np.testing.assert_array_equal(inputs.page_table, expected)
         again = step_input(sequences, batch, NEW, ROWS)
-        assert (again[:, 2:] == NO_PAGE).all(), "a page is sent once"
+        assert (again[:, 2:] == NO_PAGE).all(), "a page is sent twice"
 
 
-@pytest.mark.parametrize("output", [(), (5, 5, 9, VOCABULARY - 1)])
-@pytest.mark.parametrize("vocab_size", [VOCABULARY, VOCABULARY + 7])
-def test_an_admission_is_the_row(output, vocab_size):
+@pytest.mark.parametrize(("output", "vocab_size"), [((), VOCABULARY), ((5, 5, 9, VOCABULARY - 1), VOCABULARY + 7)])
+def test_admission_equals_a_new_row(output, vocab_size):
     params = SamplingParams(
         temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.25, frequency_penalty=-0.5,
         presence_penalty=0.5, min_new_tokens=3, logit_bias={"4": -2.5, "17": 3.0}, logprobs=2, logprob_ids=[9, 1],
@@ -91,10 +90,10 @@ def test_an_admission_is_the_row(output, vocab_size):
     rows = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * ROWS), other)
     packed = admission(sequence, vocab_size)
     assert packed.dtype == np.int32 and packed.shape == (admission_size(row, resumed=bool(output)),)
-    found, finished = admit_packed(rows, jnp.ones(ROWS, bool), jnp.asarray(packed))
+    admitted, finished = admit_packed(rows, jnp.ones(ROWS, bool), jnp.asarray(packed))
     assert finished.tolist() == [True, True, False, True]
     for slot in range(ROWS):
         jax.tree.map(
             lambda leaf, wanted, slot=slot: np.testing.assert_array_equal(leaf[slot], wanted),
-            found, row if slot == 2 else other,
+            admitted, row if slot == 2 else other,
         )  # fmt: skip

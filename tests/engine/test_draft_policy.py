@@ -1,4 +1,4 @@
-"""The choice between steps with and without drafts: simulated machines, and an engine that often changes its mind."""
+"""The choice between steps with and without drafts: simulated machines, and engines with random choices."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_helpers import LONGEST, cached, drafting, from_scratch, right_often
-from engine_helpers import NGRAM, check_idle, check_plain, idle_sequence, make_engine, toy
+from engine_helpers import NGRAM, check_idle, check_plain, check_texts, idle_sequence, make_engine, toy
 
 from specjax.config import Experts
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS, distinct_experts
@@ -31,8 +31,6 @@ from specjax.engine.draft_policy import (
 from specjax.engine.sequence import Sequence, Status
 from specjax.limits import ParameterError
 from specjax.step import speculate_step
-
-# The policy alone.
 
 
 def request(**params) -> Sequence:
@@ -65,16 +63,14 @@ def simulate(
     ("tree", "chance", "expected"),
     [(1.7, 0.8, TREE), (1.7, 0.2, PLAIN), (1.2, 0.4, TREE), (3.2, 0.7, PLAIN), (1.0, 0.0, PLAIN)],
 )
-@pytest.mark.parametrize("estimate", [0.5, 1.7, 6.0])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_the_faster_mode_is_found_whatever_was_estimated(tree, chance, expected, estimate, batch):
+@pytest.mark.parametrize(("estimate", "batch"), [(0.5, 1), (6.0, 1), (1.7, 8)])
+def test_faster_mode_is_found_from_any_estimate(tree, chance, expected, estimate, batch):
     policy = DraftPolicy(lambda batch: estimate, 2.0)
     simulate(policy, 1500, 0.01, 0.01 * tree, chance, batch=batch)
-    rate, modes = simulate(policy, 2000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
-    plain = batch / 0.01
-    if (tree, chance) != (1.0, 0.0):  # equal rates: either
+    rate, modes = simulate(policy, 1000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
+    if (tree, chance) != (1.0, 0.0):  # equal rates, so either mode is right
         assert modes.count(expected) > 0.95 * len(modes)
-    assert rate > (1 - 1.5 * TRIAL_SHARE) * plain
+    assert rate > (1 - 1.5 * TRIAL_SHARE) * batch / 0.01
 
 
 @pytest.mark.parametrize(("requests", "forced", "expected"), [(1, 1, True), (4, 1, False), (4, 3, False), (4, 9, True)])
@@ -84,37 +80,31 @@ def test_forced_tokens_pay_for_the_whole_batch(requests, forced, expected):
     assert policy.pays(requests, requests, forced) == expected
 
 
-def test_drafts_of_no_use_cost_no_more_than_trials_may():
-    policy = DraftPolicy(lambda batch: 2.0, 2.0)
-    simulate(policy, 500, 0.01, 0.02, 0.0)
-    rate, modes = simulate(policy, 20_000, 0.01, 0.02, 0.0, seed=1)
-    assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01
-    assert 0 < modes.count(TREE) < 0.02 * len(modes)
-
-
-def test_texts_and_machines_change():
+def test_policy_follows_changes():
+    """Of acceptance and of the time of a step. Useless drafts cost no more than the trials."""
     policy = DraftPolicy(lambda batch: 1.7, 2.0)
-    for chance, tree, expected in ((0.9, 1.7, TREE), (0.1, 1.7, PLAIN), (0.9, 1.7, TREE), (0.9, 5.0, PLAIN)):
+    for chance, tree, expected in ((0.9, 1.7, TREE), (0.0, 1.7, PLAIN), (0.9, 1.7, TREE), (0.9, 5.0, PLAIN)):
         simulate(policy, 6000, 0.01, 0.01 * tree, chance)
-        _, modes = simulate(policy, 500, 0.01, 0.01 * tree, chance)
+        rate, modes = simulate(policy, 4000, 0.01, 0.01 * tree, chance)
         assert modes.count(expected) > 0.9 * len(modes), (chance, tree)
+        if chance == 0.0:
+            assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01 and 0 < modes.count(TREE) < 0.02 * len(modes)
 
 
-def test_the_mode_in_use_stays_where_the_other_is_hardly_better():
-    policy, one = DraftPolicy(lambda batch: 2.0, 2.0), request(always_draft=False)
+def test_hysteresis():
+    """The mode in use stays where the other is hardly better."""
+    policy, sequence = DraftPolicy(lambda batch: 2.0, 2.0), request()
     for _ in range(4):
         policy.record(1, PLAIN, 0.01, {})
         policy.record(1, TREE, 0.02, {request(): 2})
-    assert policy.choose(1, [one]) == policy.choose(1, [one])
-    using = policy._buckets[1].using
-    policy._buckets[1].using = PLAIN
-    rate = policy.accept_length(one) / 0.02 * 0.01
-    assert abs(rate - 1) < HYSTERESIS and policy.choose(1, [one]) == PLAIN
-    policy._buckets[1].using = TREE
-    assert policy.choose(1, [one]) == TREE and using in (PLAIN, TREE)
+    policy.choose(1, [sequence])  # a trial is due
+    assert abs(policy.accept_length(sequence) / 0.02 * 0.01 - 1) < HYSTERESIS
+    for mode in (PLAIN, TREE):
+        policy._buckets[1].using = mode
+        assert policy.choose(1, [sequence]) == mode
 
 
-def test_a_request_is_judged_by_its_own_acceptance():
+def test_acceptance_of_each_request():
     policy = DraftPolicy(lambda batch: 2.0, 2.0)
     good, bad, new = request(), request(), request()
     for _ in range(100):
@@ -127,23 +117,19 @@ def test_a_request_is_judged_by_its_own_acceptance():
     assert policy.choose(1, [good]) == TREE and policy.choose(1, [bad]) == PLAIN
 
 
-def test_requests_decide_for_themselves_where_they_may():
+def test_speculate_and_always_draft():
     policy = DraftPolicy(lambda batch: 9.0, 1.0)
     off, always = request(speculate=False), request(always_draft=True)
     assert policy.choose(1, [off]) == PLAIN and policy.choose(4, [request(), off, always]) == TREE
     assert policy.choose(1, [request()]) == PLAIN
     eager = DraftPolicy(lambda batch: 1.0, 9.0)
     assert eager.choose(1, [request()]) == TREE and eager.choose(1, [off]) == PLAIN
+    mixed = DraftPolicy(lambda batch: 2.0, 2.9)
+    assert mixed.choose(2, [request(), request()]) == TREE
+    assert mixed.choose(4, [request(), off, off, off]) == PLAIN, "rows that do not draft emit one token"
 
 
-def test_of_a_batch_those_that_do_not_draft_emit_one_token():
-    policy = DraftPolicy(lambda batch: 2.0, 2.9)
-    off = request(speculate=False)
-    assert policy.choose(2, [request(), request()]) == TREE
-    assert policy.choose(4, [request(), off, off, off]) == PLAIN
-
-
-def test_trials_are_apart_and_an_outlier_counts_little():
+def test_trial_pause_and_outliers():
     policy = DraftPolicy(lambda batch: 1.0, 1.0)
     _, modes = simulate(policy, 3000, 0.01, 0.01, 0.0)
     used = modes[-1]
@@ -155,7 +141,7 @@ def test_trials_are_apart_and_an_outlier_counts_little():
     assert mean.value < 1.0 + MAX_STEP_RATIO
 
 
-def test_a_drafter_that_costs_is_chosen_at_admission():
+def test_admission():
     policy = DraftPolicy(lambda batch: 2.0, 2.9)
     assert policy.admit(1, request()) and not policy.admit(1, request(speculate=False))
     bad = request()
@@ -165,36 +151,27 @@ def test_a_drafter_that_costs_is_chosen_at_admission():
     assert not policy.admit(1, request()) and policy.admit(1, request(always_draft=True))
 
 
-def test_the_report():
+def test_report():
     policy = DraftPolicy(lambda batch: 2.0, 2.0)
     policy.choose(4, [request()])
     for _ in range(2):
         policy.record(4, PLAIN, 0.01, {})
+    plain, draft = {"steps": 2, "milliseconds": 10.0}, {"steps": 0, "milliseconds": None}
     report = policy.report()
-    assert report["batches"] == {
-        "4": {
-            "using": "plain",
-            "plain": {"steps": 2, "milliseconds": 10.0},
-            "draft": {"steps": 0, "milliseconds": None},
-        }
-    }
+    assert report["batches"] == {"4": {"using": "plain", "plain": plain, "draft": draft}}
     assert report["accept_length"] == 2.0
 
 
-# The engine.
-
-
-def changes_its_mind(engine: Engine, seed: int, usual: float = 0.5) -> None:
-    """Makes an engine draft by chance."""
+def draft_at_random(engine: Engine, seed: int, usual: float = 0.5) -> None:
     rng = np.random.default_rng(seed)
     assert engine.policy is not None
     engine.policy.choose = lambda batch, requests: TREE if rng.random() < usual else PLAIN
 
 
-def follows_the_text(engine: Engine) -> None:
-    """Makes the choice depend on the tokens that were drawn last, which must not bias the ones that follow."""
+def draft_by_last_tokens(engine: Engine) -> None:
+    """Choose by the last tokens, which must not bias the next ones."""
     assert engine.policy is not None
-    engine.policy.choose = lambda batch, requests: sum(sum(one.output.tokens[-2:]) for one in requests) % 2
+    engine.policy.choose = lambda batch, requests: sum(sum(sequence.output.tokens[-2:]) for sequence in requests) % 2
 
 
 @functools.cache
@@ -206,61 +183,58 @@ def engine_of(kind: str, **config) -> Engine:
     return make_engine(llama, drafter, draft=params, warm=False, adaptive=True, **sizes | config)
 
 
-@pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
-@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
-@pytest.mark.parametrize("follows", [False, True], ids=["by chance", "by the text"])
-def test_texts_whatever_is_chosen(kind, sizes, follows):
-    """Each token is the target's own draw, whatever the choice depends on."""
-    engine = engine_of(kind, **sizes)
-    follows_the_text(engine) if follows else changes_its_mind(engine, 3)
+SIZES = {"in turn": {"overlap": False}, "retracting": {"overlap": True, "retract_every": 7}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "follows"),
+    [
+        ("NGRAM", "in turn", False),
+        ("NGRAM", "retracting", True),
+        ("eagle3", "in turn", True),
+    ],
+)
+def test_text_for_any_choice(kind, sizes, follows):
+    engine = engine_of(kind, **SIZES[sizes])
+    draft_by_last_tokens(engine) if follows else draft_at_random(engine, 3)
     model = toy() if kind == "NGRAM" else drafting(kind).toy
     rng = np.random.default_rng(5)
     start = rng.integers(5, 30, 9).tolist()
     prompts = [start[: 4 + i] + rng.integers(5, 30, 1 + 5 * (i % 3)).tolist() for i in range(7)]
-    params = [
-        SamplingParams(
-            max_new_tokens=12 + 3 * i,
-            temperature=float(i % 2),
-            seed=i,
-            speculate=i != 4,
-            draft_limit={2: 0, 5: 1}.get(i),
-        )
-        for i in range(7)
-    ]
-    found = engine.generate(prompts, params)
-    for prompt, wanted, done in zip(prompts, params, found, strict=True):
-        check_plain(model, prompt, wanted, done)
-    check_idle(engine)
-    if sizes.get("retract_every"):
+    params = [SamplingParams(max_new_tokens=12 + 3 * i, temperature=float(i % 2), seed=i) for i in range(7)]
+    for i, changes in {2: {"draft_limit": 0}, 4: {"speculate": False}, 5: {"draft_limit": 1}}.items():
+        params[i] = replace(params[i], **changes)
+    check_texts(engine, model, prompts, params)
+    if sizes == "retracting":
         assert engine.scheduler.retractions
 
 
-def test_a_step_without_drafts_leaves_no_hole():
-    """A head's slots and feature are those of a prefill of the whole text, whichever steps drafted."""
+def test_plain_steps_leave_no_hole_in_a_heads_cache():
+    """The head's slots and feature equal a prefill of the whole text."""
     engine = engine_of("eagle3", overlap=False, max_total_tokens=160)
-    changes_its_mind(engine, 8, usual=0.4)
+    draft_at_random(engine, 8, usual=0.4)
     rng = np.random.default_rng(2)
     checked = shared = 0
-    known = rng.integers(0, 31, 17).tolist()
+    prefix = rng.integers(0, 31, 17).tolist()
     alive: list[Sequence] = []
     for turn in range(80):
-        alive = [one for one in alive if one.status is not Status.FINISHED]
+        alive = [sequence for sequence in alive if sequence.status is not Status.FINISHED]
         if turn < 60 and len(alive) < 3 and rng.random() < 0.4:
             prompt = (
-                known[: int(rng.integers(0, 17)) * (turn % 2)] + rng.integers(0, 31, int(rng.integers(1, 20))).tolist()
+                prefix[: int(rng.integers(0, 17)) * (turn % 2)] + rng.integers(0, 31, int(rng.integers(1, 20))).tolist()
             )
             params = SamplingParams(max_new_tokens=int(rng.integers(5, 40)), temperature=1.0, seed=turn)
             alive.append(engine.add(prompt, params))
         engine.step()
-        for one in (one for one in alive if one.status is Status.RUNNING):
-            n = int(engine.state.rows.prefix_length[one.active_slot.index])
-            shared += bool(one.output.cached)
+        for sequence in (sequence for sequence in alive if sequence.status is Status.RUNNING):
+            n = int(engine.state.rows.prefix_length[sequence.active_slot.index])
+            shared += bool(sequence.output.cached)
             if rng.random() < 0.5:
                 continue
-            expected, expected_row = from_scratch("eagle3", [*one.prompt, *one.output.tokens][: n + 1])
+            expected, expected_row = from_scratch("eagle3", [*sequence.prompt, *sequence.output.tokens][: n + 1])
             # The slot at the end of a shared page is made of the token that followed it there.
-            fresh = [i for i in range(n) if i >= (one.output.cached or 0) or (i + 1) % 4]
-            slots, row = cached(engine.state.draft, one.active_slot.pages, one.active_slot.index, n)
+            fresh = [i for i in range(n) if i >= (sequence.output.cached or 0) or (i + 1) % 4]
+            slots, row = cached(engine.state.draft, sequence.active_slot.pages, sequence.active_slot.index, n)
             np.testing.assert_allclose(slots[fresh], expected[fresh], atol=2e-5)
             np.testing.assert_allclose(row, expected_row, atol=2e-5)
             checked += 1
@@ -270,27 +244,12 @@ def test_a_step_without_drafts_leaves_no_hole():
     check_idle(engine)
 
 
-def test_ngrams_of_a_request_that_never_drafted_are_known_to_the_next():
-    engine = engine_of("NGRAM", overlap=True)
-    engine.flush_cache()
-    changes_its_mind(engine, 0, usual=0.0)
-    prompt = list(range(70, 95))
-    params = SamplingParams(max_new_tokens=30)
-    first = engine.generate([prompt], params)[0]
-    assert first.spec_accept_length == 1.0
-    changes_its_mind(engine, 0, usual=1.0)
-    again = engine.generate([prompt], params)[0]
-    assert again.output_ids == first.output_ids
-    assert again.spec_accept_length > 1.5
-
-
-@pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
-@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
-def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
-    engine = engine_of(kind, **sizes)
+@pytest.mark.parametrize(("kind", "sizes"), [("NGRAM", "retracting"), ("eagle3", "in turn")])
+def test_always_draft_among_plain_steps(kind, sizes):
+    engine = engine_of(kind, **SIZES[sizes])
 
     def choose(batch, requests):
-        asked = any(one.params.always_draft for one in requests)
+        asked = any(sequence.params.always_draft for sequence in requests)
         return DraftPolicy.choose(engine.policy, batch, requests) if asked else PLAIN
 
     engine.policy.choose = choose
@@ -311,97 +270,91 @@ def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
     check_idle(engine)
 
 
-@pytest.mark.parametrize("retract_every", [None, 5])
-def test_a_draft_model_drafts_for_a_request_to_its_end_or_not_at_all(retract_every):
+def test_draft_model_drafts_for_whole_requests():
+    """Its cache has no pages of steps that it did not observe."""
     model, params, make = right_often("standalone")
     engine = make_engine(
         model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, max_running_requests=3, warm=False,
-        retract_every=retract_every,
+        retract_every=5,
     )  # fmt: skip
     turns = itertools.cycle([True, False, False])
     engine.policy.admit = lambda batch, request: request.params.always_draft or next(turns)
     prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
     sampling = [SamplingParams(max_new_tokens=20, ignore_eos=True, always_draft=i == 7) for i in range(9)]
-    found = engine.generate(prompts, sampling)
-    drafted = [done.drafted_steps for done in found]
-    assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, found, strict=True))
+    completions = check_texts(engine, model, prompts, sampling)
+    drafted = [done.drafted_steps for done in completions]
+    assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, completions, strict=True))
     assert 0 in drafted and sum(map(bool, drafted)) >= 3 and drafted[7]
-    for prompt, wanted, done in zip(prompts, sampling, found, strict=True):
-        check_plain(model, prompt, wanted, done)
-    check_idle(engine)
 
 
-def test_steps_that_draft_for_nobody_do_not_run_the_draft_model():
+def test_plain_steps_do_not_run_the_draft_model():
     model, params, make = right_often("standalone")
     engine = make_engine(model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, warm=False)
     broken = engine.params._replace(draft=params._replace(model={}))
     key = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.nodes == PLAIN)
     function, unpack, shape = engine.programs._function(key)
     inputs, _ = unpack(jnp.zeros(shape, jnp.int32), engine.device.state.tables)
-    _, output = function(Params(*broken), engine.state, inputs)  # raises KeyError where the model is run
+    _, output = function(Params(*broken), engine.state, inputs)  # would raise KeyError
     assert output.tokens.shape[1] == 1 and function.func is speculate_step
 
 
-def test_the_estimate_before_anything_has_run(monkeypatch):
-    """Bytes and kernels on a GPU whose bandwidth is known, else the table of row counts and the draft's bytes."""
+def test_estimate_before_the_first_step(monkeypatch):
+    """From bytes and kernels on a GPU of measured bandwidth, otherwise from row counts and the bytes of the draft."""
     engine = engine_of("eagle3")
     width, depth = engine.drafter.width, engine.drafter.depth
     by_rows = float(np.interp(width, list(CPU_STEP), list(CPU_STEP.values())))
     draft, target = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in engine.params[::-1])
     assert engine._estimated_ratio(1) == pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
     monkeypatch.setattr(engine, "platform", "gpu")
-    for name, known in (("Tesla T4", False), ("NVIDIA H200", True)):
+    for name, measured in (("Tesla T4", False), ("NVIDIA H200", True)):
         monkeypatch.setattr(Engine, "device_name", name)
-        assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == known
+        assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == measured
     bandwidth, layers = DEVICES["H200"].bandwidth, engine.target.config.num_layers
     plain = target / bandwidth + (LAYER_KERNELS * layers + STEP_KERNELS) * KERNEL
     level = draft / bandwidth + LEVEL_KERNELS * KERNEL
     assert engine._estimated_ratio(1) == pytest.approx((plain + depth * level) / plain)
-    own = make_engine(toy(), NGRAM, warm=False, adaptive=True)
-    monkeypatch.setattr(own, "platform", "gpu")
-    assert 1 <= own._estimated_ratio(1) <= own._estimated_ratio(4), "a target of the user's own"
+    ngrams = make_engine(toy(), NGRAM, warm=False, adaptive=True)
+    monkeypatch.setattr(ngrams, "platform", "gpu")
+    assert 1 <= ngrams._estimated_ratio(1) <= ngrams._estimated_ratio(4), "a target without an architecture"
 
 
-def test_experts_that_a_step_reads():
-    """Against draws: each token chooses 2 of 8."""
+def test_distinct_experts():
+    """Against draws of 2 experts of 8 a token."""
     experts, rng = Experts(8, 2, width=4, layers=(0,)), np.random.default_rng(0)
     for rows in (1, 3, 16):
         draws = [{int(e) for _ in range(rows) for e in rng.choice(8, 2, replace=False)} for _ in range(4000)]
         assert distinct_experts(experts, rows) == pytest.approx(np.mean([len(each) for each in draws]), rel=0.02)
 
 
-def test_reasons_why_a_step_does_not_draft():
+def test_reasons_not_to_draft():
     buckets, none = engine_of("NGRAM").buckets, make_engine(toy(), "NONE", warm=False).buckets
     small, drafting, plain = replace(buckets, block_tokens=1), Key("step", 3, 8), Key("step", 3, 8, nodes=PLAIN)
-    one, off, always = request(), request(speculate=False), request(always_draft=True)
-    for given, reason in (
-        ((none, plain, one), "there is no drafter"),
+    usual, off, always = request(), request(speculate=False), request(always_draft=True)
+    for arguments, reason in (
+        ((none, plain, usual), "there is no drafter"),
         ((buckets, plain, off), "draft_limit: 0"),
         ((small, plain, always), "batches of more than 1 requests"),
-        ((small, drafting, one), "batches of more than 1 requests"),
+        ((small, drafting, usual), "batches of more than 1 requests"),
         ((buckets, plain, always), "were being compiled"),
-        ((buckets, plain, one), "faster by measurement"),
+        ((buckets, plain, usual), "faster by measurement"),
     ):
-        assert reason in not_drafted(*given), given
+        assert reason in not_drafted(*arguments), arguments
 
 
-def test_always_draft_is_refused_where_nothing_can_be_drafted():
+def test_always_draft_needs_a_drafter():
     with pytest.raises(ParameterError, match=r"always_draft needs a drafter.* NONE"):
         make_engine(toy(), "NONE", warm=False).intake.sequence([70], SamplingParams(16, always_draft=True))
     for others in ({"draft_limit": 0}, {"speculate": False}):
         with pytest.raises(ParameterError, match="always_draft contradicts"):
             SamplingParams(always_draft=True, **others)
-
-
-def test_nothing_is_chosen_where_it_cannot_be():
     assert make_engine(toy(), "NONE", warm=False, adaptive=True).policy is None
     for name in ("trace", "time_phases"):
         assert make_engine(toy(), NGRAM, warm=False, adaptive=True, **{name: True}).policy is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_step_that_nobody_waits_for_is_not_timed(monkeypatch, overlap):
-    """The last one, dispatched ahead before the request's end was known, is read when the next request comes."""
+def test_idle_time_is_not_part_of_a_step(monkeypatch, overlap):
+    """A step in flight at the end of a request is read when the next request arrives."""
     clock = [0.0]
     monkeypatch.setattr(batch, "perf_counter", lambda: clock[0])
     engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)

@@ -1,4 +1,4 @@
-"""Parameters that are replaced in an engine: the steps read the new ones, and nothing that the old ones made."""
+"""Replacing the parameters of an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True)
 
 
 def reciter() -> Drafter:
-    """Proposes what its parameters, a text of int32 tokens, have at the next positions."""
+    """A drafter that proposes the next tokens of its parameters, an array of int32 tokens."""
 
     def propose(params, state, context):
         at = context.prefix_length[:, None] + 1 + jnp.arange(DEPTH, dtype=jnp.int32)[None, :]
@@ -38,7 +38,7 @@ def reciter() -> Drafter:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, Any]:
-    """What the drafter recites: the text that the target writes, and another."""
+    """The text of the target, and another one."""
     done = make_engine(MODEL).generate(PROMPT, PARAMS)
     right = np.array(PROMPT + done.output_ids + [0] * DEPTH, np.int32)
     return {"right": jnp.asarray(right), "wrong": jnp.asarray((right + 1) % MODEL.vocab)}
@@ -48,39 +48,28 @@ def accept_length(engine) -> float:
     return engine.generate(PROMPT, PARAMS).spec_accept_length
 
 
-def test_the_steps_read_the_new_ones(texts):
+def test_steps_read_replaced_parameters(texts):
     engine = make_engine(MODEL, reciter(), draft=texts["wrong"])
-    first = accept_length(engine)
-    for name, least, most in (("right", DEPTH, DEPTH + 1), ("wrong", 1, first)):
+    assert accept_length(engine) < 1.5
+    for name, low, high in (("right", DEPTH, DEPTH + 1), ("wrong", 1, 1.5)):
         engine.params = Params(MODEL.params, texts[name])
         assert engine.params.draft is texts[name]
-        assert least <= accept_length(engine) <= most, name
-    assert first < 1.5
-
-
-def test_not_while_a_request_runs(texts):
-    engine = make_engine(MODEL, reciter(), draft=texts["wrong"])
+        assert low <= accept_length(engine) <= high, name
+    with pytest.raises(ValueError, match="other shapes"):
+        engine.params = Params(MODEL.params, texts["right"][:-1])
     engine.add(PROMPT, PARAMS)
     with pytest.raises(RuntimeError, match="while a request runs"):
         engine.params = Params(MODEL.params, texts["right"])
     assert engine.params.draft is texts["wrong"]
 
 
-def test_other_shapes_are_refused(texts):
-    engine = make_engine(MODEL, reciter(), draft=texts["wrong"])
-    with pytest.raises(ValueError, match="other shapes"):
-        engine.params = Params(MODEL.params, texts["right"][:-1])
-    assert engine.params.draft is texts["wrong"]
-    assert accept_length(engine) < 1.5
-
-
-def test_each_measurement_is_of_its_own_head(texts, monkeypatch):
-    """A training run's: one engine, another head each time."""
+def test_training_measures_each_head(texts, monkeypatch):
+    """A training run replaces the head of one engine."""
     monkeypatch.setattr(run, "make_target", lambda config: MODEL.target)
     source = SimpleNamespace(config=MODEL.target.config, tokenizer=tokenizer(), eos_ids=())
     inputs = Mock(spec=run.Inputs, source=source, draft=SimpleNamespace(drafter=lambda target, shape: reciter()))
     settings = MeasureSettings(measure_prompts=1, measure_tokens=LENGTH, measure_steps=DEPTH)
     measure = run.Measure(settings, inputs, MODEL.params, texts["wrong"], [PROMPT])
-    found = [measure(texts[name]) for name in ("wrong", "right", "wrong")]
-    assert found[0] == found[2] and found[0].accept_length < 1.5
-    assert found[1].accept_length > DEPTH
+    results = [measure(texts[name]) for name in ("wrong", "right", "wrong")]
+    assert results[0] == results[2] and results[0].accept_length < 1.5
+    assert results[1].accept_length > DEPTH

@@ -1,12 +1,12 @@
-"""Prompts that are far too long: refused before they are tokenised, whatever the tokenizer does with text."""
+"""Prompts that are far too long are refused before they are tokenised, for all normalizers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from engine_helpers import MERGES, SPECIAL, TEMPLATE, VOCABULARY, byte_ids
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from engine_helpers import SPECIAL, TEMPLATE, VOCABULARY, byte_ids, byte_level_bpe
+from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
@@ -36,35 +36,26 @@ class Counted(PreTrainedTokenizerFast):
 
 
 def intake(normalizer: str = "none") -> Intake:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *letters, *(a + b for a, b in MERGES)]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
-    if found := NORMALIZERS[normalizer]():
-        core.normalizer = found
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
+    core = byte_level_bpe()
+    if (rule := NORMALIZERS[normalizer]()) is not None:
+        core.normalizer = rule
     tokenizer = Counted(tokenizer_object=core, eos_token=SPECIAL[2], chat_template=TEMPLATE)
     return Intake(tokenizer, VOCABULARY, CONTEXT, 1024, (), 0)
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("size", [2_000, 200_000, 5_000_000])
-def test_long_texts_are_refused_before_they_are_tokenised(normalizer, size):
-    ours = intake(normalizer)
-    with pytest.raises(ValueError, match=f"{size} characters.*context") as caught:
-        ours.sequence("x" * size, SamplingParams())
-    assert ours.tokenizer.seen <= DENSE * CONTEXT
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_what_fits_is_taken(normalizer):
+def test_long_texts(normalizer):
     assert len(intake(normalizer).encode("x" * (CONTEXT - 1))) >= CONTEXT - 1
+    for size in (2_000, 5_000_000):
+        subject = intake(normalizer)
+        with pytest.raises(ValueError, match=f"{size} characters.*context") as caught:
+            subject.sequence("x" * size, SamplingParams())
+        assert subject.tokenizer.seen <= DENSE * CONTEXT
+        assert len(str(caught.value)) < 200
 
 
-def test_dense_texts_fit():
-    """Thirteen characters a token: more than are tokenised at once."""
+def test_dense_texts():
+    """Thirteen characters a token: more characters than one call tokenises."""
     text = "<|endoftext|>" * 100
     assert len(text) > DENSE * CONTEXT
     assert intake().encode(text) == [0] * 100
@@ -72,8 +63,8 @@ def test_dense_texts_fit():
         intake().encode(text[:1299] + "x" * 98_701)
 
 
-def test_normalised_texts_may_be_longer():
-    """Sixty spaces become one. A text that is SHRINKS times too long is refused, though it would fit."""
+def test_texts_that_shrink():
+    """Sixty spaces become one. Beyond SHRINKS a text is refused although it would fit."""
     ours = intake("spaces")
     assert len(ours.encode(("x" + " " * 60) * 50)) <= CONTEXT
     assert ours.most_characters == SHRINKS * LONGEST * CONTEXT
@@ -81,25 +72,25 @@ def test_normalised_texts_may_be_longer():
         ours.encode("x" + " " * ours.most_characters)
 
 
-def test_long_messages_are_refused_before_they_are_rendered(monkeypatch):
+def test_long_messages(monkeypatch):
     ours = intake()
     monkeypatch.setattr(type(ours.tokenizer), "apply_chat_template", lambda *_, **__: pytest.fail("rendered"))
     many = [{"role": "user", "content": ""}] * (CONTEXT + 1)
     large = [{"role": "user", "content": "x" * 5_000}, {"role": "user", "content": "y" * 5_000}]
-    for messages, said in ((many, "129 messages, but the context is 128"), (large, "characters; the context")):
-        with pytest.raises(ValueError, match=said):
+    for messages, message in ((many, "129 messages, but the context is 128"), (large, "characters; the context")):
+        with pytest.raises(ValueError, match=message):
             ours.encode(messages)
     assert not ours.tokenizer.seen
 
 
-def test_rendered_messages_are_limited():
+def test_rendered_messages():
     ours = intake()
     with pytest.raises(ValueError, match="characters; the first 1024 alone make"):
         ours.encode([{"role": "user", "content": "x" * 1_500}])
     assert ours.tokenizer.seen <= DENSE * CONTEXT
 
 
-def test_long_lists_of_tokens_are_refused_before_they_are_looked_at():
+def test_long_lists_of_tokens():
     class Ids(list):
         def __iter__(self):
             pytest.fail("looked at")

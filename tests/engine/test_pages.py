@@ -1,4 +1,4 @@
-"""The page allocator against a plain model: a list of owners, each with the pages that it holds."""
+"""The page allocator against a plain model: a list of owners with their pages."""
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +11,7 @@ PAGES = 7
 
 
 class Allocator(RuleBasedStateMachine):
-    """`owners` lists all pages that are held."""
+    """`owners` lists all allocated pages."""
 
     lists = Bundle("lists")
 
@@ -20,18 +20,18 @@ class Allocator(RuleBasedStateMachine):
         self.allocator = PageAllocator(PAGES)
         self.owners: list[list[int]] = []
 
-    def held(self) -> set[int]:
+    def allocated(self) -> set[int]:
         return {page for pages in self.owners for page in pages}
 
     @rule(target=lists, count=st.integers(0, PAGES + 2))
     def allocate(self, count):
-        free = PAGES - len(self.held())
+        free = PAGES - len(self.allocated())
         pages = self.allocator.allocate(count)
         if count > free:
             assert pages is None
             return multiple()
         assert len(set(pages)) == len(pages) == count
-        assert not set(pages) & self.held(), "a page that somebody holds"
+        assert not set(pages) & self.allocated(), "an allocated page"
         assert set(pages) <= set(range(PAGES))
         self.owners.append(pages)
         return pages
@@ -41,25 +41,25 @@ class Allocator(RuleBasedStateMachine):
         self.allocator.release(pages)
         self.owners.remove(pages)
 
-    @precondition(lambda self: len(self.held()) < PAGES)
+    @precondition(lambda self: len(self.allocated()) < PAGES)
     @rule(data=st.data())
     def a_free_page_is_refused(self, data):
-        free = data.draw(st.sampled_from(sorted(set(range(PAGES)) - self.held())))
+        free = data.draw(st.sampled_from(sorted(set(range(PAGES)) - self.allocated())))
         with pytest.raises(ValueError, match=f"page {free} is"):
             self.allocator.release([free])
 
     @invariant()
     def every_page_is_counted(self):
-        assert self.allocator.free == PAGES - len(self.held())
+        assert self.allocator.free == PAGES - len(self.allocated())
         self.allocator.check_integrity(self.owners)
 
     @invariant()
     def a_wrong_count_is_noticed(self):
-        """A leak (an owner that forgot), and an owner that the allocator does not know."""
-        if self.held():
-            forgetful = next(i for i, pages in enumerate(self.owners) if pages)
+        """A leak, and pages that were not allocated."""
+        if self.allocated():
+            leak = next(i for i, pages in enumerate(self.owners) if pages)
             with pytest.raises(AssertionError):
-                self.allocator.check_integrity([p for i, p in enumerate(self.owners) if i != forgetful])
+                self.allocator.check_integrity([p for i, p in enumerate(self.owners) if i != leak])
         for page in range(PAGES):
             with pytest.raises(AssertionError):
                 self.allocator.check_integrity([*self.owners, [page]])
@@ -69,7 +69,7 @@ Allocator.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 test_allocator = Allocator.TestCase
 
 
-def test_a_page_released_twice_is_refused():
+def test_errors():
     allocator = PageAllocator(2)
     (page,) = allocator.allocate(1)
     assert allocator.free == 1
@@ -78,14 +78,8 @@ def test_a_page_released_twice_is_refused():
     with pytest.raises(ValueError, match="released twice"):
         allocator.release([page])
     allocator.check_integrity([])
-
-
-@pytest.mark.parametrize("pages", [0, -1])
-def test_a_pool_has_a_page(pages):
-    with pytest.raises(ValueError, match="at least one page"):
-        PageAllocator(pages)
-
-
-def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match="cannot allocate -1"):
-        PageAllocator(2).allocate(-1)
+        allocator.allocate(-1)
+    for pages in (0, -1):
+        with pytest.raises(ValueError, match="at least one page"):
+            PageAllocator(pages)

@@ -1,4 +1,4 @@
-"""What a user may ask for, text as it comes, and one sequence's bookkeeping."""
+"""Checks of `SamplingParams`, text of several tokens a step, and the bookkeeping of a sequence."""
 
 import importlib.util
 import math
@@ -6,7 +6,7 @@ import sys
 
 import hypothesis.strategies as st
 import pytest
-from engine_helpers import END, VOCABULARY, byte_ids, decode, idle_sequence, tokenizer
+from engine_helpers import END, VOCABULARY, byte_ids, idle_sequence, tokenizer
 from hypothesis import example, given, settings
 
 from specjax.engine import FinishReason, SamplingParams, sampling_params
@@ -14,8 +14,6 @@ from specjax.engine.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from specjax.engine.sequence import completion
 from specjax.engine.text import TextStream
 from specjax.sampling import BIAS_ENTRIES
-
-# Parameters.
 
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 SWITCHES = (
@@ -58,8 +56,8 @@ WRONG_TYPES = [
 
 
 @pytest.fixture(scope="module")
-def as_users_have_it():
-    """`SamplingParams` without the import hook, which would refuse JSON's wrong types (and ints) in its own words."""
+def unchecked_params():
+    """`SamplingParams` without the import hook, which would refuse wrong types itself."""
     spec = importlib.util.spec_from_file_location("sampling_params_without_hook", sampling_params.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -67,89 +65,62 @@ def as_users_have_it():
     del sys.modules[spec.name]
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED + WRONG_TYPES)
-def test_a_refused_value_names_its_field(name, value, as_users_have_it):
-    with pytest.raises(ValueError, match=name):
-        as_users_have_it.from_mapping({name: value})
+def test_refused_value_names_its_field(unchecked_params):
+    for name, value in REFUSED + WRONG_TYPES:
+        with pytest.raises(ValueError, match=name):
+            unchecked_params.from_mapping({name: value})
 
 
-def test_values_at_the_edges_are_taken(as_users_have_it):
-    params = as_users_have_it(
+def test_limits_of_values(unchecked_params):
+    params = unchecked_params(
         max_new_tokens=1, min_new_tokens=1, temperature=0, top_p=1, top_k=1, min_p=1, frequency_penalty=-2,
         presence_penalty=2, repetition_penalty=2, seed=-(2**63), stop="e" * MAX_STOP_LENGTH, logit_bias={"3": -100},
     )  # fmt: skip
     assert params.stop == ("e" * MAX_STOP_LENGTH,)
     assert params.logit_bias == {3: -100.0}
-    assert as_users_have_it(max_new_tokens=None, min_new_tokens=10**6).max_new_tokens is None
-    assert as_users_have_it(stop_token_ids=[4, 4, 2]).stop_token_ids == (4, 2)
-    assert as_users_have_it(seed=2**63 - 1).seed == 2**63 - 1
+    assert unchecked_params(max_new_tokens=None, min_new_tokens=10**6).max_new_tokens is None
+    assert unchecked_params(stop_token_ids=[4, 4, 2]).stop_token_ids == (4, 2)
+    assert unchecked_params(seed=2**63 - 1).seed == 2**63 - 1
 
 
-def test_an_unknown_name_is_refused_and_the_known_ones_are_listed():
+def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown sampling parameters: temprature; there are: .*temperature"):
         SamplingParams.from_mapping({"temprature": 1})
 
 
-# Text as it comes.
-
-
-def stream_of(stop=(), *, skip=True, keep=False):
-    return TextStream(tokenizer(), tuple(stop), skip_special_tokens=skip, keep_stop=keep)
-
-
-def push_all(stream, ids):
-    """Pushes until a stop string is complete; the texts and settled counts after each token."""
-    seen = []
-    for token in ids:
-        found = stream.extend([token])
-        seen.append((stream.text, stream.settled))
-        if found:
-            break
-    return seen
+def stream_of(stop=(), *, keep=False):
+    return TextStream(tokenizer(), tuple(stop), skip_special_tokens=True, keep_stop=keep)
 
 
 UNICODE = st.text(st.sampled_from("ab é漢🙂\u200d\u0301\ufffd\n"), max_size=12)
 
 
-@settings(max_examples=200)
-@given(st.one_of(st.lists(st.integers(0, VOCABULARY - 1), max_size=16), UNICODE.map(lambda s: byte_ids(s.encode()))))
-@example([END, *byte_ids("é".encode())[:1]])
-@example(byte_ids("é🙂".encode())[:-1])
-@example(byte_ids(b"\xff\xff\xc3a\xe6\xbc"))
-@example(byte_ids(b"\xed\xa1"))  # half of a surrogate
-def test_a_stream_ends_as_a_plain_decode(ids):
-    for skip in (True, False):
-        stream = stream_of(skip=skip)
-        for token in ids:
-            assert not stream.extend([token])
-        stream.finish()
-        whole = decode(ids, skip=skip)
-        assert stream.text in (whole, whole.removesuffix("\ufffd"))
+TOKENS = st.one_of(st.lists(st.integers(0, VOCABULARY - 1), max_size=16), UNICODE.map(lambda s: byte_ids(s.encode())))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
-    st.one_of(st.lists(st.integers(0, VOCABULARY - 1), max_size=16), UNICODE.map(lambda s: byte_ids(s.encode()))),
+    TOKENS,
     st.lists(st.text("ab é漢", min_size=1, max_size=3), max_size=3),
     st.booleans(),
     st.lists(st.integers(0, 5), max_size=8),
 )
 @example(byte_ids(b"aab"), ["ab", "aa", "a"], False, [3])
 @example(byte_ids("xé漢a".encode()), ["漢a", "é漢a"], True, [2, 4])
-def test_tokens_of_a_step_give_the_text_of_single_tokens(ids, stop, keep, sizes):
+def test_tokens_of_a_step_equal_single_tokens(ids, stop, keep, sizes):
     single, several = stream_of(stop, keep=keep), stream_of(stop, keep=keep)
-    found, left = 0, ids
+    stopped, left = 0, ids
     for size in [*sizes, len(ids)]:
-        found = several.extend(left[:size])
-        assert found <= size
-        for token in left[: found or size]:
+        stopped = several.extend(left[:size])
+        assert stopped <= size
+        for token in left[: stopped or size]:
             assert not single.matched
             single.extend([token])
         assert (single.text, single.ends, single.matched, single.settled) == (
             several.text, several.ends, several.matched, several.settled
         )  # fmt: skip
-        assert bool(found) == (several.matched is not None)
-        if found:
+        assert bool(stopped) == (several.matched is not None)
+        if stopped:
             break
         left = left[size:]
     single.finish()
@@ -157,25 +128,22 @@ def test_tokens_of_a_step_give_the_text_of_single_tokens(ids, stop, keep, sizes)
     assert (single.text, single.ends, single.matched) == (several.text, several.ends, several.matched)
 
 
-@settings(max_examples=200)
-@given(
-    st.one_of(st.lists(st.integers(0, VOCABULARY - 1), max_size=16), UNICODE.map(lambda s: byte_ids(s.encode()))),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 16)), max_size=8),
-)
-def test_late_text_is_the_text_of_the_tokens_that_were_read(ids, steps):
-    """Each step adds tokens, and reads up to some number of all."""
+@settings(max_examples=100)
+@added(TOKENS, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 16)), max_size=8))
+def test_late_text_equals_the_text_of_the_tokens_read(ids, steps):
+    """Each step adds tokens and reads a number of them."""
     late = TextStream(tokenizer(), (), skip_special_tokens=True, keep_stop=False, late=True)
-    at_once, given, read = stream_of(), 0, 0
+    at_once, added, read = stream_of(), 0, 0
     for size, count in [*steps, (len(ids), 0)]:
-        assert late.extend(ids[given : given + size]) == 0
-        given = min(given + size, len(ids))
+        assert late.extend(ids[added : added + size]) == 0
+        added = min(added + size, len(ids))
         late.read(count)
-        at_once.extend(ids[read : max(read, min(count, given))])
-        read = max(read, min(count, given))
+        at_once.extend(ids[read : max(read, min(count, added))])
+        read = max(read, min(count, added))
         assert (late.text, late.ends, late.settled) == (at_once.text, at_once.ends, at_once.settled)
     late.finish()
     late.read(read)
-    assert late.text == at_once.text, "the end was not asked for"
+    assert late.text == at_once.text, "text after the last read was decoded"
     at_once.extend(ids[read:])
     at_once.finish()
     for _ in range(2):
@@ -183,106 +151,7 @@ def test_late_text_is_the_text_of_the_tokens_that_were_read(ids, steps):
         assert (late.text, late.ends, late.final_tokens) == (at_once.text, at_once.ends, at_once.final_tokens)
 
 
-def test_stop_strings_are_found_at_once_also_in_late_text():
-    stream = TextStream(tokenizer(), ("é",), skip_special_tokens=True, keep_stop=False, late=True)
-    assert not stream.late and stream.extend(byte_ids("aéb".encode())) == 3 and stream.text == "a"
-
-
-@given(UNICODE.filter(lambda s: "\ufffd" not in s))
-def test_no_half_character_is_ever_shown(text):
-    stream = stream_of()
-    for shown, settled in push_all(stream, byte_ids(text.encode())):
-        assert text.startswith(shown)
-        assert settled == len(shown)
-    assert stream.text == text
-
-
-def test_a_character_cut_off_by_the_limit_is_left_out():
-    stream = stream_of()
-    push_all(stream, byte_ids(b"a\xf0\x9f"))
-    assert stream.text == "a"
-    stream.finish()
-    assert stream.text == "a"
-    assert decode(byte_ids(b"a\xf0\x9f")) == "a\ufffd"
-
-
-def first_stop(text: str, stop) -> tuple[int, str] | None:
-    """The oracle, one character a token: the shortest prefix that ends in a stop string; the earliest start in it."""
-    for end in range(len(text) + 1):
-        hits = [(end - len(s), s) for s in stop if text[:end].endswith(s)]
-        if hits:
-            return min(hits)
-    return None
-
-
-STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True)
-
-
-@settings(max_examples=300)
-@given(text=st.text("abc", max_size=14), stop=STOPS, keep=st.booleans())
-@example(text="aab", stop=["ab"], keep=False)  # across tokens
-@example(text="ab", stop=["ab"], keep=False)  # at the start
-@example(text="aabaab", stop=["aabaab", "abab"], keep=False)  # overlapping beginnings
-@example(text="abb", stop=["abb", "b"], keep=False)  # one inside another
-def test_stop_strings_across_tokens(text, stop, keep):
-    stream = stream_of(stop, keep=keep)
-    seen = push_all(stream, byte_ids(text.encode()))
-    stream.finish()
-    expected = first_stop(text, stop)
-    if expected is None:
-        assert stream.matched is None
-        assert stream.text == text
-    else:
-        at, matched = expected
-        assert stream.matched == matched
-        assert stream.text == text[: at + len(matched) * keep]
-        assert len(seen) == at + len(matched), "found one token late"
-
-
-@settings(max_examples=300)
-@given(text=st.text("abc", max_size=14), stop=STOPS)
-@example(text="ab", stop=["abc", "bca"])
-def test_what_may_become_a_stop_string_is_not_settled_and_the_rest_is(text, stop):
-    stream = stream_of(stop)
-    sent = 0
-    for shown, settled in push_all(stream, byte_ids(text.encode())):
-        assert settled >= sent, "text was taken back"
-        sent = settled
-        if shown == text[: len(shown)] and first_stop(shown, stop) is None and shown != stream.text:
-            may_start = [i for i in range(len(shown)) if any(s.startswith(shown[i:]) for s in stop)]
-            assert settled == min(may_start, default=len(shown))
-    assert sent <= len(stream.text), "part of a stop string was sent"
-
-
-def test_a_stop_string_inside_a_token_and_several_in_one():
-    hell = tokenizer().convert_tokens_to_ids("hell")
-    stream = stream_of(["ell"])
-    assert stream.extend([hell])
-    assert (stream.text, stream.matched) == ("h", "ell")
-    stream = stream_of(["ell", "el", "hel"], keep=True)
-    assert stream.extend([hell])
-    assert (stream.text, stream.matched) == ("hel", "hel")
-    stream = stream_of(["ell", "el"])
-    assert stream.extend([hell])
-    assert (stream.text, stream.matched) == ("h", "ell")
-
-
-def test_a_stop_string_of_many_bytes():
-    stream = stream_of(["🙂é"])
-    push_all(stream, byte_ids("a🙂🙂é".encode()))
-    assert (stream.text, stream.matched) == ("a🙂", "🙂é")
-
-
-def test_skipped_special_tokens_do_not_break_a_stop_string():
-    stream = stream_of(["ab"])
-    push_all(stream, [*byte_ids(b"a"), 0, *byte_ids(b"b")])
-    assert stream.matched == "ab"
-
-
-# A sequence.
-
-
-def test_a_stop_id_that_only_the_host_knows_ends_the_run():
+def test_how_a_sequence_ends():
     a, b, c = byte_ids(b"abc")
     sequence = idle_sequence(host_stops=frozenset({c}))
     assert sequence.accept([a, b], False, False) == 2
@@ -291,50 +160,35 @@ def test_a_stop_id_that_only_the_host_knows_ends_the_run():
     assert (done.text, done.output_ids, done.completion_tokens) == ("abb", [a, b, b, c], 4)
     assert done.finish_reason == {"type": "stop", "matched": c}
 
+    for tokens, stopped, text, reason in (
+        ([a, END], True, "a", {"type": "stop", "matched": END}),
+        ([a, b], False, "ab", {"type": "length", "length": 2}),
+        (byte_ids(b"a\xc3"), None, "a", {"type": "abort"}),
+    ):
+        sequence = idle_sequence()
+        sequence.accept(tokens, stopped is True, stopped is False)
+        if stopped is None:
+            sequence.abort()
+        done = completion(sequence)
+        assert (done.text, done.output_ids, done.finish_reason) == (text, tokens, reason)
 
-def test_a_stop_id_of_the_device_is_the_last_token_of_its_run():
-    a, _, _ = byte_ids(b"abc")
-    sequence = idle_sequence()
-    assert sequence.accept([a, END], True, False) == 2
-    assert sequence.output.stream.text == "a"
-    assert sequence.output.tokens == [a, END]
-    assert sequence.output.finish_reason == FinishReason("stop", END)
+    sequence = idle_sequence(SamplingParams(stop=["b"]))
+    sequence.accept([a, b], False, True)
+    assert sequence.output.finish_reason == FinishReason("stop", "b"), "a stop string precedes the length limit"
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_stop_string_inside_an_accepted_run(keep):
+def test_stop_string_inside_an_accepted_run(keep):
     ids = byte_ids(b"xyz, end")
     sequence = idle_sequence(SamplingParams(stop="z,", no_stop_trim=keep))
     assert sequence.accept(ids[:2], False, False) == 2
     assert sequence.accept(ids[2:], True, True) == 2
     done = completion(sequence)
-    assert done.text == ("xyz," if keep else "xy")
-    assert done.output_ids == ids[:4], "tokens after the stop string are dropped, those of it are counted"
+    assert (done.text, done.output_ids) == ("xyz," if keep else "xy", ids[:4])
     assert done.finish_reason == {"type": "stop", "matched": "z,"}
 
 
-def test_a_stop_string_that_the_last_token_completes_comes_before_the_limit():
-    sequence = idle_sequence(SamplingParams(stop=["b"]))
-    sequence.accept(byte_ids(b"ab"), False, True)
-    assert sequence.output.finish_reason == FinishReason("stop", "b")
-
-
-def test_the_limit():
-    sequence = idle_sequence()
-    sequence.accept(byte_ids(b"ab"), False, True)
-    done = completion(sequence)
-    assert (done.text, done.finish_reason) == ("ab", {"type": "length", "length": 2})
-
-
-def test_an_aborted_sequence_keeps_what_it_has():
-    sequence = idle_sequence()
-    sequence.accept(byte_ids(b"a\xc3"), False, False)
-    sequence.abort()
-    done = completion(sequence)
-    assert (done.text, done.finish_reason) == ("a", {"type": "abort"})
-
-
-def test_accept_length_is_the_histograms_mean_plus_one():
+def test_accept_length_of_a_histogram():
     sequence = idle_sequence()
     assert sequence.output.accept_length == 1.0
     sequence.output.histogram, sequence.output.verify_steps = [2, 0, 1, 3, 0, 0], 6
@@ -342,7 +196,7 @@ def test_accept_length_is_the_histograms_mean_plus_one():
     assert sequence.output.accept_length == pytest.approx(1 + (0 * 2 + 2 * 1 + 3 * 3) / 6)
 
 
-def test_the_context_of_a_resumed_sequence_ends_before_its_root():
+def test_context_of_a_resumed_sequence():
     sequence = idle_sequence()
     assert (sequence.context, sequence.forced_token) == ([5, 6], None)
     sequence.accept(byte_ids(b"ab"), False, False)

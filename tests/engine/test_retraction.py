@@ -1,4 +1,4 @@
-"""48 requests through 16 slots, with arrivals and aborts in between; and the same in a pool far too small for them."""
+"""48 requests in 16 slots with arrivals and aborts, in an ample pool and in one that is far too small."""
 
 import functools
 
@@ -9,15 +9,8 @@ from engine_helpers import DRAFTS, VOCABULARY, check_idle, check_plain, make_eng
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.sequence import Status, completion
 
-SAMPLINGS = {
-    "greedy": {},
-    "greedy, penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
-    "seeded, penalties": {
-        "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2,
-    },
-}  # fmt: skip
 PAGES = {"ample": 512, "tiny": 40}
-"""Of 2 tokens. The longest request takes 35 of them, and 16 running ones would like about 300."""
+"""Pages of 2 tokens. The longest request uses 35, and 16 requests about 300."""
 
 
 @functools.cache
@@ -26,74 +19,66 @@ def engine(pool: str) -> Engine:
     return make_engine(toy(), DRAFTS["NGRAM"], **sizes)
 
 
-def requests(kind: str) -> list[tuple[list[int], SamplingParams]]:
-    rng = np.random.default_rng(3)
-    made = []
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """A third greedy, a third greedy with penalties, a third sampled with penalties."""
+    rng, batch = np.random.default_rng(3), []
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.3}
+    sampled = penalties | {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.2}
     for i in range(48):
         prompt = rng.integers(3, VOCABULARY, rng.integers(1, 31)).tolist()
-        fields = SAMPLINGS[kind] | ({"seed": 1000 + i} if "temperature" in SAMPLINGS[kind] else {})
-        made.append((prompt, SamplingParams(max_new_tokens=int(rng.integers(5, 41)), **fields)))
-    return made
+        fields = [{}, penalties, sampled | {"seed": 1000 + i}][i % 3]
+        batch.append((prompt, SamplingParams(max_new_tokens=int(rng.integers(5, 41)), **fields)))
+    return batch
 
 
 @functools.cache
-def alone(kind: str) -> list:
-    """Each by itself, without speculation."""
+def alone() -> list:
+    """Outcomes of each request by itself, without speculation."""
     plain = shared_engine("NONE")
-    return [outcome(plain.generate(prompt, params)) for prompt, params in requests(kind)]
+    return [outcome(plain.generate(prompt, params)) for prompt, params in requests()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "pool"),
-    [
-        ("greedy", "tiny"),
-        ("greedy, penalties", "ample"),
-        ("seeded, penalties", "tiny"),
-        pytest.param("greedy", "ample", marks=pytest.mark.slow),
-        pytest.param("greedy, penalties", "tiny", marks=pytest.mark.slow),
-        pytest.param("seeded, penalties", "ample", marks=pytest.mark.slow),
-    ],
-)
-def test_all_finish_with_the_text_they_have_alone(kind, pool):
-    here, rng = engine(pool), np.random.default_rng(len(kind))
+@pytest.mark.parametrize("pool", PAGES)
+def test_texts_with_arrivals_aborts_and_retractions(pool):
+    here, rng = engine(pool), np.random.default_rng(6)
     assert here.buckets.tree_widths(16) == (1, 4), "this batch drafts"
     before = here.scheduler.retractions
-    arrivals, known, done, aborted = list(enumerate(requests(kind))), {}, {}, set()
-    again: set[int] = set()  # retracted at least once, with output
+    arrivals, ids, done, aborted = list(enumerate(requests())), {}, {}, set()
+    resumed: set[int] = set()  # retracted with output
     while arrivals or here.unfinished:
         for _ in range(min(int(rng.integers(0, 4)), len(arrivals))):
             i, request = arrivals.pop(0)
-            known[here.add(*request).id] = i
+            ids[here.add(*request).id] = i
         for sequence in here.step():
             if sequence.status is Status.FINISHED:
-                assert known[sequence.id] not in done
-                done[known[sequence.id]] = completion(sequence)
+                assert ids[sequence.id] not in done
+                done[ids[sequence.id]] = completion(sequence)
         here.check_integrity()
-        again |= {known[s.id] for s in here.scheduler.waiting if s.output.tokens}
+        resumed |= {ids[s.id] for s in here.scheduler.waiting if s.output.tokens}
         if rng.random() < 0.06:
             queue = [*here.scheduler.active, *here.scheduler.waiting]
             if queue:
                 victim = queue[int(rng.integers(len(queue)))]
                 assert here.abort(victim.id)
-                aborted.add(known[victim.id])
+                aborted.add(ids[victim.id])
         here.check_integrity()
     check_idle(here)
     assert set(done) == set(range(48)) - aborted
     assert 0 < len(aborted) < 24
-    expected = alone(kind)
-    for i, found in done.items():
-        assert outcome(found) == expected[i]
-        bins = found.spec_accept_histogram
-        assert sum(bins) == found.spec_verify_ct
-        assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == found.completion_tokens - 1
+    expected = alone()
+    for i, completed in done.items():
+        assert outcome(completed) == expected[i]
+        bins = completed.spec_accept_histogram
+        assert sum(bins) == completed.spec_verify_ct
+        assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == completed.completion_tokens - 1
     if pool == "tiny":
         assert here.scheduler.retractions > before
-        assert again & set(done), "some that had output were retracted, and finished all the same"
+        assert resumed & set(done), "no retracted request with output finished"
     else:
         assert here.scheduler.retractions == before
 
 
-def test_the_youngest_is_retracted_and_resumes_before_those_that_wait():
+def test_youngest_is_retracted_and_resumes_first():
     here = engine("tiny")
     ids = [here.add([9 + i] * 10, SamplingParams(max_new_tokens=40)).id for i in range(5)]
     finished, lost = [], []
@@ -104,14 +89,14 @@ def test_the_youngest_is_retracted_and_resumes_before_those_that_wait():
         active = [s.id for s in here.scheduler.active]
         gone = before - set(active) - set(finished)
         lost += sorted(gone)
-        assert all(ids.index(name) > max(map(ids.index, active)) for name in gone), "an older one stays"
+        assert all(ids.index(name) > max(map(ids.index, active)) for name in gone), "an older request was retracted"
         assert [s.id for s in here.scheduler.waiting] == [n for n in ids if n not in {*active, *finished}]
     assert lost
     assert ids[0] not in lost
     check_idle(here)
 
 
-def test_a_request_as_large_as_the_pool():
+def test_request_as_large_as_the_pool():
     """The last token is never committed, so one more than the pool holds can be asked for."""
     here = engine("tiny")
     params = SamplingParams(max_new_tokens=31)

@@ -1,4 +1,4 @@
-"""`stop_regex`: where a text ends, whatever the steps that bring its tokens; what is held back; what is refused."""
+"""`stop_regex`: where a text ends for steps of any length, the text that is held back, and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import openai
 import pytest
-from engine_helpers import byte_ids, check_idle, outcome, shared_engine, tokenizer
+from engine_helpers import byte_ids, shared_engine, tokenizer
 from server_helpers import running
 
 from specjax.engine import SamplingParams
@@ -18,16 +18,16 @@ PATTERNS = ["ab+", "b|ca", "a[bc]a", r"\bab", "(?m)^c", "a{2,3}", "[^a]c", r"\d+
 
 
 def expected(pieces: list[str], patterns: list[str], keep: bool) -> tuple[str, int, str | None]:
-    """By Python's `re`, over the whole text after each token."""
+    """Python's `re` over the whole text after each token."""
     text = ""
     for count, piece in enumerate(pieces, start=1):
         text += piece
-        found = []
+        matches = []
         for pattern in patterns if piece else ():
             if match := re.search(pattern, text):
-                found.append((match.start(), -match.end(), pattern))
-        if found:
-            start, end, pattern = min(found, key=lambda one: one[:2])
+                matches.append((match.start(), -match.end(), pattern))
+        if matches:
+            start, end, pattern = min(matches, key=lambda one: one[:2])
             return text[: -end if keep else start], count, pattern
     return text, 0, None
 
@@ -37,9 +37,9 @@ def stream_of(patterns: list[str], stop: tuple[str, ...] = (), keep: bool = Fals
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_texts_end_where_pythons_re_ends_them(keep):
+def test_patterns_against_pythons_re(keep):
     draw = random.Random(keep)
-    for _ in range(400):
+    for _ in range(200):
         patterns = draw.sample(PATTERNS, draw.randrange(1, 4))
         text = "".join(draw.choice("aabbcxA1\n ") for _ in range(draw.randrange(1, 30)))
         ids = byte_ids(text.encode())
@@ -60,31 +60,31 @@ def test_texts_end_where_pythons_re_ends_them(keep):
             assert stream.text.startswith(whole[0][:sent]) and sent <= len(whole[0])
 
 
-def test_strings_and_patterns_together():
+def test_strings_with_patterns():
     stream = stream_of(["cd+"], ("d",))
     assert stream.extend(byte_ids(b"abcdd")) == 4
-    assert (stream.text, stream.matched) == ("ab", "cd+"), "of those that the same token completes the first"
+    assert (stream.text, stream.matched) == ("ab", "cd+"), "the earliest match that a token completes"
     stream = stream_of(["cd+"], ("bc",))
     assert stream.extend(byte_ids(b"abcdd")) == 3 and stream.matched == "bc"
 
 
-def test_long_matches_and_what_is_held_back():
+def test_length_of_held_back_text():
     assert StopPatterns(["ab{2,4}c", "xy"]).held == 6
     assert StopPatterns([]).held == 0
     for pattern in ("a.*b", r"\pN+", "a{,5}", "[[:alpha:]]+x", r"a\z"):
         assert StopPatterns([pattern]).held == MAX_MATCH, pattern
     stream = stream_of(["x+y"])
     assert stream.extend(byte_ids(b"a" + b"x" * 3000 + b"y")) == 3002
-    assert stream.text == "a" + "x" * (3000 - MAX_MATCH), "only the end of a match that is longer than a match may be"
+    assert stream.text == "a" + "x" * (3000 - MAX_MATCH), "a longer match loses its beginning"
 
 
-def test_no_pattern_takes_long():
-    """Some for which a search that backtracks would take years, and the largest that are allowed."""
+def test_slow_patterns_are_linear():
+    """A search that backtracks would take years."""
     text = byte_ids(b"a" * 2000)
     for pattern in ("(a+)+b", "(a|a)*b", "(a*)*b", "(.|a){30}b", ".*a.{60}b", "a{200}b"):
         stream, begun = stream_of([pattern]), time.monotonic()
         assert stream.extend(text) == 0
-        assert time.monotonic() - begun < 60  # hours or years, or else far below
+        assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize(
@@ -103,26 +103,9 @@ def test_no_pattern_takes_long():
         ("\ud800", "RE2's syntax"),
     ],
 )
-def test_what_is_refused(patterns, named):
+def test_refused_patterns(patterns, named):
     with pytest.raises(ValueError, match="stop_regex .*" + re.escape(named)):
         SamplingParams(stop_regex=patterns)
-
-
-@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
-def test_speculation_changes_nothing(algorithm):
-    engine, plain = shared_engine(algorithm), shared_engine("NONE")
-    text = plain.generate("hello", SamplingParams(max_new_tokens=60)).text
-    for pattern in (re.escape(text[20:23]), rf"{re.escape(text[11])}[^~]", rf"[~{text[-9]}]+"):
-        params = SamplingParams(max_new_tokens=60, stop_regex=pattern)
-        done = engine.generate("hello", params)
-        assert outcome(done) == outcome(plain.generate("hello", params))
-        match = re.search(pattern, text)
-        assert (
-            match and done.text == text[: match.start()] and done.finish_reason == {"type": "stop", "matched": pattern}
-        )
-        kept = engine.generate("hello", SamplingParams(max_new_tokens=60, stop_regex=[pattern], no_stop_trim=True))
-        assert kept.text == text[: match.end()]
-    check_idle(engine)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
-"""Requests that follow a grammar, in an engine: the text is that of plain decoding with a mask, whatever is drafted."""
+"""Requests with grammars in an engine: the text equals plain decoding with a mask for all drafters."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import json
+import threading
 from dataclasses import replace
 
 import jax
@@ -30,12 +31,12 @@ from toy_models import tiny_llama
 
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
-from specjax.engine import Engine, SamplingParams
+from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine import grammar as grammar_module
 from specjax.engine.buckets import PLAIN, TREE, Key
-from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
+from specjax.engine.grammar import GRAMMAR_FAILED, Constraint, Grammar
 from specjax.engine.intake import Intake
 from specjax.engine.sequence import Status, completion
-from specjax.limits import ParameterError
 from specjax.models.draft_head import init_head_params
 
 EOS = (END,)
@@ -49,10 +50,10 @@ def llama():
 
 @functools.cache
 def engine_of(kind: str, **config) -> Engine:
-    return warm_grammars(_made(kind, **config))
+    return warm_grammars(unwarmed_engine(kind, **config))
 
 
-def _made(kind: str, **config) -> Engine:
+def unwarmed_engine(kind: str, **config) -> Engine:
     if kind == "eagle3":
         target = llama().target
         config_of_head = HeadConfig("eagle3", 16, 32, 24, 4, 2, 8, 1e-5, RopeConfig(), VOCABULARY, (0, 1))
@@ -64,53 +65,61 @@ def _made(kind: str, **config) -> Engine:
 
 
 def requests(count: int, *, longest: int = 48) -> list[tuple[list[int], SamplingParams]]:
-    """Every third without a grammar, greedy and sampled ones."""
-    rng, made = np.random.default_rng(count), []
+    """Every third without a grammar; greedy and sampled ones."""
+    rng, batch = np.random.default_rng(count), []
     for i in range(count):
         prompt = rng.integers(3, VOCABULARY, rng.integers(1, 20)).tolist()
         grammar = None if i % 3 == 2 else list(GRAMMARS.values())[(i // 2) % len(GRAMMARS)]
         sampling = {"temperature": 1.0, "seed": i} if i % 2 else {}
         sampling |= {"repetition_penalty": 1.2, "top_p": 0.9} if i % 5 == 4 else {}
         sampling |= {"speculate": False} if i == 4 else {}
-        made.append((prompt, SamplingParams(max_new_tokens=longest - 2 * i, grammar=grammar, **sampling)))
-    return made
+        batch.append((prompt, SamplingParams(max_new_tokens=longest - 2 * i, grammar=grammar, **sampling)))
+    return batch
 
 
-def check(model, made, found) -> None:
-    for (prompt, params), done in zip(made, found, strict=True):
+def check(engine: Engine, model, batch) -> list[Completion]:
+    """Generate; all texts equal plain decoding with masks, and the engine is idle."""
+    completions = engine.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+    for (prompt, params), done in zip(batch, completions, strict=True):
         if params.grammar is None:
             check_plain(model, prompt, params, done, EOS)
             continue
         check_masked(model, prompt, params, done)
         assert follows(params.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
+    check_idle(engine)
+    return completions
+
+
+@pytest.mark.parametrize("kind", ["NONE", "NGRAM", "trees", "eagle3"])
+def test_text_equals_masked_plain_decoding(kind):
+    engine, batch = engine_of(kind), requests(9)
+    completions = check(engine, llama() if kind == "eagle3" else toy(), batch)
+    assert any(done.finish_reason["type"] == "stop" for done in completions)
+    bound = [done for (_, params), done in zip(batch, completions, strict=True) if params.grammar]
+    assert any(done.spec_accept_length > 1 for done in bound) == (kind != "NONE"), "forced tokens are drafts"
 
 
 ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("NGRAM", marks=pytest.mark.slow), "eagle3"])
-def test_whatever_is_chosen_and_retracted(kind, monkeypatch):
-    engine = engine_of(kind, **ADAPTIVE)
+def test_random_choices_and_retractions(monkeypatch):
+    engine = engine_of("eagle3", **ADAPTIVE)
     rng = np.random.default_rng(1)
     monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: TREE if rng.random() < 0.5 else PLAIN)
-    made = requests(9, longest=40)
+    batch = requests(9, longest=40)
     before = engine.scheduler.retractions
-    found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
-    check(llama() if kind == "eagle3" else toy(), made, found)
+    check(engine, llama(), batch)
     assert engine.scheduler.retractions > before
-    check_idle(engine)
 
 
-def test_json_fits_its_schema():
-    engine = engine_of("NGRAM")
-    params = [SamplingParams(max_new_tokens=80, temperature=1.0, seed=i, grammar=OBJECT) for i in range(8)]
-    for done in engine.generate([HELLO] * 8, params):
-        assert done.finish_reason == {"type": "stop", "matched": END}
-        jsonschema.validate(json.loads(done.text), SCHEMA)
+def test_constrained_step_in_parts():
+    """Each part has its own masks."""
+    engine, batch = unwarmed_engine("NONE", max_batch=1), requests(6)
+    check(engine, toy(), batch)
 
 
 def test_forced_tokens_are_drafted():
-    """Of a text that is forced but for one token, where n-grams find nothing."""
+    """All tokens but one are forced, and n-grams propose none."""
     engine = engine_of("NGRAM")
     grammar = Grammar("regex", "[xy]abcdefgh ijkl mnop qrst uvwx yz")
     done = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar))
@@ -120,26 +129,19 @@ def test_forced_tokens_are_drafted():
     )
     alone = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, speculate=False))
     assert alone.output_ids == done.output_ids and alone.spec_accept_length == 1.0
+    repeating = SamplingParams(max_new_tokens=60, grammar=Grammar("regex", "[a-d]{200}"))
+    assert engine.generate(HELLO, repeating).spec_accept_length > 1.2, "drafts of n-grams under a mask"
     few = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, draft_limit=1))
     assert few.output_ids == done.output_ids and 1.5 < few.spec_accept_length <= 2.0
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_drafts_under_a_mask(adaptive):
-    """Of a text that repeats itself, none of which is forced."""
-    engine = engine_of("NGRAM", adaptive=True) if adaptive else engine_of("NGRAM")
-    params = SamplingParams(max_new_tokens=60, grammar=Grammar("regex", "[a-d]{200}"))
-    assert engine.generate(HELLO, params).spec_accept_length > 1.2
+@pytest.mark.parametrize("text", [SPECIAL[END], f"x{SPECIAL[0]}y", "a\x7fb"])
+def test_text_of_a_special_token(text):
+    done = engine_of("NONE").generate(HELLO, SamplingParams(max_new_tokens=30, grammar=Grammar.choice([text])))
+    assert (done.text, done.finish_reason["type"]) == (text, "stop")
 
 
-def test_text_that_reads_as_a_special_token():
-    for text in (SPECIAL[END], f"x{SPECIAL[0]}y"):
-        done = engine_of("NONE").generate(HELLO, SamplingParams(max_new_tokens=30, grammar=Grammar.choice([text])))
-        assert (done.text, done.finish_reason["type"]) == (text, "stop")
-    done = engine_of("NONE").generate(HELLO, SamplingParams(max_new_tokens=9, grammar=Grammar.choice(["a\x7fb"])))
-    assert done.text == "a\x7fb"
-
-
+AB = Grammar("regex", "[ab]+")
 LIMITS = {
     "cut": ({"max_new_tokens": 7}, "length"),
     "one token": ({"max_new_tokens": 1}, "length"),
@@ -147,50 +149,37 @@ LIMITS = {
     "a stop id": ({"stop_token_ids": byte_ids(b":")}, "stop"),
     "ignore_eos": ({"ignore_eos": True}, "stop"),
     "a minimum": ({"min_new_tokens": 60}, "stop"),
+    "a minimum of a longer text": ({"min_new_tokens": 20, "grammar": AB, "logit_bias": {END: 50.0}}, "stop"),
     "a bias for the end": ({"logit_bias": {END: 100.0}}, "stop"),
     "a bias for what is not allowed": ({"logit_bias": dict.fromkeys(byte_ids(b"qz"), 100.0)}, "stop"),
     "log-probabilities": ({"logprobs": 2}, "stop"),
 }
 
 
-@pytest.mark.parametrize("kind", ["NONE", "NGRAM"])
 @pytest.mark.parametrize("name", LIMITS)
-def test_how_it_ends(name, kind):
+def test_limits_under_a_grammar(name):
     fields, reason = LIMITS[name]
-    engine = engine_of(kind)
+    engine = engine_of("NGRAM")
     params = SamplingParams(**{"max_new_tokens": 90, "grammar": OBJECT, "temperature": 1.0, "seed": 3} | fields)
     done = engine.generate(HELLO, params)
     assert done.finish_reason["type"] == reason
     if name == "a stop string":
         assert done.text == '{"ok"'
-    elif name == "a minimum":  # the end is all that is allowed, and comes before it
+    elif name == "a minimum":  # the grammar allows only the end
         assert len(done.output_ids) < 60
         jsonschema.validate(json.loads(done.text), SCHEMA)
     else:
         check_masked(toy(), HELLO, params, done)
+        if reason == "stop" and params.grammar is OBJECT and "stop_token_ids" not in fields:
+            jsonschema.validate(json.loads(done.text), SCHEMA)
+    if name == "a minimum of a longer text":
+        assert len(done.output_ids) == 20 + 1 and done.finish_reason["matched"] == END
     if name == "log-probabilities":
         assert done.logprobs is not None and [one.token for one in done.logprobs] == done.output_ids
     check_idle(engine)
 
 
-def test_a_minimum_where_the_text_may_go_on():
-    engine = engine_of("NGRAM")
-    params = SamplingParams(
-        max_new_tokens=40, min_new_tokens=20, grammar=Grammar("regex", "[ab]+"), logit_bias={END: 50.0}
-    )
-    done = engine.generate(HELLO, params)
-    assert len(done.output_ids) == 20 + 1 and done.finish_reason["matched"] == END
-
-
-@pytest.mark.parametrize("kind", ["NONE", "eagle3"])
-def test_a_prompt_of_one_token(kind):
-    engine, model = engine_of(kind), llama() if kind == "eagle3" else toy()
-    for token in (0, 77):
-        params = SamplingParams(max_new_tokens=60, grammar=OBJECT)
-        check_masked(model, [token], params, engine.generate([token], params))
-
-
-def test_a_prompt_that_is_cached():
+def test_cached_prompt():
     engine, prompt = engine_of("NGRAM"), list(range(70, 88))
     engine.flush_cache()
     params = SamplingParams(max_new_tokens=50, grammar=OBJECT)
@@ -202,7 +191,7 @@ def test_a_prompt_that_is_cached():
     check_idle(engine)
 
 
-def test_a_grammar_that_cannot_go_on_ends_one_request():
+def test_grammar_that_cannot_go_on_aborts_one_request():
     engine = engine_of("NGRAM")
     wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
     params = [
@@ -212,25 +201,25 @@ def test_a_grammar_that_cannot_go_on_ends_one_request():
         SamplingParams(max_new_tokens=60, grammar=OBJECT),
         SamplingParams(max_new_tokens=30),
     ]
-    found = engine.generate([HELLO] * 3, params)
-    reason = found[0].finish_reason
+    completions = engine.generate([HELLO] * 3, params)
+    reason = completions[0].finish_reason
     assert reason["type"] == "abort" and reason["message"].startswith(GRAMMAR_FAILED)
-    check_masked(toy(), HELLO, params[1], found[1])
-    check_plain(toy(), HELLO, params[2], found[2], EOS)
+    check_masked(toy(), HELLO, params[1], completions[1])
+    check_plain(toy(), HELLO, params[2], completions[2], EOS)
     check_idle(engine)
 
 
-def test_a_step_is_read_before_the_next_is_launched(monkeypatch):
-    """Masks follow from its tokens. Steps without a grammar are dispatched ahead."""
+def test_constrained_steps_do_not_overlap(monkeypatch):
+    """Their masks depend on the tokens of the last step. Other steps overlap."""
     engine, unread = engine_of("NONE"), dict[str, list[int]](step=[], constrained=[])
     run = engine.device.run
 
-    def noted(key, *given):
+    def recorded(key, *arguments):
         if key.kind in unread:
             unread[key.kind].append(len(engine.flights))
-        return run(key, *given)
+        return run(key, *arguments)
 
-    monkeypatch.setattr(engine.device, "run", noted)
+    monkeypatch.setattr(engine.device, "run", recorded)
     params = SamplingParams(max_new_tokens=20, grammar=Grammar("regex", "[a-d]{60}"))
     check_masked(toy(), HELLO, params, engine.generate(HELLO, params))
     assert set(unread["constrained"][1:]) == {0}
@@ -241,12 +230,12 @@ def test_a_step_is_read_before_the_next_is_launched(monkeypatch):
     check_idle(engine)
 
 
-def test_forced_tokens_are_not_drafted_twice(monkeypatch):
-    """No drafter runs where all requests have forced tokens, and a step without either has the plain program."""
+def test_no_drafter_runs_for_forced_tokens(monkeypatch):
+    """Steps without drafts and forced tokens use the plain program."""
     engine, keys = engine_of("NGRAM", adaptive=True), list[Key]()
     monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: PLAIN)
     run = engine.device.run
-    monkeypatch.setattr(engine.device, "run", lambda key, *given: keys.append(key) or run(key, *given))
+    monkeypatch.setattr(engine.device, "run", lambda key, *arguments: keys.append(key) or run(key, *arguments))
     params = SamplingParams(max_new_tokens=64, grammar=Grammar("regex", "[xy]abcdefgh ijkl[xy]"))
     done = engine.generate(HELLO, params)
     check_masked(toy(), HELLO, params, done)
@@ -255,94 +244,73 @@ def test_forced_tokens_are_not_drafted_twice(monkeypatch):
     assert not [key for key in keys if key.kind == "propose"]
 
 
-WORDS = Grammar("regex", "([a-d]{1,5} )+")
-
-
-def some_words(count: int) -> list[tuple[list[int], SamplingParams]]:
-    """One of four without a grammar, two sampled."""
-    grammars = [WORDS, OBJECT, None, WORDS]
-    sampling = [{}, {"temperature": 1.0, "seed": 3}]
-    return [
-        (byte_ids(b"say %d: " % i), SamplingParams(max_new_tokens=30 + i, grammar=grammars[i % 4], **sampling[i % 2]))
-        for i in range(count)
-    ]
-
-
-def test_a_step_in_many_parts():
-    """Each has its own masks."""
-    engine, made = _made("NONE", max_running_requests=8, max_batch=1), some_words(10)
-    check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
-    check_idle(engine)
-
-
-def test_aborts_in_between():
-    engine, rng = engine_of("NGRAM"), np.random.default_rng(0)
-    made = requests(12)
-    ids = [engine.add(*request).id for request in made]
-    known = dict(zip(ids, made, strict=True))
-    done = {}
-    while engine.unfinished:
-        for sequence in engine.step():
-            if sequence.status is Status.FINISHED:
-                done[sequence.id] = completion(sequence)
-        if rng.random() < 0.1:
-            engine.abort(str(rng.choice(ids)))
-        engine.check_integrity()
-    assert 4 < len(done) < 12
-    check(toy(), [known[id] for id in done], done.values())
-    check_idle(engine)
-
-
-def test_others_do_not_wait_for_the_compiler(monkeypatch):
-    engine, asked = make_engine(toy(), "NONE", eos=EOS, max_running_requests=2), []
-    engine.generate([HELLO] * 2, SamplingParams(max_new_tokens=4))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.programs, "compile_later", lambda keys, wanted: asked.extend(keys))
-        plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
-        bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
-        while len(plain.output.tokens) < 20:
-            engine.step()
-        assert not bound.output.tokens
-        assert set(asked) == {Key("constrained", 2, engine.buckets.tables[-1], nodes=1)}
-    while engine.unfinished:
-        engine.step()
-    check_plain(toy(), HELLO, plain.params, completion(plain), EOS)
-    check_masked(toy(), HELLO, bound.params, completion(bound))
-
-
-def test_programs_of_grammars_are_compiled_when_there_is_one():
-    buckets = engine_of("NGRAM").buckets
-    kinds = {"constrained", "propose"}
-    assert not kinds & {key.kind for key in buckets.all_keys()}
-    assert {key.kind for key in buckets.constrained_keys()} == kinds
-    plain = engine_of("NONE").buckets
-    assert {key.kind for key in plain.constrained_keys()} == {"constrained"}
-    assert str(Key("constrained", 4, 32)) == "a step with a grammar of 4 requests with 32 pages each"
-
-
-def test_a_wrong_grammar_is_refused_before_anything_starts():
-    engine = engine_of("NONE")
-    for wrong in (Grammar("regex", "(a"), Grammar("json_schema", '{"type": "foo"}')):
-        with pytest.raises(ParameterError, match="grammar"):
-            engine.generate(HELLO, SamplingParams(max_new_tokens=9, grammar=wrong))
-    assert not engine.unfinished
-
-
 @pytest.mark.parametrize(
     ("prompt", "begun"),
     [("<think>\n", True), ("a<think>\n\n</think>\n\n", None), ("hello", False), ("<think>" + 20 * "a ", False),
      ("what is <think>?", False), ("is </think> right", False), ("<think></think>a", False)],
 )  # fmt: skip
-def test_where_a_model_thinks(prompt, begun):
+def test_reasoning_of_a_prompt(prompt, begun):
     thinking = copy.deepcopy(tokenizer())
     thinking.add_tokens(["<think>", "</think>"], special_tokens=True)
     intake = Intake(thinking, VOCABULARY + 2, 128, 1024, EOS, 0)
-    found = intake.sequence(prompt, SamplingParams(max_new_tokens=9, grammar=OBJECT))
-    reasoning = intake._reasoning(found.prompt)
+    sequence = intake.sequence(prompt, SamplingParams(max_new_tokens=9, grammar=OBJECT))
+    reasoning = intake._reasoning(sequence.prompt)
     assert (None if reasoning is None else reasoning.begun) == begun
-    assert found.constraint is not None
+    assert sequence.constraint is not None
     start = thinking.convert_tokens_to_ids("<think>")
-    bits = np.unpackbits(found.constraint.mask().view(np.uint8), bitorder="little")
+    bits = np.unpackbits(sequence.constraint.mask().view(np.uint8), bitorder="little")
     assert bool(bits[start]) == (begun is not None)
     assert bits[END] == 0
     assert Intake(tokenizer(), VOCABULARY, 128, 1024, EOS, 0)._reasoning([5, 6]) is None
+
+
+# Slow masks are computed by other threads.
+
+
+@pytest.mark.parametrize("kind", ["NONE", "trees"])
+def test_text_with_slow_masks(kind, monkeypatch):
+    monkeypatch.setattr(grammar_module, "SLOW_SECONDS", -1.0)
+    engine, batch, threads = engine_of(kind), requests(6), set[str]()
+    bits = Constraint._bits
+
+    def recorded(self: Constraint) -> np.ndarray:
+        threads.add(threading.current_thread().name)
+        return bits(self)
+
+    monkeypatch.setattr(Constraint, "_bits", recorded)
+    monkeypatch.setattr(engine.intake.grammars, "_cache", type(engine.intake.grammars._cache)())
+    check(engine, toy(), batch)
+    assert threads and all(name.startswith("specjax-mask") for name in threads)
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_other_requests_run_while_a_mask_is_computed(abort, monkeypatch):
+    engine, released = engine_of("NGRAM"), threading.Event()
+    bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
+    assert bound.constraint is not None
+    bits = bound.constraint._bits
+
+    def blocked() -> np.ndarray:
+        assert released.wait(60)
+        return bits()
+
+    bound.constraint.slow = True
+    monkeypatch.setattr(bound.constraint, "_bits", blocked)
+    plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
+    steps = 0
+    while plain.status is not Status.FINISHED:
+        engine.step()
+        steps += 1
+        assert steps < 60 and not bound.output.tokens
+    engine.step()
+    assert bound.status is Status.RUNNING and not bound.output.tokens
+    if abort:
+        assert engine.abort(bound.id) and not engine.unfinished
+        engine.step()
+    released.set()
+    while engine.unfinished:
+        engine.step()
+    check_plain(toy(), HELLO, plain.params, completion(plain), EOS)
+    if not abort:
+        check_masked(toy(), HELLO, bound.params, completion(bound))
+    check_idle(engine)

@@ -203,6 +203,15 @@ def check_idle(engine: Engine) -> None:
     assert engine.scheduler.allocator.free + engine.scheduler.prefix.evictable == engine.pool.pages
 
 
+def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any, eos=()) -> list[Completion]:
+    """Generate; all texts equal plain decoding, and the engine is idle."""
+    completions = engine.generate(prompts, params)
+    for prompt, sampling, done in zip(prompts, params, completions, strict=True):
+        check_plain(model, prompt, sampling, done, eos)
+    check_idle(engine)
+    return completions
+
+
 def drain(engine: Engine, most: int = 5000) -> dict[str, Completion]:
     """Steps until all is done, checking after each; what finished by itself, by id."""
     done: dict[str, Completion] = {}
