@@ -16,9 +16,9 @@ from typing import Any, Literal
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import SHUT_DOWN, ApiError, unavailable
 from specjax.serve.middleware import CROWDED, WHOLE, log_answer, request_id
+from specjax.serve.server_settings import ServerSettings
 
 LINGER = 1.0  # seconds until a refused connection is cut; cutting it at once could discard the answer
 

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
+from specjax.serve.answers import fingerprint
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import bad_request, unavailable
-from specjax.serve.loads import loads, short_loads
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.protocol import (
@@ -33,10 +32,9 @@ from specjax.serve.protocol import (
     TokenizeRequest,
     check_model,
 )
-from specjax.serve.replicas import Service
 from specjax.serve.report import describe
-from specjax.serve.responses import fingerprint
-from specjax.serve.runner import Runner
+from specjax.serve.runner import Runner, Service
+from specjax.serve.server_settings import ServerSettings
 from specjax.serve.task import refusal
 from specjax.serve.tokenising import Tokenising, work
 
@@ -203,14 +201,6 @@ def add_control_routes(
     @get(app, "/get_server_info", "/server_info", tags=["SGLang"])
     async def get_server_info() -> dict[str, Any]:
         return server_info(runner, settings, model)
-
-    @get(app, "/v1/loads", tags=["SGLang"])
-    async def get_loads() -> dict[str, Any]:
-        return loads(runner)
-
-    @get(app, "/get_load", tags=["SGLang"])
-    async def get_load() -> list[dict[str, int]]:
-        return short_loads(runner)
 
     @get(app, "/metrics", response_class=PlainTextResponse, tags=["server"])
     async def metrics(request: Request) -> Response:

@@ -12,11 +12,24 @@ from hashlib import blake2b
 from typing import Any
 
 from specjax.checkpoint.prompts import END_THINK, THINK
-from specjax.serve.call_parsers import PARSERS
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.xml_calls import Glm, QwenCoder
 
 AUTO, NONE = "auto", "none"
+PARSERS: dict[str, type[CallParser]] = {
+    "qwen": Hermes,
+    "qwen25": Hermes,
+    "hermes": Hermes,
+    "qwen3_coder": QwenCoder,
+    "glm": Glm,
+    "glm45": Glm,
+    "kimi_k2": KimiK2,
+    "llama3": Llama3,
+    "mistral": Mistral,
+    "deepseekv3": DeepSeek,
+    "deepseekv31": DeepSeek31,
+}
+"""The formats of function calls by SGLang's names."""
 # Words of a template, and the parser for a template that has them all; None: an unsupported format.
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
     (("<tool_call>", "<function=", "<parameter="), QwenCoder),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.output import PromptLogprob, TokenLogprob
-from specjax.serve.responses import DONE, Answer, TokenNames, event, finite, speculative
+from specjax.serve.answers import DONE, Answer, TokenNames, event, finite, speculative
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -145,33 +145,6 @@ class TemplateFields(Body):
             raise bad_request(f"chat_template_kwargs may not set {taken}, a field of the body", "chat_template_kwargs")
         given = {name: value for name, value in given.items() if value is not None}
         return Chat([each.for_template() for each in messages], {**variables, **given})
-
-
-def assistant_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for chat templates: merges consecutive messages of the assistant, because some interfaces send its
-    reasoning, text and calls as separate items."""
-    turns: list[dict[str, Any]] = []
-    for message in messages:
-        last = turns[-1] if turns else {}
-        if message["role"] != "assistant" or last.get("role") != "assistant":
-            turns.append(dict(message))
-            continue
-        last["content"] += message["content"]
-        if thoughts := message.get("reasoning_content"):
-            last["reasoning_content"] = last.get("reasoning_content", "") + thoughts
-        if calls := message.get("tool_calls"):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
-    return turns
-
-
-def earlier_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A message with a call that the assistant made."""
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": id, "type": "function", "function": function}],
-    }
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]

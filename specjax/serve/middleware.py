@@ -8,16 +8,17 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specjax.cli.flags import ServerSettings
-from specjax.serve.errors import SHUT_DOWN, ApiError, State, unavailable
-from specjax.serve.replicas import Service
+from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, unavailable
+from specjax.serve.runner import Service
+from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 
@@ -29,8 +30,8 @@ PAGE = "/"  # the chat page: static and without secrets
 OPEN = (HEALTH, PAGE)  # paths that need no API key
 # Cheap routes that routers and Prometheus call during a drain, and routes that end requests or let them continue.
 IN_DRAIN = frozenset(
-    ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/get_load",
-     "/v1/models", "/abort_request", "/continue_generation")
+    ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/models",
+     "/abort_request", "/continue_generation")
 )  # fmt: skip
 
 # Key of the scope's state, set by the connection: the number of open connections, if there are too many.
@@ -40,17 +41,31 @@ INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
-    """Checks every request before its route, limits the size and time of its body, and logs the answer."""
+    """Checks every request before its route, limits the size and time of its body, and logs the answer.
 
-    def __init__(self, app: ASGIApp, *, runner: Service, settings: ServerSettings) -> None:
+    Args:
+        in_drain: paths that are answered while the server drains.
+        error_forms: as `form_of`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        runner: Service,
+        settings: ServerSettings,
+        in_drain: Set[str] = IN_DRAIN,
+        error_forms: Mapping[str, ErrorForm] = MappingProxyType({}),
+    ) -> None:
         self._app, self._runner, self._settings = app, runner, settings
+        self._in_drain, self._error_forms = in_drain, error_forms
         self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the lifespan of an application that another server runs
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        id = request_id(headers)
+        id, form = request_id(headers), form_of(scope["path"], self._error_forms)
         pause, clock = self._settings.receive_timeout, asyncio.get_running_loop().time
         began, size, complete, answered = clock(), 0, False, False
 
@@ -87,12 +102,12 @@ class Gate:
             self._check(scope, headers)
             await self._app(scope, receive_limited, send_with_id)
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send_with_id)
+            await error.response(form)(scope, receive, send_with_id)
         except Exception:
             if answered:  # all that is left is to cut the connection
                 raise
             logger.exception("request %s failed", shown_id(id))
-            await ApiError(500, INTERNAL).response(scope["path"])(scope, receive, send_with_id)
+            await ApiError(500, INTERNAL).response(form)(scope, receive, send_with_id)
         finally:
             self._held -= size
 
@@ -106,7 +121,7 @@ class Gate:
             return
         if self._settings.api_key:
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            if not scheme:  # Anthropic's clients
+            if not scheme:  # some clients send only the key, in a header of its own
                 scheme, token = "bearer", headers.get("x-api-key", "")
             # Headers are decoded as latin-1. Comparing with all keys keeps the time independent of the key.
             given = token.strip().encode("latin-1")
@@ -115,7 +130,7 @@ class Gate:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         drains = self._runner.state is State.DRAINING and self._runner.loaded
-        if not (drains and path in IN_DRAIN):
+        if not (drains and path in self._in_drain):
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import Field, SkipValidation
 
 from specjax.checkpoint.prompts import Chat
-from specjax.cli.flags import MOST_TRACED
 from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
 from specjax.limits import ParameterError
 from specjax.serve.errors import ApiError, Pause, bad_request, shown
@@ -33,6 +32,7 @@ from specjax.serve.fields import (
 )
 from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import Messages, TemplateFields
+from specjax.serve.server_settings import MOST_TRACED
 from specjax.serve.structured import (
     FIELDS,
     Choices,

@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
@@ -40,6 +40,7 @@ from specjax.serve.errors import (
 from specjax.serve.metrics import Traffic
 from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
+from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 
@@ -135,16 +136,111 @@ class Watchdog(threading.Thread):
         self._stopped.set()
 
 
-class Runner(threading.Thread):
-    """Call `start`, and wait for `state` to be READY."""
+class Service(ABC):
+    """One or several engines behind one queue, as the routes and the server see them. Call `start`, and wait for
+    `state` to be READY.
+
+    Attributes:
+        on_change: called after changes of `state`, from any thread.
+        places: in the queue.
+    """
+
+    on_change: Callable[[], None]
+    places: Places
+
+    @property
+    @abstractmethod
+    def ranks(self) -> List[Runner]:
+        """The runner of each engine."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The engine whose limits all requests must keep. Read-only for other threads, and only once loaded."""
+
+    @property
+    @abstractmethod
+    def state(self) -> State: ...
+
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    @abstractmethod
+    def ready_at(self) -> float: ...
+
+    @property
+    @abstractmethod
+    def loaded(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def paused(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> int:
+        """Number of sequences that wait or run."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Maximum number of sequences that may wait or run."""
+
+    @property
+    def pending(self) -> int:
+        """Number of sequences that are tokenised, wait or run."""
+        return self.places.taken
+
+    def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """As `Places.reserve`."""
+        return self.places.reserve(count)
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def submit(self, listener: Listener) -> None:
+        """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
+
+    @abstractmethod
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """Ends these sequences if they still run; their pages are free before the next step."""
+
+    @abstractmethod
+    def abort_named(self, name: str | None) -> int:
+        """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
+        get an answer. Returns the number of sequences."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Accepts no new requests."""
+
+    @abstractmethod
+    def end_all(self, message: str, failure: BaseException | None = None) -> None:
+        """Ends all requests, with `message` as the reason, and accepts no more. The engine is not used again.
+
+        Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
+        """
+
+    @abstractmethod
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends the threads after the current step, and background work. Returns True if all have ended."""
+
+
+class Runner(threading.Thread, Service):
+    """The service of one engine."""
+
+    state = State.LOADING
+    failure: BaseException | None = None
+    ready_at = 0.0
+    paused = False  # by `pause`
 
     def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, warm_up: bool = True) -> None:
         super().__init__(name="specjax-engine", daemon=True)
-        self.state = State.LOADING
-        self.failure: BaseException | None = None
         self.ready_at = time.time()
-        # Called after changes of `state`, from this thread or the watchdog's.
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change = lambda: None
         self._make_engine, self._settings, self._warm_up = make_engine, settings, warm_up
         self._engine: Engine | None = None
         self._helpers: list[threading.Thread] = []  # what they prepare is for later requests
@@ -152,9 +248,7 @@ class Runner(threading.Thread):
         self._wake = threading.Condition()
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
-        self.paused = False  # by `pause`
         self.places = Places(lambda: self.unfinished, lambda: self.capacity)
-        self.reserve = self.places.reserve
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
         self._busy, self._beat = False, 0
@@ -173,7 +267,6 @@ class Runner(threading.Thread):
 
     @property
     def engine(self) -> Engine:
-        """Read-only for other threads, and only once loaded."""
         assert self._engine is not None, "the engine is not loaded"
         return self._engine
 
@@ -183,23 +276,16 @@ class Runner(threading.Thread):
 
     @property
     def unfinished(self) -> int:
-        """Sequences that are waiting or running."""
         return len(self._listeners)
 
     @property
-    def pending(self) -> int:
-        """Sequences that are being tokenised, waiting or running."""
-        return self.places.taken
-
-    @property
     def capacity(self) -> int:
-        """Most sequences that may run or wait."""
         return self.engine.config.max_running_requests + self._settings.max_queued_requests
 
     # From any thread
 
     def submit(self, listener: Listener, indices: Iterable[int] | None = None) -> None:
-        """Queues a request's sequences, or those of some indices. Raises an ApiError, a 400, if an id is in use."""
+        """`indices`: of the listener's sequences to queue; None: all."""
         chosen = list(range(len(listener.sequences)) if indices is None else indices)
         sequences = [listener.sequences[index] for index in chosen]
         with self._wake:
@@ -214,23 +300,19 @@ class Runner(threading.Thread):
 
     @property
     def ids(self) -> list[str]:
-        """Of the sequences that are waiting or running."""
+        """Ids of the sequences that wait or run."""
         with self._wake:
             return [sequence.id for sequence in self._listeners]
 
     @property
     def ranks(self) -> list[Runner]:
-        """The replicas of the engine: this one."""
         return [self]
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Ends these, if they still run; their pages come back before the next step."""
         if left := [sequence for sequence in sequences if sequence in self._listeners]:
             self._command(lambda: self._abort(left))
 
     def abort_named(self, name: str | None) -> int:
-        """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
-        are told. Returns how many sequences."""
         pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
         with self._wake:
             found = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
@@ -282,14 +364,9 @@ class Runner(threading.Thread):
         return self.call(start)
 
     def drain(self) -> None:
-        """No new requests."""
         self.state = State.DRAINING
 
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
-        """Ends all requests, with `message` as the reason, and takes no more. The engine is not used again.
-
-        Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
-        """
         with self._wake:
             self._ended = message
             self._stop_requested = True
@@ -306,7 +383,6 @@ class Runner(threading.Thread):
                 future.set_exception(RuntimeError(message))
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Ends the thread after the current step, and what runs in the background. True: all have ended."""
         with self._wake:
             self._stop_requested = True
             self._wake.notify()

@@ -20,10 +20,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from specjax.cli.flags import ServerSettings
 from specjax.serve.connection import connection_class
 from specjax.serve.errors import SHUT_DOWN, State
-from specjax.serve.replicas import Service
+from specjax.serve.runner import Service
+from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
@@ -58,22 +58,6 @@ with warnings.catch_warnings():
         def chosen(self) -> Grammar | None:
             return chosen(self, OUTPUTS, "structured_outputs.")[1]
 
-    class TextFormat(Body):
-        type: Literal["text", "json_object", "json_schema"]
-        name: Text | None = None
-        description: Text | None = None
-        schema: JsonSchema = Field(None, description="Needs the type `json_schema`.")  # type: ignore[assignment]
-        strict: Flag | None = Field(None, description="Schemas are always followed.")
-
-    class OutputFormat(Body):
-        """Anthropic's."""
-
-        type: Literal["json_schema"]
-        schema: SkipValidation[dict[str, Any]]  # type: ignore[assignment]
-
-        def chosen(self) -> Grammar:
-            return Grammar.json(self.schema)
-
 
 # For bodies of SGLang's.
 UNSUPPORTED: dict[str, Values] = {
@@ -82,37 +66,11 @@ UNSUPPORTED: dict[str, Values] = {
 }  # fmt: skip
 
 
-def _of_type(name: str, schema: Any) -> Grammar | None:
+def grammar_of_type(name: str, schema: Any) -> Grammar | None:
     """The grammar of a format's `type`. Without a schema it is any JSON object."""
     if name == "text":
         return None
     return Grammar("json_schema") if name == "json_object" or schema is None else Grammar.json(schema)
-
-
-class TextOptions(Body):
-    """OpenAI's, of responses."""
-
-    unsupported: ClassVar[Mapping[str, Values]] = {"verbosity": ("medium",)}
-
-    format: TextFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        if self.format is None:
-            return None
-        if self.format.type == "json_schema" and self.format.schema is None:
-            raise bad_request("text.format.schema is required", "text")
-        return _of_type(self.format.type, self.format.schema)
-
-
-class OutputConfig(Body):
-    """Anthropic's."""
-
-    unsupported: ClassVar[Mapping[str, Values]] = {"effort": ("high",), "task_budget": ()}
-
-    format: OutputFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        return None if self.format is None else self.format.chosen()
 
 
 class ResponseFormat(Body):
@@ -124,7 +82,7 @@ class ResponseFormat(Body):
     def chosen(self) -> Grammar | None:
         if self.type == "json_schema" and self.json_schema is None:
             raise bad_request("response_format.json_schema is required", "response_format")
-        return _of_type(self.type, None if self.json_schema is None else self.json_schema.schema)
+        return grammar_of_type(self.type, None if self.json_schema is None else self.json_schema.schema)
 
 
 Convert = Callable[[Any], Grammar | None]

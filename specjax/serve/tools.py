@@ -101,43 +101,6 @@ ToolChoice = Annotated[
 ]
 
 
-class FlatTool(FunctionTool):
-    """Of OpenAI's responses."""
-
-    type: Literal["function"]
-
-
-def as_tool(function: FunctionTool) -> Tool:
-    return Tool.model_construct(type="function", function=function)
-
-
-def choice_of(kind: str, name: str | None = None) -> Choice:
-    function = None if name is None else FunctionChoice.model_construct(name=name)
-    return Choice.model_construct(type=kind, function=function)
-
-
-class FlatChoice(Body):
-    """Of OpenAI's responses."""
-
-    type: Literal["function"]
-    name: FunctionName
-
-
-def _from_flat(given: Any) -> Any:
-    if isinstance(given, str) and given in CHOICES:
-        return {"type": given}
-    if isinstance(given, dict) and given.get("type") == "function" and "name" in given:
-        return {"type": "function", "function": {"name": given["name"]}}
-    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": ...}}'
-    raise PydanticCustomError("choice", "{problem}", {"problem": problem})
-
-
-FlatToolChoice = Annotated[
-    Choice, BeforeValidator(_from_flat, json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice)
-]
-FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
-
-
 class ToolFields(Body):
     """Fields of a chat beside its messages."""
 

@@ -20,12 +20,12 @@ from tiny_heads import save_head
 import specjax.load
 from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
+from specjax.cli import serve as command
 from specjax.devices import DEVICES
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.hardware.dry_run import Case, make_plan, outline
 from specjax.limits import ParameterError
-from specjax.serve import command
 from specjax.serve.report import describe
 from specjax.settings import Parser, SettingsError, add_flags, read
 

@@ -14,8 +14,8 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
+from specjax.cli import serve as command
 from specjax.hardware.dry_run import outline
-from specjax.serve import command
 from specjax.train import run
 from specjax.train.options import TrainOptions
 

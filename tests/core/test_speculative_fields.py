@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings, Settings
+from specjax.cli.serve import load
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.arrays import Output, Read
 from specjax.engine.collect import take
 from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Slot, Status, completion
 from specjax.serve import control
-from specjax.serve.command import load
 from specjax.serve.errors import ApiError
 from specjax.state import NO_DRAFT_LIMIT, RUNS, STOPPED
 

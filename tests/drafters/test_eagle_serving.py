@@ -29,10 +29,10 @@ from tiny_heads import save_head
 
 from specjax import PoolShape, init_cache
 from specjax.cli import build, flags, generate
+from specjax.cli import serve as command
 from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.load import LoadedModel, load
-from specjax.serve import command
 
 LETTERS = byte_ids(b"aei")
 """What a map lets a head propose, and what a request with a bias for them writes."""

@@ -13,7 +13,7 @@ from engine_helpers import GREEDY, check_idle, make_engine, outcome, shared_engi
 from server_helpers import MODEL, SECONDS, running
 
 from specjax.engine import SamplingParams
-from specjax.serve.responses import TokenNames
+from specjax.serve.answers import TokenNames
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

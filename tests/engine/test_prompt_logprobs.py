@@ -19,8 +19,8 @@ from specjax.engine import SamplingParams
 from specjax.engine.output import NO_SCORES, PromptLogprobs
 from specjax.engine.sequence import Status
 from specjax.serve import task as task_module
+from specjax.serve.answers import echo_of
 from specjax.serve.app import LATER
-from specjax.serve.responses import echo_of
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.cli.flags import CALL_FORMATS
-from specjax.serve.call_parsers import PARSERS
 from specjax.serve.calls import Arguments, Call, CallParser, Hermes, Text
+from specjax.serve.forms import PARSERS
 from specjax.serve.reply import Reply, ReplyOptions
 from specjax.serve.xml_calls import typed_value
 

@@ -12,8 +12,8 @@ import pytest
 from engine_helpers import shared_engine
 from server_helpers import running, wait_until
 
+from specjax.cli import serve as command
 from specjax.cli.flags import MOST_TRACED, ServerSettings
-from specjax.serve import command
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,7 +28,7 @@ from tiny_checkpoints import save_llama
 from train_helpers import with_kernels
 
 import specjax
-from specjax.serve import command as serve
+from specjax.cli import serve
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +52,7 @@ LONG = {"prompt": "a", "max_tokens": 3500, "ignore_eos": True}
 FORKS = """
 import json, os, sys, threading
 import transformers, uvicorn
-from specjax.serve.command import main
+from specjax.cli.serve import main
 assert threading.active_count() == 1  # JAX has none before it has a backend
 for line in sys.stdin:
     name, value = json.loads(line)

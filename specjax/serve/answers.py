@@ -60,11 +60,6 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, allow_nan=False).encode() + b"\n\n"
 
 
-def named_event(data: dict[str, Any]) -> bytes:
-    """An event whose name is the `type` of its data."""
-    return b"event: " + data["type"].encode() + b"\n" + event(data)
-
-
 @functools.cache  # every event has it, and finding the version reads files
 def fingerprint() -> str:
     try:
