@@ -78,7 +78,7 @@ class Replicas(Service):
         self, make_engine: Callable[[int], Engine], settings: ServerSettings, count: int, *, warm_up: bool = True
     ) -> None:
         self._make_engine, self._loading = make_engine, threading.Lock()
-        # One trace holds the steps of all replicas, and counts those of the first.
+        # One trace holds the steps of all replicas; the first replica counts them.
         others = replace(settings, profile=None)
         self._runners = [
             Runner(partial(self._load, rank), settings if rank == 0 else others, warm_up=warm_up)
@@ -155,7 +155,7 @@ class Replicas(Service):
             self._balance = Balance(len(self.ranks), self.engine.pool.page_size)
         loads, chosen = [rank.unfinished for rank in self.ranks], dict[Sequence, int]()
         for sequence in sequences:
-            if sequence.leader is not None:  # it takes what its leader has computed
+            if sequence.leader is not None:  # it reuses the leader's results
                 rank = chosen[sequence.leader]
             else:
                 rank = self._balance.choose(sequence.prompt, sequence.salt_key, loads)

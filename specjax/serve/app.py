@@ -96,26 +96,20 @@ class Generation:
     def __init__(self, runner: Service, settings: ServerSettings, *, model: str) -> None:
         self.runner, self.settings, self.model = runner, settings, model
         self.tokenising = Tokenising()
-        self._form: AnswerForm | None = None
-        self._names: TokenNames | None = None
 
-    @property
+    @functools.cached_property
     def form(self) -> AnswerForm:
         """The form of the model's answers. Only once the model is loaded."""
-        if self._form is None:
-            self._form = answer_form(
-                self.runner.engine.tokenizer,
-                tool_call_parser=self.settings.tool_call_parser,
-                reasoning_parser=self.settings.reasoning_parser,
-            )
-        return self._form
+        return answer_form(
+            self.runner.engine.tokenizer,
+            tool_call_parser=self.settings.tool_call_parser,
+            reasoning_parser=self.settings.reasoning_parser,
+        )
 
-    @property
+    @functools.cached_property
     def names(self) -> TokenNames:
         """Texts of single tokens. Only once the model is loaded."""
-        if self._names is None:
-            self._names = TokenNames(self.runner.engine.tokenizer)
-        return self._names
+        return TokenNames(self.runner.engine.tokenizer)
 
     def rules(self) -> Rules:
         engine = self.runner.engine
@@ -129,7 +123,7 @@ class Generation:
         """Runs the task that a body describes, and streams or returns the answer.
 
         Args:
-            id: of the request; its sequences are `id-0`, `id-1`, ... unless the task names them.
+            id: name of the request; its sequences are `id-0`, `id-1`, ... unless the task names them.
             make: makes the answer of the queued request.
             echo: the answer repeats the prompts.
         """
@@ -171,7 +165,7 @@ class Generation:
 
 
 class Extension(NamedTuple):
-    """Routes beside those of OpenAI and SGLang.
+    """Routes in addition to OpenAI's and SGLang's.
 
     Attributes:
         add: registers the routes with the application.
@@ -220,7 +214,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     if settings.api_key:
         app.openapi = functools.partial(with_security, app.openapi)  # type: ignore[method-assign]
     app.add_middleware(Gate, runner=runner, settings=settings, in_drain=in_drain, error_forms=forms)
-    if settings.allowed_origins:  # outermost: a browser asks without a key whether it may call
+    if settings.allowed_origins:  # outermost: the browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
             expose_headers=["X-Request-Id", IGNORED_HEADER],

@@ -20,7 +20,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# Messages of requests that end without an answer.
+# Messages for requests that end without an answer.
 FAILED_STEP = "the engine failed and was reset; the request can be sent again"
 NO_PROGRAM = "a program that the request needs cannot be compiled; the log says why"
 ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
@@ -44,7 +44,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that answers a request."""
+    """An error that becomes the answer to a request."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiEr
 
 
 class _Short(reprlib.Repr):
-    """Writes true, false, null, NaN and Infinity as JSON does."""
+    """`reprlib.Repr` with JSON's true, false, null, NaN and Infinity."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return "true" if value else "false"

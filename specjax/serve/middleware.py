@@ -59,7 +59,7 @@ class Gate:
     ) -> None:
         self._app, self._runner, self._settings = app, runner, settings
         self._in_drain, self._error_forms = in_drain, error_forms
-        self._held = 0  # bytes of bodies
+        self._bytes = 0  # of the bodies of all unanswered requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the lifespan of an application that another server runs
@@ -70,7 +70,7 @@ class Gate:
         began, size, complete, answered = clock(), 0, False, False
 
         async def receive_limited() -> Message:
-            """The next message of a body. Raises an ApiError if it is late, or the bodies are too large."""
+            """The next message of a body. Raises an ApiError after the time limit, or if the bodies are too large."""
             nonlocal size, complete
             if complete:  # only a disconnect can come now
                 return await receive()
@@ -83,10 +83,10 @@ class Gate:
             complete = not message.get("more_body", False)
             new = len(message.get("body", b""))
             size += new
-            self._held += new
+            self._bytes += new
             if size > MAX_BODY:
                 raise _too_large()
-            if self._held > MAX_BODIES:
+            if self._bytes > MAX_BODIES:
                 raise unavailable("the bodies of other requests fill the memory for them", retry_after=1, close=True)
             return message
 
@@ -104,12 +104,12 @@ class Gate:
         except ApiError as error:
             await error.response(form)(scope, receive, send_with_id)
         except Exception:
-            if answered:  # all that is left is to cut the connection
+            if answered:  # too late for an error: cut the connection
                 raise
             logger.exception("request %s failed", shown_id(id))
             await ApiError(500, INTERNAL).response(form)(scope, receive, send_with_id)
         finally:
-            self._held -= size
+            self._bytes -= size
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path = scope["path"]
@@ -124,9 +124,9 @@ class Gate:
             if not scheme:  # some clients send only the key, in a header of its own
                 scheme, token = "bearer", headers.get("x-api-key", "")
             # Headers are decoded as latin-1. Comparing with all keys keeps the time independent of the key.
-            given = token.strip().encode("latin-1")
-            right = sum(hmac.compare_digest(given, key.encode()) for key in self._settings.api_key) > 0
-            if scheme.lower() != "bearer" or not right:
+            sent = token.strip().encode("latin-1")
+            valid = sum(hmac.compare_digest(sent, key.encode()) for key in self._settings.api_key) > 0
+            if scheme.lower() != "bearer" or not valid:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         drains = self._runner.state is State.DRAINING and self._runner.loaded
@@ -138,7 +138,7 @@ class Gate:
 
 
 def check_state(runner: Service) -> None:
-    """Raises an ApiError, a 503, if the engine takes no requests."""
+    """Raises an ApiError, a 503, if the engine accepts no requests."""
     if runner.state is State.LOADING:
         raise unavailable("the model is loading", retry_after=5)
     if runner.state is State.DRAINING:
@@ -149,8 +149,8 @@ def check_state(runner: Service) -> None:
 
 def request_id(headers: Headers) -> str:
     """The client's request id if it is printable ASCII and short, else a new id."""
-    given = headers.get("x-request-id", "")
-    return given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else secrets.token_hex(12)
+    id = headers.get("x-request-id", "")
+    return id if 0 < len(id) <= 128 and id.isascii() and id.isprintable() else secrets.token_hex(12)
 
 
 def shown_id(id: str) -> str:
@@ -165,5 +165,5 @@ def log_answer(scope: Mapping[str, Any], status: int, id: str) -> None:
 
 
 def _too_large() -> ApiError:
-    # The rest of the body is not read, so the connection cannot go on.
+    # The rest of the body is not read, so the connection cannot be used again.
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers=CLOSE)

@@ -1,7 +1,7 @@
-"""The thread that owns the engine: it loads the engine, steps it, and hands on what each step has changed.
+"""`Service`, the interface of engines to the routes, and `Runner`, the thread that loads and steps one engine.
 
-Everything that touches the engine runs in this thread, between two steps. Other threads leave commands (`submit`,
-`abort`, `call`); stream deltas reach them through their own event loop, with one wake-up for each step.
+Everything that touches the engine runs in this thread, between two steps. Other threads queue commands (`submit`,
+`abort`, `call`). Stream deltas reach event loops through `Delivery`, with one wake-up for each step.
 
     event loop:  submit ->  [commands]  -> enqueue, step, step, ...  -> Delivery -> Listener.queue
 """
@@ -48,12 +48,7 @@ Result = TypeVar("Result")
 
 
 class Places:
-    """Places in the queue, reserved for requests while they are tokenised.
-
-    Args:
-        unfinished: returns the number of sequences that wait or run.
-        capacity: returns the maximum number of sequences that may wait or run.
-    """
+    """Places in the queue, reserved for requests while they are tokenised. Arguments: properties of the `Service`."""
 
     def __init__(self, unfinished: Callable[[], int], capacity: Callable[[], int]) -> None:
         self._unfinished, self._capacity, self._lock = unfinished, capacity, threading.Lock()
@@ -61,7 +56,6 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Number of sequences that are tokenised, wait or run."""
         return self._unfinished() + self.reserved
 
     @contextlib.contextmanager
@@ -69,8 +63,8 @@ class Places:
         """Reserves `count` places; queue the sequences before the context ends. Raises an ApiError, a 503, if the queue
         is full."""
         with self._lock:
-            if self.taken + count > (most := self._capacity()):
-                problem = f"{self.taken} requests run or wait; at most {most} may"
+            if self.taken + count > (capacity := self._capacity()):
+                problem = f"{self.taken} requests run or wait; at most {capacity} may"
                 raise unavailable(f"the queue is full: {problem}", retry_after=1)
             self.reserved += count
         try:
@@ -90,7 +84,7 @@ class Watchdog(threading.Thread):
     Args:
         timeout: seconds without progress after which the watched thread is stuck.
         beat: returns a number that changes with each progress, None while there is no work.
-        excused: returns True while the work waits for a compiler, which has no time limit.
+        excused: returns True while the thread waits for compilation, which has no time limit.
         act: called once, from this thread, with the seconds without progress. Then this thread ends.
     """
 
@@ -132,20 +126,13 @@ class Watchdog(threading.Thread):
             last = now
 
     def stop(self) -> None:
-        """From any thread, also before `start`."""
         self._stopped.set()
 
 
 class Service(ABC):
-    """One or several engines behind one queue, as the routes and the server see them. Call `start`, and wait for
-    `state` to be READY.
+    """One or several engines behind one queue. Call `start`, and wait for `state` to be READY."""
 
-    Attributes:
-        on_change: called after changes of `state`, from any thread.
-        places: in the queue.
-    """
-
-    on_change: Callable[[], None]
+    on_change: Callable[[], None]  # called after changes of `state`, from any thread
     places: Places
 
     @property
@@ -243,14 +230,14 @@ class Runner(threading.Thread, Service):
         self.on_change = lambda: None
         self._make_engine, self._settings, self._warm_up = make_engine, settings, warm_up
         self._engine: Engine | None = None
-        self._helpers: list[threading.Thread] = []  # what they prepare is for later requests
+        self._helpers: list[threading.Thread] = []  # prepare later requests in the background
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stop_requested = False
-        self._ended: str | None = None  # why no request is taken any more
+        self._ended: str | None = None  # why requests are no longer accepted
         self.places = Places(lambda: self.unfinished, lambda: self.capacity)
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
-        # For the watchdog: whether anything is under way, and a number that changes with each step and command.
+        # For the watchdog: True while a step or command runs, and a number that changes with each of them.
         self._busy, self._beat = False, 0
         self._watchdog = Watchdog(
             timeout=settings.watchdog_timeout,
@@ -258,8 +245,8 @@ class Runner(threading.Thread, Service):
             excused=lambda: self.engine.programs.is_waiting(self.ident),
             act=self._give_up,
         )
-        # Each unfinished sequence's listener, and its index there. By identity: an id may be used again once its answer
-        # is known.
+        # Unfinished sequence -> its listener, and its index there. Keyed by identity: an id may be used again once its
+        # answer is complete.
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
         self.traffic = Traffic()
         self.profiler = Profiler(settings.profile, settings.profile_steps)
@@ -286,15 +273,15 @@ class Runner(threading.Thread, Service):
 
     def submit(self, listener: Listener, indices: Iterable[int] | None = None) -> None:
         """`indices`: of the listener's sequences to queue; None: all."""
-        chosen = list(range(len(listener.sequences)) if indices is None else indices)
-        sequences = [listener.sequences[index] for index in chosen]
+        indices = list(range(len(listener.sequences)) if indices is None else indices)
+        sequences = [listener.sequences[index] for index in indices]
         with self._wake:
             if self._ended is not None:
                 message = self._ended
-                send((listener, listener.aborted(index, message)) for index in chosen)
+                send((listener, listener.aborted(index, message)) for index in indices)
                 return
             check_ids(sequences, self.ids)
-            self._listeners |= {listener.sequences[index]: (listener, index) for index in chosen}
+            self._listeners |= {listener.sequences[index]: (listener, index) for index in indices}
             self.traffic.arrived(sequences)
             self._command(lambda: self._enqueue(sequences))
 
@@ -309,22 +296,22 @@ class Runner(threading.Thread, Service):
         return [self]
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        if left := [sequence for sequence in sequences if sequence in self._listeners]:
-            self._command(lambda: self._abort(left))
+        if running := [sequence for sequence in sequences if sequence in self._listeners]:
+            self._command(lambda: self._abort(running))
 
     def abort_named(self, name: str | None) -> int:
         pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
         with self._wake:
-            found = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
-            self._command(lambda: self._end_told(found))
-        return len(found)
+            matches = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
+            self._command(lambda: self._end_with_answer(matches))
+        return len(matches)
 
     def call(self, function: Callable[[Engine], Result]) -> Future[Result]:
         """Runs a function on the engine, between two steps. Fails with a RuntimeError if the engine ends before."""
         future: Future[Result] = Future()
 
         def run() -> None:
-            with contextlib.suppress(InvalidStateError):  # it was cancelled, or the watchdog has ended it
+            with contextlib.suppress(InvalidStateError):  # cancelled, or ended by the watchdog
                 try:
                     future.set_result(function(self.engine))
                 except Exception as error:
@@ -340,12 +327,12 @@ class Runner(threading.Thread, Service):
         return future
 
     def pause(self, mode: Pause) -> Future[None]:
-        """Draws no more tokens until `go_on`; requests are taken, and wait. `mode`: as `PauseRequest`."""
+        """Draws no more tokens until `go_on`; new requests wait. `mode`: as `PauseRequest`."""
 
         def stop(engine: Engine) -> None:
             self.paused = True
             if mode == "abort":
-                self._end_told(list(self._listeners))
+                self._end_with_answer(list(self._listeners))
             elif mode == "retract":
                 engine.retract_all()
 
@@ -356,8 +343,6 @@ class Runner(threading.Thread, Service):
         return not self.paused and (self.engine.unfinished or self.engine.unreported)
 
     def go_on(self) -> Future[None]:
-        """After `pause`."""
-
         def start(_: Engine) -> None:
             self.paused = False
 
@@ -379,14 +364,14 @@ class Runner(threading.Thread, Service):
             self._change(State.FAILED)
         send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
         for future in calls:
-            with contextlib.suppress(InvalidStateError):  # it has ended meanwhile
+            with contextlib.suppress(InvalidStateError):  # it has ended in the meantime
                 future.set_exception(RuntimeError(message))
 
     def stop(self, timeout: float | None = None) -> bool:
         with self._wake:
             self._stop_requested = True
             self._wake.notify()
-        for thread in itertools.chain([self], self._helpers):  # the first may add others until it ends
+        for thread in itertools.chain([self], self._helpers):  # this thread may add helpers until it ends
             if thread.ident is not None:
                 thread.join(timeout)
         compiled = self._engine is None or self._engine.programs.close(timeout)
@@ -423,7 +408,7 @@ class Runner(threading.Thread, Service):
                 self._engine.programs.close(0.0)
 
     def _allocate(self, engine: Engine) -> None:
-        """Waits for the KV pool, so that READY means that there is one."""
+        """Waits for the KV pool, so that READY means that it is allocated."""
         try:
             engine.wait_until_allocated()
         except Exception as error:
@@ -454,11 +439,11 @@ class Runner(threading.Thread, Service):
             try:
                 changed = engine.step()
             except Exception as error:
-                logger.exception("A step failed: all running requests end, the engine starts anew")
+                logger.exception("A step failed: all running requests end, and the engine is reset")
                 forget_frames(error)
                 engine.reset(NO_PROGRAM if engine.programs.is_broken(error) else FAILED_STEP)
                 with self._wake:
-                    changed = list(self._listeners)  # also those that had ended in this step
+                    changed = list(self._listeners)  # including sequences that had ended in this step
             self.traffic.changed(changed)
             self._deliver(changed)
             report.after_step()
@@ -466,7 +451,6 @@ class Runner(threading.Thread, Service):
             self.profiler.after_step()
 
     def _give_up(self, seconds: float) -> None:
-        """Called by the watchdog when this thread is stuck."""
         frame = sys._current_frames().get(self.ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else "  unknown\n"
         limit = f"--watchdog-timeout {self._settings.watchdog_timeout:g}"
@@ -476,7 +460,7 @@ class Runner(threading.Thread, Service):
 
     def _enqueue(self, sequences: List[Sequence]) -> None:
         for sequence in sequences:
-            if sequence in self._listeners:  # not if it has been aborted before it was queued
+            if sequence in self._listeners:  # else it was aborted before it was queued
                 try:
                     self.engine.enqueue(sequence)
                 except Exception:
@@ -485,13 +469,13 @@ class Runner(threading.Thread, Service):
                     self._deliver([sequence])
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        with self._wake:  # other threads look through them
+        with self._wake:  # other threads iterate over the listeners
             gone = [sequence for sequence in sequences if self._listeners.pop(sequence, None) is not None]
         for sequence in gone:
             self._forget(sequence)
 
     def _text_failed(self, sequence: Sequence) -> None:
-        """From the delivery's thread, too."""
+        """Also called from the delivery's thread."""
         with self._wake:
             if self._listeners.pop(sequence, None) is not None:
                 self._command(lambda: self._forget(sequence))
@@ -500,22 +484,21 @@ class Runner(threading.Thread, Service):
         self._end(sequence, None)
         self.traffic.gone(sequence)
 
-    def _end_told(self, sequences: list[Sequence]) -> None:
-        left = [sequence for sequence in sequences if sequence in self._listeners]
-        for sequence in left:
+    def _end_with_answer(self, sequences: list[Sequence]) -> None:
+        running = [sequence for sequence in sequences if sequence in self._listeners]
+        for sequence in running:
             self._end(sequence, ABORTED)
             self.traffic.gone(sequence)
-        self._deliver(left)
+        self._deliver(running)
 
     def _end(self, sequence: Sequence, message: str | None) -> None:
-        """In the engine, if it is there."""
         if not self.engine.end(sequence, message) and sequence.status is not Status.FINISHED:
             sequence.abort(message)
             sequence.status = Status.FINISHED
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:
-        """Hands these sequences over, whose stream deltas are to be sent."""
-        found: list[Change] = []
+        """Passes these sequences to the delivery, which sends their stream deltas."""
+        changes: list[Change] = []
         with self._wake:
             for sequence in changed:
                 if (place := self._listeners.get(sequence)) is None:
@@ -523,9 +506,9 @@ class Runner(threading.Thread, Service):
                 if finished := sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
                 if finished or place[0].streams:
-                    found.append(Change(sequence, *place, None if finished else len(sequence.output.tokens)))
-        if found:
-            self._delivery.put(found)
+                    changes.append(Change(sequence, *place, None if finished else len(sequence.output.tokens)))
+        if changes:
+            self._delivery.put(changes)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -539,7 +522,7 @@ class Runner(threading.Thread, Service):
 
 
 def check_ids(sequences: Iterable[Sequence], running: Iterable[str]) -> None:
-    """Raises an ApiError, a 400, if one of the sequences has an id that is running or that another of them has."""
+    """Raises an ApiError, a 400, if an id is running, or if two of the sequences have the same id."""
     taken = set(running)
     for sequence in sequences:
         if sequence.id in taken:

@@ -1,4 +1,4 @@
-"""Settings of the server: the flags of `specjax serve` beside those of the model and the engine."""
+"""Settings of the server, which are flags of `specjax serve`. `specjax.cli.flags` adds the model and the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
-    served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
+    served_model_name: str | None = setting(None, "name of the model for clients; default: the value of --model")
     api_key: tuple[str, ...] = setting(
         (), "bearer tokens; a client needs one of them; set them in a file to hide them from other users",
         metavar="KEY", secret=True, alone=True,
@@ -34,37 +34,43 @@ class ServerSettings:
     log_level: str = setting(
         "info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"), parse=str.lower
     )
-    max_queued_requests: int = setting(512, "requests that may wait; further ones get a 503", minimum=1)
+    max_queued_requests: int = setting(512, "maximum number of waiting requests; further requests get a 503", minimum=1)
     stream_interval: int = setting(1, "tokens between two events of a stream", minimum=1)
     decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
     watchdog_timeout: float = setting(
         300.0,
-        "most seconds of a step, compiling excluded; a longer one ends all requests (503) and the process (status 1)",
+        "time limit of a step in seconds, without compilation; then all requests end (503), and the process (status 1)",
         above=0,
     )
     receive_timeout: float = setting(
         60.0,
-        "most seconds for the headers and for each pause while a client sends, ten times that for a whole request; "
+        "time limit in seconds for the headers and for each pause while a client sends, ten times for a whole request; "
         "then a 408",
         above=0,
     )
     request_timeout: float | None = setting(
-        None, "most seconds of a request, its time in the queue included; then a 408; default: no limit", above=0
+        None,
+        "time limit of a request in seconds, including its time in the queue; then a 408; default: no limit",
+        above=0,
     )
-    max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
+    max_connections: int = setting(
+        1000, "maximum number of connections; further ones get a 503, except for /health", minimum=1
+    )
     tool_call_parser: str = setting(
         AUTO,
-        "format of the model's function calls: auto = as the chat template has it; none = functions are refused",
+        "format of the model's function calls: auto = from the chat template; none = functions are refused",
         choices=(AUTO, NONE, *PARSERS), parse=str.lower, metavar="NAME",
     )  # fmt: skip
     reasoning_parser: str = setting(
         AUTO,
-        "models that think between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
-        "or the vocabulary has these; none = it stays in the content; every other name = always",
+        "models that reason between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
+        "or the vocabulary has these; none = it stays in the content; all other names = always",
         choices=(AUTO, NONE, *THINKERS), parse=str.lower, metavar="NAME",
     )  # fmt: skip
-    strict_fields: bool = setting(False, "refuse unknown fields; else the header X-Specjax-Ignored-Fields names them")
+    strict_fields: bool = setting(
+        False, "refuse unknown fields; default: the header X-Specjax-Ignored-Fields names them"
+    )
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )

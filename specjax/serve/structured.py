@@ -1,4 +1,4 @@
-"""The fields that ask for structured output, and the grammar that follows from them."""
+"""Fields for structured output, and the grammar that they describe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from specjax.serve.errors import bad_request
 from specjax.serve.fields import Body, Flag, Text, Values, at_most
 
 MAX_CHOICES = 1024
-INVALID = "invalid_grammar"  # the code of errors that no schema of a body can tell
+INVALID = "invalid_grammar"  # code of errors in grammars, which the schemas of bodies cannot detect
 
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
 
 
 def _is_schema(value: Any) -> Any:
-    """Also where a format of another type makes no use of it."""
     if value is None or (isinstance(value, dict | str) and value != ""):
         return value
     raise PydanticCustomError("json_schema", "must be a JSON schema, as an object or a text")
@@ -42,7 +41,7 @@ with warnings.catch_warnings():
         strict: Flag | None = Field(None, description="Schemas are always followed.")
 
     class StructuredOutputs(Body):
-        """vLLM's. One member."""
+        """vLLM's field: exactly one member."""
 
         unsupported: ClassVar[Mapping[str, Values]] = {
             "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (True,),
@@ -59,7 +58,7 @@ with warnings.catch_warnings():
             return chosen(self, OUTPUTS, "structured_outputs.")[1]
 
 
-# For bodies of SGLang's.
+# For bodies of SGLang.
 UNSUPPORTED: dict[str, Values] = {
     "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (),
@@ -93,7 +92,7 @@ OUTPUTS: dict[str, Convert] = {
     "grammar": lambda text: Grammar("ebnf", text),
     "json_object": lambda wanted: Grammar("json_schema") if wanted else None,
 }
-"""Fields of a body to what they ask for."""
+"""Maps fields to their grammar."""
 
 FIELDS: dict[str, Convert] = {
     "response_format": ResponseFormat.chosen,
@@ -109,9 +108,9 @@ FIELDS: dict[str, Convert] = {
 
 
 def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") -> tuple[str | None, Grammar | None]:
-    """What a body asks for, and the field that says so. Raises an ApiError, a 400, if a field is wrong, or there are
-    several."""
-    found, root = dict[str, Grammar](), place.partition(".")[0]
+    """The field that requests structured output, and its grammar. Raises an ApiError, a 400, if a field is wrong, or
+    there are several."""
+    grammars, root = dict[str, Grammar](), place.partition(".")[0]
     for name, convert in fields.items():
         if (value := getattr(body, name, None)) is None or name not in type(body).model_fields:
             continue
@@ -120,8 +119,8 @@ def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") 
         except GrammarError as error:
             raise bad_request(f"{place}{name} {error}", root or name, INVALID) from error
         if grammar is not None:
-            found[name] = grammar
-    if len(found) > 1:
-        several = ", ".join(place + name for name in found)
-        raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(found)))
-    return next(iter(found.items()), (None, None))
+            grammars[name] = grammar
+    if len(grammars) > 1:
+        several = ", ".join(place + name for name in grammars)
+        raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(grammars)))
+    return next(iter(grammars.items()), (None, None))

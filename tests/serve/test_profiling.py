@@ -13,7 +13,8 @@ from engine_helpers import shared_engine
 from server_helpers import running, wait_until
 
 from specjax.cli import serve as command
-from specjax.cli.flags import MOST_TRACED, ServerSettings
+from specjax.cli.flags import ServerSettings
+from specjax.serve.server_settings import MOST_TRACED
 
 ROOT = Path(__file__).parents[2]
 

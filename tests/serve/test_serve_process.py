@@ -511,7 +511,7 @@ def test_a_second_signal_stops_at_once(launch, model, number):
         assert server.status(PROMPT_END) == 0
         with pytest.raises(httpx.RemoteProtocolError):
             b"".join(stream)
-    assert server.logged("1 requests may go on")
+    assert server.logged("1 requests may continue")
     assert server.logged(f"{number.name} again: stopping at once")
     assert "Traceback" not in server.log
 

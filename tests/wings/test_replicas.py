@@ -85,7 +85,7 @@ def test_balance_forgets(monkeypatch):
     balance = Balance(2, page_size=1)
     for token in range(50):
         balance.choose([token, token], None, [0, 0])
-    assert len(balance._known) == 5
+    assert len(balance._ranks) == 5
 
 
 def test_sums():

@@ -139,7 +139,7 @@ class AnthropicMessage(Body):
         return self
 
     def for_template(self) -> Iterable[dict[str, Any]]:
-        """A message for each result of a call, then the message."""
+        """Yields a message for each result of a call, then the message itself."""
         message: dict[str, Any] = {"role": self.role, "content": ""}
         alone = True
         for block in self.content:
@@ -182,7 +182,7 @@ AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail
 
 class AnthropicChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = Field(None, description="Of the type `tool`.")
+    name: FunctionName | None = Field(None, description="Only with the type `tool`.")
     disable_parallel_tool_use: Flag | None = Field(None, description="true = at most one call.")
 
     @model_validator(mode="after")
@@ -235,7 +235,7 @@ class CountTokensRequest(Body):
         return Chat([*system, *messages], variables)
 
     def prompt(self, form: AnswerForm) -> Chat:
-        """The chat for the model's template. Raises an ApiError if the model takes no functions."""
+        """The chat for the model's template. Raises an ApiError if the model has no place for functions."""
         return with_tools(self.chat(), form, self.functions().offered(form))
 
 
@@ -300,7 +300,7 @@ def _text(blocks: list[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 
-DELTAS = {  # the type of a delta, and the name of its text
+DELTAS = {  # kind of a part -> type of its deltas, and name of their text
     "text": ("text_delta", "text"),
     "thoughts": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
@@ -312,7 +312,7 @@ class MessagesAnswer(Answer):
     id: str  # msg_...
     model: str
     prompt_tokens: int
-    reply: Reply | None = None  # None: the text as it is
+    reply: Reply | None = None  # None: the text is not parsed
     _begun: bool = False
 
     def __post_init__(self) -> None:
@@ -328,30 +328,30 @@ class MessagesAnswer(Answer):
         }
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         if not self._begun:
             self._begun = True
-            found.append({"type": "message_start", "message": self._message(chunk.cached_tokens)})
+            events.append({"type": "message_start", "message": self._message(chunk.cached_tokens)})
         done = chunk.completion
-        found += map(_changed, self._parts.feed(chunk.text, last=done is not None))
+        events += map(_changed, self._parts.feed(chunk.text, last=done is not None))
         if done is not None:
             usage = {"output_tokens": done.completion_tokens}
-            found.append({"type": "message_delta", "delta": self._ending(done), "usage": usage})
-            found.append({"type": "message_stop"})
-        return list(map(named_event, found))
+            events.append({"type": "message_delta", "delta": self._ending(done), "usage": usage})
+            events.append({"type": "message_stop"})
+        return list(map(named_event, events))
 
     def error(self, error: ApiError) -> bytes:
         return named_event(error_body(error))
 
     def _message(self, cached: int) -> dict[str, Any]:
-        """A message that has just begun."""
+        """A message without content."""
         return {
             "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": self._usage(cached, 0),
         }  # fmt: skip
 
     def _usage(self, cached: int, output: int) -> dict[str, int]:
-        """As Anthropic counts: what was cached is not a part of `input_tokens`."""
+        """The usage in Anthropic's form: `input_tokens` excludes cached tokens."""
         return {
             "input_tokens": self.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
@@ -380,12 +380,12 @@ def _block(part: Part, text: str) -> dict[str, Any]:
 
 def _input(text: str) -> dict[str, Any]:
     """Arguments as an object. If they are cut off, the last member is left out, as in Anthropic's clients; invalid JSON
-    becomes the member `INVALID_JSON`, Anthropic's name for it."""
+    becomes the member `INVALID_JSON`, as in Anthropic's interface."""
     try:
-        found = strict_json(text or "{}", partial=True)
+        value = strict_json(text or "{}", partial=True)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
 
 
 def _changed(change: Change) -> dict[str, Any]:

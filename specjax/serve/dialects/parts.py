@@ -111,8 +111,8 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def assistant_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for chat templates: merges consecutive messages of the assistant, because some interfaces send its
-    reasoning, text and calls as separate items."""
+    """Messages for chat templates: merges consecutive messages of the assistant, whose reasoning, text and calls are
+    separate items in requests."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         last = turns[-1] if turns else {}

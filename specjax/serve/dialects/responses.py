@@ -58,7 +58,7 @@ from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, Functi
 class InputPart(Body):
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: Any = None  # of an answer that a client sends back; not used
+    annotations: Any = None  # part of an answer that a client sends back; not used
     logprobs: Any = None
 
 
@@ -72,7 +72,7 @@ TextOrParts = Annotated[
 class Item(Body):
     """An item of the conversation."""
 
-    id: Any = None  # of an answer that a client sends back; not used
+    id: Any = None  # part of an answer that a client sends back; not used
     status: Any = None
 
     @abstractmethod
@@ -251,7 +251,7 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
         return Chat([*system, *assistant_turns(item.for_template() for item in items)])
 
 
-PREFIXES = {"text": "msg", "call": "fc", "thoughts": "rs"}  # of the ids of items
+PREFIXES = {"text": "msg", "call": "fc", "thoughts": "rs"}  # prefixes of the ids of items
 
 
 @dataclass
@@ -260,10 +260,10 @@ class ResponsesAnswer(Answer):
     model: str
     body: ResponsesRequest
     task: Task
-    thinking: bool = False  # the prompt has begun the model's thoughts
-    end_think: int | None = None  # the token that ends them
+    thinking: bool = False  # the prompt ends inside reasoning
+    end_think: int | None = None  # token that ends reasoning
     created: int = field(default_factory=lambda: int(time.time()))
-    _number: int = 0  # of the next event
+    _number: int = 0  # number of the next event
 
     def __post_init__(self) -> None:
         self._parts = Parts(None if self.task.reply is None else self.task.reply.reply(thinking=self.thinking))
@@ -273,17 +273,17 @@ class ResponsesAnswer(Answer):
         return self._response(done[0])
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
-        """The events of one chunk, which follow one another as OpenAI's do."""
-        found, done = [], chunk.completion
+        """The events of one chunk, in OpenAI's order."""
+        events, done = [], chunk.completion
         if not self._number:
             response = self._response(None)
-            found += [self._event("response.created", response=response)]
-            found += [self._event("response.in_progress", response=response)]
+            events += [self._event("response.created", response=response)]
+            events += [self._event("response.in_progress", response=response)]
         for change in self._parts.feed(chunk.text, last=done is not None):
-            found += self._changed(change, done)
+            events += self._changed(change, done)
         if done is not None:
-            found += [self._event(f"response.{_status(done)}", response=self._response(done))]
-        return found
+            events += [self._event(f"response.{_status(done)}", response=self._response(done))]
+        return events
 
     def error(self, error: ApiError) -> bytes:
         problem = error.body()["error"]
@@ -304,19 +304,19 @@ class ResponsesAnswer(Answer):
         match change:
             case Begin():
                 item = self._item(index, part, "in_progress")
-                found = [self._event("response.output_item.added", output_index=index, item=item)]
+                events = [self._event("response.output_item.added", output_index=index, item=item)]
                 if part.kind != "call":
-                    found += [self._event("response.content_part.added", **inside, part=_content(part, ""))]
+                    events += [self._event("response.content_part.added", **inside, part=_content(part, ""))]
             case Grow():
-                found = [self._event(f"response.{name}.delta", **about, delta=change.text, **has_logprobs)]
+                events = [self._event(f"response.{name}.delta", **about, delta=change.text, **has_logprobs)]
             case End():
                 whole = {"arguments": part.text, "name": part.name} if part.kind == "call" else {"text": part.text}
-                found = [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
+                events = [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
                 if part.kind != "call":
-                    found += [self._event("response.content_part.done", **inside, part=_content(part, part.text))]
+                    events += [self._event("response.content_part.done", **inside, part=_content(part, part.text))]
                 item = self._item(index, part, self._part_status(part, done))
-                found += [self._event("response.output_item.done", output_index=index, item=item)]
-        return found
+                events += [self._event("response.output_item.done", output_index=index, item=item)]
+        return events
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1
@@ -340,7 +340,7 @@ class ResponsesAnswer(Answer):
                 return item | {"type": "reasoning", "summary": [], "content": content}
 
     def _part_status(self, part: Part, done: Completion | None) -> str:
-        """Status of a part that has ended: only an answer's last part, or a call that is cut off, may be incomplete."""
+        """The status of a part that has ended: only the last part, or a call that is cut off, may be incomplete."""
         if part.is_cut:
             return "incomplete"
         return "completed" if done is None or part is not self._parts.items[-1] else _status(done)
@@ -404,8 +404,8 @@ def _status(done: Completion) -> str:
 def _format(body: ResponsesRequest) -> dict[str, Any]:
     if body.text is None or body.text.format is None:
         return {"type": "text"}
-    found = body.text.format.model_dump(mode="json", exclude_none=True)
-    return found if found["type"] != "json_schema" else {"name": "", **found}
+    format = body.text.format.model_dump(mode="json", exclude_none=True)
+    return format if format["type"] != "json_schema" else {"name": "", **format}
 
 
 def _choice(body: ResponsesRequest) -> Any:
