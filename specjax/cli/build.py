@@ -1,4 +1,4 @@
-"""Turns settings into engines, replicas, a group of processes and drafter options.
+"""Turns settings into engines, replicas and drafter options.
 
 Errors and warnings name flags, or the file and the key that set a value.
 """
@@ -15,7 +15,7 @@ from specjax import gpu
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
+from specjax.engine.device import Group
 from specjax.parallel.sharding import missing_devices
 from specjax.settings import dashed, overrides, place_of
 from specjax.thresholds import AcceptAbove
@@ -65,71 +65,6 @@ def make_engines(chosen: Settings, *, progress: bool = True, **config: Any) -> l
     split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
     firsts = [rank * split for rank in range(replicas)]
     return [make_engine(chosen, progress=progress, first_device=first, **config) for first in firsts]
-
-
-def make_group(chosen: Settings) -> Leader | Follower | None:
-    """Joins the group of processes that share the model; None for a single process.
-
-    Raises:
-        ValueError: settings contradict each other, or the leader cannot listen.
-    """
-    server, devices = chosen.server, chosen.engine.tensor_parallel_size
-    address, count, rank = server.dist_init_addr, server.nnodes, server.node_rank
-
-    def place(name: str) -> str:
-        return place_of(server, name)
-
-    if count == 1:
-        if address is not None or rank:
-            name = "dist_init_addr" if address is not None else "node_rank"
-            raise ValueError(f"{place(name)} {address or rank} needs --nnodes of at least 2")
-        return None
-    if address is None:
-        raise ValueError(f"{place('nnodes')} {count} needs --dist-init-addr HOST:PORT, the same for all processes")
-    if rank >= count:
-        raise ValueError(f"{place('node_rank')} {rank} must be from 0 to {count - 1}, with --nnodes {count}")
-    if server.data_parallel_size > 1:
-        raise ValueError(
-            f"{place('data_parallel_size')} {server.data_parallel_size} makes replicas within one process: with "
-            f"{place('nnodes')} {count} it must be 1"
-        )
-    if devices % count:
-        raise ValueError(
-            f"{place_of(chosen.engine, 'tensor_parallel_size')} {devices} must be the number of devices of all "
-            f"{count} processes together (--nnodes {count}), each of which has as many"
-        )
-    try:
-        member = Place(Address.parse(address), count, rank)
-    except ValueError as error:
-        raise ValueError(f"{place('dist_init_addr')} {error}") from None
-    try:
-        return (Follower if rank else Leader)(member, _shared(chosen))
-    except OSError as error:
-        raise ValueError(
-            f"{place('dist_init_addr')} {address}: the leader cannot listen at {member.address.next}: "
-            f"{error.strerror or error}"
-        ) from None
-
-
-_PER_PROCESS = {
-    "model", "revision", "tokenizer_path", "chat_template", "max_total_tokens", "mem_fraction_static", "base_gpu_id",
-    "sampling_defaults", "random_seed", "speculative_draft_model_path",
-    "speculative_draft_model_revision", "speculative_token_map",
-}  # fmt: skip
-"""Settings that may differ between the processes of a group. The contents of files are compared when they are read
-(`specjax.fleet.agreement`)."""
-
-
-def _shared(chosen: Settings) -> dict[str, str]:
-    """Maps flags to the settings that all processes of a group must share."""
-    words = {None: "not set", True: "on", False: "off"}
-    return {
-        f"--{dashed(field.name)}": words[value] if value is None or isinstance(value, bool) else str(value)
-        for table in (chosen.model, chosen.engine, chosen.speculative)
-        for field in fields(table)
-        if field.name not in _PER_PROCESS and not field.metadata["setting"].instead
-        for value in (getattr(table, field.name),)
-    }
 
 
 def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str, Any]:

@@ -21,18 +21,9 @@ from specjax.drafters.options import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
+from specjax.serve import server_settings
 from specjax.settings import place_of, setting
 from specjax.thresholds import AcceptAbove
-
-MOST_TRACED = 10_000  # steps in a trace: each takes tens of kilobytes
-
-CALL_FORMATS = (
-    "qwen", "qwen25", "hermes", "qwen3_coder", "glm", "glm45", "kimi_k2", "llama3", "mistral", "deepseekv3",
-    "deepseekv31",
-)  # fmt: skip
-"""SGLang's names of the formats of function calls that are read (`specjax.serve.call_parsers`)."""
-THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
-"""SGLang's names of parsers for models that think between `<think>` and `</think>`."""
 
 
 def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:
@@ -200,67 +191,15 @@ class SpeculativeSettings:
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Address, access, limits and interfaces of the server."""
+class ServerSettings(server_settings.ServerSettings):
+    """Address, access, limits and interfaces of the server, and the processes and replicas behind it."""
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
-    port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
     data_parallel_size: int = setting(
         1,
         "replicas of the engine in this server, each on --tp devices of its own; requests are spread over them, and "
         "limits of requests and pool tokens apply to each",
         minimum=1, names=("--dp", "--dp-size"),
     )  # fmt: skip
-    served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
-    api_key: tuple[str, ...] = setting(
-        (), "bearer tokens; a client needs one of them; set them in a file to hide them from other users",
-        metavar="KEY", secret=True, alone=True,
-    )  # fmt: skip
-    allowed_origins: tuple[str, ...] = setting(
-        (), "origins of web pages that may call this server (CORS), such as https://my.site; * = all; default: none",
-        metavar="ORIGIN", alone=True,
-    )  # fmt: skip
-    ssl_certfile: str | None = setting(None, "certificate chain in PEM, for https", metavar="FILE")
-    ssl_keyfile: str | None = setting(
-        None, "its private key; default: in the same file as the certificate", metavar="FILE"
-    )
-    log_level: str = setting(
-        "info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"), parse=str.lower
-    )
-    max_queued_requests: int = setting(512, "requests that may wait; further ones get a 503", minimum=1)
-    stream_interval: int = setting(1, "tokens between two events of a stream", minimum=1)
-    decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
-    shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
-    watchdog_timeout: float = setting(
-        300.0,
-        "most seconds of a step, compiling excluded; a longer one ends all requests (503) and the process (status 1)",
-        above=0,
-    )
-    receive_timeout: float = setting(
-        60.0,
-        "most seconds for the headers and for each pause while a client sends, ten times that for a whole request; "
-        "then a 408",
-        above=0,
-    )
-    request_timeout: float | None = setting(
-        None, "most seconds of a request, its time in the queue included; then a 408; default: no limit", above=0
-    )
-    max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
-    tool_call_parser: str = setting(
-        "auto",
-        "format of the model's function calls: auto = as the chat template has it; none = functions are refused",
-        choices=("auto", "none", *CALL_FORMATS), parse=str.lower, metavar="NAME",
-    )  # fmt: skip
-    reasoning_parser: str = setting(
-        "auto",
-        "models that think between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
-        "or the vocabulary has these; none = it stays in the content; every other name = always",
-        choices=("auto", "none", *THINKERS), parse=str.lower, metavar="NAME",
-    )  # fmt: skip
-    strict_fields: bool = setting(False, "refuse unknown fields; else the header X-Specjax-Ignored-Fields names them")
-    incremental_streaming_output: bool = setting(
-        False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
-    )
     dist_init_addr: str | None = setting(
         None,
         "where --node-rank 0 listens for the others, on this port and the next; see docs/serving.md",
@@ -270,17 +209,6 @@ class ServerSettings:
         1, "processes, usually one per host, over which the model is split; --tp counts the devices of all", minimum=1
     )
     node_rank: int = setting(0, "rank of this process; rank 0 leads, and it alone serves requests", minimum=0)
-    profile: str | None = setting(
-        None,
-        "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",
-        metavar="FOLDER",
-    )
-    profile_steps: int = setting(100, "steps in a trace", minimum=1, maximum=MOST_TRACED)
-    trace_trees: bool = setting(
-        False,
-        "keep the last draft tree of requests with return_speculative_tree; every step then drafts, as with "
-        "--no-speculative-adaptive",
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
-"""Several processes that share one model. In reading order:
+"""Several engines or processes behind one server, and Ray. In reading order:
 
-hosts       how the processes find each other, and end together: `Leader`, `Follower`
-agreement   what their engines must have in common
-following   what a follower does: the leader's programs, in its order
+replicas    data parallelism: several engines in one process
+hosts       how processes that share one model find each other, and end together: `Leader`, `Follower`
+agreement   the properties that their engines must have in common
+following   the loop of a follower: launches the leader's programs in the leader's order
+launch      from the flags of `specjax serve` to a group of processes
+routers     the routes that routers read: `/v1/loads`, `/get_load`
+ray         Ray Serve: `SpecjaxServer`, `build_app`; `in_process` and `ingress` carry its requests
+ray_data    Ray Data: `Generate` completes the rows of a dataset
 """

@@ -1,4 +1,4 @@
-"""What the engines of several processes must have in common to run the same programs."""
+"""Properties that the engines of several processes must have in common to run the same programs."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from specjax.drafters.base import Drafter, Params
 from specjax.engine.config import EngineConfig
 from specjax.models.target import Target
 
-OWN = ("mem_fraction", "max_total_tokens", "random_seed")
-"""Fields of `EngineConfig` that each process may have otherwise. The pool's size is agreed upon."""
+PER_PROCESS = ("mem_fraction", "max_total_tokens", "random_seed")
+"""Fields of `EngineConfig` that may differ. The processes agree on the size of the pool."""
 
-SAMPLE = 4096  # most bytes of a tensor
+SAMPLE = 4096  # maximum number of compared bytes of a tensor
 
 
 def engine_facts(
     target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
 ) -> dict[str, str]:  # fmt: skip
-    """By the names that an error gives them."""
+    """Maps names of properties, for errors, to their values."""
     source = hash_of(source_files())[:16]
-    found = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
-    found["version of jax"] = jax.__version__
-    found["model"] = repr(target.config)
-    found["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
-    found["context length"] = str(context_length)
-    found |= {f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in OWN}
+    facts = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
+    facts["version of jax"] = jax.__version__
+    facts["model"] = repr(target.config)
+    facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
+    facts["context length"] = str(context_length)
+    facts |= {f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in PER_PROCESS}
     leaves, tree = jax.tree.flatten(params)
     shapes = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves]
-    found["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
-    return found | {"weights": f"digest {_digest(_weights(params))}"}
+    facts["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
+    return facts | {"weights": f"digest {_digest(_weights(params))}"}
 
 
 def source_files() -> list[Path]:
@@ -58,8 +58,8 @@ def hash_of(files: Iterable[Path]) -> str:
 
 
 def file_facts(files: ModelFiles) -> dict[str, str]:
-    """Of a model's files, before they are read: the parts of split weights that two processes read do not overlap, so
-    they cannot be compared afterwards. Of each tensor the first bytes are looked at, which another training changes."""
+    """A digest of a model's files before they are read: the first bytes of each tensor, which further training changes.
+    Parts of split weights that two processes have read do not overlap, so they cannot be compared afterwards."""
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(file.open("rb", buffering=0)) for file in files.weights}
 
@@ -72,14 +72,14 @@ def file_facts(files: ModelFiles) -> dict[str, str]:
 
 
 def _weights(params: Params) -> Iterator[bytes]:
-    """Of the leaves that each device has as a whole, such as norms, which differ between two models of one shape."""
+    """Leaves that each device holds in full, such as norms, which differ between two models of one shape."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
             yield np.asarray(leaf).tobytes()
 
 
 def _digest(parts: Iterable[str | bytes]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        found.update(part if isinstance(part, bytes) else part.encode())
-    return found.hexdigest()
+        digest.update(part if isinstance(part, bytes) else part.encode())
+    return digest.hexdigest()

@@ -1,10 +1,11 @@
-"""Processes that share an engine's devices: the leader's engine decides, and the others launch the same programs.
+"""Processes that share an engine's devices: the leader's engine decides, and followers launch the same programs.
 
-    leader      schedule -> tell the followers -> launch -> read, compare with their digests -> tokens of requests
-    follower    be told  -> launch             -> read, report a digest
+    leader      schedule -> send to the followers -> launch -> read, compare with their digests -> tokens of requests
+    follower    receive  -> launch                -> read, report a digest
 
-What changes the state goes through `specjax.engine.device.Device`, which tells it first. A follower's engine has the
-same parameters and programs, and no requests. Its decisions would depend on time; so it takes none.
+All changes of the state go through `specjax.engine.device.Device`, which sends them to the followers first. A
+follower's engine has the same parameters and programs, and no requests. It makes no decisions, because these would
+depend on its clock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COMPILERS = 2  # threads
 
 
 def follow(engine: Engine, follower: Follower) -> None:
-    """Does what the leader tells until that ends the process. An error ends all of them."""
+    """Runs the leader's messages until the leader ends this process. An error ends all processes."""
     outputs = SimpleQueue[tuple[Key, Output]]()
     threading.Thread(target=_report, args=(follower, outputs), name="specjax-digests", daemon=True).start()
     compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="specjax-compile")
@@ -33,7 +34,7 @@ def follow(engine: Engine, follower: Follower) -> None:
         try:
             if message.kind == "compile":
                 compiling = compilers.submit(_compile, engine, Key(*message.fields["key"]))
-                if exclusive:  # nothing is launched before it, as in the leader
+                if exclusive:  # as in the leader, no program is launched during compilation
                     compiling.result()
             else:
                 _launch(engine, message, outputs)
@@ -60,14 +61,14 @@ def _launch(engine: Engine, message: Message, outputs: SimpleQueue[tuple[Key, Ou
     elif kind == "renew":
         engine.device.renew()
     else:
-        raise ValueError(f"{kind!r:.100} is no message of a leader's engine")
+        raise ValueError(f"{kind!r:.100} is not a message of a leader's engine")
 
 
 def _report(follower: Follower, outputs: SimpleQueue[tuple[Key, Output]]) -> None:
     while True:
         key, output = outputs.get()
         try:
-            found = digest(output)
+            value = digest(output)
         except Exception as error:
             follower.fail(f"{key} failed on node rank {follower.place.rank}: {error}")
-        follower.report(found)
+        follower.report(value)

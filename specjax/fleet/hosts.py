@@ -1,13 +1,13 @@
-"""Several processes, on one host or on several, that share one model: how they find each other, and end together.
+"""Processes, on one or several hosts, that share one model: how they find each other, and end together.
 
-Rank 0 leads: it alone serves requests, and tells the others which programs to launch (`specjax.fleet.following`).
-JAX connects the devices (`jax.distributed`, at HOST:PORT); what a leader tells goes over a TCP connection of its own to
-each follower (at HOST:PORT + 1), since a program with collectives cannot be interrupted, and a process that waits in
-one must learn that the other has died. A frame is two big-endian lengths, a JSON object and the bytes of an array; no
-frame can make the receiver run code.
+Rank 0 leads: it alone serves requests, and sends the others the programs to launch (`specjax.fleet.following`). JAX
+connects the devices (`jax.distributed`, at HOST:PORT). Messages go over a separate TCP connection to each follower (at
+HOST:PORT + 1): a program with collectives cannot be interrupted, so a process that waits in one needs another way to
+detect that a peer has died. A frame is two big-endian lengths, a JSON object and the bytes of an array; no frame can
+make the receiver run code.
 
-Either side that loses the other, or hears nothing of it for `SILENCE` seconds, ends its process with status 1: JAX
-cannot go on without it, and its own heartbeat takes minutes.
+A process that loses its peer, or receives no bytes for `SILENCE` seconds, ends with status 1: JAX cannot continue
+without the peer, and JAX's own heartbeat takes minutes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from specjax.models.target import Target
 logger = logging.getLogger(__name__)
 
 SILENCE = 20.0
-"""Seconds without a sign of life after which a process counts as lost. One that dies is noticed at once: its connection
-is closed. This is for a host that loses its power or its network."""
-ALIVE = 1.0  # seconds between two signs of life
+"""Seconds without bytes after which a peer counts as lost: its host has lost power or network. The death of a process
+closes the connection, which is detected at once."""
+ALIVE = 1.0  # seconds between two heartbeats
 JOIN = 300.0  # seconds in which all processes must have started
 NEVER = 30 * 24 * 3600  # seconds: JAX's heartbeat aborts processes that were suspended for as long
 FAREWELL = 2.0  # seconds for followers to end after the leader
 _LENGTHS = struct.Struct("!II")
-_MOST = (1 << 20, 1 << 30)  # bytes of a frame's object and of its array
+_MAX_LENGTHS = (1 << 20, 1 << 30)  # bytes of a frame's object and of its array
 
 
 class Address(NamedTuple):
@@ -58,7 +58,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Of HOST:PORT, in which an IPv6 address is in brackets. Raises ValueError."""
+        """Reads HOST:PORT, with an IPv6 address in brackets. Raises ValueError."""
         host, colon, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
@@ -72,7 +72,7 @@ class Address(NamedTuple):
 
     @property
     def next(self) -> Address:
-        """Where the leader tells what to launch."""
+        """The leader's address for messages."""
         return self._replace(port=self.port + 1)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Address(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A process among those that share a model."""
+    """A process in a group."""
 
     address: Address  # of rank 0, the same for all
     nodes: int
@@ -94,13 +94,13 @@ class Message(NamedTuple):
 
 
 class _Connection:
-    """To another process. `received` and `lost` are called by its thread; `lost` gets a reason."""
+    """A connection to a peer. Its thread calls `received` with messages, and `lost` with the reason of the end."""
 
     def __init__(
         self, sock: socket.socket, received: Callable[[Message], None], lost: Callable[[str], None],
         first: float | None = None,
     ) -> None:  # fmt: skip
-        """`first`: seconds of silence before the first bytes come; None: `SILENCE`, as after them."""
+        """`first`: maximum number of seconds before the first bytes; None: `SILENCE`, as after them."""
         self._sock, self._received, self._lost, self._first = sock, received, lost, first
         self._sending, self.closed = threading.Lock(), threading.Event()
         self._poll = select.poll()
@@ -113,7 +113,7 @@ class _Connection:
             threading.Thread(target=work, name="specjax-hosts", daemon=True).start()
 
     def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None:
-        """Where that fails, `lost` is called in place of an exception."""
+        """Sends a message. Calls `lost` instead of raising an exception."""
         if array is not None:
             fields |= {"dtype": array.dtype.str, "shape": array.shape}
         header, body = json.dumps({"kind": kind, **fields}).encode(), b"" if array is None else array.tobytes()
@@ -125,9 +125,9 @@ class _Connection:
                 self._lost(str(error))
 
     def receive(self) -> Message:
-        """Raises OSError: nothing came, or the other side is gone. ValueError: what came is not of this protocol."""
+        """The next message. Raises OSError if the peer is lost, ValueError for bytes of another protocol."""
         sizes = _LENGTHS.unpack(self._bytes(_LENGTHS.size))
-        if any(size > most for size, most in zip(sizes, _MOST, strict=True)):
+        if any(size > most for size, most in zip(sizes, _MAX_LENGTHS, strict=True)):
             raise ValueError("a frame that is too long")
         header, body = (self._bytes(size) for size in sizes)
         fields = json.loads(header)
@@ -135,24 +135,24 @@ class _Connection:
         return Message(kind, fields, None if dtype is None else np.frombuffer(body, dtype).reshape(shape))
 
     def close(self) -> None:
-        """Without a call of `lost`."""
+        """Closes the connection, without a call of `lost`."""
         self.closed.set()
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # ends a wait of the thread that reads
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
         self._sock.close()
 
     def _bytes(self, count: int) -> bytes:
-        found, quiet = bytearray(), 0.0
-        while len(found) < count:
+        data, quiet = bytearray(), 0.0
+        while len(data) < count:
             while not self._poll.poll(1e3 * ALIVE):
-                quiet += ALIVE  # a process that was suspended for an hour has not waited for one
-                if quiet > (most := SILENCE if self._first is None else self._first):
-                    raise TimeoutError(f"no sign of life for {most:g} s")
-            if not (part := self._sock.recv(min(count - len(found), 1 << 20))):
+                quiet += ALIVE  # excludes time in which this process was suspended
+                if quiet > (limit := SILENCE if self._first is None else self._first):
+                    raise TimeoutError(f"no sign of life for {limit:g} s")
+            if not (part := self._sock.recv(min(count - len(data), 1 << 20))):
                 raise ConnectionError("the connection was closed")
             self._first = None
-            found += part
-        return bytes(found)
+            data += part
+        return bytes(data)
 
     def _read(self) -> None:
         while True:
@@ -172,12 +172,12 @@ class _Connection:
 
 
 class Group(ABC):
-    """This process's part of those that share a model. See `Leader` and `Follower`.
+    """The processes that share a model, from the view of this process. See `Leader` and `Follower`.
 
     Attributes:
-        place: of this process.
-        settings: by name, what all processes must have been started with; compared when they join, before models load.
-        leads: whether this process is rank 0.
+        place: the place of this process.
+        settings: settings that all processes must share, by name; compared when they join, before models are loaded.
+        leads: True for rank 0.
     """
 
     leads = False
@@ -188,8 +188,8 @@ class Group(ABC):
         self._ending, self._leaving = threading.Lock(), False
 
     def _connect_devices(self) -> None:
-        """Makes the devices of all processes known to JAX, whose backend must not have started."""
-        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from the server
+        """Connects JAX to the devices of all processes. JAX's backend must not have started."""
+        jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM instead of the server
         if jax.config.values["jax_cpu_collectives_implementation"] is None:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address, nodes, rank = self.place
@@ -200,7 +200,7 @@ class Group(ABC):
         )  # fmt: skip
 
     def end(self, message: str) -> NoReturn:
-        """Logs the message, sends it to the other processes, and ends this one with status 1. From any thread."""
+        """Logs the message, sends it to the other processes, and ends this process with status 1. Thread-safe."""
         with self._ending:
             if self._leaving:
                 threading.Event().wait()  # another thread ends the process
@@ -212,7 +212,7 @@ class Group(ABC):
             os._exit(1)
 
     def fail(self, message: str) -> NoReturn:
-        """`end`, after a moment in which this process may learn that another has died, which is the cause then."""
+        """Calls `end` after a delay, in which the loss of a peer may be detected, which is then the cause."""
         time.sleep(ALIVE)
         self.end(message)
 
@@ -221,31 +221,28 @@ class Group(ABC):
             self.end(f"Node rank {rank} of {self.place.nodes} is gone: {reason}")
 
     def agree_on_files(self, files: ModelFiles) -> None:
-        """Ends the processes whose model files differ from the leader's."""
+        """Ends all processes if the model files of one differ from the leader's."""
         self.agree(file_facts(files), 0)
 
     def agree_on_pool(
         self, target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int, tokens: int
     ) -> int:
-        """Tokens of the smallest KV pool. Ends the processes whose engine differs from the leader's."""
+        """The number of tokens of the smallest KV pool. Ends all processes if the engine of one differs."""
         return self.agree(engine_facts(target, drafter, params, config, context_length), tokens)
 
     @abstractmethod
     def agree(self, facts: Mapping[str, str], number: int) -> int:
-        """The smallest of the numbers that the processes give. Those whose facts differ from the leader's end."""
+        """The minimum of the processes' numbers. Ends all processes if the facts of one differ from the leader's."""
 
 
-def _differences(own: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Between what the leader has and another process, with both values; empty: there are none."""
-    names = [name for name in (*own, *(other.keys() - own.keys())) if own.get(name) != other.get(name)]
-    return "; ".join(f"{name} {other.get(name)} there, {own.get(name)} on the leader" for name in names)
+def _differences(leader: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The differing facts of the leader and another process, with both values; empty if there are none."""
+    names = [name for name in (*leader, *(other.keys() - leader.keys())) if leader.get(name) != other.get(name)]
+    return "; ".join(f"{name} {other.get(name)} there, {leader.get(name)} on the leader" for name in names)
 
 
 class Leader(Group):
-    """Rank 0.
-
-    Raises OSError: it cannot listen at its address.
-    """
+    """Rank 0. Raises OSError if it cannot listen at its address."""
 
     leads = True
 
@@ -254,12 +251,12 @@ class Leader(Group):
         host, port = place.address.next
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(address[:2], family=family, backlog=place.nodes)
-        self._known = threading.Condition()
-        self._numbers: dict[int, Message] = {}  # what followers have said for `agree`, by rank
-        self._digests = {rank: deque[str]() for rank in range(1, place.nodes)}  # not compared yet
+        self._changed = threading.Condition()
+        self._numbers: dict[int, Message] = {}  # the followers' messages for `agree`, by rank
+        self._digests = {rank: deque[str]() for rank in range(1, place.nodes)}  # before they are compared
 
     def join(self) -> None:
-        """Waits for all followers, and connects JAX's devices. Raises TimeoutError or ValueError."""
+        """Waits for all followers, and connects JAX's devices. Raises TimeoutError."""
         until = time.monotonic() + JOIN
         logger.info("Waiting for %d followers at %s", self.place.nodes - 1, self.place.address.next)
         with self._sock:
@@ -285,7 +282,7 @@ class Leader(Group):
             rank, count = int(hello.fields["rank"]), int(hello.fields["count"])
             different = _differences(self.settings, hello.fields["settings"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("A connection from %s that is no follower's was closed: %s", host, error)
+            logger.warning("A connection from %s, which is not a follower, was closed: %s", host, error)
             connection.close()
             return
         problem = None
@@ -304,25 +301,25 @@ class Leader(Group):
     def _received(self, rank: int, message: Message) -> None:
         if message.kind == "failed":
             self.end(f"Node rank {rank} failed: {message.fields['message']}")
-        if message.kind == "stop":  # it got a signal
+        if message.kind == "stop":  # the follower received a signal
             logger.info("Node rank %d was told to stop", rank)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        with self._known:
+        with self._changed:
             if message.kind == "agree":
                 self._numbers[rank] = message
             else:
                 self._digests[rank].append(message.fields["digest"])
-            self._known.notify_all()
+            self._changed.notify_all()
 
     def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None:
-        """To all followers, who see what is sent under one lock in its order."""
+        """Sends a message to all followers. They receive messages that are sent under one lock in order."""
         for connection in self._connections.values():
             connection.send(kind, array, **fields)
 
     def agree(self, facts: Mapping[str, str], number: int) -> int:
-        with self._known:
-            self._known.wait_for(lambda: len(self._numbers) == self.place.nodes - 1)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._numbers) == self.place.nodes - 1)
         for rank, message in self._numbers.items():
             if different := _differences(facts, message.fields["facts"]):
                 self.end(f"Node rank {rank} differs from the leader: {different}")
@@ -332,12 +329,15 @@ class Leader(Group):
         return least
 
     def compare(self, digest: str, what: str) -> None:
-        """Waits for the next digest of each follower. Ends the group if one differs. `what` it is of, for the message.
-        From one thread at a time."""
-        with self._known:
-            self._known.wait_for(lambda: all(self._digests.values()))
-            theirs = {rank: found.popleft() for rank, found in self._digests.items()}
-        for rank, other in theirs.items():
+        """Waits for the next digest of each follower. Ends the group if one differs. Call from one thread at a time.
+
+        Args:
+            what: names the digest's program in the message.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: all(self._digests.values()))
+            others = {rank: digests.popleft() for rank, digests in self._digests.items()}
+        for rank, other in others.items():
             if other != digest:
                 self.end(
                     f"Node rank {rank} has diverged: {what} gave other tokens there (digest {other}) than on the "
@@ -345,8 +345,11 @@ class Leader(Group):
                 )
 
     def stop(self, status: int, reason: str = "") -> None:
-        """Ends the followers with this status, and waits a moment for it. This process is to end after it. `reason`: of
-        a failure, for their logs."""
+        """Ends the followers with this status, and waits up to `FAREWELL` seconds. End this process afterwards.
+
+        Args:
+            reason: reason of a failure, for the followers' logs.
+        """
         with self._ending:
             self._leaving = True
         self.send("stop", status=status, reason=reason)
@@ -356,7 +359,7 @@ class Leader(Group):
 
 
 class Follower(Group):
-    """Any other rank."""
+    """Rank 1 or higher."""
 
     def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(place, settings)
@@ -375,7 +378,7 @@ class Follower(Group):
                 if time.monotonic() > until:
                     raise TimeoutError(f"no leader at {address} within {JOIN:g} s: {error}") from None
                 time.sleep(0.2)
-        # The leader listens before it accepts: in between it may prepare its GPU.
+        # The leader may prepare its GPU between listening and accepting.
         connection = _Connection(sock, self._received, lambda reason: self._lost(0, reason), first=JOIN)
         self._connections[0] = connection
         connection.send("hello", rank=self.place.rank, count=self.place.nodes, settings=dict(self.settings))
@@ -399,16 +402,16 @@ class Follower(Group):
         os._exit(status)
 
     def receive(self) -> Message:
-        """The next message of the leader's engine; waits for it."""
+        """Waits for the next message of the leader's engine."""
         return self._messages.get()
 
     def report(self, digest: str) -> None:
-        """Of the next program that was launched."""
+        """Sends the digest of the next launched program."""
         self._connections[0].send("digest", digest=digest)
 
     def ask_to_stop(self) -> None:
-        """Asks the leader to end the group as after a signal of its own. Ends this process, with status 0, if it has
-        not found the leader yet."""
+        """Asks the leader to end the group, as after a signal to the leader. Before the leader is found, ends this
+        process with status 0."""
         if not self._connections:
             self._leaving = True
             self._exit(0, "Node rank %d had not found its leader", self.place.rank)

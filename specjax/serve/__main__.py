@@ -1,4 +1,4 @@
-"""`specjax serve`; see `specjax.serve.command`."""
+"""`specjax serve`; see `specjax.cli.serve`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))  # nothing has begun; imports swallow some exceptions
-    # Imports and tracing make many objects that live on: Python would look for garbage among them all the time.
+    # Imports and tracing allocate many long-lived objects, which frequent garbage collection would scan.
     gc.set_threshold(100_000, 20, 100)
-    from specjax.serve.command import main as serve  # takes seconds, in which signals must work, too
+    from specjax.cli.serve import main as serve  # takes seconds, in which signals must work, too
 
     return serve(argv)
 

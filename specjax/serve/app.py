@@ -1,4 +1,8 @@
-"""Routes for generation. They queue a body's sequences at the runner, and make an answer of the stream deltas."""
+"""Routes for generation. A request's sequences are queued at the runner, and stream deltas become its answer.
+
+`create_app` makes the application with the routes of OpenAI and SGLang. Other interfaces are `Extension`s: they add
+routes whose bodies describe a `Task`, and whose answers `Generation.respond` streams.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -18,27 +25,32 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from specjax.checkpoint.prompts import begins_thinking
-from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import NO_SCORES, Sequence
-from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
+from specjax.serve.answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.control import add_control_routes, get
 from specjax.serve.delivery import Deadline, Listener
-from specjax.serve.errors import ABORTED, SEND_AGAIN, ApiError, ErrorAnswer, bad_request, unavailable
+from specjax.serve.errors import (
+    ABORTED,
+    SEND_AGAIN,
+    ApiError,
+    ErrorAnswer,
+    ErrorForm,
+    bad_request,
+    form_of,
+    unavailable,
+)
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, BodyRoute
 from specjax.serve.forms import AnswerForm, answer_form
 from specjax.serve.generate_answer import GenerateAnswer
 from specjax.serve.generate_request import GenerateRequest
-from specjax.serve.messages_answer import MessagesAnswer
-from specjax.serve.middleware import INTERNAL, OPEN, Gate, check_state
-from specjax.serve.openai_responses import ResponsesRequest
-from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model
-from specjax.serve.replicas import Service
-from specjax.serve.responses import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
-from specjax.serve.responses_answer import ResponsesAnswer
+from specjax.serve.middleware import IN_DRAIN, INTERNAL, OPEN, Gate, check_state
+from specjax.serve.protocol import ChatRequest, CompletionRequest, TaskBody, check_model
+from specjax.serve.runner import Service
+from specjax.serve.server_settings import ServerSettings
 from specjax.serve.structured import INVALID
-from specjax.serve.task import Rules, Task, refusal
+from specjax.serve.task import Rules, Task
 from specjax.serve.tokenising import Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
@@ -64,89 +76,80 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 Result = TypeVar("Result")
-Kind: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest | ResponsesRequest | MessagesRequest
 
 
-def create_app(runner: Service, settings: ServerSettings, *, model: str) -> FastAPI:
-    """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
-    app = FastAPI(
-        title="specjax",
-        version=fingerprint(),
-        description=ABOUT,
-        responses=ERRORS,
-        redirect_slashes=False,  # the address would be made of the Host header
-    )
-    app.router.route_class = BodyRoute
-    app.state.strict_fields = settings.strict_fields
-    tokenising = Tokenising()
+@dataclass(frozen=True)
+class Queued:
+    """A request whose sequences have been queued: the input of an `Answer`."""
 
-    for rank in runner.ranks:
-        rank.traffic.model = model
+    id: str
+    task: Task
+    sequences: List[Sequence]
+    thinking: bool  # the prompt ends inside reasoning
+    echoes: List[Echo] = ()  # the prompts, if the answer repeats them
 
-    def rules() -> Rules:
-        engine = runner.engine
-        room = min(engine.context_length - 1, engine.intake.pool_tokens)
-        limits = (runner.capacity, engine.context_length, room, engine.sampling_defaults)
-        trees = engine.config.trace
-        return Rules(model, *limits, trees=trees, form=form())
 
-    @functools.cache
-    def form() -> AnswerForm:
+class Generation:
+    """Shared by all routes for generation: the served model, its tokenizer threads, and how a task is answered."""
+
+    def __init__(self, runner: Service, settings: ServerSettings, *, model: str) -> None:
+        self.runner, self.settings, self.model = runner, settings, model
+        self.tokenising = Tokenising()
+
+    @functools.cached_property
+    def form(self) -> AnswerForm:
+        """The form of the model's answers. Only once the model is loaded."""
         return answer_form(
-            runner.engine.tokenizer,
-            tool_call_parser=settings.tool_call_parser,
-            reasoning_parser=settings.reasoning_parser,
+            self.runner.engine.tokenizer,
+            tool_call_parser=self.settings.tool_call_parser,
+            reasoning_parser=self.settings.reasoning_parser,
         )
 
-    @functools.cache
-    def names() -> TokenNames:
-        return TokenNames(runner.engine.tokenizer)
+    @functools.cached_property
+    def names(self) -> TokenNames:
+        """Texts of single tokens. Only once the model is loaded."""
+        return TokenNames(self.runner.engine.tokenizer)
 
-    async def respond(request: Request, body: Kind, id: str) -> Response:
-        task = await request.state.reading.run(body.task, rules())
-        deadline = Deadline.after(body.timeout, settings.request_timeout)
-        echo = isinstance(body, CompletionRequest) and bool(body.echo)
+    def rules(self) -> Rules:
+        engine = self.runner.engine
+        room = min(engine.context_length - 1, engine.intake.pool_tokens)
+        limits = (self.runner.capacity, engine.context_length, room, engine.sampling_defaults)
+        return Rules(self.model, *limits, trees=engine.config.trace, form=self.form)
+
+    async def respond(
+        self, request: Request, body: TaskBody, id: str, make: Callable[[Queued], Answer], *, echo: bool = False
+    ) -> Response:
+        """Runs the task that a body describes, and streams or returns the answer.
+
+        Args:
+            id: name of the request; its sequences are `id-0`, `id-1`, ... unless the task names them.
+            make: makes the answer of the queued request.
+            echo: the answer repeats the prompts.
+        """
+        runner = self.runner
+        task = await request.state.reading.run(body.task, self.rules())
+        deadline = Deadline.after(body.timeout, self.settings.request_timeout)
 
         def tokenise() -> tuple[list[Sequence], list[Echo]]:
             sequences, tokenizer = task.sequences(runner.engine.intake, id), runner.engine.tokenizer
             firsts = zip(task.prompts, sequences[:: task.n], strict=True) if echo else ()
             pieces = task.sampling[0].logprobs is not None
-            return sequences, [echo_of(p, one.prompt, tokenizer, with_pieces=pieces) for p, one in firsts]
+            return sequences, [echo_of(p, first.prompt, tokenizer, with_pieces=pieces) for p, first in firsts]
 
-        # The request keeps its places in the queue while it waits for the tokenizer.
+        # The request keeps its places in the queue while its prompts are tokenised.
         with runner.reserve(len(task.prompts) * task.n):
-            known = runner.engine.intake.grammars
-            compiles = any(each.grammar is not None and not known.holds(each.grammar) for each in task.sampling)
-            job = asyncio.wrap_future(tokenising.submit(work(task.prompts, task.n), tokenise, compiles=compiles))
+            grammars = runner.engine.intake.grammars
+            compiles = any(
+                params.grammar is not None and not grammars.holds(params.grammar) for params in task.sampling
+            )
+            job = self.tokenising.submit(work(task.prompts, task.n), tokenise, compiles=compiles)
             async with deadline.limit():
-                sequences, echoes = await while_connected(request, job)
+                sequences, echoes = await while_connected(request, asyncio.wrap_future(job))
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
         thinking = task.reply is not None and bool(begins_thinking(sequences[0].prompt, runner.engine.tokenizer))
-        answer: Answer
-        if isinstance(body, GenerateRequest):
-            answer = GenerateAnswer(
-                runner.engine.drafter.width,
-                body.is_batch or task.n > 1,
-                ids=[sequence.id for sequence in sequences],
-                prompt_tokens=[len(sequence.prompt) for sequence in sequences],
-                thoughts=lambda index, output: runner.engine.intake.thoughts(sequences[index], output),
-                scored=[sequence.params.logprobs is not None for sequence in sequences],
-                with_ids=[bool(sequence.params.logprob_ids) for sequence in sequences],
-                incremental=settings.incremental_streaming_output,
-                names=names() if body.return_text_in_logprobs else None,
-            )
-        elif isinstance(body, ResponsesRequest):
-            answer = ResponsesAnswer(id, model, body, task, thinking=thinking, end_think=form().end_think)
-        elif isinstance(body, MessagesRequest):
-            reply = None if task.reply is None else task.reply.reply(thinking=thinking)
-            answer = MessagesAnswer(id, model, len(sequences[0].prompt), reply)
-        else:
-            answer = OpenAIAnswer(
-                id, model, body, task, runner.engine.drafter.width, names(), echoes,
-                thinking=thinking, end_think=form().end_think,
-            )  # fmt: skip
+        answer = make(Queued(id, task, sequences, thinking, echoes))
         if body.stream:
             return EventStream(runner, listener, task, answer, deadline)
         try:
@@ -156,41 +159,86 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
         finally:
             runner.abort(sequences)
         if any(completion.scores for completion in completions):  # possibly thousands of numbers
-            return await beside(lambda: JSONResponse(answer.whole(completions)))
+            return await in_thread(lambda: JSONResponse(answer.whole(completions)))
         return JSONResponse(answer.whole(completions))
+
+
+class Extension(NamedTuple):
+    """Routes in addition to OpenAI's and SGLang's.
+
+    Attributes:
+        add: registers the routes with the application.
+        in_drain: paths that are answered while the server drains; see `specjax.serve.middleware.IN_DRAIN`.
+        error_forms: maps prefixes of paths to the form of their errors. Default: OpenAI's.
+    """
+
+    add: Callable[[FastAPI, Generation], None]
+    in_drain: frozenset[str] = frozenset()
+    error_forms: Mapping[str, ErrorForm] = MappingProxyType({})
+
+
+def create_app(runner: Service, settings: ServerSettings, *, model: str, extensions: List[Extension] = ()) -> FastAPI:
+    """The ASGI application over a runner that is loading or ready. `model` is the name that it serves."""
+    app = FastAPI(
+        title="specjax",
+        version=fingerprint(),
+        description=ABOUT,
+        responses=ERRORS,
+        redirect_slashes=False,  # the address would be made of the Host header
+    )
+    app.router.route_class = BodyRoute
+    app.state.strict_fields = settings.strict_fields
+    for rank in runner.ranks:
+        rank.traffic.model = model
+    generation = Generation(runner, settings, model=model)
+    add_openai_routes(app, generation)
+    add_generate_route(app, generation)
+    add_control_routes(app, runner, settings, model=model, tokenising=generation.tokenising)
+    for extension in extensions:
+        extension.add(app, generation)
+    in_drain = IN_DRAIN.union(*(extension.in_drain for extension in extensions))
+    forms = {prefix: form for extension in extensions for prefix, form in extension.error_forms.items()}
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        messages = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
+        message = messages.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response(form_of(path, forms))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nginx's status; only the log shows it
+
+    if settings.api_key:
+        app.openapi = functools.partial(with_security, app.openapi)  # type: ignore[method-assign]
+    app.add_middleware(Gate, runner=runner, settings=settings, in_drain=in_drain, error_forms=forms)
+    if settings.allowed_origins:  # outermost: the browser's preflight request has no key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["X-Request-Id", IGNORED_HEADER],
+        )  # fmt: skip
+    return app
+
+
+def add_openai_routes(app: FastAPI, generation: Generation) -> None:
+    runner, model = generation.runner, generation.model
+
+    def answer(body: ChatRequest | CompletionRequest, queued: Queued) -> Answer:
+        return OpenAIAnswer(
+            queued.id, model, body, queued.task, runner.engine.drafter.width, generation.names, queued.echoes,
+            thinking=queued.thinking, end_think=generation.form.end_think,
+        )  # fmt: skip
 
     @app.post("/v1/chat/completions", tags=["OpenAI"], responses=STREAM)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        return await respond(request, body, f"chatcmpl-{secrets.token_hex(12)}")
+        id = f"chatcmpl-{secrets.token_hex(12)}"
+        return await generation.respond(request, body, id, functools.partial(answer, body))
 
     @app.post("/v1/completions", tags=["OpenAI"], responses=STREAM)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await respond(request, body, f"cmpl-{secrets.token_hex(12)}")
-
-    @app.post("/v1/responses", tags=["OpenAI"], responses=STREAM)
-    async def responses(request: Request, body: ResponsesRequest) -> Response:
-        return await respond(request, body, f"resp_{secrets.token_hex(12)}")
-
-    @app.post("/v1/messages", tags=["Anthropic"], responses=STREAM)
-    async def messages(request: Request, body: MessagesRequest) -> Response:
-        return await respond(request, body, f"msg_{secrets.token_hex(12)}")
-
-    @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
-    async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
-        check_model(body.model, model)
-        chat = body.prompt(form())
-        try:
-            job = tokenising.submit(work([chat], 1), lambda: len(runner.engine.encode(chat)))
-            count = await while_connected(request, asyncio.wrap_future(job))
-        except ValueError as error:
-            raise refusal(error, {}, "messages") from error
-        return {"input_tokens": count}
-
-    # The inner route answers, the outer one describes it: a route of two methods has one id.
-    @app.post("/generate", tags=["SGLang"], responses=STREAM)
-    @app.api_route("/generate", methods=["POST", "PUT"], include_in_schema=False)
-    async def generate(request: Request, body: GenerateRequest) -> Response:
-        return await respond(request, body, secrets.token_hex(16))
+        id, make = f"cmpl-{secrets.token_hex(12)}", functools.partial(answer, body)
+        return await generation.respond(request, body, id, make, echo=bool(body.echo))
 
     def model_card() -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": int(runner.ready_at), "owned_by": "specjax", "root": model}
@@ -205,27 +253,29 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
         check_model(name, model)
         return model_card()
 
-    add_control_routes(app, runner, settings, model=model, tokenising=tokenising)
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        said = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} has no {request.method}"}
-        message = said.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
+def add_generate_route(app: FastAPI, generation: Generation) -> None:
+    runner = generation.runner
 
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nginx's status; only the log shows it
+    def answer(body: GenerateRequest, queued: Queued) -> Answer:
+        sequences = queued.sequences
+        return GenerateAnswer(
+            runner.engine.drafter.width,
+            body.is_batch or queued.task.n > 1,
+            ids=[sequence.id for sequence in sequences],
+            prompt_tokens=[len(sequence.prompt) for sequence in sequences],
+            thoughts=lambda index, output: runner.engine.intake.thoughts(sequences[index], output),
+            scored=[sequence.params.logprobs is not None for sequence in sequences],
+            with_ids=[bool(sequence.params.logprob_ids) for sequence in sequences],
+            incremental=generation.settings.incremental_streaming_output,
+            names=generation.names if body.return_text_in_logprobs else None,
+        )
 
-    if settings.api_key:
-        app.openapi = functools.partial(with_security, app.openapi)  # type: ignore[method-assign]
-    app.add_middleware(Gate, runner=runner, settings=settings)
-    if settings.allowed_origins:  # outermost: a browser asks without a key whether it may call
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id", IGNORED_HEADER],
-        )  # fmt: skip
-    return app
+    # The inner route answers, the outer one describes it: a route of two methods has one id.
+    @app.post("/generate", tags=["SGLang"], responses=STREAM)
+    @app.api_route("/generate", methods=["POST", "PUT"], include_in_schema=False)
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        return await generation.respond(request, body, secrets.token_hex(16), functools.partial(answer, body))
 
 
 def with_security(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -265,8 +315,8 @@ class EventStream(StreamingResponse):
 
 async def _after(first: Any, rest: AsyncIterable[Any]) -> AsyncIterator[Any]:
     yield first
-    async for each in rest:
-        yield each
+    async for item in rest:
+        yield item
 
 
 async def _events(listener: Listener, task: Task, answer: Answer, deadline: Deadline) -> AsyncIterator[bytes]:
@@ -278,7 +328,7 @@ async def _events(listener: Listener, task: Task, answer: Answer, deadline: Dead
                 )
             scores = chunk.scores or (chunk.completion and chunk.completion.scores)
             make = functools.partial(answer.events, chunk)
-            yield b"".join(await beside(make) if scores else make())
+            yield b"".join(await in_thread(make) if scores else make())
         yield b"".join(answer.last_events())
     except ApiError as error:
         yield answer.error(error)
@@ -287,7 +337,7 @@ async def _events(listener: Listener, task: Task, answer: Answer, deadline: Dead
         yield answer.error(ApiError(500, INTERNAL))
 
 
-async def beside(function: Callable[[], Result]) -> Result:
+async def in_thread(function: Callable[[], Result]) -> Result:
     """Runs a slow function in a thread, so that it does not block other requests."""
     return await asyncio.get_running_loop().run_in_executor(None, function)
 

@@ -1,4 +1,4 @@
-"""The grammar of function calls in a model's own format, for answers that must be calls (`tool_choice`).
+"""Grammars of function calls in a model's format, for answers that must be calls (`tool_choice`).
 
     start: SPACE calls
     calls: call (SPACE call)*
@@ -6,8 +6,8 @@
     call0: "{\\"name\\": \\"add\\", \\"arguments\\": " arguments0
     arguments0: %json {"type": "object", ...}
 
-A marker that is a token is written as its number, else as text. What follows such a grammar, `specjax.serve.calls`
-reads as calls. The model may think before: that is not a part of the grammar.
+A marker that is a token is written as its number, else as text. `specjax.serve.calls` parses text of such a grammar
+as calls. Reasoning before the calls is not part of the grammar.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INDEX = "#"  # a number
 
 
 class _Shape(NamedTuple):
-    """What stands around calls: strings are text, and tuples of one string are markers."""
+    """The parts around calls: strings are text, and tuples of one string are markers."""
 
     opens: Sequence[str | tuple[str]]
     before: Sequence[str | tuple[str]]  # each call
@@ -47,7 +47,7 @@ _SHAPES: dict[type[CallParser], _Shape] = {
         (SPACE,),
         (),
     ),
-    # Their templates refuse conversations with several calls at once.
+    # Llama's templates refuse conversations with several calls at once.
     Llama3: _Shape((), (), lambda name: _member(name, "parameters"), ("}",), None, ()),
     Mistral: _Shape((("[TOOL_CALLS]",), "["), (), lambda name: _member(name, "arguments"), ("}",), (", ",), ("]",)),
     MistralNamed: _Shape((), (("[TOOL_CALLS]",),), lambda name: (name, ("[ARGS]",)), (), (), ()),
@@ -91,36 +91,36 @@ def call_grammar(
     """A grammar in llguidance's dialect of Lark: one or more calls, and nothing else.
 
     Args:
-        parser: of the model's format.
+        parser: parser of the model's format.
         tools: the functions that may be called, in OpenAI's form.
         tokens: ids of the markers that are tokens.
-        strict: names of functions whose schemas are followed in all that they say; of the others, what the library
-            does not know is left out. None: all are strict.
-        most: calls; None: any number.
-        text: text may stand before and after calls, and instead of them.
-        answer: the schema of JSON that may stand instead of calls; None: no JSON may.
+        strict: names of functions whose whole schema is followed; keywords that the library does not support are
+            ignored in other schemas. None: all are strict.
+        most: maximum number of calls; None: unlimited.
+        text: allow text before, after and instead of calls.
+        answer: schema of JSON that is allowed instead of calls; None: no JSON is allowed.
 
     Raises:
-        ValueError: the calls cannot be told from text, because their marker is no token; or their arguments are no
-            JSON, for which there is no such grammar.
+        ValueError: calls cannot be distinguished from text, because their marker is not a token, or the format of
+            their arguments is not JSON.
     """
     if parser not in _SHAPES:
-        known = "tool_choice auto without strict functions"
-        raise ValueError(f"the arguments of this model's calls are no JSON, so that only {known} is supported")
+        supported = "tool_choice auto without strict functions"
+        raise ValueError(f"the arguments of this model's calls are not JSON, so only {supported} is supported")
     shape = _SHAPES[parser]
 
     def written(parts: Sequence[str | tuple[str]]) -> str:
-        found = []
+        terms = []
         for part in parts:
             if part == SPACE:
-                found.append("SPACE")
+                terms.append("SPACE")
             elif part == INDEX:
-                found.append("INDEX")
+                terms.append("INDEX")
             elif isinstance(part, tuple) and part[0] in tokens:
-                found.append(f"<[{tokens[part[0]]}]>")
+                terms.append(f"<[{tokens[part[0]]}]>")
             else:
-                found.append(json.dumps(part if isinstance(part, str) else part[0], ensure_ascii=False))
-        return " ".join(found)
+                terms.append(json.dumps(part if isinstance(part, str) else part[0], ensure_ascii=False))
+        return " ".join(terms)
 
     if answer is not None and not (shape.opens or shape.before):
         return _call_or_answer(shape, tools, answer)
@@ -147,16 +147,16 @@ def call_grammar(
 
 
 def _call_or_answer(shape: _Shape, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> str:
-    """One schema for a call that no marker tells from an answer: the lexer would take the start of a call, which is
-    longer, wherever the answer is an object, too. All functions are strict: what one part may leave out, the answer
-    may, too."""
+    """One schema for calls and answers without a marker between them: the lexer would prefer the start of a call, which
+    is longer, in every answer that is an object. All functions are strict, because leniency would apply to the answer
+    as well."""
     schemas = []
     for place, function in enumerate(tool["function"] for tool in tools):
         (start,) = shape.name(function["name"])
         assert isinstance(start, str)
         ((named, name), (arguments, _)) = json.loads(f"{start}null{shape.after[0]}").items()
-        given = _moved(_closed(function["parameters"]), f"#/anyOf/{place}/properties/{arguments}")
-        members = {named: {"const": name}, arguments: given}
+        parameters = _moved(_closed(function["parameters"]), f"#/anyOf/{place}/properties/{arguments}")
+        members = {named: {"const": name}, arguments: parameters}
         schemas.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
     schemas.append(_moved(answer, f"#/anyOf/{len(tools)}"))
     style = {"x-guidance": answer["x-guidance"]} if "x-guidance" in answer else {}
@@ -164,10 +164,10 @@ def _call_or_answer(shape: _Shape, tools: Sequence[Mapping[str, Any]], answer: M
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own parts find them where it is a part of another."""
+    """A schema with its references to its own parts changed for its place in another schema."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):  # one with an id is a whole of its own
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):  # references are relative to the id
         return schema
 
     def moved(key: str, value: Any) -> Any:
@@ -180,10 +180,10 @@ def _moved(schema: Any, place: str) -> Any:
 
 def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> list[str]:
     marks = [*shape.opens, *shape.before]
-    if not marks:  # the whole answer is a call, and no text looks like one
+    if not marks:  # the whole answer is a call or text that does not begin with a brace
         return ["start: TEXT | SPACE calls", r"TEXT: /(\s*[^\s{](?s:.*))?/"]
     if not isinstance(marks[0], tuple) or marks[0][0] not in tokens:
-        raise ValueError("the marker of calls is no token of this model")
+        raise ValueError("the marker of calls is not a token of this model")
     return [f"start: TEXT (calls TEXT){'*' if several else '?'}", "TEXT: /(?s:.*)/"]
 
 
@@ -193,7 +193,7 @@ def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of arguments, without others than it names, unless it says otherwise."""
+    """A schema of arguments that allows no further members, unless it says otherwise."""
     open_ended = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
     closed = {} if any(key in schema for key in open_ended) else {"properties": {}, "additionalProperties": False}
     return {"type": "object", **closed, **schema}

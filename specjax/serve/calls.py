@@ -1,22 +1,31 @@
-"""Function calls in a model's text, found as the text comes: one class for each format that model families write.
+"""Parsers of function calls in a model's text, which comes in pieces: one class for each format.
 
     parser = Hermes({"add"})
     parser.feed('Sum: <tool_call>{"name": "add", "argu')    -> [Text("Sum: ")]
     parser.feed('ments": {"a": [1')                         -> [Call("add"), Arguments('{"a": [')]
     parser.feed(']}}</tool_call>', last=True)               -> [Arguments("1]}")]
 
-What is fed at once makes no difference to what all parts together say. A call is announced once its name, one of the
-request's functions, and the beginning of its arguments have been read; before that, text that turns out to be no call
-is plain text. Arguments are passed on as the model writes them, like OpenAI's: they may be cut off by the limit of
-tokens, or have brackets and commas in wrong places. `JsonObject` mends values that strict clients refuse.
+The concatenated parts do not depend on the pieces. A call is announced after its name, one of the request's functions,
+and the beginning of its arguments; text that turns out not to be a call is plain text. Arguments are passed on as the
+model writes them: they may be cut off by the limit of tokens, or be invalid JSON. `JsonObject` corrects values that
+strict clients refuse.
+
+Most formats write arguments as JSON. `TaggedCalls` reads values between tags, which become JSON one member at a time:
+
+    <tool_call>\\n<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>       Qwen3-Coder
+    <tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>                    GLM
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from urllib.parse import unquote
 
 import pydantic_core
 
@@ -32,18 +41,18 @@ class Call(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """A piece of the arguments of the last call, which is JSON."""
+    """A piece of the JSON arguments of the last call."""
 
     text: str
 
 
 Part: TypeAlias = Text | Call | Arguments
 
-LIMIT = 512  # characters from the beginning of a call within which its arguments begin, for these to be passed on early
-MOST = 2**16  # characters of a call that is read as a whole, because its members have another order
-CHUNK = 4096  # characters that are read at once, so that the cost is linear in the text
+LIMIT = 512  # maximum number of characters of a call before its arguments, to pass these on early
+MOST = 2**16  # maximum number of characters of a call whose members have another order; it is read as a whole
+CHUNK = 4096  # characters per pass, which keeps the cost linear in the text
 _BEGUN = r"(?=\{\s*(?:\}|\"(?:[^\"\\]|\\.)*\"\s*:\s*[\[{\"\dtfnTFNI-]))"
-"""Matches before an object that is empty or whose first value begins. Words of Python and JavaScript are values, too:
+"""Matches before an object that is empty or whose first value begins. Values include words of Python and JavaScript:
 True, None, NaN, Infinity."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
@@ -65,56 +74,58 @@ _ESCAPE_BEGUN = re.compile(
 """Matches an incomplete escape at the end of a text."""
 _SPACE = re.compile(r"[ \t\n\r]+")
 _WORD = re.compile(r'[^"{}\[\]<,: \t\n\r]+')  # a number, or a word such as true
+_WORDS = ("true", "false", "null")
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class JsonObject:
-    """Reads an object of JSON that comes in pieces, as far as its brackets and strings go.
+    """Reads a JSON object that comes in pieces; checks only brackets and strings.
 
     Values that strict clients refuse become strings: `NaN` becomes `"NaN"`, and 1e999, which exceeds a double,
-    `"1e999"`. Words that are only a part of a value, as in `new york`, stay as they are. Invalid escapes in strings,
-    such as a lone surrogate, get a second backslash. Control characters in strings are escaped.
+    `"1e999"`. Words that are a part of a value, as in `new york`, stay unchanged. Invalid escapes in strings, such as
+    a lone surrogate, get a second backslash. Control characters in strings are escaped.
     """
 
     def __init__(self, opened: str = "") -> None:
-        """`opened`: the brackets that have to be closed, the innermost first."""
+        """`opened`: closing brackets that must follow, the innermost first."""
         self._closing = [*opened]
         self._in_string = self._at_value = False
         self._in_value = True  # no colon can follow
         self.ended = False
-        self.broken = False  # what comes next cannot belong to it
+        self.broken = False  # the next character cannot belong to it
 
     def read(self, text: str, *, last: bool = False) -> tuple[str, int]:
-        """Reads on, up to the end of the object or to an incomplete escape or word. `last`: nothing follows.
+        """Reads up to the end of the object, or to an incomplete escape or word. `last`: no text follows.
 
         Returns the JSON to pass on, and the number of characters that were read.
         """
-        found: list[str] = []
+        output: list[str] = []
         at = 0
         while at < len(text) and not self.ended:
             character = text[at]
             if run := (_IN_STRING if self._in_string else _SPACE).match(text, at):
-                found.append(run[0])
+                output.append(run[0])
                 at = run.end()
                 continue
             if self._in_string:
                 if character == "\\" and _ESCAPE_BEGUN.match(text, at):
                     if not last:
                         break
-                    found.append(text[at:])  # cut off
+                    output.append(text[at:])  # cut off
                     at = len(text)
                     continue
-                found.append(character if character == '"' else json.dumps(character)[1:-1])
+                output.append(character if character == '"' else json.dumps(character)[1:-1])
                 self._in_string = character != '"'
             elif word := _WORD.match(text, at):
                 if word.end() == len(text) and not last:
                     break
-                as_it_is = not self._at_value or word.end() == len(text) or _is_json(word[0])
-                if not as_it_is:
+                valid = not self._at_value or word.end() == len(text) or _is_json(word[0])
+                if not valid:
                     follows = text[word.end() :].lstrip(" \t\n\r")[:1]
                     if not follows and not last:
                         break
-                    as_it_is = follows not in ("}", "]", ",")  # a part of a wrong value, or cut off
-                found.append(word[0] if as_it_is else json.dumps(word[0], ensure_ascii=False))
+                    valid = follows not in ("}", "]", ",")  # a part of a wrong value, or cut off
+                output.append(word[0] if valid else json.dumps(word[0], ensure_ascii=False))
                 self._at_value = False
                 at = word.end()
                 continue
@@ -122,7 +133,7 @@ class JsonObject:
                 self.broken = True
                 break
             else:
-                found.append(character)
+                output.append(character)
                 self._in_string = character == '"'
                 if character in "{[":
                     self._closing.append("}" if character == "{" else "]")
@@ -135,7 +146,7 @@ class JsonObject:
                     self._at_value = character == ":" and not self._in_value
                     self._in_value |= character != '"'
             at += 1
-        return "".join(found), at
+        return "".join(output), at
 
 
 class Head(NamedTuple):
@@ -143,37 +154,37 @@ class Head(NamedTuple):
 
     name: str
     length: int  # characters
-    whole: str | None = None  # all arguments, if the length includes them and all other members
+    whole: str | None = None  # all arguments, if the length includes them
 
 
 class CallParser:
-    """The text of one answer, in pieces. Without a format of calls: all of it is text.
+    """Parses the text of one answer, in pieces. This base class has no format: all of it is text.
 
     Args:
-        names: functions that may be called.
+        names: names of the functions that may be called.
         hidden: special tokens of the format, which never become text.
-        most: calls that are reported; None: all.
+        most: maximum number of reported calls; None: all.
     """
 
-    begins: ClassVar[tuple[str, ...]] = ()  # strings that begin one call or several
-    closers: ClassVar[tuple[str, ...]] = ()  # may follow a call
-    joins: ClassVar[tuple[str, ...]] = ()  # another call may follow these
+    begins: ClassVar[tuple[str, ...]] = ()  # strings before one or several calls
+    closers: ClassVar[tuple[str, ...]] = ()  # strings that may follow a call
+    joins: ClassVar[tuple[str, ...]] = ()  # strings after which another call may follow
     repeats: ClassVar[bool] = False  # another call may follow at once
-    text_arguments: ClassVar[bool] = False  # templates take the arguments of earlier calls as JSON, not as objects
-    id_length: ClassVar[int | None] = None  # characters, letters and digits, of ids that templates take
-    numbered_ids: ClassVar[bool] = False  # templates take ids of the form functions.add:0, counted over the chat
+    text_arguments: ClassVar[bool] = False  # templates expect the arguments of earlier calls as JSON, not as objects
+    id_length: ClassVar[int | None] = None  # number of letters and digits of ids in templates
+    numbered_ids: ClassVar[bool] = False  # templates expect ids of the form functions.add:0, counted over the chat
 
     def __init__(self, names: Collection[str] = (), *, hidden: Collection[str] = (), most: int | None = None) -> None:
         self._names, self._hidden, self._most = frozenset(names), frozenset(hidden), most
         self._marks = (*self.begins, *sorted(self._hidden - {*self.begins}))
         self._state: Callable[[], bool] = self._text
-        self._held = ""  # what is not decided
-        self._raw = ""  # was read before it, and is text if no call follows
+        self._rest = ""  # undecided text
+        self._raw = ""  # text before it, which is plain text if no call follows
         self._last = False
         self._count = 0
         self._parts: list[Part] = []
         self._json = JsonObject()
-        self._at = 0  # characters of `_held` that `_json` has read
+        self._at = 0  # characters of `_rest` that `_json` has read
         self._in_object = False  # the arguments are a member of an object
         self.is_cut = False  # the text ended inside the beginning of a call, before it was announced
 
@@ -183,32 +194,32 @@ class CallParser:
         return tuple(mark for mark in (*cls.begins, *cls.closers, *cls.joins) if len(mark) > 3)
 
     def feed(self, text: str, *, last: bool = False) -> list[Part]:
-        """Adds text; the parts that it completes. With `last` everything held back is decided."""
+        """Adds text, and returns the parts that it completes. `last`: no text follows."""
         for start in range(0, max(len(text), 1), CHUNK):
-            self._held += text[start : start + CHUNK]
+            self._rest += text[start : start + CHUNK]
             self._last = last and start + CHUNK >= len(text)
             while self._state():
                 pass
         parts, self._parts = self._parts, []
         return parts
 
-    # States: each reads what it can of `_held`, and returns whether another state goes on at once.
+    # States: methods that read from `_rest`, and return True if the next state can run at once.
 
     def _text(self) -> bool:
-        found = [(at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            self._say(self._held[:at])
-            self._held = self._held[at + len(mark) :]
+        places = [(at, mark) for mark in self._marks if (at := self._rest.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            self._say(self._rest[:at])
+            self._rest = self._rest[at + len(mark) :]
             if mark in self.begins:
                 self._raw = "" if mark in self._hidden else mark
                 self._enter(self._close if mark in self.begins[:-1] else self._head)
             return True
-        kept = begun(self._held, self._marks)
+        undecided = begun(self._rest, self._marks)
         if self._last:
-            self.is_cut, kept = self.is_cut or kept > 1, 0
-        self._say(self._held[: len(self._held) - kept])
-        self._held = self._held[len(self._held) - kept :]
+            self.is_cut, undecided = self.is_cut or undecided > 1, 0
+        self._say(self._rest[: len(self._rest) - undecided])
+        self._rest = self._rest[len(self._rest) - undecided :]
         return False
 
     def _head(self) -> bool:
@@ -216,11 +227,11 @@ class CallParser:
         if head is None and not self._last:
             return False
         if head is None:  # a list may end with a separator
-            self.is_cut = bool(self._held.strip()) or self._raw.strip() not in (";", ",")
+            self.is_cut = bool(self._rest.strip()) or self._raw.strip() not in (";", ",")
         if not head or head.name not in self._names:
             return self._no_call()
         self.is_cut = False
-        self._held = self._held[head.length :]
+        self._rest = self._rest[head.length :]
         self._raw = ""
         self._count += 1
         self._add(Call(head.name))
@@ -230,8 +241,8 @@ class CallParser:
         return self._enter(self._arguments)
 
     def _arguments(self) -> bool:
-        text, count = self._json.read(self._held, last=self._last)
-        self._held = self._held[count:]
+        text, count = self._json.read(self._rest, last=self._last)
+        self._rest = self._rest[count:]
         if text:
             self._add(Arguments(text))
         if self._json.ended or self._json.broken or self._last:
@@ -239,28 +250,28 @@ class CallParser:
         return False
 
     def _tail(self) -> bool:
-        """The rest of the object of which the arguments are a member."""
-        rest = self._held.lstrip()
+        """After arguments that are a member of an object."""
+        rest = self._rest.lstrip()
         if not rest and not self._last:
             return False
         if rest.startswith((",", "}")):
-            self._held, self._json = rest, JsonObject("}")
+            self._rest, self._json = rest, JsonObject("}")
             return self._enter(self._members, keep=True)
         return self._enter(self._close)
 
     def _members(self) -> bool:
-        _, count = self._json.read(self._held, last=self._last)
-        self._held = self._held[count:]
+        _, count = self._json.read(self._rest, last=self._last)
+        self._rest = self._rest[count:]
         return self._enter(self._close) if self._json.ended or self._json.broken or self._last else False
 
     def _close(self) -> bool:
-        rest = self._held.lstrip()
+        rest = self._rest.lstrip()
         while closer := next((mark for mark in self.closers if rest.startswith(mark)), None):
-            self._held = rest[len(closer) :]
-            rest = self._held.lstrip()
+            self._rest = rest[len(closer) :]
+            rest = self._rest.lstrip()
         if join := next((mark for mark in self.joins if rest.startswith(mark)), None):
-            self._raw += "" if join in self._hidden else self._held[: -len(rest)] + join
-            self._held = rest[len(join) :]
+            self._raw += "" if join in self._hidden else self._rest[: -len(rest)] + join
+            self._rest = rest[len(join) :]
             return self._enter(self._head)
         if self.repeats and rest.startswith("{"):
             return self._enter(self._head)
@@ -282,45 +293,45 @@ class CallParser:
     # Heads
 
     def _find_head(self) -> Head | Literal[False] | None:
-        """The head that `_held` begins with. False: no call begins here. None: more text is needed to know."""
+        """The head at the beginning of `_rest`. False: no call begins here. None: undecided without more text."""
         return self._object_head()
 
     def _object_head(self, start: int = 0) -> Head | Literal[False] | None:
-        """Of a call that is an object with a name and arguments, after `start` characters."""
+        """The head of a call that is an object with a name and arguments, after `start` characters."""
         self._in_object = True
-        if match := _HEAD.match(self._held[:LIMIT], start):
+        if match := _HEAD.match(self._rest[:LIMIT], start):
             return Head(match["name"], match.end())
-        start = len(self._held) - len(self._held[start:].lstrip())
-        if start == len(self._held):
+        start = len(self._rest) - len(self._rest[start:].lstrip())
+        if start == len(self._rest):
             return None
-        if not self._may_be_call(self._held[start:]):
+        if not self._may_be_call(self._rest[start:]):
             return False
         self._at = max(self._at, start)
-        _, count = self._json.read(self._held[self._at :], last=self._last)
+        _, count = self._json.read(self._rest[self._at :], last=self._last)
         self._at += count
         if self._at > MOST:
             return False
         if self._json.ended:
-            found = whole_call(self._held[start : self._at])
-            return Head(found[0], self._at, found[1]) if found else False
+            call = whole_call(self._rest[start : self._at])
+            return Head(call[0], self._at, call[1]) if call else False
         return False if self._json.broken else None
 
     def _may_be_call(self, text: str) -> bool:
-        """Whether an object with this beginning may be a call, so that other JSON is not held back for long."""
+        """True if an object with this beginning may be a call. Other JSON is not delayed for long."""
         match = _FIRST.match(text)
         if match is None or (match["key"] is None and text[match.end() :]):
             return False
         key = match["key"] or ""
         if match["closed"] is None:
-            return any(each.startswith(key) for each in _KEYS)
+            return any(name.startswith(key) for name in _KEYS)
         return key in _KEYS and (key != "name" or match["value"] is None or match["value"] in self._names)
 
     def _matched_head(self, pattern: re.Pattern[str]) -> Head | Literal[False] | None:
-        """Of a call that begins with the name, as `pattern` has it."""
+        """The head of a call that begins with the name; `pattern` matches it."""
         self._in_object = False
-        if match := pattern.match(self._held[:LIMIT]):
+        if match := pattern.match(self._rest[:LIMIT]):
             return Head(match[match.lastgroup or 0].strip(), match.end())
-        return False if len(self._held) >= LIMIT else None
+        return False if len(self._rest) >= LIMIT else None
 
     # Parts
 
@@ -341,8 +352,8 @@ class Hermes(CallParser):
 
 
 class Llama3(CallParser):
-    """`{"name": "add", "parameters": {"a": 1}}` as the whole answer, or after `<|python_tag|>`; between several are
-    semicolons or spaces: Llama 3.1, 3.2, 3.3."""
+    """`{"name": "add", "parameters": {"a": 1}}` as the whole answer, or after `<|python_tag|>`, separated by semicolons
+    or spaces: Llama 3.1, 3.2, 3.3."""
 
     begins = ("<|python_tag|>",)
     joins = (";", ",", "<|python_tag|>")
@@ -352,7 +363,7 @@ class Llama3(CallParser):
 
     def _text(self) -> bool:
         if not self._begun:
-            rest = self._held.lstrip()
+            rest = self._rest.lstrip()
             if not rest and not self._last:
                 return False
             self._begun = True
@@ -376,22 +387,22 @@ class Mistral(CallParser):
         return (*super().markers(), "[CALL_ID]", "[ARGS]")
 
     def _find_head(self) -> Head | Literal[False] | None:
-        rest = self._held.lstrip()
+        rest = self._rest.lstrip()
         if not rest:
             return None
         if rest[0] in "[{":
-            return self._object_head(len(self._held) - len(rest) + (rest[0] == "["))
+            return self._object_head(len(self._rest) - len(rest) + (rest[0] == "["))
         if not re.match(r"[\w.-]+\s*(?:[\[{]|$)", rest):
             return False
         return self._matched_head(self._NAMED)
 
 
 class DeepSeek(CallParser):
-    """Between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, of V3 and R1
+    """Between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`: V3 and R1
 
         <｜tool▁call▁begin｜>function<｜tool▁sep｜>add\\n```json\\n{"a": 1}\\n```<｜tool▁call▁end｜>
 
-    and of V3.1 `<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`."""
+    and V3.1 `<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`."""
 
     begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     closers = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
@@ -408,15 +419,15 @@ class DeepSeek(CallParser):
 
     def _find_head(self) -> Head | Literal[False] | None:
         head = self._matched_head(self._NAMED)
-        return False if head is None and self.closers[1] in self._held else head
+        return False if head is None and self.closers[1] in self._rest else head
 
 
 class MistralNamed(Mistral):
-    """Models that write `[TOOL_CALLS]add[ARGS]{"a": 1}`. Both are read in both forms."""
+    """Models that write `[TOOL_CALLS]add[ARGS]{"a": 1}`. Both classes read both forms."""
 
 
 class DeepSeek31(DeepSeek):
-    """V3.1. Both are read in both forms."""
+    """V3.1. Both classes read both forms."""
 
 
 class KimiK2(CallParser):
@@ -437,45 +448,45 @@ class KimiK2(CallParser):
 
     def _find_head(self) -> Head | Literal[False] | None:
         head = self._matched_head(self._NAMED)
-        return False if head is None and self.closers[0] in self._held else head
+        return False if head is None and self.closers[0] in self._rest else head
 
 
 def begun(text: str, marks: Collection[str]) -> int:
-    """Characters at the end of a text that may begin one of these strings."""
+    """Number of characters at the end of a text that may begin one of these strings."""
     longest = max(map(len, marks), default=1) - 1
     sizes = range(min(longest, len(text)), 0, -1)
     return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def whole_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call that is a JSON object with its members in any order; None: it is none."""
+    """Name and arguments of a call that is a JSON object with its members in any order; None if it is not a call."""
     try:
-        found = strict_json(JsonObject().read(text, last=True)[0])
-        if isinstance(found.get("function"), dict):
-            found = found["function"]
-        name = found.get("name", found.get("function"))
-        given = found.get("arguments", found.get("parameters"))
-        if isinstance(given, str):  # some models write the arguments as text
-            given = given or "{}"
-            return (name, given) if isinstance(name, str) and isinstance(strict_json(given), dict) else None
-        if not isinstance(name, str) or not isinstance(given, dict | None):
+        call = strict_json(JsonObject().read(text, last=True)[0])
+        if isinstance(call.get("function"), dict):
+            call = call["function"]
+        name = call.get("name", call.get("function"))
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):  # some models write the arguments as text
+            arguments = arguments or "{}"
+            return (name, arguments) if isinstance(name, str) and isinstance(strict_json(arguments), dict) else None
+        if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return None
-        return name, json.dumps(given or {})
+        return name, json.dumps(arguments or {})
     except ValueError:
         return None
 
 
 def strict_json(text: str, *, partial: bool = False) -> Any:
-    """Parses JSON. Raises ValueError also for NaN, numbers that are too large, lone surrogates, and more than about 200
-    levels, which strict clients refuse. `partial`: the text may be cut off; its last value is then left out."""
+    """Parses JSON. Raises ValueError also for NaN, too large numbers, lone surrogates, and more than about 200 levels,
+    which strict clients refuse. `partial`: the text may be cut off, without its last value."""
     try:
-        found = pydantic_core.from_json(text, allow_inf_nan=False)
+        value = pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        if not partial or not str(error).startswith("EOF"):  # of wrong JSON it would return what is before the error
+        if not partial or not str(error).startswith("EOF"):  # else it would return the part before the error
             raise
-        found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
-    json.dumps(found, allow_nan=False)  # 1e999 is infinite
-    return found
+        value = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
+    json.dumps(value, allow_nan=False)  # 1e999 is infinite
+    return value
 
 
 def _is_json(text: str) -> bool:
@@ -484,3 +495,242 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class TaggedCalls(CallParser):
+    """Calls with a tag for each argument. `schemas`: maps functions to the JSON schemas of their parameters."""
+
+    name: ClassVar[re.Pattern[str]]  # up to the first argument or the end of the call; group `name`
+    key: ClassVar[re.Pattern[str]]  # before a value; group `key`
+    opens: ClassVar[str]  # the beginning of `key`
+    example: ClassVar[str]  # matches `key`
+    value_end: ClassVar[re.Pattern[str]]  # the end tag of a value, or the next `key` if that is missing; group `next`
+    ends: ClassVar[tuple[str, ...]]  # after the last argument
+    line_breaks: ClassVar[bool] = False  # a line break precedes and follows each value
+
+    def __init__(
+        self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
+    ) -> None:
+        super().__init__(names, **more)
+        self._schemas, self._called = schemas or {}, ""
+        self._keys: list[str] = []  # keys of this call so far
+
+    def _find_head(self) -> Head | Literal[False] | None:
+        if match := self.name.match(self._rest[:LIMIT]):
+            self._called, self._keys = match["name"].strip(), []
+            return Head(self._called, match.end())
+        return None if len(self._rest) < LIMIT and self._may_name(self._rest) else False
+
+    def _may_name(self, text: str) -> bool:
+        """True if a call may begin with this text, which ends before the first argument."""
+        name, _, rest = text.lstrip().partition(">" if self.line_breaks else "\n")
+        if not any(function.startswith(name.strip()) for function in self._names):
+            return False
+        marks = (self.opens, *self.ends)
+        return any(mark.startswith(rest.strip()) or rest.strip().startswith(mark) for mark in marks)
+
+    def _arguments(self) -> bool:
+        rest = self._rest.lstrip()
+        if match := self.key.match(rest[:LIMIT]):
+            self._rest, self._at = rest[match.end() :], 0
+            self._keys.append(match["key"])
+            self._state = self._value
+            return True
+        begun = any(mark.startswith(rest) and mark != rest for mark in self.ends) or (
+            len(rest) < LIMIT and any(self.key.fullmatch(rest + self.example[at:]) for at in range(len(self.example)))
+        )
+        if begun and not self._last:
+            return False
+        if begun:
+            self._rest = ""  # cut off
+        else:
+            self._add(Arguments("}" if self._keys else "{}"))
+        return self._enter(self._close)
+
+    def _next_key(self, tag: re.Match[str]) -> bool:
+        """True if a tag ends a value without an end tag, and is not a part of the value."""
+        key, named = tag["next"], self._schemas.get(self._called, {}).get("properties")
+        start, mark = tag.start(), self.begins[-1]
+        if (at := self._rest.rfind(mark, max(0, start - LIMIT), start)) >= 0:  # the next call, after the end of this
+            head = self.name.match(self._rest, at + len(mark))
+            if head and head.end() == start and head["name"].strip() in self._names:
+                return any(self._rest.find(end, 0, at) >= 0 for end in self.ends)
+        named = named if isinstance(named, Mapping) else {}
+        if key in self._keys or (named and key not in named):
+            return False
+        before = self._rest[max(0, start - LIMIT) : start].rstrip(" \t")
+        return not before or before.endswith("\n") or (bool(named) and not self.line_breaks)
+
+    def _value(self) -> bool:
+        ends = self.value_end.finditer(self._rest, self._at)
+        tag = next((end for end in ends if end["next"] is None or self._next_key(end)), None)
+        if tag is None and not self._last:
+            self._at = max(0, len(self._rest) - LIMIT)
+            return False
+        at, end = tag.span() if tag else (len(self._rest), len(self._rest))
+        whole = tag is not None and tag["next"] is None
+        if not whole:  # no end tag: the value ends at the next argument, or with the call
+            places = [place for mark in self.ends if (place := self._rest.find(mark, 0, at)) >= 0]
+            at = end = min(places, default=at)
+        cut = not whole and at == len(self._rest)
+        text, self._rest = self._rest[:at], self._rest[end:]
+        if self.line_breaks:
+            text = text.removeprefix("\n")
+        if not cut and not whole:
+            text = re.sub(r"\n[ \t]*\Z", "", text)
+        elif not cut and self.line_breaks:
+            text = text.removesuffix("\n")
+        value = json.dumps(typed_value(text, self._keys[-1], self._schemas.get(self._called, {})), ensure_ascii=False)
+        if cut and value.startswith('"'):
+            value = value[:-1]
+        key = json.dumps(self._keys[-1], ensure_ascii=False)
+        self._add(Arguments(f"{'{' if len(self._keys) == 1 else ', '}{key}: {value}"))
+        return self._enter(self._close if cut else self._arguments)
+
+
+class QwenCoder(TaggedCalls):
+    """Qwen3-Coder. The outer tag may be missing."""
+
+    begins = ("<tool_call>", "<function=")
+    closers = ("</function>", "</tool_call>")
+    joins = ("<function=",)
+    name = re.compile(r"(?P<name>[^<>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)")
+    key = re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>")
+    value_end = re.compile(r"<(?:/parameter>|parameter=(?P<next>[^<>\n]{1,256})>)")
+    opens, example, ends = "<parameter=", "<parameter=a>", ("</function>", "</tool_call>")
+    line_breaks = True
+
+
+class Glm(TaggedCalls):
+    """GLM-4.5 and 4.6."""
+
+    begins = ("<tool_call>",)
+    closers = ("</tool_call>",)
+    name = re.compile(r"\s*(?P<name>[^<>\n]+?)\s*(?=<arg_key>|</tool_call>)")
+    key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
+    value_end = re.compile(r"<(?:/arg_value>|arg_key>(?P<next>[^<>]{1,256})</arg_key>\s{,64}<arg_value>)")
+    opens, example, ends = "<arg_key>", "<arg_key>a</arg_key><arg_value>", ("</tool_call>",)
+
+    def _may_name(self, text: str) -> bool:
+        name, tag, rest = text.strip().partition("<")
+        if not any(function.startswith(name.strip()) for function in self._names):
+            return False
+        return any(mark.startswith(tag + rest) for mark in (self.opens, *self.ends))
+
+
+def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """The value of a text between tags: the first of these that the schema allows.
+
+    - null, if the text is `null`
+    - the text as a string; a schema that does not mention the argument allows it
+    - the text read as JSON, with words such as `TRUE` in any case
+    - the text read as a Python literal, as in vLLM and SGLang: `['a', None]`
+
+    If the schema allows none of them, the value is the JSON, or else the literal, whose type the schema allows without
+    regard to members and items. Otherwise it is the text read as JSON, or the text if it is not JSON.
+
+    Args:
+        name: name of the argument.
+        schema: schema of the object of all arguments.
+    """
+
+    def allowed(value: Any, *, exact: bool = True) -> bool:
+        return _allows(schema, {name: value}, schema, exact, {})
+
+    if text == "null" and allowed(None):
+        return None
+    if allowed(text):
+        return text
+    bare = text.strip()
+    try:
+        parsed = strict_json(bare.lower() if bare.lower() in _WORDS else bare)
+    except ValueError:
+        parsed = text
+    values = text, parsed, _literal(bare, text)
+    choices = [value for value in values if allowed(value)]
+    choices = choices or [value for value in values if allowed(value, exact=False)]
+    empty = {dict: {}, list: []}  # replaces a value with members or items
+    choices += [value for value in values[1:] if allowed(empty.get(type(value), value), exact=False)]
+    return choices[0] if choices else parsed
+
+
+def _literal(text: str, default: Any) -> Any:
+    """The value of a Python literal that JSON can express, else `default`."""
+    if len(text) <= MOST:  # of longer texts the syntax tree takes too much memory
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            with warnings.catch_warnings(action="ignore"):
+                value = ast.literal_eval(text)
+            return strict_json(json.dumps(value))
+    return default
+
+
+def _allows(schema: Any, value: Any, root: Mapping[str, Any], exact: bool, memo: dict[tuple[str, int], bool]) -> bool:
+    """True if a JSON schema allows a value. Types, members and listed values are checked; other keywords are ignored.
+
+    Args:
+        root: the schema that references are relative to.
+        exact: False: `enum` and `const` allow other values of the same types, and members may be added.
+        memo: results by reference and id of the value. A reference that leads to itself allows nothing.
+    """
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if value is None and schema.get("nullable") is True:
+        return True
+    if isinstance(reference := schema.get("$ref"), str):
+        place = reference, id(value)
+        if place not in memo:
+            memo[place] = False
+            memo[place] = _allows(_part(root, reference), value, root, exact, memo)
+        if not memo[place]:
+            return False
+    implied = "object" if "properties" in schema else "array" if "items" in schema else []
+    types = schema.get("type", implied)
+    types = types if isinstance(types, list) else [types]
+    if types and not any(name in _types(value) or name not in _TYPES for name in types):
+        return False
+    for listed in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if isinstance(listed, list):
+            same = [item for item in listed if {*_types(item)} & {*_types(value)}]
+            if not (value in same if exact else same):
+                return False
+    members, others = schema.get("properties"), schema.get("additionalProperties", True)
+    members = members if isinstance(members, dict) else {}
+    others = True if others is False and not exact else others
+    if isinstance(value, dict) and not all(
+        _allows(members.get(key, others), member, root, exact, memo) for key, member in value.items()
+    ):
+        return False
+    return all(
+        check(_allows(option, value, root, exact, memo) for option in schema[key])
+        for key, check in (("allOf", all), ("anyOf", any), ("oneOf", any))
+        if isinstance(schema.get(key), list)
+    )
+
+
+def _types(value: Any) -> tuple[str, ...]:
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case int() | float():
+            return ("number", "integer") if value == int(value) else ("number",)
+        case str():
+            return ("string",)
+        case _:
+            return ("object",) if isinstance(value, dict) else ("array",)
+
+
+def _part(root: Any, reference: str) -> Any:
+    """The part of a schema that a reference names. True, which allows everything, if there is none."""
+    if not reference.startswith("#"):
+        return True
+    for name in unquote(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        elif isinstance(root, dict) and name in root:
+            root = root[name]
+        else:
+            return True
+    return root

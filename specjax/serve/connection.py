@@ -1,8 +1,7 @@
 """HTTP connections: uvicorn's protocol class over h11, with time limits and errors in OpenAI's form.
 
-uvicorn limits neither the time for headers, nor for the rest of a body whose request was answered, nor silent
-connections, and answers malformed requests with plain text. While the app reads a body, `specjax.serve.middleware`
-limits its time.
+uvicorn limits neither the time for headers, nor the time for the rest of an answered body, nor silent connections, and
+answers malformed requests with plain text. `specjax.serve.middleware` limits the time of bodies that the app reads.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any, Literal
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import SHUT_DOWN, ApiError, unavailable
 from specjax.serve.middleware import CROWDED, WHOLE, log_answer, request_id
+from specjax.serve.server_settings import ServerSettings
 
 LINGER = 1.0  # seconds until a refused connection is cut; cutting it at once could discard the answer
 
@@ -33,8 +32,7 @@ class Connection(H11Protocol):
 
     @property
     def part(self) -> Literal["headers", "body"] | None:
-        """The incomplete part of the current request. None: uvicorn's keep-alive time-out or the app limits the
-        time."""
+        """The incomplete part of the current request. None: uvicorn's keep-alive or the app limits the time."""
         # h11's states are classes, compared here by name.
         state = str(self.conn.their_state)
         if state == "SEND_BODY":
@@ -43,7 +41,7 @@ class Connection(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """True if an answer has been written in part."""
+        """True if a part of an answer has been written."""
         return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
     @property

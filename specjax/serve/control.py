@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
+from specjax.serve.answers import fingerprint
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import bad_request, unavailable
-from specjax.serve.loads import loads, short_loads
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.protocol import (
@@ -33,10 +32,9 @@ from specjax.serve.protocol import (
     TokenizeRequest,
     check_model,
 )
-from specjax.serve.replicas import Service
 from specjax.serve.report import describe
-from specjax.serve.responses import fingerprint
-from specjax.serve.runner import Runner
+from specjax.serve.runner import Runner, Service
+from specjax.serve.server_settings import ServerSettings
 from specjax.serve.task import refusal
 from specjax.serve.tokenising import Tokenising, work
 
@@ -62,11 +60,8 @@ def get(app: FastAPI, *paths: str, **options: Any) -> Callable[[Endpoint], Endpo
 
 @functools.cache
 def page() -> tuple[bytes, dict[str, str]]:
-    """The chat page, which shows how its text was drafted, and its headers.
-
-    It is static and contains no secrets, so it needs no API key: the user enters one. Its Content-Security-Policy
-    allows only its own script and style, by their hashes, and connections to this server.
-    """
+    """The chat page and its headers. It is static, without secrets, and needs no API key. Its Content-Security-Policy
+    allows only its own script and style, by their hashes, and connections to this server."""
     text = PLAYGROUND.read_text(encoding="utf-8")
     policy = {
         "default-src": "'none'",
@@ -77,7 +72,7 @@ def page() -> tuple[bytes, dict[str, str]]:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",  # text becomes markup nowhere
+        "require-trusted-types-for": "'script'",  # no text becomes markup
     }
     return text.encode(), {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
@@ -88,7 +83,7 @@ def page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(text: str, tag: str) -> str:
-    """The source expression of the only element with this tag."""
+    """The CSP source of the only element with this tag."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
@@ -99,7 +94,7 @@ def _progress(rank: Runner) -> int:
 
 
 def rank_state(rank: Runner) -> dict[str, Any]:
-    """The changing state of a replica, with SGLang's names."""
+    """The state of one engine, with SGLang's names."""
     engine = rank.engine
     counters, scheduler = engine.counters, engine.scheduler
     return {
@@ -122,13 +117,13 @@ def rank_state(rank: Runner) -> dict[str, Any]:
 
 
 def model_info(runner: Service, model: str) -> dict[str, Any]:
-    """The answer of `/get_model_info`: sizes of one replica, counts of all replicas."""
+    """The answer of `/get_model_info`: sizes of one engine, counts of all engines."""
     engine = runner.engine
     return describe(engine, model, *(rank.engine for rank in runner.ranks if rank.engine is not engine))
 
 
 def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[str, Any]:
-    """The answer of `/get_server_info`: settings, and the state of each replica under `internal_states`."""
+    """The answer of `/get_server_info`: settings, and the state of each engine in `internal_states`."""
     engine = runner.ranks[0].engine
     server = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     return {
@@ -147,15 +142,15 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
     }
 
 
-async def of_each(runner: Service, job: Callable[[Runner], Future[Result]]) -> list[Result]:
-    """Starts a job at all replicas at once, and returns the results."""
+async def on_all(runner: Service, job: Callable[[Runner], Future[Result]]) -> list[Result]:
+    """Starts a job on all engines at once, and returns the results."""
     return await asyncio.gather(*(asyncio.wrap_future(job(rank)) for rank in runner.ranks))
 
 
 def add_control_routes(
     app: FastAPI, runner: Service, settings: ServerSettings, *, model: str, tokenising: Tokenising
 ) -> None:
-    first = runner.ranks[0]  # whose steps a trace counts
+    first = runner.ranks[0]  # a trace counts its steps
 
     @get(app, PAGE, response_class=HTMLResponse, tags=["server"])
     async def playground() -> Response:
@@ -169,7 +164,7 @@ def add_control_routes(
 
     @get(app, "/health_generate", tags=["SGLang"])
     async def health_generate() -> dict[str, Any]:
-        """Draws a token at each idle replica; a busy replica must make progress."""
+        """Draws a token on each idle engine; a busy engine must make progress."""
         check_state(runner)
         if runner.paused:
             raise unavailable("no token is drawn until /continue_generation", retry_after=5)
@@ -204,14 +199,6 @@ def add_control_routes(
     async def get_server_info() -> dict[str, Any]:
         return server_info(runner, settings, model)
 
-    @get(app, "/v1/loads", tags=["SGLang"])
-    async def get_loads() -> dict[str, Any]:
-        return loads(runner)
-
-    @get(app, "/get_load", tags=["SGLang"])
-    async def get_load() -> list[dict[str, int]]:
-        return short_loads(runner)
-
     @get(app, "/metrics", response_class=PlainTextResponse, tags=["server"])
     async def metrics(request: Request) -> Response:
         text, kind = exposition(runner.ranks, request.headers.get("accept", ""))
@@ -221,7 +208,7 @@ def add_control_routes(
     @app.post("/flush_cache", tags=["SGLang"])
     @app.api_route("/flush_cache", methods=["GET", "HEAD", "POST"], include_in_schema=False)
     async def flush_cache() -> dict[str, Any]:
-        if not all(await of_each(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
+        if not all(await on_all(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
 
@@ -243,12 +230,12 @@ def add_control_routes(
     @app.post("/pause_generation", tags=["SGLang"])
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
         mode = (body and body.mode) or "abort"
-        await of_each(runner, lambda rank: rank.pause(mode))
+        await on_all(runner, lambda rank: rank.pause(mode))
         return {"success": True, "message": "Generation paused."}
 
     @app.post("/continue_generation", tags=["SGLang"])
     async def continue_generation(body: ContinueRequest | None = None) -> dict[str, Any]:
-        await of_each(runner, Runner.go_on)
+        await on_all(runner, Runner.go_on)
         return {"success": True, "message": "Generation continues."}
 
     @app.post("/abort_request", tags=["SGLang"])
@@ -263,35 +250,35 @@ def add_control_routes(
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model, model)
         engine = runner.engine
-        prompt, many = body.given()
+        prompts, several = body.prompts()
 
         def encode() -> list[list[int]]:
             intake = engine.intake
             if body.messages is not None:
-                return [intake.encode(prompt[0])]
-            for text in prompt:
+                return [intake.encode(prompts[0])]
+            for text in prompts:
                 intake.check_text(text)
             special = True if body.add_special_tokens is None else body.add_special_tokens
             if intake.plain is not None:
-                return [intake.plain.encode(text, add_special_tokens=special) for text in prompt]
-            return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompt]
+                return [intake.plain.encode(text, add_special_tokens=special) for text in prompts]
+            return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompts]
 
         try:
-            ids = await asyncio.wrap_future(tokenising.submit(work(prompt, 1), encode))
+            ids = await asyncio.wrap_future(tokenising.submit(work(prompts, 1), encode))
         except ValueError as error:
             raise refusal(error, {}, "prompt" if body.messages is None else "messages") from error
         counts = [len(tokens) for tokens in ids]
-        answer = {"tokens": ids, "count": counts} if many else {"tokens": ids[0], "count": counts[0]}
+        answer = {"tokens": ids, "count": counts} if several else {"tokens": ids[0], "count": counts[0]}
         return answer | {"max_model_len": engine.context_length}
 
     @app.post("/detokenize", tags=["SGLang"])
     @app.post("/v1/detokenize", tags=["SGLang"])
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         check_model(body.model, model)
-        lists, many = body.lists(runner.engine.vocab_size)
+        lists, several = body.lists(runner.engine.vocab_size)
         skip = True if body.skip_special_tokens is None else body.skip_special_tokens
         decode = functools.partial(runner.engine.tokenizer.decode, skip_special_tokens=skip)
         job = tokenising.submit(work(lists, 1), lambda: [decode(tokens) for tokens in lists])
         texts = await asyncio.wrap_future(job)
-        text = texts if many else texts[0]
+        text = texts if several else texts[0]
         return {"text": text, "prompt": text}  # SGLang's name, and vLLM's

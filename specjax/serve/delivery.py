@@ -1,7 +1,7 @@
 """Stream deltas on their way from the engine's thread to the event loop of their request.
 
-Text that needs no stop strings is made here, in a thread of its own: the engine's thread hands over which sequences
-have changed, and launches the next step meanwhile.
+Text without stop strings is made in a separate thread: the engine's thread passes on which sequences have changed, and
+launches the next step in the meantime.
 
     engine's thread:  put  ->  [changes]  ->  tokens to text  ->  call_soon_threadsafe  ->  Listener.queue
 """
@@ -30,7 +30,7 @@ FAILED_REQUEST = "the request failed; the server's log has the reason"
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a request must be complete, from the arrival of its body to the end of its answer."""
+    """The time limit of a request, from the arrival of its body to the end of its answer."""
 
     at: float | None = None  # time of the running event loop; None: no limit
     seconds: float | None = None  # the limit
@@ -45,14 +45,14 @@ class Deadline:
     async def limit(self) -> AsyncIterator[None]:
         """Cancels the context's body at the deadline. Raises an ApiError, a 408."""
         if self.at is not None and asyncio.get_running_loop().time() >= self.at:
-            raise self._over()
+            raise self._error()
         try:
             async with asyncio.timeout_at(self.at):
                 yield
         except TimeoutError:
-            raise self._over() from None
+            raise self._error() from None
 
-    def _over(self) -> ApiError:
+    def _error(self) -> ApiError:
         problem = f"the request was not complete after {self.seconds:g} s (its timeout, or --request-timeout)"
         # OpenAI's clients would send it again after a 408.
         return ApiError(408, problem, param="timeout", code="timeout", headers={"x-should-retry": "false"})
@@ -62,61 +62,59 @@ NO_DEADLINE = Deadline()
 
 
 class Listener:
-    """Receives one request's stream deltas in its event loop. Without `streams` only the last of each sequence."""
+    """Receives one request's stream deltas in its event loop; without `streams` only the last of each sequence."""
 
     def __init__(self, sequences: list[Sequence], *, streams: bool = True) -> None:
         self.sequences, self.streams = sequences, streams
         self.readers = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
-        self.ended = set[int]()  # sequences by index, whose last chunk `Delivery` has sent
+        self.ended = set[int]()  # indices of sequences whose last chunk has been sent
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
 
     def aborted(self, index: int, message: str) -> StreamChunk:
-        """The last chunk of a sequence that ends with `message`.
-
-        It is made without looking into the sequence, which the engine's thread may be stuck in the middle of changing.
-        """
+        """The last chunk of a sequence that ends with `message`. Does not read the sequence, because the engine's
+        thread may be stuck while changing it."""
         reason = {"type": "abort", "message": message}
         id = self.sequences[index].id
         return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
 
     async def chunks(self, deadline: Deadline = NO_DEADLINE) -> AsyncIterator[StreamChunk]:
         """Stream deltas until every sequence has finished. Raises an ApiError, a 408, at the deadline."""
-        left = len(self.sequences)
-        while left:
+        running = len(self.sequences)
+        while running:
             async with deadline.limit():
                 chunk = await self.queue.get()
-            left -= chunk.completion is not None
+            running -= chunk.completion is not None
             yield chunk
 
 
 def send(chunks: Iterable[tuple[Listener, StreamChunk]]) -> None:
     """Delivers chunks from any thread, with one wake-up of their event loop."""
 
-    def put(each: list[tuple[Listener, StreamChunk]]) -> None:
-        for listener, chunk in each:
+    def put(pairs: list[tuple[Listener, StreamChunk]]) -> None:
+        for listener, chunk in pairs:
             listener.queue.put_nowait(chunk)
 
-    for loop, each in itertools.groupby(chunks, key=lambda pair: pair[0].loop):
+    for loop, pairs in itertools.groupby(chunks, key=lambda pair: pair[0].loop):
         with contextlib.suppress(RuntimeError):  # the loop is closed, and all its clients are gone
-            loop.call_soon_threadsafe(put, list(each))
+            loop.call_soon_threadsafe(put, list(pairs))
 
 
 class Change(NamedTuple):
-    """What the engine's thread has seen of a sequence after a step."""
+    """The state of a sequence after a step."""
 
     sequence: Sequence
     listener: Listener
-    place: int  # index of the sequence, there
-    tokens: int | None  # of its output; None: it has finished, and nothing of it changes any more
+    place: int  # index of the sequence in the listener
+    tokens: int | None  # number of output tokens; None: it has finished, and does not change any more
 
 
 class Delivery(threading.Thread):
-    """Sends the deltas of changed sequences in the order of `put`. `stop` sends what is left, and ends the thread.
+    """Sends the deltas of changed sequences in the order of `put`. `stop` sends the rest, and ends the thread.
 
     Args:
-        interval: tokens from which on a delta is sent; the last one always is.
-        failed: told of a sequence whose text cannot be made, before its client is.
+        interval: minimum number of tokens in a delta, except the last one.
+        failed: called with a sequence whose text cannot be made, before its client gets an answer.
     """
 
     def __init__(self, interval: int, failed: Callable[[Sequence], None]) -> None:
@@ -125,7 +123,7 @@ class Delivery(threading.Thread):
         self._changes: SimpleQueue[list[Change] | None] = SimpleQueue()
 
     def put(self, changes: list[Change]) -> None:
-        """Called by the engine's thread, which makes the text of those with stop strings: a further step changes it."""
+        """Called by the engine's thread, which makes the text of sequences with stop strings, before the next step."""
         ready = [change for change in changes if not change.sequence.output.stream.late]
         if ready:
             send(self._chunks(ready))
@@ -147,7 +145,7 @@ class Delivery(threading.Thread):
                 continue
             try:
                 chunk = reader.take(tokens if sequence.output.stream.late else None)
-            except BaseException:  # of its text, a panic of tokenizers among them; the others go on
+            except BaseException:  # including a panic of `tokenizers`; other sequences continue
                 logger.exception("request %s failed", sequence.id)
                 self._failed(sequence)
                 chunk = listener.aborted(index, FAILED_REQUEST)

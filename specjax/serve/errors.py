@@ -1,12 +1,9 @@
-"""States of a server, and errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`.
-
-Errors under `/v1/messages` have Anthropic's form.
-"""
+"""States of a server, and errors. Their default form is OpenAI's, `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +20,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# Messages of requests that end without an answer.
+# Messages for requests that end without an answer.
 FAILED_STEP = "the engine failed and was reset; the request can be sent again"
 NO_PROGRAM = "a program that the request needs cannot be compiled; the log says why"
 ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
@@ -32,8 +29,6 @@ SHUT_DOWN = "the server is shutting down"
 ABORTED = "the request was aborted (/abort_request)"
 SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a 500
 
-ANTHROPIC = "/v1/messages"  # prefix of the paths whose errors have Anthropic's form
-ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
 SHOWN = 60  # maximum number of characters of a client's value in a message
 
 
@@ -49,7 +44,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that answers a request."""
+    """An error that becomes the answer to a request."""
 
     def __init__(
         self,
@@ -68,18 +63,17 @@ class ApiError(Exception):
         kind = "authentication_error" if self.status == 401 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's form, with OpenAI's error inside."""
-        problem = self.body()["error"]
-        if self.status != 401:
-            usual = "api_error" if self.status >= 500 else "invalid_request_error"
-            problem["type"] = ANTHROPIC_TYPES.get(self.status, usual)
-        return {"type": "error", "error": problem}
+    def response(self, form: Callable[[ApiError], dict[str, Any]] = body) -> JSONResponse:
+        return JSONResponse(form(self), self.status, headers=self.headers)
 
-    def response(self, path: str = "") -> JSONResponse:
-        """The answer. The request's `path` decides its form."""
-        body = self.anthropic_body() if path.startswith(ANTHROPIC) else self.body()
-        return JSONResponse(body, self.status, headers=self.headers)
+
+ErrorForm: TypeAlias = Callable[[ApiError], dict[str, Any]]
+"""Makes the JSON body of an error."""
+
+
+def form_of(path: str, forms: Mapping[str, ErrorForm]) -> ErrorForm:
+    """The form of errors at a path. `forms`: by prefix of the path; by default OpenAI's."""
+    return next((form for prefix, form in forms.items() if path.startswith(prefix)), ApiError.body)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -93,7 +87,7 @@ def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiEr
 
 
 class _Short(reprlib.Repr):
-    """Writes true, false, null, NaN and Infinity as JSON does."""
+    """`reprlib.Repr` with JSON's true, false, null, NaN and Infinity."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return "true" if value else "false"
@@ -102,7 +96,8 @@ class _Short(reprlib.Repr):
         return "null"
 
     def repr_float(self, value: float, level: int) -> str:
-        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(found := repr(value), found)
+        text = repr(value)
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
 
 
 _SHORT = _Short()

@@ -1,8 +1,8 @@
 """Reading request bodies: their JSON, the rules for their fields, and the types that fields are declared with.
 
-The declaration of a `Body`'s field gives the check, the error message and its part of FastAPI's OpenAPI document.
-Fields of OpenAI, SGLang and vLLM that are not supported are accepted if their value changes nothing, else refused with
-a 400 that names them. Unknown fields are ignored and named in a response header, or refused with `--strict-fields`.
+The declaration of a `Body`'s field gives the check, the error message and the OpenAPI document. Unsupported fields of
+OpenAI, SGLang and vLLM return a 400 that names the field, unless their value changes nothing. Unknown fields are
+ignored and named in a response header, or refused with `--strict-fields`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_NAME = 64  # maximum number of characters of a field's name in headers and m
 MAX_VALUES = 2**20  # maximum number of values in a body (numbers, strings, objects, ...): room for batches of token ids
 MAX_NODES = 2**17  # maximum number of lists, objects and members of objects in a body; they cost more than numbers
 INLINE_BYTES = 2**14  # maximum size of a body that is read on the event loop; a thread would take longer
-_PIECE = 2**20  # bytes that are counted at once
+_PIECE = 2**20  # bytes per counting pass
 
 # One thread: parsing holds Python's global lock, and two large bodies at once would take twice the memory.
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
@@ -62,7 +62,7 @@ class Reading:
         self._ignored: dict[str, None] = {}  # names in order, at most MAX_NAMED + 1
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls a function whose run time grows with the body; in a thread if the body is large."""
+        """Calls a function whose run time grows with the body, in a thread if the body is large."""
         if self._size <= INLINE_BYTES:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(_PARSING, function, *arguments)
@@ -70,8 +70,8 @@ class Reading:
     def parse(self, data: bytes | bytearray) -> object:
         """Counts the values of a JSON text, and parses it. Infinity and NaN pass: the fields refuse them by name.
 
-        The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64. Counting first
-        keeps one body from filling the memory or stopping other requests.
+        The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64 bytes. The count
+        prevents one body from filling the memory or stopping other requests.
 
         Raises an ApiError: 413 for too many values in the whole body, 400 for invalid JSON or nesting that is too deep.
         """
@@ -88,22 +88,22 @@ class Reading:
             raise bad_request(f"the body is not valid JSON: {error}") from error
 
     def ignore(self, name: str) -> None:
-        """Records an unknown field, or raises an ApiError with `--strict-fields`."""
+        """Records an unknown field. Raises an ApiError with `--strict-fields`."""
         if self._strict:
-            message = f"unknown field {name!r}; this server refuses those (--strict-fields)"
+            message = f"unknown field {name!r}; this server refuses unknown fields (--strict-fields)"
             raise bad_request(message, _root(name), "unknown_field")
         if len(self._ignored) <= MAX_NAMED:
             self._ignored[name] = None
 
     @property
     def headers(self) -> dict[str, str]:
-        """The header that names ignored fields, percent-encoded so that no name can add another header."""
+        """The header with the names of ignored fields, percent-encoded so that no name can add another header."""
         names = [quote(name, safe="[]", errors="replace") or '""' for name in self._ignored]
         names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
         return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
     def log(self, path: str) -> None:
-        """Logs ignored fields in one line of bounded length. Values are private and not logged."""
+        """Logs the names of ignored fields. Values are private and not logged."""
         if self._ignored:
             logger.warning("%s: ignored fields: %s", path, self.headers[IGNORED_HEADER])
 
@@ -133,39 +133,33 @@ def count_values(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def whole(value: Any) -> Any:
-    """2.0 as 2, because JSON does not distinguish them; other values unchanged."""
+    """Converts 2.0 to 2, because JSON does not distinguish them. Other values are unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Checks the length of a list or object before its members, so that a huge one costs no time."""
+    """Checks the length of a list or object before its members."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
-            said = {"count": len(value), "most": most}
-            raise PydanticCustomError("too_many", "has {count} items; at most {most} are supported", said)
+            numbers = {"count": len(value), "most": most}
+            raise PydanticCustomError("too_many", "has {count} items; at most {most} are supported", numbers)
         return value
 
     return BeforeValidator(check)
 
 
-def finite(given: dict[str, Any]) -> dict[str, Any]:
+def finite(value: dict[str, Any]) -> dict[str, Any]:
     """Refuses infinity and NaN at any depth: an answer that repeats them would be invalid JSON."""
     try:
-        json.dumps(given, allow_nan=False)
+        json.dumps(value, allow_nan=False)
     except ValueError:
-        raise PydanticCustomError("finite", "must hold finite numbers alone, as JSON does") from None
-    return given
+        raise PydanticCustomError("finite", "must hold only finite numbers, as JSON does") from None
+    return value
 
 
 def texts(items: str, wrap: Callable[[str], Any] = str, **more: Any) -> BeforeValidator:
-    """Accepts a text in place of a list, as its only item.
-
-    Args:
-        items: names the items in messages.
-        wrap: makes an item of the text.
-        more: arguments of `BeforeValidator`.
-    """
+    """Accepts a text instead of a list, as its only item, which `wrap` makes. `items` names the items in messages."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, str | list):
@@ -176,7 +170,7 @@ def texts(items: str, wrap: Callable[[str], Any] = str, **more: Any) -> BeforeVa
 
 
 Integer = Annotated[int, Field(strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # an integer is a number, too
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # integers are numbers
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Token = Annotated[int, Field(strict=True), BeforeValidator(whole)]  # the engine checks the range
@@ -196,9 +190,9 @@ StopPattern = Annotated[Text, Field(min_length=1, max_length=MAX_PATTERN)]
 PatternList = Annotated[list[StopPattern], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Patterns = Annotated[PatternList, texts("non-empty strings", json_schema_input_type=StopPattern | PatternList)]
 
-# Unsupported fields of all bodies, with the values that change nothing and are accepted. Null always is.
+# Unsupported fields of all bodies, with the accepted values, which change nothing. Null is always accepted.
 UNSUPPORTED: dict[str, Values] = {
-    # The form of the output.
+    # Form of the output.
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "guided_whitespace_pattern": (), "structural_tag": (), "grammar": (),
     # Sampling, stop conditions and detokenisation.
@@ -208,7 +202,7 @@ UNSUPPORTED: dict[str, Values] = {
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,),
-    # The prompt.
+    # Prompt.
     "truncate_prompt_tokens": (), "prompt_embeds": ([],), "input_embeds": ([],), "image_data": ([],),
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),
     # Additional results.
@@ -220,7 +214,7 @@ UNSUPPORTED: dict[str, Values] = {
 
 
 def changes_nothing(value: Any, harmless: Values) -> bool:
-    """True if a value is null or one of `harmless`. Null members of an object count as absent."""
+    """True if a value is null or in `harmless`. Null members of an object count as absent."""
     if isinstance(value, dict):
         value = {name: member for name, member in value.items() if member is not None}
     return value is None or any(
@@ -234,11 +228,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow")  # until `drop_unknown`
 
     unsupported: ClassVar[Mapping[str, Values]] = {}  # as `UNSUPPORTED`
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}  # fields with another name or place: advice, and values
+    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}  # fields with another name: advice, accepted values
 
     @classmethod
     def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
-        """Checks a whole body, and removes its unknown fields. Raises as `check` and `Reading.ignore`."""
+        """Checks a whole body, and removes its unknown fields. Raises an ApiError."""
         body = cls.check(values, reading)
         for name in body.drop_unknown():
             reading.ignore(name)
@@ -246,18 +240,15 @@ class Body(BaseModel):
 
     @classmethod
     def check(cls: type[AnyBody], values: Any, reading: Reading | None = None, place: str = "") -> AnyBody:
-        """Checks parsed JSON. Raises an ApiError that names the first field with a wrong type or value.
-
-        Args:
-            place: of the object in the request, for example `sampling_params.`.
-        """
+        """Checks parsed JSON. Raises an ApiError that names the first wrong field. `place`: prefix of fields in
+        messages, for example `sampling_params.`."""
         try:
             return cls.model_validate(values, context=reading)
         except ValidationError as error:
             raise _refusal(cls, error.errors(include_url=False)[0], place) from error
 
     def drop_unknown(self, place: str = "") -> Iterator[str]:
-        """Removes unknown fields and yields their names, also those of nested bodies: `messages[].content[].name`."""
+        """Removes unknown fields and yields their names, also in nested bodies: `messages[].content[].name`."""
         unknown = self.model_extra or {}
         yield from (place + name[:MAX_NAME] for name in unknown)
         unknown.clear()
@@ -273,32 +264,31 @@ class Body(BaseModel):
     def _check_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        known: dict[str, Any] = {}
+        accepted: dict[str, Any] = {}
         for name, value in values.items():
             if name in cls.model_fields:
-                known[name] = whole(value)
+                accepted[name] = whole(value)
                 continue
             if name in cls.elsewhere:
                 advice, harmless = cls.elsewhere[name]
                 problem = f"is not a field here: {advice}"
             elif name in cls.unsupported:
                 harmless = cls.unsupported[name]
-                accepted = ", ".join(["null", *map(shown, harmless)])
-                problem = f"is not supported (only {accepted})"
+                problem = f"is not supported (only {', '.join(['null', *map(shown, harmless)])})"
             else:
-                known[name] = value
+                accepted[name] = value
                 continue
             if not changes_nothing(value, harmless):
                 details = {"field": name, "problem": problem, "value": shown(value)}
                 raise PydanticCustomError("unsupported", "{problem}, got {value}", details)
-        return known
+        return accepted
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def _root(name: str) -> str | None:
-    """The field of the request that a name is in."""
+    """The field of the body in a name such as `messages[0].role`."""
     return re.split(r"[.\[]", name, maxsplit=1)[0] or None
 
 
@@ -308,32 +298,32 @@ def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
     got = f", got {shown(error['input'])}"
     match error["type"]:
         case "missing":
-            said, got = "is required", ""
+            problem, got = "is required", ""
         case "unsupported":
-            said, got, code = error["msg"], "", "unsupported"
+            problem, got, code = error["msg"], "", "unsupported"
             location.append(limits["field"])
         case "union_tag_invalid":
-            said = f"has a type that is not one of {limits['expected_tags']}"
+            problem = f"has a type that is not one of {limits['expected_tags']}"
         case "union_tag_not_found":
-            said = "must be an object with a type"
+            problem = "must be an object with a type"
         case "string_too_short" | "too_short":
-            said = "must not be empty"
+            problem = "must not be empty"
         case "string_too_long":
-            said = f"must have at most {limits['max_length']} characters"
+            problem = f"must have at most {limits['max_length']} characters"
         case "too_long":
-            said = f"has {limits['actual_length']} items; at most {limits['max_length']} are supported"
+            problem = f"has {limits['actual_length']} items; at most {limits['max_length']} are supported"
         case "string_pattern_mismatch":
-            said = f"must match the pattern {limits['pattern']}"
+            problem = f"must match the pattern {limits['pattern']}"
         case "greater_than" | "greater_than_equal" | "less_than_equal":
-            said = _range(kind.model_json_schema()["properties"][error["loc"][0]])
-        case "none_required":  # the description says what to give in its place
-            said = f"must be null: {kind.model_fields[str(error['loc'][0])].description}"
+            problem = _range(kind.model_json_schema()["properties"][error["loc"][0]])
+        case "none_required":  # the description names the right field
+            problem = f"must be null: {kind.model_fields[str(error['loc'][0])].description}"
         case _:
-            said = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
-            said = said.replace("dictionary", "object")
+            problem = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
+            problem = problem.replace("dictionary", "object")
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location]
     name = (place + "".join(parts).removeprefix(".")).removesuffix(".")
-    return bad_request(f"{name or 'the body'} {said}{got}", _root(name), code)
+    return bad_request(f"{name or 'the body'} {problem}{got}", _root(name), code)
 
 
 def _range(schema: dict[str, Any]) -> str:
@@ -349,10 +339,8 @@ def _range(schema: dict[str, Any]) -> str:
 
 
 class BodyRoute(APIRoute):
-    """Reads an endpoint's parameter `body` with `Reading`, because FastAPI would parse large bodies on the event loop.
-
-    `request.state.reading` is the `Reading`. The answer's headers name the ignored fields.
-    """
+    """Reads an endpoint's parameter `body` with `request.state.reading`, a `Reading`: FastAPI would parse large bodies
+    on the event loop. The answer's headers name the ignored fields."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if self.body_field is None:
@@ -376,10 +364,10 @@ class BodyRoute(APIRoute):
 
 
 async def receive_body(request: Request, *, optional: bool) -> bytearray:
-    """The bytes of a body, in one copy. Raises an ApiError, a 415, if it is not sent as JSON, or compressed."""
+    """The bytes of a body. Raises an ApiError, a 415, if it is not sent as JSON, or is compressed."""
     if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return bytearray()
-    # A web page may send any other type to a local server unasked.
+    # Web pages can send other types to a local server without a CORS preflight.
     sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
         raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")

@@ -1,6 +1,6 @@
-"""The form of a model's answers: the format of its function calls and reasoning, from its chat template or flags.
+"""The form of a model's answers: the format of function calls and reasoning, from its chat template or flags.
 
-A template that writes functions into the prompt also describes the format of calls, so its words select the parser.
+A template that writes functions into the prompt also describes the format of calls: words in it select the parser.
 """
 
 from __future__ import annotations
@@ -12,15 +12,38 @@ from hashlib import blake2b
 from typing import Any
 
 from specjax.checkpoint.prompts import END_THINK, THINK
-from specjax.serve.call_parsers import PARSERS
-from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
-from specjax.serve.xml_calls import Glm, QwenCoder
+from specjax.serve.calls import (
+    CallParser,
+    DeepSeek,
+    DeepSeek31,
+    Glm,
+    Hermes,
+    KimiK2,
+    Llama3,
+    Mistral,
+    MistralNamed,
+    QwenCoder,
+)
 
 AUTO, NONE = "auto", "none"
+PARSERS: dict[str, type[CallParser]] = {
+    "qwen": Hermes,
+    "qwen25": Hermes,
+    "hermes": Hermes,
+    "qwen3_coder": QwenCoder,
+    "glm": Glm,
+    "glm45": Glm,
+    "kimi_k2": KimiK2,
+    "llama3": Llama3,
+    "mistral": Mistral,
+    "deepseekv3": DeepSeek,
+    "deepseekv31": DeepSeek31,
+}
+"""The formats of function calls by SGLang's names."""
 # Words of a template, and the parser for a template that has them all; None: an unsupported format.
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
     (("<tool_call>", "<function=", "<parameter="), QwenCoder),
-    (("<function=",), None),  # of others
+    (("<function=",), None),  # other models
     (("<tool_call>", "<arg_key>", "<arg_value>"), Glm),
     (("<|tool_call_argument_begin|>",), KimiK2),
     (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"), DeepSeek),
@@ -59,23 +82,22 @@ class AnswerForm:
 
     @property
     def refusal(self) -> str | None:
-        """Why requests cannot have functions; None: they can."""
+        """The reason why requests cannot have functions; None if they can."""
         if not self.takes_tools:
-            return "the chat template of this model has no place for functions; give one that has (--chat-template)"
+            return "the chat template of this model has no place for functions; use another one (--chat-template)"
         if self.parser is None:
-            return "the format of this model's calls is not known; name it (--tool-call-parser)"
+            return "the format of this model's calls is unknown; set it with --tool-call-parser"
         return None
 
     def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Messages with earlier calls in the form of the model's template."""
         if self.parser is None:
             return list(messages)
-        found = [_adapted(message, self.parser) for message in messages]
-        return _numbered(found) if self.parser.numbered_ids else found
+        adapted = [_adapted(message, self.parser) for message in messages]
+        return _numbered(adapted) if self.parser.numbered_ids else adapted
 
 
-PLAIN = AnswerForm()
-"""Text alone."""
+PLAIN = AnswerForm()  # text without calls and reasoning
 
 
 def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerForm:
@@ -94,7 +116,7 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
         thinks = END_THINK in source or END_THINK in vocabulary
     parser = PARSERS.get(tool_call_parser)
     if tool_call_parser == AUTO:
-        parser = next((found for words, found in _FORMATS if all(word in source for word in words)), None)
+        parser = next((kind for words, kind in _FORMATS if all(word in source for word in words)), None)
     markers = {*(parser.markers() if parser else ()), *((THINK, END_THINK) if thinks else ())}
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return AnswerForm(
@@ -110,7 +132,7 @@ def _source(tokenizer: Any) -> str:
     """The chat template for requests with functions."""
     try:
         return tokenizer.get_chat_template(tools=[_PROBE])
-    except Exception:  # there may be several templates and no default
+    except Exception:  # several templates and no default
         return str(tokenizer.chat_template)
 
 
@@ -143,7 +165,7 @@ def _adapted(message: Mapping[str, Any], parser: type[CallParser]) -> Mapping[st
 def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages whose ids of calls and results name the function and the number of the call."""
     ids: dict[Any, str] = {}
-    found: list[Mapping[str, Any]] = []
+    numbered: list[Mapping[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):
             calls = []
@@ -153,8 +175,8 @@ def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             message = {**message, "tool_calls": calls}
         if message.get("tool_call_id") in ids:
             message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
-        found.append(message)
-    return found
+        numbered.append(message)
+    return numbered
 
 
 def _as_text(arguments: Any) -> str:

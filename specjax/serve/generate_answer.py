@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.sequence import PromptLogprob, TokenLogprob
-from specjax.serve.responses import DONE, Answer, TokenNames, event, finite, speculative
+from specjax.serve.answers import DONE, Answer, TokenNames, event, finite, speculative
 
 
 @dataclass
 class _Sent:
-    """What the events of a choice have said so far."""
+    """The content of a choice's events so far."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -23,28 +23,25 @@ class _Sent:
 
 @dataclass
 class GenerateAnswer(Answer):
-    """The answer to `/generate`. Events carry all text and tokens so far, as SGLang's do.
-
-    With `incremental` (SGLang's `--incremental-streaming-output`) each event carries only new text and tokens. Without
-    it n tokens cost n^2 / 2 ids.
-    """
+    """Each event has all text and tokens so far, as in SGLang: n tokens take n^2 / 2 ids. With `incremental` (SGLang's
+    `--incremental-streaming-output`) events have only new text and tokens."""
 
     width: int
-    many: bool  # a batch, or n > 1: a list of results, and events with an index
+    several: bool  # a batch, or n > 1: a list of results, and events with an index
     ids: list[str]
     prompt_tokens: list[int]
-    thoughts: Callable[[int, list[int]], int]  # of a choice and its output so far, the tokens that are thoughts
+    thoughts: Callable[[int, list[int]], int]  # (choice, its output so far) -> number of reasoning tokens
     incremental: bool = False
-    names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
-    scored: Sequence[bool] = ()  # by choice, whether it has log-probabilities
-    with_ids: Sequence[bool] = ()  # by choice, whether it has those of given tokens
+    names: TokenNames | None = None  # adds the texts of tokens to log-probabilities
+    scored: Sequence[bool] = ()  # by choice: log-probabilities were requested
+    with_ids: Sequence[bool] = ()  # by choice: log-probabilities of chosen token ids were requested
     started: float = field(default_factory=time.perf_counter)
     shows_aborted: ClassVar[bool] = True  # as SGLang does
     _sent: dict[int, _Sent] = field(default_factory=dict)  # by choice
 
     def whole(self, done: list[Completion]) -> Any:
         results = [self._result(index, completion) for index, completion in enumerate(done)]
-        return results if self.many else results[0]
+        return results if self.several else results[0]
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
         index = chunk.prompt_index
@@ -66,7 +63,7 @@ class GenerateAnswer(Answer):
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
                 body["meta_info"] |= self._logprobs(index, chunk.logprobs, chunk.prompt_logprobs)
-        return [event(body | ({"index": index} if self.many else {}))]
+        return [event(body | ({"index": index} if self.several else {}))]
 
     def last_events(self) -> list[bytes]:
         return [DONE]
@@ -83,9 +80,9 @@ class GenerateAnswer(Answer):
         return body
 
     def _logprobs(
-        self, index: int, found: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob] | None
+        self, index: int, logprobs: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob] | None
     ) -> dict[str, Any]:
-        return generate_logprobs(found, self.names, prompt, with_ids=any(self.with_ids[index : index + 1]))
+        return generate_logprobs(logprobs, self.names, prompt, with_ids=any(self.with_ids[index : index + 1]))
 
 
 def _generated(
@@ -104,14 +101,18 @@ def _generated(
 
 
 def generate_logprobs(
-    found: Sequence[TokenLogprob],
+    logprobs: Sequence[TokenLogprob],
     names: TokenNames | None,
     prompt: Sequence[PromptLogprob] | None = None,
     *,
     with_ids: bool = False,
 ) -> dict[str, Any]:
-    """SGLang's form: (log-probability, id, text of the single token; null without `names`). `prompt`: those of the
-    prompt; None: they are left out. `with_ids`: and those of the tokens that the request names."""
+    """SGLang's form of log-probabilities: (log-probability, id, text of the token or null without `names`).
+
+    Args:
+        prompt: the log-probabilities of the prompt; None: the result has none.
+        with_ids: include the token ids that the request chose.
+    """
 
     def entry(token: int, logprob: float | None) -> list[Any]:
         return [None if logprob is None else finite(logprob), token, None if names is None else names.text(token)]
@@ -119,16 +120,15 @@ def generate_logprobs(
     def entries(pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
         return [entry(*pair) for pair in pairs]
 
-    of_prompt = {}
+    result = {}
     if prompt is not None:
-        of_prompt["input_token_logprobs"] = [entry(one.token, one.logprob) for one in prompt]
-        of_prompt["input_top_logprobs"] = [None if one.logprob is None else entries(one.top) for one in prompt]
+        result["input_token_logprobs"] = [entry(item.token, item.logprob) for item in prompt]
+        result["input_top_logprobs"] = [None if item.logprob is None else entries(item.top) for item in prompt]
         if with_ids:
-            of_ids = [None if one.logprob is None else entries(one.of_ids) for one in prompt]
-            of_prompt["input_token_ids_logprobs"] = of_ids
-    of_ids = {"output_token_ids_logprobs": [entries(one.of_ids) for one in found]} if with_ids else {}
-    return of_prompt | {
-        "output_token_logprobs": [entry(one.token, one.logprob) for one in found],
-        "output_top_logprobs": [entries(one.top) for one in found],
-        **of_ids,
-    }
+            ids = [None if item.logprob is None else entries(item.of_ids) for item in prompt]
+            result["input_token_ids_logprobs"] = ids
+    result["output_token_logprobs"] = [entry(item.token, item.logprob) for item in logprobs]
+    result["output_top_logprobs"] = [entries(item.top) for item in logprobs]
+    if with_ids:
+        result["output_token_ids_logprobs"] = [entries(item.of_ids) for item in logprobs]
+    return result

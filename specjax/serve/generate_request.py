@@ -43,7 +43,7 @@ class SamplingBody(SamplingFields):
 
 
 class LogprobFields(Body):
-    """The log-probabilities that are requested for one prompt."""
+    """The requested log-probabilities of one prompt."""
 
     return_logprob: Flag | None = None
     top_logprobs_num: TopLogprobs | None = None
@@ -123,39 +123,38 @@ class GenerateRequest(TaskBody):
             problem = "require_reasoning needs a model that thinks; this one has no token </think>"
             raise bad_request(problem, "require_reasoning")
         bodies = self.sampling_params or SamplingBody.check({})
-        many = isinstance(bodies, list)
+        several = isinstance(bodies, list)
         bodies = bodies if isinstance(bodies, list) else [bodies]
         first = bodies[0]
         field, prompt = ("input_ids", self.input_ids) if self.text is None else ("text", self.text)
         choices = first.n or 1
         prompts = read_prompts(prompt, field, choices, rules)
         if isinstance(prompts[0], str) != (field == "text"):
-            raise bad_request(f"{field} holds the other's kind: text is for strings, input_ids for token ids", field)
-        if many and len(bodies) != len(prompts):
+            raise bad_request(f"{field} has the wrong type: text is for strings, input_ids for token ids", field)
+        if several and len(bodies) != len(prompts):
             raise bad_request(f"{len(prompts)} prompts, but {len(bodies)} sampling_params", "sampling_params")
         if any((body.n or 1) != choices for body in bodies):
             raise bad_request("n must be the same for all prompts", "sampling_params")
-        wanted = self._logprobs(len(prompts))
-        if len(bodies) == len(wanted) == 1:  # the same for all prompts
-            sampling = [self._params(first, wanted[0], rules)] * len(prompts)
+        logprobs = self._logprobs(len(prompts))
+        if len(bodies) == len(logprobs) == 1:  # equal for all prompts
+            sampling = [self._params(first, logprobs[0], rules)] * len(prompts)
         else:
-            pairs = zip(bodies * (len(prompts) // len(bodies)), wanted * (len(prompts) // len(wanted)), strict=True)
+            pairs = zip(bodies * (len(prompts) // len(bodies)), logprobs * (len(prompts) // len(logprobs)), strict=True)
             sampling = [self._params(*pair, rules) for pair in pairs]
         ids = self._ids(len(prompts))
         names = [body.names | NAMES for body in bodies] * (len(prompts) // len(bodies))
         return Task(prompts, sampling, choices, names_of=names, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
 
-    def _params(self, body: SamplingBody, wanted: LogprobFields, rules: Rules) -> SamplingParams:
+    def _params(self, body: SamplingBody, logprobs: LogprobFields, rules: Rules) -> SamplingParams:
         more: dict[str, Any] = {"cache_salt": self.cache_salt, "priority": self.priority, "logprobs": None}
         more["require_reasoning"] = more["stop_after_reasoning"] = bool(self.require_reasoning)
-        if wanted.return_logprob:
-            more |= {"logprobs": wanted.top_logprobs_num or 0, "logprob_start_len": wanted.logprob_start_len}
-            more |= {"logprob_ids": tuple(wanted.token_ids_logprob or ())}
+        if logprobs.return_logprob:
+            more |= {"logprobs": logprobs.top_logprobs_num or 0, "logprob_start_len": logprobs.logprob_start_len}
+            more |= {"logprob_ids": tuple(logprobs.token_ids_logprob or ())}
         return body.params(rules, **more)
 
     def _logprobs(self, count: int) -> list[LogprobFields]:
-        """One item for each of `count` prompts, or a single item for all. Raises an ApiError for a wrong value or
-        length."""
+        """One item for each of `count` prompts, or a single item for all. Raises an ApiError."""
         values = {name: getattr(self, name) for name in LogprobFields.model_fields}
         lists = {
             name: value

@@ -1,9 +1,9 @@
-"""Chat messages: the form that clients send, and the form that chat templates take."""
+"""Chat messages: the form that clients send, and the form for chat templates."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -19,22 +19,22 @@ MAX_NAMES = 64  # variables of the chat template
 MAX_VARIABLES = 2**14  # characters of all variables as JSON
 
 
-def _arguments(given: Any, info: Any) -> Any:
-    """Arguments of a call as an object, the form that templates take. OpenAI sends the JSON text that a model wrote.
+def _arguments(value: Any, info: Any) -> Any:
+    """Arguments of a call as an object, the form for templates. OpenAI's clients send the JSON text of a model.
 
     Text that is not a JSON object stays unchanged: a model's mistake must not end the conversation.
     """
-    if not isinstance(given, str | dict | None):
+    if not isinstance(value, str | dict | None):
         raise PydanticCustomError("arguments", "must be an object or a string")
-    if not isinstance(given, str):
-        return given or {}
+    if not isinstance(value, str):
+        return value or {}
     try:
-        found = info.context.parse(given.encode()) if given.strip() else {}  # a function without parameters
+        arguments = info.context.parse(value.encode()) if value.strip() else {}  # a function without parameters
     except ApiError as error:
         if error.status != 400:
             raise
-        return given
-    return found if isinstance(found, dict) else given
+        return value
+    return arguments if isinstance(arguments, dict) else value
 
 
 CallArguments = Annotated[
@@ -80,7 +80,7 @@ class Message(Body):
     reasoning_content: Text | None = Field(None, description="Reasoning of the assistant; templates may omit it.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
-    annotations: Any = None  # of an answer that a client sends back; not used
+    annotations: Any = None  # part of an answer that a client sends back; not used
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -96,7 +96,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message, with a string as content. `developer` is OpenAI's newer name of `system`."""
+        """The message with a string as content. `developer` is OpenAI's newer name of `system`."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content or ())}
         others = ("name", "tool_call_id", "reasoning_content")
@@ -109,10 +109,9 @@ class Message(Body):
 def _few_characters(value: Any) -> Any:
     """Checks the length of the template variables as JSON."""
     if isinstance(value, dict) and len(text := json.dumps(value)) > MAX_VARIABLES:
-        said = {"length": len(text), "most": MAX_VARIABLES}
-        raise PydanticCustomError(
-            "too_long_json", "has {length} characters of JSON; at most {most} are supported", said
-        )
+        numbers = {"length": len(text), "most": MAX_VARIABLES}
+        problem = "has {length} characters of JSON; at most {most} are supported"
+        raise PydanticCustomError("too_long_json", problem, numbers)
     return value
 
 
@@ -131,47 +130,20 @@ class TemplateFields(Body):
     ) = Field(None, description=f"Variables of the chat template; at most {MAX_VARIABLES} characters of JSON.")
 
     def chat(self, messages: list[Message]) -> Chat:
-        """The prompt. Raises an ApiError if `continue_final_message` is set and the last message cannot continue."""
+        """The prompt. Raises an ApiError if fields exclude each other, or the last message cannot continue."""
         if self.continue_final_message:
             if self.add_generation_prompt:
-                problem = "and add_generation_prompt exclude each other: either the last message goes on, or a new one"
-                raise bad_request(f"continue_final_message {problem} begins", "continue_final_message")
+                problem = "and add_generation_prompt exclude each other: continue the last message, or begin a new one"
+                raise bad_request(f"continue_final_message {problem}", "continue_final_message")
             if messages[-1].role != "assistant" or messages[-1].content is None:
                 problem = f"needs an assistant's message with content at the end, not one of the {messages[-1].role}"
                 raise bad_request(f"continue_final_message {problem}", "continue_final_message")
-        given = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        fields = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
         variables = self.chat_template_kwargs or {}
-        if taken := next((name for name in (*given, "tools") if name in variables), None):
+        if taken := next((name for name in (*fields, "tools") if name in variables), None):
             raise bad_request(f"chat_template_kwargs may not set {taken}, a field of the body", "chat_template_kwargs")
-        given = {name: value for name, value in given.items() if value is not None}
-        return Chat([each.for_template() for each in messages], {**variables, **given})
-
-
-def assistant_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for chat templates: merges consecutive messages of the assistant, because some interfaces send its
-    reasoning, text and calls as separate items."""
-    turns: list[dict[str, Any]] = []
-    for message in messages:
-        last = turns[-1] if turns else {}
-        if message["role"] != "assistant" or last.get("role") != "assistant":
-            turns.append(dict(message))
-            continue
-        last["content"] += message["content"]
-        if thoughts := message.get("reasoning_content"):
-            last["reasoning_content"] = last.get("reasoning_content", "") + thoughts
-        if calls := message.get("tool_calls"):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
-    return turns
-
-
-def earlier_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A message with a call that the assistant made."""
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": id, "type": "function", "function": function}],
-    }
+        fields = {name: value for name, value in fields.items() if value is not None}
+        return Chat([message.for_template() for message in messages], {**variables, **fields})
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]

@@ -1,7 +1,6 @@
-"""Metrics for Prometheus at `/metrics`: our own names, and SGLang's and vLLM's where they mean the same.
+"""Metrics for Prometheus at `/metrics`: our own names, and SGLang's and vLLM's names for metrics of equal meaning.
 
-Totals and gauges are read of the engine when they are asked for; latencies are noted by the engine's thread after each
-step.
+Totals and gauges are read from the engine on request. The engine's thread records latencies after each step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LATENCIES = {
 
 
 class Latencies:
-    """Durations, counted by bucket. A histogram of the prometheus library takes one at a time, with a lock for each
+    """Durations, counted by bucket. The prometheus library's histogram takes one value at a time, with a lock for each
     bucket: half a millisecond for 64 requests of 4 tokens."""
 
     def __init__(self) -> None:
@@ -49,25 +48,25 @@ class Latencies:
 
     @classmethod
     def sum(cls, several: Iterable[Latencies]) -> Latencies:
-        found = cls()
-        for each in several:
-            found._counts = [*map(sum, zip(found._counts, each._counts, strict=True))]
-            found._sum += each._sum
-        return found
+        total = cls()
+        for latencies in several:
+            total._counts = [*map(sum, zip(total._counts, latencies._counts, strict=True))]
+            total._sum += latencies._sum
+        return total
 
     def family(self, name: str, about: str, model: str) -> Metric:
         bounds = [*map(floatToGoString, SECONDS), "+Inf"]
-        found = HistogramMetricFamily(name, about, labels=["model_name"])
-        found.add_metric([model], [*zip(bounds, accumulate(self._counts), strict=True)], self._sum)
-        return found
+        family = HistogramMetricFamily(name, about, labels=["model_name"])
+        family.add_metric([model], [*zip(bounds, accumulate(self._counts), strict=True)], self._sum)
+        return family
 
 
 class Traffic:
-    """What happens to the requests of an engine. Written by its thread, apart from `arrived`.
+    """Counts and latencies of an engine's requests. Written by the engine's thread, except `arrived`.
 
     Attributes:
         latencies: by the names of `LATENCIES`.
-        model: its name, by which all is labelled.
+        model: name of the model, the label of all metrics.
     """
 
     def __init__(self) -> None:
@@ -76,7 +75,7 @@ class Traffic:
         self.model = ""
         self.requests = 0
         self.aborted = 0
-        self.throughput = 0.0  # tokens a second, as the last log line about decoding has it
+        self.throughput = 0.0  # tokens a second, as in the last log line about decoding
         self._times: dict[Sequence, tuple[float, float, int]] = {}  # arrival, last token, tokens so far
 
     def arrived(self, sequences: Iterable[Sequence]) -> None:
@@ -86,12 +85,12 @@ class Traffic:
             self._times[sequence] = (now, now, 0)
 
     def changed(self, sequences: Iterable[Sequence]) -> None:
-        """After a step that changed these."""
+        """Called after a step that changed these sequences."""
         now = time.perf_counter()
         for sequence in sequences:
-            if (found := self._times.get(sequence)) is None:
+            if (times := self._times.get(sequence)) is None:
                 continue
-            begun, last, count = found
+            begun, last, count = times
             new = len(sequence.output.tokens) - count
             if new and not count:
                 self._first.observe(now - begun)
@@ -104,7 +103,7 @@ class Traffic:
                 self._times[sequence] = (begun, now, count + new)
 
     def gone(self, sequence: Sequence) -> None:
-        """It has ended, or its client has left."""
+        """Called when a sequence has ended, or its client has left."""
         if self._times.pop(sequence, None) is not None:
             reason = sequence.output.finish_reason
             self.aborted += reason is None or reason.type == "abort"
@@ -112,7 +111,7 @@ class Traffic:
 
 @runtime_checkable
 class Replica(Protocol):
-    """What is counted of a replica of the engine."""
+    """An engine and its traffic."""
 
     @property
     def engine(self) -> Engine: ...
@@ -121,8 +120,8 @@ class Replica(Protocol):
     def traffic(self) -> Traffic: ...
 
 
-class _Known(NamedTuple):
-    """A metric that is read of the engine."""
+class _Value(NamedTuple):
+    """A metric that is read from the engine."""
 
     name: str  # ours, and SGLang's
     vllm: str | None
@@ -136,10 +135,10 @@ def _used_tokens(engine: Engine) -> int:
     return total - min(engine.scheduler.available * engine.pool.page_size, total)
 
 
-def read(replicas: List[Replica]) -> list[_Known]:
-    """All totals and gauges, of several replicas together. Names and meanings are SGLang's; of tokens, those of
-    contexts, of resumed requests too."""
-    engines, traffics = [each.engine for each in replicas], [each.traffic for each in replicas]
+def read(replicas: List[Replica]) -> list[_Value]:
+    """Totals and gauges over all replicas, with SGLang's names and meanings. Prompt tokens include the contexts of
+    resumed requests."""
+    engines, traffics = [replica.engine for replica in replicas], [replica.traffic for replica in replicas]
     counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
     running = sum(len(engine.scheduler.active) for engine in engines)
     waiting = sum(len(engine.scheduler.waiting) for engine in engines)
@@ -147,28 +146,28 @@ def read(replicas: List[Replica]) -> list[_Known]:
     context = counters.prefilled_tokens + counters.cached_tokens
     places = counters.own_steps * max(drafter.width - 1, 1)
     return [
-        _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", running),
-        _Known("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", waiting),
-        _Known("num_used_tokens", None, "gauge", "Tokens in pages that running requests hold.", used),
-        _Known("token_usage", "kv_cache_usage_perc", "gauge", "Their share of the pool, from 0 to 1.", used / total),
-        _Known("gen_throughput", None, "gauge", "Tokens a second, of the last steps.",
+        _Value("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", running),
+        _Value("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", waiting),
+        _Value("num_used_tokens", None, "gauge", "Tokens in pages that running requests hold.", used),
+        _Value("token_usage", "kv_cache_usage_perc", "gauge", "Their share of the pool, from 0 to 1.", used / total),
+        _Value("gen_throughput", None, "gauge", "Tokens a second, of the last steps.",
                sum(traffic.throughput for traffic in traffics)),
-        _Known("cache_hit_rate", None, "gauge", "Share of prompt tokens from the prefix cache, since the start.",
+        _Value("cache_hit_rate", None, "gauge", "Share of prompt tokens from the prefix cache, since the start.",
                counters.cached_tokens / context if context else 0.0),
-        _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", counters.accept_length),
-        _Known("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
+        _Value("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", counters.accept_length),
+        _Value("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
                counters.own_accepted / places if places else 0.0),
-        _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", drafter.width),
-        _Known("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", drafter.depth),
-        _Known("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),
-        _Known("num_retracted_reqs", None, "gauge", "Requests sent back to the queue.",
+        _Value("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", drafter.width),
+        _Value("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", drafter.depth),
+        _Value("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),
+        _Value("num_retracted_reqs", None, "gauge", "Requests sent back to the queue.",
                sum(engine.scheduler.retractions for engine in engines)),
-        _Known("prompt_tokens", "prompt_tokens", "counter", "Tokens of prompts.", context),
-        _Known("generation_tokens", "generation_tokens", "counter", "Tokens drawn.", counters.generated),
-        _Known("cached_tokens", "prefix_cache_hits", "counter", "Tokens from the cache.", counters.cached_tokens),
-        _Known("num_requests", None, "counter", "Requests that have arrived.",
+        _Value("prompt_tokens", "prompt_tokens", "counter", "Tokens of prompts.", context),
+        _Value("generation_tokens", "generation_tokens", "counter", "Tokens drawn.", counters.generated),
+        _Value("cached_tokens", "prefix_cache_hits", "counter", "Tokens from the cache.", counters.cached_tokens),
+        _Value("num_requests", None, "counter", "Requests that have arrived.",
                sum(traffic.requests for traffic in traffics)),
-        _Known("num_aborted_requests", None, "counter", "Requests that ended early.",
+        _Value("num_aborted_requests", None, "counter", "Requests that ended early.",
                sum(traffic.aborted for traffic in traffics)),
     ]  # fmt: skip
 
@@ -181,43 +180,43 @@ class _Everything(Collector):
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        engines, model = [each.engine for each in self._replicas], self._replicas[0].traffic.model
+        engines, model = [replica.engine for replica in self._replicas], self._replicas[0].traffic.model
         label = [model]
-        found = read(self._replicas)
-        for each in found:
-            make = _FAMILIES[each.kind]
-            names = [OURS + each.name, SGLANG + each.name] + ([VLLM + each.vllm] if each.vllm else [])
+        values = read(self._replicas)
+        for metric in values:
+            make = _FAMILIES[metric.kind]
+            names = [OURS + metric.name, SGLANG + metric.name] + ([VLLM + metric.vllm] if metric.vllm else [])
             for name in names:
-                family = make(name, each.about, labels=["model_name"])
-                family.add_metric(label, each.value)
+                family = make(name, metric.about, labels=["model_name"])
+                family.add_metric(label, metric.value)
                 yield family
         queries = CounterMetricFamily(VLLM + "prefix_cache_queries", "Tokens of prompts.", labels=["model_name"])
-        queries.add_metric(label, next(each.value for each in found if each.name == "prompt_tokens"))
+        queries.add_metric(label, next(metric.value for metric in values if metric.name == "prompt_tokens"))
         yield queries
         yield from _cache_config(engines, label)
         yield from _adapters(label)
         yield from _speculation(engines, label)
         if len(engines) > 1:
-            yield from _each(self._replicas, label)
+            yield from _by_rank(self._replicas, label)
         for name, about in LATENCIES.items():
-            together = Latencies.sum(each.traffic.latencies[name] for each in self._replicas)
-            family = together.family(OURS + name, about, model)
+            total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
+            family = total.family(OURS + name, about, model)
             for prefix in (OURS, SGLANG, VLLM):
                 yield _renamed(family, prefix)
 
 
-def _each(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
-    """The same of each replica, under names of their own, so that a sum over a name counts nothing twice."""
-    for known in zip(*(read([each]) for each in replicas), strict=True):
-        make, name = _FAMILIES[known[0].kind], f"{OURS}rank_{known[0].name}"
-        family = make(name, f"Of one replica. {known[0].about}", labels=["model_name", "dp_rank"])
-        for rank, each in enumerate(known):
-            family.add_metric([*label, str(rank)], each.value)
+def _by_rank(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
+    """The metrics of each replica, under other names, so that a sum over a name counts nothing twice."""
+    for metrics in zip(*(read([replica]) for replica in replicas), strict=True):
+        make, name = _FAMILIES[metrics[0].kind], f"{OURS}rank_{metrics[0].name}"
+        family = make(name, f"One replica: {metrics[0].about}", labels=["model_name", "dp_rank"])
+        for rank, metric in enumerate(metrics):
+            family.add_metric([*label, str(rank)], metric.value)
         yield family
 
 
 def _cache_config(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
-    """The pools' pages under the labels of SGLang and of vLLM, as llm-d's endpoint picker reads them."""
+    """Page size and number of pages in SGLang's and vLLM's form, for llm-d's endpoint picker."""
     pages = [str(engines[0].pool.page_size), str(sum(engine.pool.pages for engine in engines))]
     for prefix, names in ((SGLANG, ["page_size", "num_pages"]), (VLLM, ["block_size", "num_gpu_blocks"])):
         family = GaugeMetricFamily(f"{prefix}cache_config_info", "Pages of the pool.", labels=["model_name", *names])
@@ -226,7 +225,7 @@ def _cache_config(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
 
 
 def _adapters(label: list[str]) -> Iterator[Metric]:
-    """That there are no LoRA adapters, for endpoint pickers that balance by them. The value is when this was said."""
+    """An empty list of LoRA adapters, for endpoint pickers that balance by them. The value is the current time."""
     names = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     family = GaugeMetricFamily(VLLM + "lora_requests_info", "LoRA adapters in use.", labels=["model_name", *names])
     family.add_metric([*label, *names.values()], time.time())
@@ -234,7 +233,7 @@ def _adapters(label: list[str]) -> Iterator[Metric]:
 
 
 def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
-    """vLLM's totals of speculation, read by its `bench serve`. None where nothing is drafted."""
+    """vLLM's totals of speculation, for its `bench serve`. Absent without a drafter."""
     counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
     width = drafter.width
     if width == 1:
@@ -248,21 +247,21 @@ def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
         family = CounterMetricFamily(f"{VLLM}spec_decode_{name}", about, labels=["model_name"])
         family.add_metric(label, value)
         yield family
-    each = CounterMetricFamily(
+    family = CounterMetricFamily(
         f"{VLLM}spec_decode_num_accepted_tokens_per_pos",
         "Drafts that became text, by depth in the tree, from 0.",
         labels=["model_name", "position"],
     )
     for position in range(drafter.depth):
         at = counters.accepted_at
-        each.add_metric([*label, str(position)], at[position] if position < len(at) else 0)
-    yield each
+        family.add_metric([*label, str(position)], at[position] if position < len(at) else 0)
+    yield family
 
 
 def _renamed(family: Metric, prefix: str) -> Metric:
-    """A family of ours with another prefix."""
+    """A copy of one of our families with another prefix."""
     copy = Metric(family.name.replace(OURS, prefix, 1), family.documentation, family.type)
-    copy.samples = [Sample(each.name.replace(OURS, prefix, 1), *each[1:]) for each in family.samples]
+    copy.samples = [Sample(sample.name.replace(OURS, prefix, 1), *sample[1:]) for sample in family.samples]
     return copy
 
 

@@ -8,16 +8,17 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specjax.cli.flags import ServerSettings
-from specjax.serve.errors import SHUT_DOWN, ApiError, State, unavailable
-from specjax.serve.replicas import Service
+from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, unavailable
+from specjax.serve.runner import Service
+from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 
@@ -29,8 +30,8 @@ PAGE = "/"  # the chat page: static and without secrets
 OPEN = (HEALTH, PAGE)  # paths that need no API key
 # Cheap routes that routers and Prometheus call during a drain, and routes that end requests or let them continue.
 IN_DRAIN = frozenset(
-    ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/get_load",
-     "/v1/models", "/abort_request", "/continue_generation")
+    ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/models",
+     "/abort_request", "/continue_generation")
 )  # fmt: skip
 
 # Key of the scope's state, set by the connection: the number of open connections, if there are too many.
@@ -40,22 +41,36 @@ INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
-    """Checks every request before its route, limits the size and time of its body, and logs the answer."""
+    """Checks every request before its route, limits the size and time of its body, and logs the answer.
 
-    def __init__(self, app: ASGIApp, *, runner: Service, settings: ServerSettings) -> None:
+    Args:
+        in_drain: paths that are answered while the server drains.
+        error_forms: as `form_of`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        runner: Service,
+        settings: ServerSettings,
+        in_drain: Set[str] = IN_DRAIN,
+        error_forms: Mapping[str, ErrorForm] = MappingProxyType({}),
+    ) -> None:
         self._app, self._runner, self._settings = app, runner, settings
-        self._held = 0  # bytes of bodies
+        self._in_drain, self._error_forms = in_drain, error_forms
+        self._bytes = 0  # of the bodies of all unanswered requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the lifespan of an application that another server runs
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        id = request_id(headers)
+        id, form = request_id(headers), form_of(scope["path"], self._error_forms)
         pause, clock = self._settings.receive_timeout, asyncio.get_running_loop().time
         began, size, complete, answered = clock(), 0, False, False
 
         async def receive_limited() -> Message:
-            """The next message of a body. Raises an ApiError if it is late, or the bodies are too large."""
+            """The next message of a body. Raises an ApiError after the time limit, or if the bodies are too large."""
             nonlocal size, complete
             if complete:  # only a disconnect can come now
                 return await receive()
@@ -68,10 +83,10 @@ class Gate:
             complete = not message.get("more_body", False)
             new = len(message.get("body", b""))
             size += new
-            self._held += new
+            self._bytes += new
             if size > MAX_BODY:
                 raise _too_large()
-            if self._held > MAX_BODIES:
+            if self._bytes > MAX_BODIES:
                 raise unavailable("the bodies of other requests fill the memory for them", retry_after=1, close=True)
             return message
 
@@ -87,14 +102,14 @@ class Gate:
             self._check(scope, headers)
             await self._app(scope, receive_limited, send_with_id)
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send_with_id)
+            await error.response(form)(scope, receive, send_with_id)
         except Exception:
-            if answered:  # all that is left is to cut the connection
+            if answered:  # too late for an error: cut the connection
                 raise
             logger.exception("request %s failed", shown_id(id))
-            await ApiError(500, INTERNAL).response(scope["path"])(scope, receive, send_with_id)
+            await ApiError(500, INTERNAL).response(form)(scope, receive, send_with_id)
         finally:
-            self._held -= size
+            self._bytes -= size
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path = scope["path"]
@@ -106,16 +121,16 @@ class Gate:
             return
         if self._settings.api_key:
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            if not scheme:  # Anthropic's clients
+            if not scheme:  # some clients send only the key, in a header of its own
                 scheme, token = "bearer", headers.get("x-api-key", "")
             # Headers are decoded as latin-1. Comparing with all keys keeps the time independent of the key.
-            given = token.strip().encode("latin-1")
-            right = sum(hmac.compare_digest(given, key.encode()) for key in self._settings.api_key) > 0
-            if scheme.lower() != "bearer" or not right:
+            sent = token.strip().encode("latin-1")
+            valid = sum(hmac.compare_digest(sent, key.encode()) for key in self._settings.api_key) > 0
+            if scheme.lower() != "bearer" or not valid:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         drains = self._runner.state is State.DRAINING and self._runner.loaded
-        if not (drains and path in IN_DRAIN):
+        if not (drains and path in self._in_drain):
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:
@@ -123,7 +138,7 @@ class Gate:
 
 
 def check_state(runner: Service) -> None:
-    """Raises an ApiError, a 503, if the engine takes no requests."""
+    """Raises an ApiError, a 503, if the engine accepts no requests."""
     if runner.state is State.LOADING:
         raise unavailable("the model is loading", retry_after=5)
     if runner.state is State.DRAINING:
@@ -134,8 +149,8 @@ def check_state(runner: Service) -> None:
 
 def request_id(headers: Headers) -> str:
     """The client's request id if it is printable ASCII and short, else a new id."""
-    given = headers.get("x-request-id", "")
-    return given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else secrets.token_hex(12)
+    id = headers.get("x-request-id", "")
+    return id if 0 < len(id) <= 128 and id.isascii() and id.isprintable() else secrets.token_hex(12)
 
 
 def shown_id(id: str) -> str:
@@ -150,5 +165,5 @@ def log_answer(scope: Mapping[str, Any], status: int, id: str) -> None:
 
 
 def _too_large() -> ApiError:
-    # The rest of the body is not read, so the connection cannot go on.
+    # The rest of the body is not read, so the connection cannot be used again.
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers=CLOSE)

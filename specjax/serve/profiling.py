@@ -1,5 +1,4 @@
-"""Traces of the engine's steps by jax's profiler: what the host and the device did, for Perfetto and
-`benchmarks/idle.py`."""
+"""Traces of the engine's steps by jax's profiler, for Perfetto and `benchmarks/idle.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ logger = logging.getLogger("specjax.serve")
 
 
 def make_folder(folder: str) -> None:
-    """Makes the folder of the traces, if it is not there. Raises ValueError, which names the flag, if none can be made,
-    or no file in it."""
+    """Makes the folder of the traces if it is missing. Raises ValueError if it cannot be made or written to."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -24,11 +22,11 @@ def make_folder(folder: str) -> None:
 
 
 class Profiler:
-    """Writes traces of a number of steps into a folder. Used in the engine's thread alone.
+    """Writes traces of a number of steps into a folder. Used only in the engine's thread.
 
     Args:
-        folder: None: nothing is ever traced.
-        steps: of the first trace, which begins with the first step, and of later ones that name no number.
+        folder: None: no traces are written.
+        steps: length of the first trace, which begins with the first step, and default length of later traces.
     """
 
     def __init__(self, folder: str | None, steps: int) -> None:
@@ -37,12 +35,11 @@ class Profiler:
         self._left = 0  # steps of the trace that runs
 
     def begin(self, steps: int | None = None) -> str:
-        """Begins a trace; returns the folder. Raises ValueError where there is no folder, none can be made, or
-        a trace runs already."""
+        """Begins a trace; returns the folder. Raises ValueError if there is no folder, or a trace runs already."""
         if self._folder is None:
             raise ValueError("the server writes no traces: start it with --profile FOLDER")
         if self._left:
-            raise ValueError(f"a trace runs already, of which {self._left} steps are left")
+            raise ValueError(f"a trace runs already, with {self._left} steps left")
         make_folder(self._folder)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it would trace every Python call, and take longer than the steps
@@ -52,7 +49,7 @@ class Profiler:
         return self._folder
 
     def end(self) -> bool:
-        """Ends the trace and writes it. False: none runs."""
+        """Ends the trace and writes it. Returns False if none runs."""
         running, self._waiting, self._left = self._left > 0, False, 0
         if running:
             jax.profiler.stop_trace()
@@ -71,7 +68,7 @@ class Profiler:
             self._logged(self.end)
 
     def _logged(self, change: Callable[[], object]) -> None:
-        """Requests go on where no trace can be written."""
+        """Calls a function. Requests continue if no trace can be written."""
         try:
             change()
         except Exception:

@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's routes and of commands, and the task for the engine that they describe."""
+"""Request bodies of OpenAI's routes and of the control routes, and the tasks that they describe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import Field, SkipValidation
 
 from specjax.checkpoint.prompts import Chat
-from specjax.cli.flags import MOST_TRACED
 from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
 from specjax.limits import ParameterError
 from specjax.serve.errors import ApiError, Pause, bad_request, shown
@@ -33,6 +32,7 @@ from specjax.serve.fields import (
 )
 from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import Messages, TemplateFields
+from specjax.serve.server_settings import MOST_TRACED
 from specjax.serve.structured import (
     FIELDS,
     Choices,
@@ -57,7 +57,7 @@ NewTokensOrNone = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[Integer, Field(ge=0, le=TOP_LOGPROBS)]
-# `read_prompts` checks prompts against the limits of the server, which pydantic does not know.
+# `read_prompts` checks prompts against the limits of the server.
 Texts: TypeAlias = str | list[str]
 Ids: TypeAlias = list[int] | list[list[int]]
 
@@ -118,8 +118,11 @@ class SamplingFields(Body):
         return {"grammar": chosen(self, self.asked, self.place)[0] or "grammar"}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
-        """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
-        without a field of the same name. Raises an ApiError if one is out of range."""
+        """Sampling parameters: the request's values, else the model's defaults, else temperature 1. Raises an ApiError.
+
+        Args:
+            more: parameters without a field of the same name.
+        """
         more.setdefault("grammar", chosen(self, self.asked, self.place)[1])
         names = {field.name for field in dataclasses.fields(SamplingParams)} & set(type(self).model_fields)
         values = {name: getattr(self, name) for name in names} | more
@@ -130,7 +133,7 @@ class SamplingFields(Body):
             values["seed"] = self.sampling_seed
         if self.top_k == 0:
             values["top_k"] = -1
-        # None is a value of these two parameters; of the others it means the default.
+        # None is a value of these two parameters; for the others it means the default.
         optional = ("max_new_tokens", "logprobs")
         values = {name: value for name, value in values.items() if value is not None or name in optional}
         try:
@@ -139,7 +142,7 @@ class SamplingFields(Body):
             raise refusal(error, self.names) from error
 
 
-# Fields of `/generate` that would change the text of a chat or completion.
+# Fields of `/generate` that chats and completions refuse, because they would change the text.
 MISPLACED: dict[str, tuple[str, Values]] = {
     "max_new_tokens": ("it is called max_tokens", ()),
     "min_new_tokens": ("it is called min_tokens", (0,)),
@@ -163,10 +166,8 @@ class TaskBody(Body):
 
     @abstractmethod
     def task(self, rules: Rules) -> Task:
-        """The work for the engine, of which only the prompts remain to be tokenised. Safe in any thread.
-
-        Raises an ApiError for fields that exclude each other, or exceed the server's limits.
-        """
+        """The task for the engine, before its prompts are tokenised. Safe in any thread. Raises an ApiError for fields
+        that exclude each other or exceed the server's limits."""
 
 
 class UnusedFields(Body):
@@ -212,15 +213,14 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     )
 
     def sampling(self, rules: Rules, logprobs: int | None, **more: Any) -> SamplingParams:
-        """Checks the model and the relations between fields, and returns the sampling parameters. `more`: as
-        `params`."""
+        """As `params`, after checking the model and relations between fields."""
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs is not available in streams", "prompt_logprobs")
         if self.return_speculative_tree and not rules.trees:
-            problem = "return_speculative_tree needs a server started with --trace-trees, which this one was not"
+            problem = "return_speculative_tree needs a server started with --trace-trees"
             raise bad_request(problem, "return_speculative_tree")
         return self.params(
             rules,
@@ -233,7 +233,7 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
 
     @property
     def trees(self) -> int:
-        """As in `Task`."""
+        """As `Task.trees`."""
         return 1 if self.return_speculative_tree else 0
 
     @property
@@ -265,8 +265,8 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
 
     @property
     def names(self) -> dict[str, str]:
-        most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return super().names | {"max_new_tokens": most}
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().names | {"max_new_tokens": limit}
 
     def task(self, rules: Rules) -> Task:
         check_capacity(self.n or 1, 1, rules, "messages")
@@ -283,7 +283,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
 
 
 def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]]) -> Chat:
-    """A chat for the model's template: earlier calls in the model's form, and the functions that it may call."""
+    """A chat for the model's template, with earlier calls in the model's form and the offered functions."""
     return Chat(form.for_template(list(chat)), {**chat.template, **({"tools": offered} if offered else {})})
 
 
@@ -295,12 +295,12 @@ def chat_task(
     make: Callable[..., SamplingParams],
     field: str,
 ) -> Task:
-    """The task of a chat, whose answer may hold calls and reasoning, and may follow a grammar.
+    """The task of a chat whose answer may hold calls and reasoning, and may follow a grammar.
 
     Args:
         functions: the functions of `body`, in the form of chat completions.
         chat: makes the prompt.
-        make: makes the sampling parameters from a grammar and the special tokens that the text keeps.
+        make: makes the sampling parameters; called with the grammar and the special tokens that the text keeps.
         field: name of the field with the prompt.
     """
     form, hide = rules.form, body.skip_special_tokens is not False
@@ -310,9 +310,9 @@ def chat_task(
     # A grammar can begin after the reasoning only if a token ends it.
     free = form.end_think is not None or (answer is None and not (offered and functions.must))
     reply = functions.reply(form, offered, hide=hide, reasoning=free)
-    kept = () if reply is None else tuple(sorted(reply.hidden))
+    special = () if reply is None else tuple(sorted(reply.hidden))
     reasoning = reply is not None and reply.reasoning
-    params = make(kept_special_tokens=kept, grammar=grammar, stop_after_reasoning=reasoning)
+    params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning)
     names = body.names | ({} if grammar is answer else {"grammar": "tools"})
     return Task([with_tools(chat(), form, offered)], [params], names=names, prompt_field=field, reply=reply)
 
@@ -347,24 +347,24 @@ class CompletionRequest(OpenAIRequest):
 
 
 class TokenizeRequest(TemplateFields):
-    """A text, several texts, or a chat for the model's template. SGLang's and vLLM's."""
+    """A text, several texts, or a chat for the model's template, as in SGLang and vLLM."""
 
     model: Text | None = None
     prompt: SkipValidation[Texts | None] = None
     messages: Messages | None = None
-    add_special_tokens: Flag | None = Field(None, description="Of texts. Default: true.")
+    add_special_tokens: Flag | None = Field(None, description="Only for texts. Default: true.")
 
-    def given(self) -> tuple[list[Any], bool]:
-        """The prompts, and True if the request has a list of them."""
+    def prompts(self) -> tuple[list[Any], bool]:
+        """The prompts, and True if the request has a list of prompts."""
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if self.messages is not None:
             return [self.chat(self.messages)], False
-        many = isinstance(self.prompt, list)
-        prompts: Any = self.prompt if many else [self.prompt]
+        several = isinstance(self.prompt, list)
+        prompts: Any = self.prompt if several else [self.prompt]
         if not all(isinstance(text, str) for text in prompts):
             raise bad_request(f"prompt must be a string or a list of strings, got {shown(self.prompt)}", "prompt")
-        return prompts, many
+        return prompts, several
 
 
 class DetokenizeRequest(Body):
@@ -374,8 +374,8 @@ class DetokenizeRequest(Body):
 
     def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
         """The lists of token ids, and True if the request has a list of lists."""
-        many = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
-        lists: Any = self.tokens if many else [self.tokens]
+        several = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
+        lists: Any = self.tokens if several else [self.tokens]
         for ids in lists:
             if not isinstance(ids, list) or not all(type(whole(token)) is int for token in ids):
                 problem = f"tokens must be a list of token ids or a list of such lists, got {shown(self.tokens)}"
@@ -383,7 +383,7 @@ class DetokenizeRequest(Body):
             if outside := [token for token in ids if not 0 <= token < vocab_size]:
                 problem = f"tokens holds {shown(outside[0])}; token ids of this model are 0 to {vocab_size - 1}"
                 raise bad_request(problem, "tokens")
-        return [[int(token) for token in ids] for ids in lists], many
+        return [[int(token) for token in ids] for ids in lists], several
 
 
 class AbortRequest(Body):

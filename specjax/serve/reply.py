@@ -1,9 +1,9 @@
-"""An assistant's message, made of a model's text as it comes: reasoning, content and function calls.
+"""Parses the text of an answer, in pieces, into an assistant's message: reasoning, content and function calls.
 
     <think>\\n2 + 2 is 4.\\n</think>\\n\\nIt is 4.<tool_call>{"name": ...
            reasoning_content          content   tool_calls
 
-Whole answers and streams come from the same code: the deltas of a stream, put together, are the message.
+Whole answers and streams use the same code: the concatenated deltas of a stream are the message.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from specjax.engine.text import Thoughts
-from specjax.serve.calls import Arguments, Call, CallParser, JsonObject, Text
-from specjax.serve.xml_calls import TaggedCalls
+from specjax.serve.calls import Arguments, Call, CallParser, JsonObject, TaggedCalls, Text
 
 Delta: TypeAlias = dict[str, Any]
 
 
 class _Trimmed:
-    """Text that comes in pieces, without white space at its beginning and its end."""
+    """Removes white space at the start and the end of a text that comes in pieces."""
 
     def __init__(self, *, start: bool, end: bool) -> None:
-        """`start`, `end`: which of the two is without."""
         self.start, self._end = start, end
-        self._space = ""  # at the end so far, or before what was cut out
+        self._space = ""  # at the end so far, or before a part that was cut out
 
     def add(self, text: str) -> str:
         if self.start:
@@ -39,11 +37,11 @@ class _Trimmed:
         return text[: len(text) - len(self._space)]
 
     def cut(self) -> None:
-        """Something is cut out here: of the white space around it only that before it counts, if more text follows."""
+        """Marks the place of a part that is cut out. White space after it is dropped; white space before it is kept
+        if more text follows."""
         self.start = True
 
     def end(self) -> str:
-        """The rest of the text."""
         return "" if self.start else self._space
 
 
@@ -51,17 +49,17 @@ class Reply:
     """The message of one choice.
 
     Args:
-        parser: of calls.
-        reasoning: the model may think before it answers, and what it thinks is no content.
-        thinking: the prompt has begun its thoughts.
-        gathered: its thoughts are one delta, once they have ended.
+        parser: parser of calls.
+        reasoning: separate reasoning from content.
+        thinking: the prompt ends inside reasoning.
+        gathered: send reasoning as one delta, once it has ended.
     """
 
     def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False, gathered: bool = False) -> None:
         self._parser, self._gathered = parser, gathered
         self._split = Thoughts(thinking) if reasoning else None
         self._thoughts = _Trimmed(start=True, end=True)
-        self._said = _Trimmed(start=False, end=True)
+        self._text = _Trimmed(start=False, end=True)
         self._deltas: list[Delta] = []
         self._content = ""
         self._thought = ""
@@ -77,7 +75,7 @@ class Reply:
         return bool(self._calls) and not self._parser.is_cut and is_whole(self._calls[-1]["function"]["arguments"])
 
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:
-        """Adds text; the deltas of the message that it completes. `last`: nothing follows."""
+        """Adds text, and returns new deltas of the message. `last`: no text follows."""
         if self._split is not None:
             thoughts, text = self._split.split(text, last=last)
             self._emit("reasoning_content", self._thoughts.add(thoughts))
@@ -91,7 +89,7 @@ class Reply:
         return deltas
 
     def message(self) -> dict[str, Any]:
-        """All of it, once the last text has been fed."""
+        """The whole message, after the last text."""
         content = None if self._calls and not self._content else self._content
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self._split is not None:
@@ -104,14 +102,14 @@ class Reply:
         for part in self._parser.feed(text, last=last):
             match part:
                 case Text():
-                    self._emit("content", self._said.add(part.text))
+                    self._emit("content", self._text.add(part.text))
                 case Call():
-                    self._said.cut()
+                    self._text.cut()
                     self._call(part.name)
                 case Arguments():
                     self._argue(part.text)
         if last:
-            self._emit("content", self._said.end())
+            self._emit("content", self._text.end())
 
     def _emit(self, field: str, text: str) -> None:
         if not text:
@@ -156,12 +154,12 @@ class ReplyOptions:
     """How the answers to one request become messages.
 
     Attributes:
-        parser: of the calls in the model's format; None: no functions were given.
-        names: the functions that may be called.
-        most: calls that are reported; None: all.
+        parser: parser of calls in the model's format; None: no functions were offered.
+        names: names of the offered functions.
+        most: maximum number of reported calls; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning, gathered: as `Reply`.
-        schemas: by function, the JSON schema of its parameters.
+        schemas: maps functions to the JSON schemas of their parameters.
     """
 
     parser: type[CallParser] | None = None

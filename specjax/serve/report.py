@@ -1,4 +1,4 @@
-"""Reports on an engine: its properties, and the log lines that SGLang's users and their scripts know."""
+"""Reports on an engine: its properties, and log lines in SGLang's form."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ logger = logging.getLogger("specjax.serve")
 
 
 class Report:
-    """Writes log lines about an engine after its steps. Never touches the device."""
+    """Writes log lines about an engine after its steps. Never accesses the device."""
 
     def __init__(self, engine: Engine, *, interval: int) -> None:
         self._engine, self._interval = engine, interval
         self._last = replace(engine.counters)  # after the last step
         self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
         self._retracted = 0
-        self._explained = False  # why steps did not draft
+        self._explained = False  # True after the line about why steps did not draft
         self._doubted = False
         self._idle = True
-        self.throughput = 0.0  # tokens a second, of the last line about decoding
+        self.throughput = 0.0  # tokens a second in the last line about decoding
         self._phases = PhaseTimes()
 
     def after_step(self) -> None:
@@ -45,7 +45,6 @@ class Report:
         self._last, self._idle = now, not engine.unfinished
 
     def _write(self, now: Counters, new: int, retracted: int) -> None:
-        """The lines that are due: `new` tokens were prefilled, and requests `retracted`."""
         engine = self._engine
         tokens = sum(max(slot.committed, slot.prefilled) for s in engine.scheduler.active if (slot := s.slot))
         usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
@@ -56,7 +55,7 @@ class Report:
             cached = now.cached_tokens - self._last.cached_tokens
             counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
             logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
-            if self._idle:  # time without work does not count
+            if self._idle:  # exclude time without work
                 self._decoded, self._since = now, time.perf_counter()
         if retracted:
             self._retracted += retracted
@@ -76,21 +75,23 @@ class Report:
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
             if (times := engine.programs.phase_times) is not None:
-                parts = ", ".join(f"{phase}: {each:.2f} ms" for phase, each in times.since(self._phases).items())
+                parts = ", ".join(
+                    f"{phase}: {duration:.2f} ms" for phase, duration in times.since(self._phases).items()
+                )
                 logger.debug("Decode step. %s", parts)
                 self._phases = replace(times)
             self._decoded, self._since = now, time.perf_counter()
 
 
 def stored_in(params: Any) -> str:
-    """How matrices are quantised: int8, fp8, int4, several of these, or none."""
+    """The formats of quantised matrices: int8, fp8, int4, several of these, or none."""
     names = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "int4"}
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
 
 
 def lossy_thresholds(engine: Engine) -> dict[str, float] | None:
-    """The thresholds above which drafts are accepted that the target did not draw; None: there are none."""
+    """The thresholds for accepting drafts that the target did not draw; None: verification is lossless."""
     verify = engine.verify
     if not isinstance(verify, AcceptAbove) or not verify.lossy:
         return None
@@ -98,9 +99,9 @@ def lossy_thresholds(engine: Engine) -> dict[str, float] | None:
 
 
 def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
-    """The answer of `/get_model_info`. `others`: further replicas of the engine, which are counted, too."""
+    """The answer of `/get_model_info`. Counts include those of `others`, further replicas of the engine."""
     config, engines = engine.target.config, (engine, *others)
-    counters = Counters.sum(each.counters for each in engines)
+    counters = Counters.sum(replica.counters for replica in engines)
     return {
         "model_path": model,
         "served_model_name": model,
@@ -120,5 +121,5 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
         "device": engine.device_name,
-        "compiling": sum(len(each.programs.pending) for each in engines),  # in the background
+        "compiling": sum(len(replica.programs.pending) for replica in engines),  # in the background
     }

@@ -1,7 +1,7 @@
-"""The thread that owns the engine: it loads the engine, steps it, and hands on what each step has changed.
+"""`Service`, the interface of engines to the routes, and `Runner`, the thread that loads and steps one engine.
 
-Everything that touches the engine runs in this thread, between two steps. Other threads leave commands (`submit`,
-`abort`, `call`); stream deltas reach them through their own event loop, with one wake-up for each step.
+Everything that touches the engine runs in this thread, between two steps. Other threads queue commands (`submit`,
+`abort`, `call`). Stream deltas reach event loops through `Delivery`, with one wake-up for each step.
 
     event loop:  submit ->  [commands]  -> enqueue, step, step, ...  -> Delivery -> Listener.queue
 """
@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
@@ -40,6 +40,7 @@ from specjax.serve.errors import (
 from specjax.serve.metrics import Traffic
 from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
+from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 
@@ -47,12 +48,7 @@ Result = TypeVar("Result")
 
 
 class Places:
-    """Places in the queue, reserved for requests while they are tokenised.
-
-    Args:
-        unfinished: returns the number of sequences that wait or run.
-        capacity: returns the maximum number of sequences that may wait or run.
-    """
+    """Places in the queue, reserved for requests while they are tokenised. Arguments: properties of the `Service`."""
 
     def __init__(self, unfinished: Callable[[], int], capacity: Callable[[], int]) -> None:
         self._unfinished, self._capacity, self._lock = unfinished, capacity, threading.Lock()
@@ -60,7 +56,6 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Number of sequences that are tokenised, wait or run."""
         return self._unfinished() + self.reserved
 
     @contextlib.contextmanager
@@ -68,8 +63,8 @@ class Places:
         """Reserves `count` places; queue the sequences before the context ends. Raises an ApiError, a 503, if the queue
         is full."""
         with self._lock:
-            if self.taken + count > (most := self._capacity()):
-                problem = f"{self.taken} requests run or wait; at most {most} may"
+            if self.taken + count > (capacity := self._capacity()):
+                problem = f"{self.taken} requests run or wait; at most {capacity} may"
                 raise unavailable(f"the queue is full: {problem}", retry_after=1)
             self.reserved += count
         try:
@@ -89,7 +84,7 @@ class Watchdog(threading.Thread):
     Args:
         timeout: seconds without progress after which the watched thread is stuck.
         beat: returns a number that changes with each progress, None while there is no work.
-        excused: returns True while the work waits for a compiler, which has no time limit.
+        excused: returns True while the thread waits for compilation, which has no time limit.
         act: called once, from this thread, with the seconds without progress. Then this thread ends.
     """
 
@@ -131,32 +126,118 @@ class Watchdog(threading.Thread):
             last = now
 
     def stop(self) -> None:
-        """From any thread, also before `start`."""
         self._stopped.set()
 
 
-class Runner(threading.Thread):
-    """Call `start`, and wait for `state` to be READY."""
+class Service(ABC):
+    """One or several engines behind one queue. Call `start`, and wait for `state` to be READY."""
+
+    on_change: Callable[[], None]  # called after changes of `state`, from any thread
+    places: Places
+
+    @property
+    @abstractmethod
+    def ranks(self) -> List[Runner]:
+        """The runner of each engine."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The engine whose limits all requests must keep. Read-only for other threads, and only once loaded."""
+
+    @property
+    @abstractmethod
+    def state(self) -> State: ...
+
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    @abstractmethod
+    def ready_at(self) -> float: ...
+
+    @property
+    @abstractmethod
+    def loaded(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def paused(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> int:
+        """Number of sequences that wait or run."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Maximum number of sequences that may wait or run."""
+
+    @property
+    def pending(self) -> int:
+        """Number of sequences that are tokenised, wait or run."""
+        return self.places.taken
+
+    def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """As `Places.reserve`."""
+        return self.places.reserve(count)
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def submit(self, listener: Listener) -> None:
+        """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
+
+    @abstractmethod
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """Ends these sequences if they still run; their pages are free before the next step."""
+
+    @abstractmethod
+    def abort_named(self, name: str | None) -> int:
+        """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
+        get an answer. Returns the number of sequences."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Accepts no new requests."""
+
+    @abstractmethod
+    def end_all(self, message: str, failure: BaseException | None = None) -> None:
+        """Ends all requests, with `message` as the reason, and accepts no more. The engine is not used again.
+
+        Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
+        """
+
+    @abstractmethod
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends the threads after the current step, and background work. Returns True if all have ended."""
+
+
+class Runner(threading.Thread, Service):
+    """The service of one engine."""
+
+    state = State.LOADING
+    failure: BaseException | None = None
+    ready_at = 0.0
+    paused = False  # by `pause`
 
     def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, warm_up: bool = True) -> None:
         super().__init__(name="specjax-engine", daemon=True)
-        self.state = State.LOADING
-        self.failure: BaseException | None = None
         self.ready_at = time.time()
-        # Called after changes of `state`, from this thread or the watchdog's.
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change = lambda: None
         self._make_engine, self._settings, self._warm_up = make_engine, settings, warm_up
         self._engine: Engine | None = None
-        self._helpers: list[threading.Thread] = []  # what they prepare is for later requests
+        self._helpers: list[threading.Thread] = []  # prepare later requests in the background
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stop_requested = False
-        self._ended: str | None = None  # why no request is taken any more
-        self.paused = False  # by `pause`
+        self._ended: str | None = None  # why requests are no longer accepted
         self.places = Places(lambda: self.unfinished, lambda: self.capacity)
-        self.reserve = self.places.reserve
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
-        # For the watchdog: whether anything is under way, and a number that changes with each step and command.
+        # For the watchdog: True while a step or command runs, and a number that changes with each of them.
         self._busy, self._beat = False, 0
         self._watchdog = Watchdog(
             timeout=settings.watchdog_timeout,
@@ -164,8 +245,8 @@ class Runner(threading.Thread):
             excused=lambda: self.engine.programs.is_waiting(self.ident),
             act=self._give_up,
         )
-        # Each unfinished sequence's listener, and its index there. By identity: an id may be used again once its answer
-        # is known.
+        # Unfinished sequence -> its listener, and its index there. Keyed by identity: an id may be used again once its
+        # answer is complete.
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
         self.traffic = Traffic()
         self.profiler = Profiler(settings.profile, settings.profile_steps)
@@ -173,7 +254,6 @@ class Runner(threading.Thread):
 
     @property
     def engine(self) -> Engine:
-        """Read-only for other threads, and only once loaded."""
         assert self._engine is not None, "the engine is not loaded"
         return self._engine
 
@@ -183,66 +263,55 @@ class Runner(threading.Thread):
 
     @property
     def unfinished(self) -> int:
-        """Sequences that are waiting or running."""
         return len(self._listeners)
 
     @property
-    def pending(self) -> int:
-        """Sequences that are being tokenised, waiting or running."""
-        return self.places.taken
-
-    @property
     def capacity(self) -> int:
-        """Most sequences that may run or wait."""
         return self.engine.config.max_running_requests + self._settings.max_queued_requests
 
     # From any thread
 
     def submit(self, listener: Listener, indices: Iterable[int] | None = None) -> None:
-        """Queues a request's sequences, or those of some indices. Raises an ApiError, a 400, if an id is in use."""
-        chosen = list(range(len(listener.sequences)) if indices is None else indices)
-        sequences = [listener.sequences[index] for index in chosen]
+        """`indices`: of the listener's sequences to queue; None: all."""
+        indices = list(range(len(listener.sequences)) if indices is None else indices)
+        sequences = [listener.sequences[index] for index in indices]
         with self._wake:
             if self._ended is not None:
                 message = self._ended
-                send((listener, listener.aborted(index, message)) for index in chosen)
+                send((listener, listener.aborted(index, message)) for index in indices)
                 return
             check_ids(sequences, self.ids)
-            self._listeners |= {listener.sequences[index]: (listener, index) for index in chosen}
+            self._listeners |= {listener.sequences[index]: (listener, index) for index in indices}
             self.traffic.arrived(sequences)
             self._command(lambda: self._enqueue(sequences))
 
     @property
     def ids(self) -> list[str]:
-        """Of the sequences that are waiting or running."""
+        """Ids of the sequences that wait or run."""
         with self._wake:
             return [sequence.id for sequence in self._listeners]
 
     @property
     def ranks(self) -> list[Runner]:
-        """The replicas of the engine: this one."""
         return [self]
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Ends these, if they still run; their pages come back before the next step."""
-        if left := [sequence for sequence in sequences if sequence in self._listeners]:
-            self._command(lambda: self._abort(left))
+        if running := [sequence for sequence in sequences if sequence in self._listeners]:
+            self._command(lambda: self._abort(running))
 
     def abort_named(self, name: str | None) -> int:
-        """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
-        are told. Returns how many sequences."""
         pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
         with self._wake:
-            found = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
-            self._command(lambda: self._end_told(found))
-        return len(found)
+            matches = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
+            self._command(lambda: self._end_with_answer(matches))
+        return len(matches)
 
     def call(self, function: Callable[[Engine], Result]) -> Future[Result]:
         """Runs a function on the engine, between two steps. Fails with a RuntimeError if the engine ends before."""
         future: Future[Result] = Future()
 
         def run() -> None:
-            with contextlib.suppress(InvalidStateError):  # it was cancelled, or the watchdog has ended it
+            with contextlib.suppress(InvalidStateError):  # cancelled, or ended by the watchdog
                 try:
                     future.set_result(function(self.engine))
                 except Exception as error:
@@ -258,12 +327,12 @@ class Runner(threading.Thread):
         return future
 
     def pause(self, mode: Pause) -> Future[None]:
-        """Draws no more tokens until `go_on`; requests are taken, and wait. `mode`: as `PauseRequest`."""
+        """Draws no more tokens until `go_on`; new requests wait. `mode`: as `PauseRequest`."""
 
         def stop(engine: Engine) -> None:
             self.paused = True
             if mode == "abort":
-                self._end_told(list(self._listeners))
+                self._end_with_answer(list(self._listeners))
             elif mode == "retract":
                 engine.retract_all()
 
@@ -274,22 +343,15 @@ class Runner(threading.Thread):
         return not self.paused and (self.engine.unfinished or self.engine.unreported)
 
     def go_on(self) -> Future[None]:
-        """After `pause`."""
-
         def start(_: Engine) -> None:
             self.paused = False
 
         return self.call(start)
 
     def drain(self) -> None:
-        """No new requests."""
         self.state = State.DRAINING
 
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
-        """Ends all requests, with `message` as the reason, and takes no more. The engine is not used again.
-
-        Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
-        """
         with self._wake:
             self._ended = message
             self._stop_requested = True
@@ -302,15 +364,14 @@ class Runner(threading.Thread):
             self._change(State.FAILED)
         send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
         for future in calls:
-            with contextlib.suppress(InvalidStateError):  # it has ended meanwhile
+            with contextlib.suppress(InvalidStateError):  # it has ended in the meantime
                 future.set_exception(RuntimeError(message))
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Ends the thread after the current step, and what runs in the background. True: all have ended."""
         with self._wake:
             self._stop_requested = True
             self._wake.notify()
-        for thread in itertools.chain([self], self._helpers):  # the first may add others until it ends
+        for thread in itertools.chain([self], self._helpers):  # this thread may add helpers until it ends
             if thread.ident is not None:
                 thread.join(timeout)
         compiled = self._engine is None or self._engine.programs.close(timeout)
@@ -347,7 +408,7 @@ class Runner(threading.Thread):
                 self._engine.programs.close(0.0)
 
     def _allocate(self, engine: Engine) -> None:
-        """Waits for the KV pool, so that READY means that there is one."""
+        """Waits for the KV pool, so that READY means that it is allocated."""
         try:
             engine.wait_until_allocated()
         except Exception as error:
@@ -378,11 +439,11 @@ class Runner(threading.Thread):
             try:
                 changed = engine.step()
             except Exception as error:
-                logger.exception("A step failed: all running requests end, the engine starts anew")
+                logger.exception("A step failed: all running requests end, and the engine is reset")
                 forget_frames(error)
                 engine.reset(NO_PROGRAM if engine.programs.is_broken(error) else FAILED_STEP)
                 with self._wake:
-                    changed = list(self._listeners)  # also those that had ended in this step
+                    changed = list(self._listeners)  # including sequences that had ended in this step
             self.traffic.changed(changed)
             self._deliver(changed)
             report.after_step()
@@ -390,7 +451,6 @@ class Runner(threading.Thread):
             self.profiler.after_step()
 
     def _give_up(self, seconds: float) -> None:
-        """Called by the watchdog when this thread is stuck."""
         frame = sys._current_frames().get(self.ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else "  unknown\n"
         limit = f"--watchdog-timeout {self._settings.watchdog_timeout:g}"
@@ -400,7 +460,7 @@ class Runner(threading.Thread):
 
     def _enqueue(self, sequences: List[Sequence]) -> None:
         for sequence in sequences:
-            if sequence in self._listeners:  # not if it has been aborted before it was queued
+            if sequence in self._listeners:  # else it was aborted before it was queued
                 try:
                     self.engine.enqueue(sequence)
                 except Exception:
@@ -409,13 +469,13 @@ class Runner(threading.Thread):
                     self._deliver([sequence])
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        with self._wake:  # other threads look through them
+        with self._wake:  # other threads iterate over the listeners
             gone = [sequence for sequence in sequences if self._listeners.pop(sequence, None) is not None]
         for sequence in gone:
             self._forget(sequence)
 
     def _text_failed(self, sequence: Sequence) -> None:
-        """From the delivery's thread, too."""
+        """Also called from the delivery's thread."""
         with self._wake:
             if self._listeners.pop(sequence, None) is not None:
                 self._command(lambda: self._forget(sequence))
@@ -424,22 +484,21 @@ class Runner(threading.Thread):
         self._end(sequence, None)
         self.traffic.gone(sequence)
 
-    def _end_told(self, sequences: list[Sequence]) -> None:
-        left = [sequence for sequence in sequences if sequence in self._listeners]
-        for sequence in left:
+    def _end_with_answer(self, sequences: list[Sequence]) -> None:
+        running = [sequence for sequence in sequences if sequence in self._listeners]
+        for sequence in running:
             self._end(sequence, ABORTED)
             self.traffic.gone(sequence)
-        self._deliver(left)
+        self._deliver(running)
 
     def _end(self, sequence: Sequence, message: str | None) -> None:
-        """In the engine, if it is there."""
         if not self.engine.end(sequence, message) and sequence.status is not Status.FINISHED:
             sequence.abort(message)
             sequence.status = Status.FINISHED
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:
-        """Hands these sequences over, whose stream deltas are to be sent."""
-        found: list[Change] = []
+        """Passes these sequences to the delivery, which sends their stream deltas."""
+        changes: list[Change] = []
         with self._wake:
             for sequence in changed:
                 if (place := self._listeners.get(sequence)) is None:
@@ -447,9 +506,9 @@ class Runner(threading.Thread):
                 if finished := sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
                 if finished or place[0].streams:
-                    found.append(Change(sequence, *place, None if finished else len(sequence.output.tokens)))
-        if found:
-            self._delivery.put(found)
+                    changes.append(Change(sequence, *place, None if finished else len(sequence.output.tokens)))
+        if changes:
+            self._delivery.put(changes)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -463,7 +522,7 @@ class Runner(threading.Thread):
 
 
 def check_ids(sequences: Iterable[Sequence], running: Iterable[str]) -> None:
-    """Raises an ApiError, a 400, if one of the sequences has an id that is running or that another of them has."""
+    """Raises an ApiError, a 400, if an id is running, or if two of the sequences have the same id."""
     taken = set(running)
     for sequence in sequences:
         if sequence.id in taken:

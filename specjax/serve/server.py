@@ -20,10 +20,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from specjax.cli.flags import ServerSettings
 from specjax.serve.connection import connection_class
 from specjax.serve.errors import SHUT_DOWN, State
-from specjax.serve.replicas import Service
+from specjax.serve.runner import Service
+from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 
@@ -37,7 +37,7 @@ class PortError(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. PortError: the port is taken, or the host is not an address of this machine."""
+    """Returns a listening socket. Raises PortError if the port is taken, or the host is not this machine's."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # `::` takes IPv4, too
@@ -52,13 +52,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_files(connections: int) -> None:
-    """Raises this process's limit of open files, as far as allowed, to hold `connections`."""
+    """Increases this process's limit of open files for `connections`, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + 256
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # it is the user's limit, and a server with a lower one works
+        with contextlib.suppress(OSError, ValueError):  # the server also works with a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -92,7 +92,7 @@ def check_certificate(settings: ServerSettings) -> None:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to `Server`: uvicorn would raise them again at the end, and the exit status would not be 0."""
+        """Leaves signals to `Server`: uvicorn would raise them again at the end and change the exit status."""
         yield
 
 
@@ -151,7 +151,7 @@ class Server:
         logger.info("%s: shutting down", name)
         loaded = self._runner.state is State.READY
         if loaded and (running := self._runner.unfinished):
-            logger.info("%d requests may go on for %g s; once more stops at once", running, self._timeout)
+            logger.info("%d requests may continue for %g s; once more stops at once", running, self._timeout)
         self._runner.drain()
         self._draining = asyncio.ensure_future(self._drain(loaded))
 
@@ -164,7 +164,9 @@ class Server:
         deadline = clock() + self._timeout
         connections: Any = self._uvicorn.server_state.connections
         if loaded:
-            while clock() < deadline and (self._runner.pending or any(each.is_answering for each in connections)):
+            while clock() < deadline and (
+                self._runner.pending or any(connection.is_answering for connection in connections)
+            ):
                 await asyncio.sleep(0.05)
             if self._runner.pending:
                 logger.warning("%d requests did not finish in time", self._runner.pending)

@@ -1,4 +1,4 @@
-"""The fields that ask for structured output, and the grammar that follows from them."""
+"""Fields for structured output, and the grammar that they describe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
@@ -14,13 +14,12 @@ from specjax.serve.errors import bad_request
 from specjax.serve.fields import Body, Flag, Text, Values, at_most
 
 MAX_CHOICES = 1024
-INVALID = "invalid_grammar"  # the code of errors that no schema of a body can tell
+INVALID = "invalid_grammar"  # code of errors in grammars, which the schemas of bodies cannot detect
 
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
 
 
 def _is_schema(value: Any) -> Any:
-    """Also where a format of another type makes no use of it."""
     if value is None or (isinstance(value, dict | str) and value != ""):
         return value
     raise PydanticCustomError("json_schema", "must be a JSON schema, as an object or a text")
@@ -42,7 +41,7 @@ with warnings.catch_warnings():
         strict: Flag | None = Field(None, description="Schemas are always followed.")
 
     class StructuredOutputs(Body):
-        """vLLM's. One member."""
+        """vLLM's field: exactly one member."""
 
         unsupported: ClassVar[Mapping[str, Values]] = {
             "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (True,),
@@ -58,61 +57,19 @@ with warnings.catch_warnings():
         def chosen(self) -> Grammar | None:
             return chosen(self, OUTPUTS, "structured_outputs.")[1]
 
-    class TextFormat(Body):
-        type: Literal["text", "json_object", "json_schema"]
-        name: Text | None = None
-        description: Text | None = None
-        schema: JsonSchema = Field(None, description="Needs the type `json_schema`.")  # type: ignore[assignment]
-        strict: Flag | None = Field(None, description="Schemas are always followed.")
 
-    class OutputFormat(Body):
-        """Anthropic's."""
-
-        type: Literal["json_schema"]
-        schema: SkipValidation[dict[str, Any]]  # type: ignore[assignment]
-
-        def chosen(self) -> Grammar:
-            return Grammar.json(self.schema)
-
-
-# For bodies of SGLang's.
+# For bodies of SGLang.
 UNSUPPORTED: dict[str, Values] = {
     "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (),
 }  # fmt: skip
 
 
-def _of_type(name: str, schema: Any) -> Grammar | None:
+def grammar_of_type(name: str, schema: Any) -> Grammar | None:
     """The grammar of a format's `type`. Without a schema it is any JSON object."""
     if name == "text":
         return None
     return Grammar("json_schema") if name == "json_object" or schema is None else Grammar.json(schema)
-
-
-class TextOptions(Body):
-    """OpenAI's, of responses."""
-
-    unsupported: ClassVar[Mapping[str, Values]] = {"verbosity": ("medium",)}
-
-    format: TextFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        if self.format is None:
-            return None
-        if self.format.type == "json_schema" and self.format.schema is None:
-            raise bad_request("text.format.schema is required", "text")
-        return _of_type(self.format.type, self.format.schema)
-
-
-class OutputConfig(Body):
-    """Anthropic's."""
-
-    unsupported: ClassVar[Mapping[str, Values]] = {"effort": ("high",), "task_budget": ()}
-
-    format: OutputFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        return None if self.format is None else self.format.chosen()
 
 
 class ResponseFormat(Body):
@@ -124,7 +81,7 @@ class ResponseFormat(Body):
     def chosen(self) -> Grammar | None:
         if self.type == "json_schema" and self.json_schema is None:
             raise bad_request("response_format.json_schema is required", "response_format")
-        return _of_type(self.type, None if self.json_schema is None else self.json_schema.schema)
+        return grammar_of_type(self.type, None if self.json_schema is None else self.json_schema.schema)
 
 
 Convert = Callable[[Any], Grammar | None]
@@ -135,7 +92,7 @@ OUTPUTS: dict[str, Convert] = {
     "grammar": lambda text: Grammar("ebnf", text),
     "json_object": lambda wanted: Grammar("json_schema") if wanted else None,
 }
-"""Fields of a body to what they ask for."""
+"""Maps fields to their grammar."""
 
 FIELDS: dict[str, Convert] = {
     "response_format": ResponseFormat.chosen,
@@ -151,9 +108,9 @@ FIELDS: dict[str, Convert] = {
 
 
 def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") -> tuple[str | None, Grammar | None]:
-    """What a body asks for, and the field that says so. Raises an ApiError, a 400, if a field is wrong, or there are
-    several."""
-    found, root = dict[str, Grammar](), place.partition(".")[0]
+    """The field that requests structured output, and its grammar. Raises an ApiError, a 400, if a field is wrong, or
+    there are several."""
+    grammars, root = dict[str, Grammar](), place.partition(".")[0]
     for name, convert in fields.items():
         if (value := getattr(body, name, None)) is None or name not in type(body).model_fields:
             continue
@@ -162,8 +119,8 @@ def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") 
         except GrammarError as error:
             raise bad_request(f"{place}{name} {error}", root or name, INVALID) from error
         if grammar is not None:
-            found[name] = grammar
-    if len(found) > 1:
-        several = ", ".join(place + name for name in found)
-        raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(found)))
-    return next(iter(found.items()), (None, None))
+            grammars[name] = grammar
+    if len(grammars) > 1:
+        several = ", ".join(place + name for name in grammars)
+        raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(grammars)))
+    return next(iter(grammars.items()), (None, None))

@@ -1,4 +1,4 @@
-"""The task that a request sets the engine: its prompts, the choices of each, and how they are drawn."""
+"""The engine's work for one request: prompts, choices and sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from specjax.serve.reply import ReplyOptions
 from specjax.serve.structured import INVALID
 
 MAX_SCORES = 2**20
-"""Most log-probabilities of prompts that an answer may hold, those of the likeliest tokens included: it is made in
-memory, and as JSON takes up to 50 bytes for each."""
+"""Maximum number of log-probabilities of prompts in an answer, including the most likely tokens. The answer is made in
+memory, and JSON takes up to 50 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Rules:
     """The served model and the limits that requests are checked against."""
 
     model: str
-    capacity: int  # choices that may run or wait
+    capacity: int  # maximum number of choices that run or wait
     context_length: int
-    room: int  # most tokens beside one other
-    defaults: Mapping[str, Any]  # of sampling parameters, by the names of `SamplingParams`
+    room: int  # maximum number of tokens after a prompt of one token
+    defaults: Mapping[str, Any]  # default values of `SamplingParams`
     trees: bool = False  # the engine keeps the trees of its steps
-    form: AnswerForm = PLAIN  # of the model's answers
+    form: AnswerForm = PLAIN  # form of the model's answers
 
 
 @dataclass(frozen=True)
@@ -43,63 +43,63 @@ class Task:
     prompts: list[Prompt]
     sampling: list[SamplingParams]  # one for each prompt
     n: int = 1
-    names: Mapping[str, str] = field(default_factory=dict)  # names of `SamplingParams` to those of the request
+    names: Mapping[str, str] = field(default_factory=dict)  # names of `SamplingParams` to names of the request
     prompt_field: str = "prompt"
     ids: list[str] | None = None  # one for each prompt
-    most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
-    reply: ReplyOptions | None = None  # None: the text as it is
-    trees: int = 0  # of its last steps that each sequence keeps, if the engine keeps any
-    names_of: List[Mapping[str, str]] = ()  # in place of `names`, where each prompt has its own
+    most: int | None = None  # new tokens if the request gives no number; fewer if they do not fit
+    reply: ReplyOptions | None = None  # None: the text is not parsed
+    trees: int = 0  # number of last trees that each sequence keeps, if the engine keeps any
+    names_of: List[Mapping[str, str]] = ()  # `names` of each prompt, if they differ
 
     def grammar_field(self, choice: int) -> str:
-        """The field that gives the grammar of a choice, counted over all prompts."""
+        """The request's field with the grammar of a choice; `choice` counts over all prompts."""
         names = self.names_of[choice // self.n] if self.names_of else self.names
         return names.get("grammar", "grammar")
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
-        ApiError: the model or the engine cannot take a prompt or parameter."""
-        made: list[Sequence] = []
+        ApiError for prompts and parameters that the engine refuses."""
+        sequences: list[Sequence] = []
         scores, names = 0, self.names
         try:
             for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
                 names = self.names_of[index] if self.names_of else self.names
                 name = self.ids[index] if self.ids else f"{id}-{index}"
                 first = intake.sequence(prompt, sampling, id=name)
-                made.append(first)
+                sequences.append(first)
                 first_scores = first.output.prompt_logprobs
                 for i in range(1, self.n):
                     choice = replace(sampling, seed=later_seed(first.request.seed, i))
-                    made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
-                    if first_scores is not None:  # what one has computed no other does again
-                        made[-1].output.prompt_logprobs, made[-1].leader = first_scores, first
+                    sequences.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
+                    if first_scores is not None:  # computed once for all choices
+                        sequences[-1].output.prompt_logprobs, sequences[-1].leader = first_scores, first
                 limit = first.request.limit
                 if self.most is not None and sampling.max_new_tokens is None:
                     limit = min(limit, self.most)
                     if sampling.min_new_tokens > limit:
                         problem = f"must be at most the limit of new tokens ({limit}), got {sampling.min_new_tokens}"
                         raise ParameterError("min_new_tokens", problem)
-                # The choices share the salt, since they share their prompt, also where requests are kept apart.
+                # The choices share the salt, because they share their prompt.
                 common = {"salt": first.request.salt, "limit": limit, "most_trees": self.trees}
-                for sequence in made[-self.n :]:
+                for sequence in sequences[-self.n :]:
                     sequence.request = replace(sequence.request, **common)
                 if first_scores is not None:
                     scores += (len(first.prompt) - first_scores.start) * first_scores.each * self.n
                     if scores > MAX_SCORES:
                         problem = f"the answer may hold at most {MAX_SCORES} log-probabilities of prompts"
-                        raise ValueError(f"{problem}, those of the likeliest tokens included: send fewer prompts")
+                        raise ValueError(f"{problem}, including the most likely tokens: send fewer prompts")
         except ValueError as error:
             raise refusal(error, names, self.prompt_field) from error
-        return made
+        return sequences
 
 
 def refusal(error: ValueError, names: Mapping[str, str], prompt_field: str | None = None) -> ApiError:
     """The answer to a `ParameterError`, or to another error of the prompt in `prompt_field`."""
     if isinstance(error, ParameterError):
-        wrong = error.name == "grammar"
+        is_grammar = error.name == "grammar"
         error = error.renamed(names)
         prompt_field = error.name
-        if wrong:
+        if is_grammar:
             return bad_request(str(error)[:600], prompt_field, INVALID)
     code = "context_length_exceeded" if "the context" in str(error) else None
     return bad_request(str(error)[:400], prompt_field, code)  # a number may have thousands of digits
@@ -115,8 +115,8 @@ def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None
 def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Prompt]:
     """Reads a string, a list of strings, token ids, or a list of lists of token ids.
 
-    The number of prompts and the length of each list of ids are checked before their items. Raises an ApiError: the
-    value has another form, is empty, or is more than the server takes.
+    The number of prompts and the length of each list of ids are checked before their items. Raises an ApiError for
+    other values, empty prompts, and more prompts than the server accepts.
     """
 
     def ids(value: Any) -> Any:
@@ -131,11 +131,11 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
     prompts: list[Any] = [prompt] if single else prompt if isinstance(prompt, list) else []
     check_capacity(choices, len(prompts), rules, field)
     prompts = list(map(ids, prompts))
-    texts = bool(prompts) and all(isinstance(each, str) for each in prompts)
-    lists = bool(prompts) and all(isinstance(each, list) for each in prompts)
+    texts = bool(prompts) and all(isinstance(item, str) for item in prompts)
+    lists = bool(prompts) and all(isinstance(item, list) for item in prompts)
     if prompt in ("", []) or ((texts or lists) and not all(prompts)):
         raise bad_request(f"{field} is empty: there is nothing to continue", field)
-    if not (texts or (lists and all(set(map(type, each)) == {int} for each in prompts))):
+    if not (texts or (lists and all(set(map(type, item)) == {int} for item in prompts))):
         forms = "a string, a list of strings, a list of token ids or a list of such lists"
         raise bad_request(f"{field} must be {forms}, got {shown(prompt)}", field)
     return cast(list[Prompt], prompts)

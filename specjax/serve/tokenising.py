@@ -1,8 +1,8 @@
-"""Tokenising beside the event loop, so that a huge prompt delays neither streams nor other clients' short prompts.
+"""Tokenisation in threads, so that a huge prompt delays neither streams nor other clients' short prompts.
 
-One thread takes short requests, in the order of arrival, one those whose grammar is to be compiled, and one all others.
-Of these the smallest goes first, but none waits for ever: each is queued under its time of arrival plus an allowance
-for its size. `tokenizers` releases Python's lock while it encodes, and so does the compiler of grammars.
+One thread handles short requests in order of arrival, one handles requests with a grammar to compile, one all others.
+The last two sort requests by arrival time plus an allowance for their size: smaller requests overtake larger ones, but
+no request waits for ever. `tokenizers` and the compiler of grammars release Python's lock.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-SHORT = 16_384  # characters of a request that counts as short: some 10 ms of work
-ALLOWANCE = 1e-5  # seconds a character by which larger requests stand back: ten times what it takes to tokenise
-PER_SEQUENCE = 100  # the cost of making a sequence, as characters
+SHORT = 16_384  # maximum number of characters of a short request: some 10 ms of work
+ALLOWANCE = 1e-5  # seconds a character by which larger requests are delayed: ten times the time to tokenise it
+PER_SEQUENCE = 100  # cost of making a sequence, in characters
 
 Result = TypeVar("Result")
 
 
 class _Lane:
-    """A thread and its jobs, the smallest key first."""
+    """A thread that runs jobs in the order of their keys."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.PriorityQueue[tuple[float, int, Future[Any], list[Callable[[], Any]]]] = queue.PriorityQueue()
@@ -44,7 +44,7 @@ class _Lane:
             self._next()
 
     def _next(self) -> None:
-        """Waits for a job and runs it. A function of its own, so that its variables hold no result meanwhile."""
+        """Waits for a job and runs it. A separate function, so that no variable holds the result while waiting."""
         _, _, future, work = self._jobs.get()
         if not future.set_running_or_notify_cancel():
             return
@@ -65,8 +65,12 @@ class Tokenising:
         self._compiling = _Lane("specjax-tokenise-compile")
 
     def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
-        """Calls the function, `size` characters of `work`, in a thread. Cancelling the future before frees it.
-        `compiles`: whether it compiles a grammar, too."""
+        """Calls the function in a thread, unless the future is cancelled before.
+
+        Args:
+            size: `work` of the function.
+            compiles: True if the function compiles a grammar.
+        """
         if compiles:
             return self._compiling.put(time.monotonic() + size * ALLOWANCE, function)
         if size <= SHORT:
@@ -80,7 +84,7 @@ def work(prompts: Sequence[Any], choices: int) -> int:
 
 
 def _characters(prompt: Any) -> int:
-    """Of a text or of all messages; a token id, which is only checked, counts as a quarter of a character."""
+    """Characters of a text or of all messages. A token id, which is only checked, counts as a quarter."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Mapping):

@@ -1,4 +1,4 @@
-"""Fields of a chat that say which functions the model may call."""
+"""Fields of a chat about the functions that the model may call."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ def _name(name: Any) -> Any:
 FunctionName = Annotated[Text, Field(pattern=NAME), BeforeValidator(_name)]
 
 
-def object_schema(given: Any) -> Any:
-    """Checks that parameters are a JSON schema of an object. None of its members may be null."""
-    if not isinstance(given, dict):
-        return given
-    required = given.get("required", [])
-    for good, problem in (
-        (given.get("type", "object") == "object", 'must be the schema of an object, {"type": "object", ...}'),
-        (isinstance(given.get("properties", {}), dict), "must have an object of schemas as properties"),
-        (
-            isinstance(required, list) and all(isinstance(each, str) for each in required),
-            "must have a list of names as required",
-        ),
-    ):
-        if not good:
-            raise PydanticCustomError("parameters", "{problem}", {"problem": problem})
-    return finite(given)
+def object_schema(schema: Any) -> Any:
+    """Checks that parameters are a JSON schema of an object. Its members must not be null."""
+    if not isinstance(schema, dict):
+        return schema
+    required, problem = schema.get("required", []), ""
+    if schema.get("type", "object") != "object":
+        problem = 'must be the schema of an object, {"type": "object", ...}'
+    elif not isinstance(schema.get("properties", {}), dict):
+        problem = "must have an object of schemas as properties"
+    elif not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        problem = "must have a list of names as required"
+    if problem:
+        raise PydanticCustomError("parameters", "{problem}", {"problem": problem})
+    return finite(schema)
 
 
 class FunctionTool(Body):
@@ -62,7 +60,7 @@ class Tool(Body):
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: with a description, and without `strict`, which is not for the model."""
+        """The function for chat templates: with a description, and without `strict`, which the model must not see."""
         function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
         function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
@@ -87,11 +85,11 @@ class Choice(Body):
     function: FunctionChoice | None = None
 
 
-def _as_object(given: Any) -> Any:
-    if isinstance(given, str) and given in CHOICES:
-        return {"type": given}
-    if isinstance(given, dict) and given.get("type") == "function" and isinstance(given.get("function"), dict):
-        return given
+def _as_object(value: Any) -> Any:
+    if isinstance(value, str) and value in CHOICES:
+        return {"type": value}
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict):
+        return value
     problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "function": {{"name": ...}}}}'
     raise PydanticCustomError("choice", "{problem}", {"problem": problem})
 
@@ -101,73 +99,36 @@ ToolChoice = Annotated[
 ]
 
 
-class FlatTool(FunctionTool):
-    """Of OpenAI's responses."""
-
-    type: Literal["function"]
-
-
-def as_tool(function: FunctionTool) -> Tool:
-    return Tool.model_construct(type="function", function=function)
-
-
-def choice_of(kind: str, name: str | None = None) -> Choice:
-    function = None if name is None else FunctionChoice.model_construct(name=name)
-    return Choice.model_construct(type=kind, function=function)
-
-
-class FlatChoice(Body):
-    """Of OpenAI's responses."""
-
-    type: Literal["function"]
-    name: FunctionName
-
-
-def _from_flat(given: Any) -> Any:
-    if isinstance(given, str) and given in CHOICES:
-        return {"type": given}
-    if isinstance(given, dict) and given.get("type") == "function" and "name" in given:
-        return {"type": "function", "function": {"name": given["name"]}}
-    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": ...}}'
-    raise PydanticCustomError("choice", "{problem}", {"problem": problem})
-
-
-FlatToolChoice = Annotated[
-    Choice, BeforeValidator(_from_flat, json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice)
-]
-FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
-
-
 class ToolFields(Body):
     """Fields of a chat beside its messages."""
 
     tools: Tools | None = Field(None, description="Functions that the model may call; their names differ.")
     tool_choice: ToolChoice | None = Field(
         None,
-        description="Default: auto. none = the model is not told of `tools`; required, or a function = it must call.",
+        description="Default: auto. none = leave `tools` out of the prompt; required, or a function = call one.",
     )
     parallel_tool_calls: Flag | None = Field(None, description="false = at most one call.")
     separate_reasoning: Flag | None = Field(
-        None, description="false = what the model thinks is part of the content. Default: `reasoning_content`."
+        None, description="false = reasoning is part of the content. Default: `reasoning_content`."
     )
     stream_reasoning: Flag | None = Field(
-        None, description="false = a stream sends what the model thinks in one piece, once it has ended."
+        None, description="false = a stream sends reasoning in one piece, once it has ended."
     )
 
     @property
     def must(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.tool_choice is not None and self.tool_choice.type in ("required", "function")
 
     @property
     def forced(self) -> str | None:
-        """The function that must be called; None: none of its own."""
+        """Name of the function that must be called; None: the model chooses."""
         choice = self.tool_choice
         return choice.function.name if choice is not None and choice.function is not None else None
 
     def offered(self, form: AnswerForm) -> list[dict[str, Any]]:
-        """The functions that the model is told of, as its template takes them. Raises an ApiError if they or the choice
-        between them are wrong, or if the model cannot be told."""
+        """The functions for the chat template. Raises an ApiError if the fields are wrong, or the model has no place
+        for functions."""
         tools, choice = self.tools or [], self.tool_choice.type if self.tool_choice else "auto"
         if tools and form.refusal:
             raise bad_request(f"tools are not supported: {form.refusal}", "tools", "unsupported")
@@ -182,24 +143,24 @@ class ToolFields(Body):
 
     @property
     def most(self) -> int | None:
-        """Calls of an answer; None: any number."""
+        """Maximum number of calls in an answer; None: unlimited."""
         return 1 if self.parallel_tool_calls is False or self.forced is not None else None
 
     def constraint(
         self, form: AnswerForm, offered: list[dict[str, Any]], answer: Grammar | None, field: str | None
     ) -> Grammar | None:
-        """What the answer must follow: calls, where the choice or strict functions demand it; else `answer`, which
-        `field` asks for. Raises an ApiError if the two exclude each other, or if no grammar can be made."""
+        """The grammar of the answer: calls, if `tool_choice` or strict functions require it, else `answer`, from the
+        field `field`. Raises an ApiError if the two exclude each other, or no grammar can be made."""
         must = self.must
         strict = [tool.function.name for tool in self.tools or () if tool.function.strict]
         if not offered or form.parser is None or not (must or strict or answer):
             return answer
         if answer is not None and answer.kind != "json_schema":
             raise bad_request(f"{field} excludes tools: the answer could not be a call", field)
-        functions = [each for each in offered if self.forced in (None, each["function"]["name"])]
+        functions = [tool for tool in offered if self.forced in (None, tool["function"]["name"])]
         free = not must and answer is None
         if free:
-            functions = [each if each["function"]["name"] in strict else any_arguments(each) for each in functions]
+            functions = [tool if tool["function"]["name"] in strict else any_arguments(tool) for tool in functions]
         try:
             schema = None if must or answer is None else json.loads(answer.source or "{}") or {"type": "object"}
             if not isinstance(schema, dict | None):
@@ -215,8 +176,12 @@ class ToolFields(Body):
     def reply(
         self, form: AnswerForm, offered: list[dict[str, Any]], *, hide: bool, reasoning: bool = True
     ) -> ReplyOptions | None:
-        """How the answer is read; None: it is content as it is. `hide`: special tokens are left out of it.
-        `reasoning`: it may begin with thoughts, if the model thinks."""
+        """How the answer is parsed; None: all of it is content.
+
+        Args:
+            hide: leave special tokens out of the content.
+            reasoning: the answer may begin with reasoning, if the model reasons.
+        """
         reasoning = reasoning and form.thinks and self.separate_reasoning is not False
         if not offered and not reasoning:
             return None

@@ -28,9 +28,9 @@ from tiny_heads import save_head
 
 from specjax.checkpoint import model_config, mtp_config, resolve
 from specjax.cli import build, flags
+from specjax.cli import serve as command
 from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
 from specjax.hardware import dry_run
-from specjax.serve import command
 from specjax.settings import Parser, add_flags, parse
 
 FOLDER = Path(__file__).parents[2] / "configs" / "sglang"

@@ -22,12 +22,12 @@ import specjax.load
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
+from specjax.cli import serve as command
 from specjax.devices import DEVICES
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.hardware.dry_run import Case, make_plan, outline
 from specjax.limits import ParameterError
-from specjax.serve import command
 from specjax.serve.report import describe
 from specjax.settings import Parser, SettingsError, add_flags, read
 from specjax.train import run

@@ -23,10 +23,10 @@ from specjax import checkpoint, load
 from specjax.checkpoint import CheckpointError, shipped
 from specjax.checkpoint.hub import resolve
 from specjax.cli import flags, generate
+from specjax.cli import serve as command
 from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape
 from specjax.drafters.options import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.serve import command
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
 """EAGLE-3's default auxiliary layers need seven layers."""

@@ -16,9 +16,9 @@ from engine_helpers import NGRAM, make_engine, reluctant_engine, shared_engine, 
 from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings, Settings
+from specjax.cli.serve import load
 from specjax.engine import Engine, SamplingParams
 from specjax.serve import control
-from specjax.serve.command import load
 from specjax.serve.errors import ApiError
 from specjax.state import NO_DRAFT_LIMIT
 

@@ -216,6 +216,20 @@ def test_imports_go_one_way():
             assert source in level or source in public, f"which layer is {source}?"
 
 
+WINGS = ("cli", "fleet", "hardware", "train", "bench", "viz", "serve/dialects")
+"""Folders that the rest of the package, the trunk, does not import."""
+ENTRIES = {"__main__.py", "generate.py", "ray_data.py", "serve/__main__.py"}  # run a command, or rename a module
+
+
+def test_the_trunk_imports_no_wing():
+    folders = tuple(f"specjax/{wing}/" for wing in WINGS)
+    for path, name in FILES.items():
+        if name not in ENTRIES and not f"specjax/{name}".startswith(folders):
+            modules = imports(path, ".".join(["specjax", *name.split("/")[:-1]]))
+            used = [module for module in modules if f"{module.replace('.', '/')}/".startswith(folders)]
+            assert not used, f"{name} imports {used}"
+
+
 def test_further_import_rules():
     for source, target in our_imports():
         if source in ("types", "config", "limits", "settings"):
@@ -228,7 +242,9 @@ def test_further_import_rules():
             sources = {"checkpoint", "compiling", "load", "engine", "fleet", "hardware", "train", "cli", "serve"}
             sources |= {"bench", "viz"}
             assert source in sources, f"{source} imports it"
-        if target in ("serve", "train"):
+        if target == "serve":
+            assert source in ("serve", "fleet", "cli"), f"{source} imports {target}"
+        if target == "train":
             assert source == target, f"{source} imports {target}"
 
 
@@ -243,5 +259,5 @@ def test_torch_and_web_frameworks():
         top = {name.split(".")[0] for name in imports(path, "specjax")}
         if FILES.get(path, "") != "bench/methods.py":  # which imports it when transformers is a method
             assert not top & {"torch", "torchvision", "tensorflow"}, path
-        if not FILES.get(path, "").startswith("serve/"):
+        if not FILES.get(path, "").startswith(("serve/", "fleet/", "cli/serve.py")):
             assert not top & {"fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "flask"}, path

@@ -24,10 +24,10 @@ from tiny_checkpoints import save_llama
 from tiny_heads import DIALECTS, save_head
 
 from specjax.cli import build, flags, generate
+from specjax.cli import serve as command
 from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, NoDraft, make_drafter
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.load import LoadedModel, load
-from specjax.serve import command
 
 LETTERS = byte_ids(b"aei")
 """Tokens of the map; requests with a bias write these only."""

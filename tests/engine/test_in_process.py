@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specjax.serve.in_process import call
+from specjax.fleet.in_process import call
 
 
 async def echo(scope, receive, send):

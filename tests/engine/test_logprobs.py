@@ -19,7 +19,7 @@ from specjax.engine import SamplingParams
 from specjax.engine.sequence import NO_SCORES, Status
 from specjax.serve import task as task_module
 from specjax.serve.app import LATER
-from specjax.serve.responses import echo_of
+from specjax.serve.answers import echo_of
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -129,7 +129,7 @@ def test_tokens_of_a_step_equal_single_tokens(ids, stop, keep, sizes):
 
 
 @settings(max_examples=100)
-@added(TOKENS, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 16)), max_size=8))
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 16)), max_size=8))
 def test_late_text_equals_the_text_of_the_tokens_read(ids, steps):
     """Each step adds tokens and reads a number of them."""
     late = TextStream(tokenizer(), (), skip_special_tokens=True, keep_stop=False, late=True)

@@ -17,11 +17,12 @@ from engine_helpers import tokenizer
 from mesh_program import BIAS, CASES, PROMPTS
 from server_helpers import Running, running
 
+from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings, Settings
 from specjax.drafters import Params
 from specjax.engine import Engine
-from specjax.serve import command
-from specjax.serve.replicas import Replicas, Service
+from specjax.fleet.replicas import Replicas
+from specjax.serve.runner import Service
 from specjax.settings import Parser, add_flags, parse
 
 FIELDS: list[dict[str, Any]] = [

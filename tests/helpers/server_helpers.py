@@ -18,11 +18,10 @@ import pytest
 from engine_helpers import check_idle
 
 from specjax.cli.flags import ServerSettings
+from specjax.cli.serve import make_app
 from specjax.engine import Engine
-from specjax.serve.app import create_app
 from specjax.serve.errors import State
-from specjax.serve.replicas import Service
-from specjax.serve.runner import Runner
+from specjax.serve.runner import Runner, Service
 from specjax.serve.server import Server, listen, url
 
 MODEL = "toy"
@@ -127,7 +126,7 @@ def running(
     sock = listen("127.0.0.1", 0)
     make = service or (lambda settings: Runner(load or (lambda: engine), settings, warm_up=False))
     runner = make(settings)
-    server = InThread(create_app(runner, settings, model=model), runner, sock, settings)
+    server = InThread(make_app(runner, settings, model=model), runner, sock, settings)
     server.start()
     if load is None:
         wait_until(lambda: runner.state is State.READY)

@@ -17,16 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.engine import Completion, StreamChunk
-from specjax.serve.anthropic_messages import MessagesRequest
-from specjax.serve.call_parsers import PARSERS
-from specjax.serve.forms import AnswerForm
+from specjax.serve.answers import Answer, OpenAIAnswer, TokenNames
+from specjax.serve.dialects.anthropic import MessagesAnswer, MessagesRequest
+from specjax.serve.dialects.responses import ResponsesAnswer, ResponsesRequest
+from specjax.serve.forms import PARSERS, AnswerForm
 from specjax.serve.generate_answer import GenerateAnswer
 from specjax.serve.generate_request import GenerateRequest
-from specjax.serve.messages_answer import MessagesAnswer
-from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.protocol import ChatRequest, CompletionRequest
-from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames
-from specjax.serve.responses_answer import ResponsesAnswer
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 NAMES = ("add", "noop")

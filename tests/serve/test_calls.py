@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.cli.flags import CALL_FORMATS
-from specjax.serve.call_parsers import PARSERS
-from specjax.serve.calls import Arguments, Call, CallParser, Hermes, Text
+from specjax.serve.calls import Arguments, Call, CallParser, Hermes, Text, typed_value
+from specjax.serve.forms import PARSERS
 from specjax.serve.reply import Reply, ReplyOptions
-from specjax.serve.xml_calls import typed_value
 
 NAMES = ("add", "get_weather", "noop")
 STRING: dict[str, Any] = {"type": "string"}
@@ -508,10 +506,6 @@ def test_long_texts_that_never_become_a_call():
                 parts = [part for piece in pieces for part in reader.feed(piece)] + reader.feed("", last=True)
                 said = "".join(part.text for part in parts if isinstance(part, Text))
                 assert said == ("" if text.startswith(tuple(hidden(name))) else text)
-
-
-def test_flags_name_the_formats():
-    assert set(CALL_FORMATS) == set(PARSERS)
 
 
 def test_without_a_format_text_is_text():

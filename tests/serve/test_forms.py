@@ -14,11 +14,10 @@ from tool_helpers import TEMPLATE as TOOL_TEMPLATE
 from specjax.checkpoint.prompts import Chat, begins_thinking
 from specjax.engine.intake import Intake
 from specjax.limits import ParameterError
-from specjax.serve.calls import DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
+from specjax.serve.calls import DeepSeek, DeepSeek31, Glm, Hermes, KimiK2, Llama3, Mistral, MistralNamed, QwenCoder
 from specjax.serve.fields import Reading
 from specjax.serve.forms import answer_form, short_id
 from specjax.serve.tools import Tool
-from specjax.serve.xml_calls import Glm, QwenCoder
 
 TELLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 CALL = {"id": "call_0123456789abcdef01234567", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

@@ -12,8 +12,9 @@ import pytest
 from engine_helpers import shared_engine
 from server_helpers import running, wait_until
 
-from specjax.cli.flags import MOST_TRACED, ServerSettings
-from specjax.serve import command
+from specjax.cli import serve as command
+from specjax.cli.flags import ServerSettings
+from specjax.serve.server_settings import MOST_TRACED
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,13 +17,13 @@ from specjax.engine import Completion, SamplingParams, StreamChunk
 from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
 from specjax.engine.sequence import TokenLogprob
 from specjax.serve import fields
+from specjax.serve.answers import TokenNames
 from specjax.serve.errors import ApiError, shown
 from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading
 from specjax.serve.generate_answer import GenerateAnswer, generate_logprobs
 from specjax.serve.generate_request import GenerateRequest
 from specjax.serve.messages import Message
 from specjax.serve.protocol import ChatRequest, CompletionRequest
-from specjax.serve.responses import TokenNames
 from specjax.serve.task import Rules, Task
 
 LEAST: dict[type, dict[str, Any]] = {

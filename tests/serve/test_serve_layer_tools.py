@@ -16,13 +16,12 @@ from server_helpers import running
 from tool_helpers import TOOLS, WEATHER, ask, tool_engine
 
 from specjax.checkpoint.prompts import END_THINK
-from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.calls import Hermes
+from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
+from specjax.serve.dialects.parts import Begin, End, Parts, assistant_turns
+from specjax.serve.dialects.responses import ResponsesRequest
 from specjax.serve.errors import ApiError
 from specjax.serve.forms import AnswerForm
-from specjax.serve.messages import assistant_turns
-from specjax.serve.openai_responses import ResponsesRequest
-from specjax.serve.parts import Begin, End, Parts
 from specjax.serve.protocol import ChatRequest
 from specjax.serve.reply import Reply, ReplyOptions
 
@@ -276,7 +275,7 @@ def test_parts_do_not_depend_on_the_pieces(size):
     parts = Parts(ReplyOptions(Hermes, ("f",), reasoning=True).reply(thinking=False))
     changes = [change for at in range(0, len(text), size) for change in parts.feed(text[at : at + size])]
     changes += parts.feed("", last=True)
-    found = [(part.kind, part.name, part.text) for part in parts.found]
+    found = [(part.kind, part.name, part.text) for part in parts.items]
     assert found == [("thoughts", "", "hm"), ("text", "", "So."), ("call", "f", '{"a": 1}'), ("text", "", "Done")]
     order = [(type(each), each.number) for each in changes if isinstance(each, Begin | End)]
     assert order == [(kind, number) for number in range(4) for kind in (Begin, End)]
@@ -286,7 +285,7 @@ def test_parts_do_not_depend_on_the_pieces(size):
 def _empty(reply: Reply | None) -> list[Any]:
     parts = Parts(None if reply is None else ReplyOptions(Hermes, ("f",)).reply(thinking=False))
     assert [type(each) for each in parts.feed("", last=True)] == [Begin, End]
-    return parts.found
+    return parts.items
 
 
 def test_thinking_sets_the_templates_variable():

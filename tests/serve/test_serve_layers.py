@@ -15,9 +15,9 @@ from server_helpers import SECONDS, begun, running
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
-from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
+from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
+from specjax.serve.dialects.responses import ResponsesRequest
 from specjax.serve.errors import ApiError
-from specjax.serve.openai_responses import ResponsesRequest
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER, ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the hell"}

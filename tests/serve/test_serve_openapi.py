@@ -12,10 +12,10 @@ from engine_helpers import shared_engine
 from server_helpers import running
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
-from specjax.serve.app import create_app
+from specjax.cli.serve import make_app
+from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
+from specjax.serve.dialects.responses import ResponsesRequest
 from specjax.serve.generate_request import GenerateRequest, SamplingBody
-from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.protocol import ChatRequest, CompletionRequest, PauseRequest, TokenizeRequest
 from specjax.serve.runner import Runner
 from specjax.serve.tools import FunctionTool
@@ -35,7 +35,7 @@ BODIES: dict[str, tuple[type, dict[str, Any]]] = {
 @functools.cache
 def document(**settings: Any) -> dict[str, Any]:
     server = ServerSettings(**settings)
-    return create_app(Runner(lambda: shared_engine("NONE"), server), server, model="toy").openapi()
+    return make_app(Runner(lambda: shared_engine("NONE"), server), server, model="toy").openapi()
 
 
 def validator(found: dict[str, Any], name: str) -> Any:

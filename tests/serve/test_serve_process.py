@@ -28,7 +28,7 @@ from tiny_checkpoints import save_llama
 from train_helpers import with_kernels
 
 import specjax
-from specjax.serve import command as serve
+from specjax.cli import serve
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +52,7 @@ LONG = {"prompt": "a", "max_tokens": 3500, "ignore_eos": True}
 FORKS = """
 import json, os, sys, threading
 import transformers, uvicorn
-from specjax.serve.command import main
+from specjax.cli.serve import main
 assert threading.active_count() == 1  # JAX has none before it has a backend
 for line in sys.stdin:
     name, value = json.loads(line)
@@ -511,7 +511,7 @@ def test_a_second_signal_stops_at_once(launch, model, number):
         assert server.status(PROMPT_END) == 0
         with pytest.raises(httpx.RemoteProtocolError):
             b"".join(stream)
-    assert server.logged("1 requests may go on")
+    assert server.logged("1 requests may continue")
     assert server.logged(f"{number.name} again: stopping at once")
     assert "Traceback" not in server.log
 

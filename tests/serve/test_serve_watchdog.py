@@ -231,7 +231,7 @@ def test_text_that_fails_ends_its_request_alone(monkeypatch):
 PROGRAM = """
 import sys, threading
 from engine_helpers import make_engine, toy
-from specjax.serve import command
+from specjax.cli import serve as command
 
 engine = make_engine(toy(), warm=False)
 engine.warm_up = lambda *args, **options: None

@@ -13,7 +13,7 @@ from engine_helpers import shared_engine
 from server_helpers import MODEL, running
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve.command import main
+from specjax.cli.serve import main
 from specjax.serve.server import CertificateError, check_certificate
 
 CHAT = "/v1/chat/completions"

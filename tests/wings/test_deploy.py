@@ -19,7 +19,7 @@ import yaml
 
 from specjax import settings
 from specjax.cli import flags
-from specjax.serve.app import create_app
+from specjax.cli.serve import make_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import FORCED_GRACE
 
@@ -155,7 +155,7 @@ def test_files_that_kustomize_reads(folder):
 
 def test_probes_of_a_worker():
     server = flags.ServerSettings()
-    document = create_app(Runner(lambda: pytest.fail("not started"), server), server, model="m").openapi()
+    document = make_app(Runner(lambda: pytest.fail("not started"), server), server, model="m").openapi()
     paths = {path for path, operations in document["paths"].items() if "get" in operations}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert WORKER[probe]["httpGet"]["path"] in paths

@@ -18,6 +18,7 @@ from tiny_heads import save_head
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
+from specjax.cli import serve as command
 from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
@@ -27,7 +28,6 @@ from specjax.engine.device import Resident
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.programs import Programs
 from specjax.hardware.dry_run import Case, make_plan, outline
-from specjax.serve import command
 from specjax.state import init_state
 
 LLAMA_8B: dict[str, Any] = {

@@ -27,10 +27,11 @@ from server_helpers import SECONDS, wait_until
 from tiny_checkpoints import save_llama
 
 from specjax.checkpoint.weights import read_folder
-from specjax.cli import build, flags
+from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.fleet.agreement import file_facts
 from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
+from specjax.fleet.launch import make_group
 from specjax.settings import Parser, add_flags, parse
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "hosts_program.py"
@@ -254,7 +255,7 @@ def test_servers_with_experts(start, tmp_path):
 def group_of(*given: Any) -> Any:
     parser = Parser(prog="program")
     add_flags(parser, flags.Settings())
-    return build.make_group(parse(parser, list(map(str, given)), flags.Settings())[1])
+    return make_group(parse(parser, list(map(str, given)), flags.Settings())[1])
 
 
 ADDRESS = ("--dist-init-addr", "127.0.0.1:5000")

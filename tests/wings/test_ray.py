@@ -24,8 +24,8 @@ os.environ |= {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("
 ray = pytest.importorskip("ray", reason="Ray is not installed: make ray")
 from ray import serve  # noqa: E402
 
-from specjax.ray_data import Generate  # noqa: E402
-from specjax.serve.ray import SpecjaxServer, build_app  # noqa: E402
+from specjax.fleet.ray import SpecjaxServer, build_app  # noqa: E402
+from specjax.fleet.ray_data import Generate  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
 

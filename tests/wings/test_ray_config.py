@@ -8,7 +8,7 @@ import pytest
 from ray_helpers import CPUConfig, LLMConfig, ModelLoadingConfig
 
 from specjax.engine import EngineConfig
-from specjax.serve.ray.config import deployment_name, deployment_options, settings_of
+from specjax.fleet.ray import deployment_name, deployment_options, settings_of
 
 
 def test_settings():

@@ -8,13 +8,19 @@ from generate_helpers import saved_model
 from ray_helpers import QUICK
 
 from specjax.cli.generate import RESULT_FIELDS
-from specjax.ray_data import Generate, number_of, rows_of
+from specjax.fleet.ray_data import Generate, number_of, rows_of
 
 
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory) -> Generate:
     model = saved_model(tmp_path_factory.mktemp("model"))
     return Generate(QUICK | {"model": model}, {"max_new_tokens": 6, "temperature": 0.9}, keep=["label", "id"])
+
+
+def test_the_former_name():
+    import specjax.ray_data
+
+    assert specjax.ray_data.Generate is Generate
 
 
 def test_rows_of_columns():

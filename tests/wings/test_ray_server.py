@@ -10,9 +10,9 @@ from generate_helpers import saved_model
 from ray_helpers import QUICK, ErrorResponse, LLMConfig, ModelLoadingConfig, RawRequestInfo, Request, Response, Types
 from server_helpers import parse_events
 
-from specjax.ray_data import Generate
-from specjax.serve.ray import build_app, server
-from specjax.serve.ray.server import SpecjaxServer, body_of
+from specjax.fleet import ray as server
+from specjax.fleet.ray import SpecjaxServer, body_of, build_app
+from specjax.fleet.ray_data import Generate
 
 PROMPT = [10, 11, 12, 10, 11]
 

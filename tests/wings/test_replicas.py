@@ -16,10 +16,10 @@ from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
-from specjax.serve import replicas
+from specjax.fleet import replicas
+from specjax.fleet.replicas import Balance, Replicas
 from specjax.serve.errors import ENGINE_STUCK, FAILED_STEP, State
 from specjax.serve.metrics import Latencies
-from specjax.serve.replicas import Balance, Replicas
 from specjax.serve.runner import EngineStuck
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
@@ -81,11 +81,11 @@ def test_balance_keeps_loads_together():
 
 
 def test_balance_forgets(monkeypatch):
-    monkeypatch.setattr(replicas, "KNOWN", 5)
+    monkeypatch.setattr(replicas, "MAX_PAGES", 5)
     balance = Balance(2, page_size=1)
     for token in range(50):
         balance.choose([token, token], None, [0, 0])
-    assert len(balance._known) == 5
+    assert len(balance._ranks) == 5
 
 
 def test_sums():

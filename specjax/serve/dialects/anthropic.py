@@ -1,20 +1,44 @@
-"""Request bodies of Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`.
+"""Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`: bodies, answers, errors and routes.
 
 If the last message is the assistant's, the answer continues it.
-`specjax.serve.messages_answer` makes the answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import secrets
+import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from fastapi import FastAPI, Request
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.responses import Response
 
 from specjax.checkpoint.prompts import Chat
+from specjax.engine import Completion, StreamChunk
+from specjax.engine.grammar import Grammar
 from specjax.serve import structured
+from specjax.serve.answers import Answer
+from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
+from specjax.serve.calls import strict_json
+from specjax.serve.dialects.parts import (
+    Begin,
+    Change,
+    End,
+    Grow,
+    Part,
+    Parts,
+    as_tool,
+    assistant_turns,
+    choice_of,
+    earlier_call,
+    named_event,
+)
+from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
     UNSUPPORTED,
     Body,
@@ -28,7 +52,7 @@ from specjax.serve.fields import (
     texts,
 )
 from specjax.serve.forms import AnswerForm
-from specjax.serve.messages import MAX_MESSAGES, assistant_turns, earlier_call
+from specjax.serve.messages import MAX_MESSAGES
 from specjax.serve.protocol import (
     MISPLACED,
     NewTokens,
@@ -38,18 +62,14 @@ from specjax.serve.protocol import (
     check_model,
     with_tools,
 )
-from specjax.serve.structured import FIELDS, OutputConfig, OutputFormat
-from specjax.serve.task import Rules, Task
-from specjax.serve.tools import (
-    MAX_TOOLS,
-    FunctionName,
-    FunctionTool,
-    ToolFields,
-    as_tool,
-    choice_of,
-    object_schema,
-)
+from specjax.serve.reply import Reply
+from specjax.serve.structured import FIELDS
+from specjax.serve.task import Rules, Task, refusal
+from specjax.serve.tokenising import work
+from specjax.serve.tools import MAX_TOOLS, FunctionName, FunctionTool, ToolFields, object_schema
 
+PATH = "/v1/messages"
+ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
 NOT_BUILT: dict[str, Values] = {
     "container": (), "context_management": (), "mcp_servers": ([],),
 }  # fmt: skip
@@ -119,7 +139,7 @@ class AnthropicMessage(Body):
         return self
 
     def for_template(self) -> Iterable[dict[str, Any]]:
-        """A message for each result of a call, then the message."""
+        """Yields a message for each result of a call, then the message itself."""
         message: dict[str, Any] = {"role": self.role, "content": ""}
         alone = True
         for block in self.content:
@@ -162,7 +182,7 @@ AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail
 
 class AnthropicChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = Field(None, description="Of the type `tool`.")
+    name: FunctionName | None = Field(None, description="Only with the type `tool`.")
     disable_parallel_tool_use: Flag | None = Field(None, description="true = at most one call.")
 
     @model_validator(mode="after")
@@ -200,14 +220,14 @@ class CountTokensRequest(Body):
         choice = self.tool_choice
         kinds = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
         return ToolFields.model_construct(
-            tools=None if self.tools is None else [as_tool(each.as_function()) for each in self.tools],
+            tools=None if self.tools is None else [as_tool(tool.as_function()) for tool in self.tools],
             tool_choice=None if choice is None else choice_of(kinds[choice.type], choice.name),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
 
     def chat(self) -> Chat:
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
-        messages = assistant_turns(message for each in self.messages for message in each.for_template())
+        messages = assistant_turns(turn for message in self.messages for turn in message.for_template())
         last = messages[-1]
         variables = {"continue_final_message": last["role"] == "assistant" and not last.get("tool_calls")}
         if self.thinking is not None:
@@ -215,8 +235,29 @@ class CountTokensRequest(Body):
         return Chat([*system, *messages], variables)
 
     def prompt(self, form: AnswerForm) -> Chat:
-        """The chat for the model's template. Raises an ApiError if the model takes no functions."""
+        """The chat for the model's template. Raises an ApiError if the model has no place for functions."""
         return with_tools(self.chat(), form, self.functions().offered(form))
+
+
+with warnings.catch_warnings():
+    # pydantic's base class has a deprecated method of this name.
+    warnings.filterwarnings("ignore", message='Field name "schema"')
+
+    class OutputFormat(Body):
+        type: Literal["json_schema"]
+        schema: SkipValidation[dict[str, Any]]  # type: ignore[assignment]
+
+        def chosen(self) -> Grammar:
+            return Grammar.json(self.schema)
+
+
+class OutputConfig(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"effort": ("high",), "task_budget": ()}
+
+    format: OutputFormat | None = None
+
+    def chosen(self) -> Grammar | None:
+        return None if self.format is None else self.format.chosen()
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
@@ -257,3 +298,139 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
 
 def _text(blocks: list[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
+
+
+DELTAS = {  # kind of a part -> type of its deltas, and name of their text
+    "text": ("text_delta", "text"),
+    "thoughts": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+@dataclass
+class MessagesAnswer(Answer):
+    id: str  # msg_...
+    model: str
+    prompt_tokens: int
+    reply: Reply | None = None  # None: the text is not parsed
+    _begun: bool = False
+
+    def __post_init__(self) -> None:
+        self._parts = Parts(self.reply)
+
+    def whole(self, done: list[Completion]) -> dict[str, Any]:
+        first = done[0]
+        self._parts.feed(first.text, last=True)
+        return self._message(first.cached_tokens) | {
+            "content": [_block(part, part.text) for part in self._parts.items],
+            **self._ending(first),
+            "usage": self._usage(first.cached_tokens, first.completion_tokens),
+        }
+
+    def events(self, chunk: StreamChunk) -> list[bytes]:
+        events: list[dict[str, Any]] = []
+        if not self._begun:
+            self._begun = True
+            events.append({"type": "message_start", "message": self._message(chunk.cached_tokens)})
+        done = chunk.completion
+        events += map(_changed, self._parts.feed(chunk.text, last=done is not None))
+        if done is not None:
+            usage = {"output_tokens": done.completion_tokens}
+            events.append({"type": "message_delta", "delta": self._ending(done), "usage": usage})
+            events.append({"type": "message_stop"})
+        return list(map(named_event, events))
+
+    def error(self, error: ApiError) -> bytes:
+        return named_event(error_body(error))
+
+    def _message(self, cached: int) -> dict[str, Any]:
+        """A message without content."""
+        return {
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": self._usage(cached, 0),
+        }  # fmt: skip
+
+    def _usage(self, cached: int, output: int) -> dict[str, int]:
+        """The usage in Anthropic's form: `input_tokens` excludes cached tokens."""
+        return {
+            "input_tokens": self.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": output,
+        }
+
+    def _ending(self, done: Completion) -> dict[str, Any]:
+        if done.finish_reason["type"] == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        matched = done.finish_reason.get("matched")
+        if isinstance(matched, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        return {"stop_reason": "tool_use" if self._parts.has_called else "end_turn", "stop_sequence": None}
+
+
+def _block(part: Part, text: str) -> dict[str, Any]:
+    match part.kind:
+        case "text":
+            return {"type": "text", "text": text}
+        case "thoughts":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(text)}
+
+
+def _input(text: str) -> dict[str, Any]:
+    """Arguments as an object. If they are cut off, the last member is left out, as in Anthropic's clients; invalid JSON
+    becomes the member `INVALID_JSON`, as in Anthropic's interface."""
+    try:
+        value = strict_json(text or "{}", partial=True)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
+
+
+def _changed(change: Change) -> dict[str, Any]:
+    match change:
+        case Begin():
+            return {"type": "content_block_start", "index": change.number, "content_block": _block(change.part, "")}
+        case Grow():
+            kind, name = DELTAS[change.part.kind]
+            delta = {"type": kind, name: change.text}
+            return {"type": "content_block_delta", "index": change.number, "delta": delta}
+        case End():
+            return {"type": "content_block_stop", "index": change.number}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's form of an error, with OpenAI's error inside."""
+    problem = error.body()["error"]
+    if error.status != 401:
+        default = "api_error" if error.status >= 500 else "invalid_request_error"
+        problem["type"] = ERROR_TYPES.get(error.status, default)
+    return {"type": "error", "error": problem}
+
+
+def add_routes(app: FastAPI, generation: Generation) -> None:
+    model = generation.model
+
+    def answer(queued: Queued) -> Answer:
+        options = queued.task.reply
+        reply = None if options is None else options.reply(thinking=queued.thinking)
+        return MessagesAnswer(queued.id, model, len(queued.sequences[0].prompt), reply)
+
+    @app.post(PATH, tags=["Anthropic"], responses=STREAM)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        return await generation.respond(request, body, f"msg_{secrets.token_hex(12)}", answer)
+
+    @app.post(f"{PATH}/count_tokens", tags=["Anthropic"])
+    async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
+        check_model(body.model, model)
+        chat, engine = body.prompt(generation.form), generation.runner.engine
+        try:
+            job = generation.tokenising.submit(work([chat], 1), lambda: len(engine.encode(chat)))
+            count = await while_connected(request, asyncio.wrap_future(job))
+        except ValueError as error:
+            raise refusal(error, {}, "messages") from error
+        return {"input_tokens": count}
+
+
+EXTENSION = Extension(add_routes, error_forms={PATH: error_body})

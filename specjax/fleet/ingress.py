@@ -1,6 +1,6 @@
-"""What stands between Ray Serve's proxies and the replicas: it sends requests of a dead replica to another one.
+"""The deployment between Ray Serve's proxies and the replicas: it sends requests of a dead replica to another one.
 
-Ray Serve itself answers these with a 500. A request can be sent again as long as nothing of its answer has reached the
+Ray Serve itself answers these with a 500. A request can be sent again until a part of its answer has reached the
 client: a whole answer until it is complete, a stream until its first event. A stream that has begun ends with an error
 event.
 """
@@ -15,8 +15,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from specjax.serve.errors import ApiError, unavailable
-from specjax.serve.responses import event
+from specjax.cli.serve import error_forms
+from specjax.serve.answers import event
+from specjax.serve.errors import ApiError, form_of, unavailable
 
 logger = logging.getLogger("specjax.serve")
 
@@ -25,34 +26,34 @@ PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/generate", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/models", "/health",
 )  # fmt: skip
-"""What any replica can answer. All other paths, `/metrics` and `/flush_cache` among them, are about one replica."""
+"""Paths that any replica can answer. All other paths, such as `/metrics` and `/flush_cache`, are about one replica."""
 GONE = "every replica that was asked died before it could answer; the request can be sent again"
 BROKEN = "the replica died in the middle of the answer; the request can be sent again"
 
 
 def is_stream(headers: list[tuple[str, str]]) -> bool:
-    """Whether these are the headers of server-sent events."""
+    """True if these are the headers of server-sent events."""
     return any(name.lower() == "content-type" and "text/event-stream" in value for name, value in headers)
 
 
-async def held_back(items: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """The items of `SpecjaxServer.http`: the status with the headers, then chunks of the body. The first is yielded
-    only when the first event of a stream, or the whole of any other body, is there."""
+async def when_complete(items: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """The items of `SpecjaxServer.http`: the status with the headers, then chunks of the body. Yields nothing before
+    the first event of a stream, or the whole of any other body, has arrived."""
     status, headers = await anext(items)
-    held = []
+    chunks = []
     async for chunk in items:
-        held.append(chunk)
+        chunks.append(chunk)
         if is_stream(headers):
             break
     yield status, headers
-    for chunk in held:
+    for chunk in chunks:
         yield chunk
     async for chunk in items:
         yield chunk
 
 
 async def first_alive(send: Callable[[], Any]) -> AsyncGenerator[Any, None]:
-    """The items of what `send` returns, an asynchronous iterable. If the replica dies before the first item, calls
+    """The items of the asynchronous iterable that `send` returns. If the replica dies before the first item, calls
     `send` again.
 
     Raises:
@@ -78,33 +79,33 @@ async def first_alive(send: Callable[[], Any]) -> AsyncGenerator[Any, None]:
 
 
 class Ingress:
-    """Gives HTTP requests as they are to replicas of `SpecjaxServer`; `replicas` is the handle that Ray binds."""
+    """Forwards HTTP requests unchanged to replicas of `SpecjaxServer`; `replicas` is the handle that Ray binds."""
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "").rstrip("/"))
+        form = form_of(path, error_forms())
         if path not in PATHS and not path.startswith("/v1/models/"):
-            return ApiError(404, f"there is no {path} here").response(path)
+            return ApiError(404, f"there is no {path} here").response(form)
         body, headers = await request.body(), request.headers.items()
         query = request.scope.get("query_string", b"")
         items = first_alive(
-            lambda: held_back(self._replicas.http.remote(request.method, path, query, list(headers), body))
+            lambda: when_complete(self._replicas.http.remote(request.method, path, query, list(headers), body))
         )
         try:
-            status, headers_given = await anext(items)
+            status, answer_headers = await anext(items)
         except ApiError as error:
-            return error.response(path)
-
-        given = {name: value for name, value in headers_given if name != "x-request-id"}  # Ray Serve adds the same
+            return error.response(form)
 
         async def chunks() -> AsyncGenerator[bytes, None]:
             async with contextlib.aclosing(items):
                 try:
                     async for chunk in items:
                         yield chunk
-                except ApiError as error:  # only of a stream: any other answer is whole before it is sent
+                except ApiError as error:  # only in a stream: any other answer is whole before it is sent
                     yield event(error.body())
 
-        return StreamingResponse(chunks(), status, given)
+        others = {name: value for name, value in answer_headers if name != "x-request-id"}  # Ray Serve adds its own
+        return StreamingResponse(chunks(), status, others)

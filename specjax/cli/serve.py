@@ -1,9 +1,15 @@
-"""The command `specjax serve`: a model behind OpenAI's interface, decoded speculatively."""
+"""The command `specjax serve`: a model behind OpenAI's interface, decoded speculatively.
+
+The packages of `OPTIONAL` add to the server. Each may be missing from an installation: its routes and flags are then
+absent or refused.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import logging
 import os
 import signal
@@ -13,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from fastapi import FastAPI
 from tqdm import tqdm
 
 from specjax.cache import bytes_per_token, init_cache
@@ -21,13 +28,10 @@ from specjax.cli import build, flags
 from specjax.engine import Engine
 from specjax.engine.draft_policy import as_lines, speculation_table
 from specjax.engine.memory import devices_note
-from specjax.fleet import following
-from specjax.fleet.hosts import Follower, Leader
-from specjax.hardware import dry_run
-from specjax.serve.app import create_app
+from specjax.serve.app import Extension, create_app
+from specjax.serve.errors import ErrorForm
 from specjax.serve.profiling import make_folder
-from specjax.serve.replicas import Replicas, Service
-from specjax.serve.runner import Runner
+from specjax.serve.runner import Runner, Service
 from specjax.serve.server import (
     SIGNALS,
     CertificateError,
@@ -42,9 +46,36 @@ from specjax.settings import Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
 
+OPTIONAL = {
+    "specjax.serve.dialects": "",
+    "specjax.fleet": ".routers",
+}
+"""Packages with routes, and the module in each that lists these in `EXTENSIONS`."""
+
+
+def optional(package: str, module: str = "") -> Any:
+    """A module of an optional package. None: the package is not installed."""
+    return importlib.import_module(package + module) if importlib.util.find_spec(package) else None
+
+
+def extensions() -> list[Extension]:
+    """The routes of all optional packages that are installed."""
+    modules = [optional(package, module) for package, module in OPTIONAL.items()]
+    return [extension for module in modules if module is not None for extension in module.EXTENSIONS]
+
+
+def error_forms() -> dict[str, ErrorForm]:
+    """The forms of errors by prefix of the path, as `form_of` takes them."""
+    return {prefix: form for extension in extensions() for prefix, form in extension.error_forms.items()}
+
+
+def make_app(runner: Service, settings: flags.ServerSettings, *, model: str) -> FastAPI:
+    """The application with all routes."""
+    return create_app(runner, settings, model=model, extensions=extensions())
+
 
 class _LogHandler(logging.Handler):
-    """To stderr, without tearing progress bars. Lines from the thread of a replica name it."""
+    """Writes to stderr without tearing progress bars. Lines from the thread of a replica name the replica."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
@@ -63,20 +94,23 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def load(settings: flags.Settings, rank: int = 0, group: Leader | Follower | None = None) -> Engine:
-    """Loads the engine, or the engine of the replica `rank`, and logs what was loaded and what was chosen for it.
-    `group`: the processes that share the model."""
+def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
+    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation.
+
+    Args:
+        group: the processes that share the model, a `Leader` or `Follower` of `specjax.fleet.hosts`.
+    """
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
-    one = split * settings.server.data_parallel_size == 1
-    if timed := settings.server.log_level == "debug" and one:
+    single = split * settings.server.data_parallel_size == 1
+    if timed := settings.server.log_level == "debug" and single:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
     build.check_devices(settings)
     if group is not None:
         group.join()
-    given = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
-    engine = build.make_engine(settings, group=group, **given)
+    config = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
+    engine = build.make_engine(settings, group=group, **config)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))
@@ -92,66 +126,56 @@ def load(settings: flags.Settings, rank: int = 0, group: Leader | Follower | Non
     return engine
 
 
-def make_service(settings: flags.Settings, group: Leader | None = None) -> Service:
-    """Loads and drives the engine, or its replicas. `group`: see `load`."""
+def make_service(settings: flags.Settings, group: Any = None) -> Service:
+    """Loads and drives the engine, or its replicas. `group`: as in `load`."""
 
-    def made(rank: int) -> Engine:
+    def load_rank(rank: int) -> Engine:
         return load(settings, rank, group)
 
     if (count := settings.server.data_parallel_size) == 1:
-        return Runner(lambda: made(0), settings.server)
-    return Replicas(made, settings.server, count)
+        return Runner(lambda: load_rank(0), settings.server)
+    return fleet("replicas").Replicas(load_rank, settings.server, count)
 
 
-def follow_leader(settings: flags.Settings, group: Follower) -> int:
-    """Loads this process's part of the model, and runs what the leader runs, until that ends this process. Returns the
-    status of one that cannot."""
-    told = False
-
-    def stop(*_: Any) -> None:
-        nonlocal told
-        if told:
-            os._exit(1)
-        told = True
-        logger.info("Asking the leader to stop; once more: exit at once")
-        group.ask_to_stop()
-
-    for number in SIGNALS:
-        signal.signal(number, stop)
-    try:
-        following.follow(load(settings, group=group), group)
-    except Exception as error:
-        group.end(f"Node rank {group.place.rank} could not start: {error}")
-    return 1
+def fleet(module: str) -> Any:
+    """A module of `specjax.fleet`. Raises ValueError if that is not installed."""
+    if (loaded := optional("specjax.fleet", f".{module}")) is None:
+        raise ValueError("--dp and --nnodes need the package specjax.fleet, which is not installed")
+    return loaded
 
 
 def main(argv: list[str] | None = None) -> int:
     about = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
     parser = Parser(prog="specjax serve", description=about)
     add_flags(parser, flags.Settings())
-    dry_run.add_flags(parser)
+    if (dry_run := optional("specjax.hardware", ".dry_run")) is not None:
+        dry_run.add_flags(parser)
     args, settings = parse(parser, argv, flags.Settings())
-    dry_run.check_flags(parser, args)
+    if dry_run is not None:
+        dry_run.check_flags(parser, args)
     server = settings.server
     set_up_logging(server.log_level)
+    group = None
     try:
         check_certificate(server)
-        if args.dry_run:
+        if dry_run is not None and args.dry_run:
             devices = args.assume_devices or settings.engine.tensor_parallel_size
             return dry_run.dry_run(settings, args.assume_device, devices, as_json=args.json)
         if server.profile is not None:
             make_folder(server.profile)
-        group = build.make_group(settings)
-        if isinstance(group, Follower):
-            return follow_leader(settings, group)
+        if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:
+            launch = fleet("launch")
+            group = launch.make_group(settings)
+            if not group.leads:
+                return launch.run_follower(group, partial(load, settings, group=group))
         sock = listen(server.host, server.port)
+        runner = make_service(settings, group)
     except (CertificateError, PortError, ValueError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
-    runner = make_service(settings, group)
-    app = create_app(runner, server, model=server.served_model_name or settings.model.model)
+    app = make_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()
     status = 0 if failure is None else 1
     if failure is None:

@@ -26,13 +26,9 @@ from specjax.tree import NO_TOKEN
 
 
 class Answer(ABC):
-    """The answer to one request, whole or as events.
+    """The answer to one request, whole or as events."""
 
-    Attributes:
-        shows_aborted: whether a request that `/abort_request` has ended gets an answer rather than an error.
-    """
-
-    shows_aborted: ClassVar[bool] = False
+    shows_aborted: ClassVar[bool] = False  # True: a request that `/abort_request` ended gets an answer, not an error
 
     @abstractmethod
     def whole(self, done: list[Completion]) -> Any:
@@ -52,20 +48,15 @@ class Answer(ABC):
 
 DONE = b"data: [DONE]\n\n"
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express; vLLM's number
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot express; vLLM's number
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event. ASCII, since some clients split lines at every line break of Unicode."""
+    """One server-sent event. ASCII, because some clients split lines at every line break of Unicode."""
     return b"data: " + json.dumps(data, allow_nan=False).encode() + b"\n\n"
 
 
-def named_event(data: dict[str, Any]) -> bytes:
-    """An event whose name is the `type` of its data."""
-    return b"event: " + data["type"].encode() + b"\n" + event(data)
-
-
-@functools.cache  # every event has it, and finding the version reads files
+@functools.cache  # part of every event; `version` reads files
 def fingerprint() -> str:
     try:
         return f"specjax-{version('specjax')}"
@@ -85,11 +76,10 @@ class TokenNames:
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _bytes(self, token: int) -> list[int]:
-        """Also of a token that is only a part of a character, where the vocabulary is one of bytes."""
-        written = self._tokenizer.convert_ids_to_tokens(token)
-        text = self._text(token)
-        if "\ufffd" in text and isinstance(written, str) and (found := token_bytes(written)) is not None:
-            return list(found)
+        """The bytes of a token, which may be a part of a character if the vocabulary consists of bytes."""
+        name, text = self._tokenizer.convert_ids_to_tokens(token), self._text(token)
+        if "\ufffd" in text and isinstance(name, str) and (data := token_bytes(name)) is not None:
+            return list(data)
         return list(text.encode())
 
 
@@ -98,14 +88,14 @@ class Echo:
     """The prompt as part of a completion's text (`echo`)."""
 
     text: str
-    pieces: tuple[str, ...] = ()  # text of each prompt token, if requested; joined they equal `text`
+    pieces: tuple[str, ...] = ()  # text of each prompt token, if requested; joined, the pieces equal `text`
 
 
 def echo_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Any, *, with_pieces: bool) -> Echo:
     """The echo of a prompt, which is a text or token ids.
 
-    A character that spans several tokens is assigned to the last of them. Special tokens that the tokenizer added have
-    an empty piece. If the decoded tokens differ from the text, for example after normalisation, the tokenizer's offset
+    A character that spans several tokens belongs to the last of them. Special tokens that the tokenizer added have an
+    empty piece. If the decoded tokens differ from the text, for example after normalisation, the tokenizer's offset
     mapping gives the pieces.
     """
     text = prompt if isinstance(prompt, str) else tokenizer.decode(list(tokens))
@@ -129,7 +119,7 @@ def _decoded(tokens: Sequence[int], tokenizer: Any, skip: bool) -> tuple[str, ..
 
 
 def _ends(text: str, tokens: Sequence[int], tokenizer: Any) -> list[int] | None:
-    """End of each token's characters in the text. None: the tokenizer has no offset mapping."""
+    """The end of each token's characters in the text; None without an offset mapping."""
     if not getattr(tokenizer, "is_fast", False):
         return None
     encoding = tokenizer(text, return_offsets_mapping=True)
@@ -143,74 +133,73 @@ def _ends(text: str, tokens: Sequence[int], tokenizer: Any) -> list[int] | None:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
-def chat_logprobs(found: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+def chat_logprobs(logprobs: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
     """One entry a token; their `token`s joined are the content."""
 
     def entry(token: int, text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": finite(logprob), "bytes": names.bytes(token)}
 
     content = []
-    for one in found:
-        top = [entry(token, names.text(token), logprob) for token, logprob in one.top]
-        content.append(entry(one.token, one.text, one.logprob) | {"top_logprobs": top})
+    for drawn in logprobs:
+        top = [entry(token, names.text(token), logprob) for token, logprob in drawn.top]
+        content.append(entry(drawn.token, drawn.text, drawn.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(found: Sequence[TokenLogprob], names: TokenNames, offset: int) -> dict[str, Any]:
-    """`offset`: characters of the choice's text before these tokens. The drawn token is always in the top."""
-    tops = [(*one.top, (one.token, one.logprob)) for one in found]
+def completion_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames, offset: int) -> dict[str, Any]:
+    """`offset`: characters of the choice's text before these tokens. `top_logprobs` include the drawn token."""
+    tops = [(*drawn.top, (drawn.token, drawn.logprob)) for drawn in logprobs]
     return {
-        "tokens": [one.text for one in found],
-        "token_logprobs": [finite(one.logprob) for one in found],
+        "tokens": [drawn.text for drawn in logprobs],
+        "token_logprobs": [finite(drawn.logprob) for drawn in logprobs],
         "top_logprobs": [{names.text(token): finite(logprob) for token, logprob in top} for top in tops],
-        "text_offset": list(itertools.accumulate((len(one.text) for one in found), initial=offset))[:-1],
+        "text_offset": list(itertools.accumulate((len(drawn.text) for drawn in logprobs), initial=offset))[:-1],
     }
 
 
 def echo_logprobs(
-    found: Sequence[PromptLogprob], names: TokenNames, echo: Echo, count: int | None
+    logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Echo, count: int | None
 ) -> dict[str, Any] | None:
-    """As `completion_logprobs`, of the prompt; null for its first token. `count`: of the likeliest tokens; None: no
-    log-probabilities are wanted."""
+    """As `completion_logprobs`, for the prompt; null for its first token. `count`: number of most likely tokens; None:
+    no log-probabilities were requested."""
     if count is None:
         return None
 
-    def top(one: PromptLogprob) -> dict[str, float] | None:
-        if one.logprob is None:
+    def top(item: PromptLogprob) -> dict[str, float] | None:
+        if item.logprob is None:
             return None
-        return {names.text(token): finite(value) for token, value in (*one.top[:count], (one.token, one.logprob))}
+        return {names.text(token): finite(value) for token, value in (*item.top[:count], (item.token, item.logprob))}
 
     return {
         "tokens": list(echo.pieces),
-        "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in found],
-        "top_logprobs": [top(one) for one in found],
+        "token_logprobs": [None if item.logprob is None else finite(item.logprob) for item in logprobs],
+        "top_logprobs": [top(item) for item in logprobs],
         "text_offset": list(itertools.accumulate(map(len, echo.pieces), initial=0))[:-1],
     }
 
 
-def vllm_logprobs(found: Sequence[PromptLogprob], names: TokenNames, count: int) -> list[dict[str, Any] | None]:
-    """vLLM's form of a prompt's: by the token's id, null for the first. The rank of a token that is not among the
-    `count` likeliest is null."""
+def vllm_logprobs(logprobs: Sequence[PromptLogprob], names: TokenNames, count: int) -> list[dict[str, Any] | None]:
+    """The log-probabilities of a prompt in vLLM's form: by token id, null for the first token. Ranks after the `count`
+    most likely tokens are null."""
 
     def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": names.text(token)}
 
     result: list[dict[str, Any] | None] = []
-    for one in found:
-        if one.logprob is None:
+    for item in logprobs:
+        if item.logprob is None:
             result.append(None)
             continue
-        best = {str(token): entry(token, value, rank) for rank, (token, value) in enumerate(one.top[:count], 1)}
-        result.append({str(one.token): entry(one.token, one.logprob, None)} | best)
+        best = {str(token): entry(token, value, rank) for rank, (token, value) in enumerate(item.top[:count], 1)}
+        result.append({str(item.token): entry(item.token, item.logprob, None)} | best)
     return result
 
 
 def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
-    """Counts over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N. `drafted_steps` and
-    `not_drafted` are as in `Completion`."""
+    """Counts over all choices, with SGLang's names and meanings. `width`: nodes of a draft tree, N."""
     steps = sum(c.spec_verify_ct for c in done)
     histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
     accepted = sum(count * drafts for drafts, count in enumerate(histogram))
@@ -225,40 +214,39 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     }
 
 
-def token_origins(found: Iterable[TokenOrigin]) -> list[dict[str, Any]]:
-    """One entry a token; their texts joined are that of the choice, or of the event's delta."""
-    return [{"token": one.token, "text": one.text, "drafted": one.drafted} for one in found]
+def token_origins(origins: Iterable[TokenOrigin]) -> list[dict[str, Any]]:
+    """One entry a token; their texts joined are the text of the choice, or of the event's delta."""
+    return [{"token": origin.token, "text": origin.text, "drafted": origin.drafted} for origin in origins]
 
 
 def drafted_tree(tree: StepTree | None, names: TokenNames) -> dict[str, Any] | None:
     """The nodes of a step's tree, parents first. Index 0 is the root, the last token before the step.
 
-    `score` is the cumulative log-probability under the draft, for n-grams a rank. Nodes on the accepted path name the
-    token that the target drew there, the last one that of its own. `emitted`: so many of the tokens drawn along the
-    path became output, fewer than there are where a stop or the limit came first.
+    `score` is the cumulative log-probability under the draft, for n-grams a rank. Nodes on the accepted path have the
+    token that the target drew after them. `emitted`: number of drawn tokens that became output, fewer than drawn after
+    a stop or the limit.
     """
     if tree is None:
         return None
     path = set(tree.path.tolist())
 
     def node(index: int, token: int, parent: int, score: float, drawn: int) -> dict[str, Any]:
-        found = {
+        on_path = index in path and drawn != NO_TOKEN
+        return {
             "token": token,
             "text": names.text(token),
             "parent": parent if index else None,
             "score": finite(score),
             "accepted": index in path,
-        }
-        on_path = index in path and drawn != NO_TOKEN
-        return found | ({"drawn": {"token": drawn, "text": names.text(drawn)}} if on_path else {})
+        } | ({"drawn": {"token": drawn, "text": names.text(drawn)}} if on_path else {})
 
     columns = (column.tolist() for column in (tree.tokens, tree.parents, tree.scores, tree.drawn))
-    nodes = [node(index, *each) for index, each in enumerate(zip(*columns, strict=True))]
+    nodes = [node(index, *values) for index, values in enumerate(zip(*columns, strict=True))]
     return {"nodes": nodes, "emitted": len(tree.emitted)}
 
 
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
-    """A prompt counts once, however many choices share it, and what of it was cached is the first choice's."""
+    """The usage in OpenAI's form. A prompt counts once for all its choices, cached tokens as in the first choice."""
     prompt = sum(c.prompt_tokens for c in done[::n])
     completed = sum(c.completion_tokens for c in done)
     return {
@@ -270,7 +258,7 @@ def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
 
 
 def reasoning_tokens(done: Sequence[Completion], end_think: int | None) -> int:
-    """Tokens of choices that have begun with thoughts, up to the token that ends these."""
+    """Number of tokens up to the end of reasoning, for choices that begin with reasoning."""
     return sum(c.output_ids.index(end_think) + 1 if end_think in c.output_ids else len(c.output_ids) for c in done)
 
 
@@ -291,13 +279,14 @@ class OpenAIAnswer(Answer):
     task: Task
     width: int  # N of the draft trees
     names: TokenNames
-    echo: Sequence[Echo] = ()  # of each prompt, before its choices' texts
-    thinking: bool = False  # the prompt has begun the model's thoughts
-    end_think: int | None = None  # the token that ends them
+    echo: Sequence[Echo] = ()  # prompts to repeat before their choices' texts
+    thinking: bool = False  # the prompt ends inside reasoning
+    end_think: int | None = None  # token that ends reasoning
     created: int = field(default_factory=lambda: int(time.time()))
+    # By choice:
     _finished: dict[int, Completion] = field(default_factory=dict)
-    _offsets: dict[int, int] = field(default_factory=dict)  # of a choice that has begun; see `completion_logprobs`
-    _replies: dict[int, Reply] = field(default_factory=dict)  # of choices whose text is more than content
+    _offsets: dict[int, int] = field(default_factory=dict)  # see `completion_logprobs`; absent before the first event
+    _replies: dict[int, Reply] = field(default_factory=dict)  # parsers of texts with reasoning or calls
 
     def __post_init__(self) -> None:
         self._chat = isinstance(self.body, ChatRequest)
@@ -308,50 +297,50 @@ class OpenAIAnswer(Answer):
         for index, completion in enumerate(done):
             echo = self.echo[index // self.task.n].text if self.echo else ""
             text = echo + completion.text
-            said: dict[str, Any] = {"text": text}
+            content: dict[str, Any] = {"text": text}
             if (reply := self._reply(index)) is not None:
                 reply.feed(text, last=True)
-                said = {"message": reply.message()}
+                content = {"message": reply.message()}
             elif self._chat:
-                said = {"message": {"role": "assistant", "content": text}}
-            of_echo = self._echo_logprobs(index, completion.prompt_logprobs)
-            found = self._logprobs(index, completion.logprobs or ())
-            if of_echo is not None and found is not None:
-                found = {name: of_echo[name] + found[name] for name in found}
+                content = {"message": {"role": "assistant", "content": text}}
+            prompt = self._echo_logprobs(index, completion.prompt_logprobs)
+            logprobs = self._logprobs(index, completion.logprobs or ())
+            if prompt is not None and logprobs is not None:
+                logprobs = {name: prompt[name] + logprobs[name] for name in logprobs}
             tree = completion.trees[-1] if completion.trees else None
             more = self._drafting(completion.origins or (), tree)
             if self.body.prompt_logprobs is not None and not self._chat:
                 more["prompt_logprobs"] = self._prompt_logprobs(completion)
-            choices.append({"index": index, **said, "logprobs": found, **ending(completion, reply), **more})
+            choices.append({"index": index, **content, "logprobs": logprobs, **ending(completion, reply), **more})
         body = self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
         if self.body.prompt_logprobs is not None and self._chat:  # all choices have the same prompt
             body["prompt_logprobs"] = self._prompt_logprobs(done[0])
         return body
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
-        """The events of one chunk: the role first, then text, at last the reason of the end."""
-        index, found = chunk.prompt_index, []
+        """The events of one chunk: the role, then text, then the finish reason."""
+        index, events = chunk.prompt_index, []
         if index not in self._offsets:
             self._offsets[index] = 0
             if self._chat:
-                found.append(self._event(index, {"role": "assistant", "content": ""}))
+                events.append(self._event(index, {"role": "assistant", "content": ""}))
             elif self.echo:
                 logprobs = self._echo_logprobs(index, chunk.prompt_logprobs)
-                found.append(self._event(index, self.echo[index // self.task.n].text, logprobs=logprobs))
+                events.append(self._event(index, self.echo[index // self.task.n].text, logprobs=logprobs))
         more = self._drafting(chunk.origins, chunk.tree)
-        said: list[Any] = [chunk.text] if chunk.text or chunk.logprobs or chunk.origins else []
-        if (reply := self._reply(index)) is not None:  # what it holds back comes later, what is said of tokens does not
+        deltas: list[Any] = [chunk.text] if chunk.text or chunk.logprobs or chunk.origins else []
+        if (reply := self._reply(index)) is not None:  # it may delay text, but not log-probabilities and origins
             empty = [{}] if chunk.logprobs or chunk.origins else []
-            said = reply.feed(chunk.text, last=chunk.completion is not None) or empty
+            deltas = reply.feed(chunk.text, last=chunk.completion is not None) or empty
         elif self._chat:
-            said = [{"content": text} for text in said]
-        for number, delta in enumerate(said):
+            deltas = [{"content": text} for text in deltas]
+        for number, delta in enumerate(deltas):
             about = {} if number else {"logprobs": self._logprobs(index, chunk.logprobs), "more": more}
-            found.append(self._event(index, delta, **about))
+            events.append(self._event(index, delta, **about))
         if chunk.completion is not None:
             self._finished[index] = chunk.completion
-            found.append(self._event(index, {} if self._chat else "", chunk.completion))
-        return found
+            events.append(self._event(index, {} if self._chat else "", chunk.completion))
+        return events
 
     def last_events(self) -> list[bytes]:
         if not self._usage:
@@ -368,58 +357,57 @@ class OpenAIAnswer(Answer):
 
     def _counts(self, done: Sequence[Completion]) -> dict[str, Any]:
         """The usage. `done`: all choices, in order."""
-        found = usage(done, self.task.n)
+        counts = usage(done, self.task.n)
         if self.task.reply is not None and self.task.reply.reasoning:
             thought = [c for index, c in enumerate(done) if index in self._replies and self._replies[index].has_thought]
             count = reasoning_tokens(thought, self.end_think)
-            found |= {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}  # SGLang's
-        return found
+            counts |= {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}  # SGLang's
+        return counts
 
-    def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Of these tokens, which follow those of the last call."""
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """The next part of the choice's log-probabilities in the answer's form."""
         if self.task.sampling[0].logprobs is None:
             return None
         if self._chat:
-            return chat_logprobs(found, self.names)
+            return chat_logprobs(logprobs, self.names)
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(one.text) for one in found)
-        return completion_logprobs(found, self.names, offset)
+        self._offsets[index] = offset + sum(len(drawn.text) for drawn in logprobs)
+        return completion_logprobs(logprobs, self.names, offset)
 
-    def _echo_logprobs(self, index: int, found: Sequence[PromptLogprob] | None) -> dict[str, Any] | None:
-        """Of the echo; those of the text follow."""
-        if found is None or not self.echo:
+    def _echo_logprobs(self, index: int, logprobs: Sequence[PromptLogprob] | None) -> dict[str, Any] | None:
+        if logprobs is None or not self.echo:
             return None
         echo = self.echo[index // self.task.n]
         self._offsets[index] = len(echo.text)
-        return echo_logprobs(found, self.names, echo, self.task.sampling[0].logprobs)
+        return echo_logprobs(logprobs, self.names, echo, self.task.sampling[0].logprobs)
 
     def _prompt_logprobs(self, done: Completion) -> list[dict[str, Any] | None]:
         return vllm_logprobs(done.prompt_logprobs or (), self.names, self.body.prompt_logprobs or 0)
 
     def _drafting(self, origins: Iterable[TokenOrigin], tree: StepTree | None) -> dict[str, Any]:
-        """The member of a choice that says how its text was drafted, if the request asks."""
-        found: dict[str, Any] = {}
+        """The member of a choice about its drafts, if requested."""
+        members: dict[str, Any] = {}
         if self.body.return_speculative_tokens:
-            found["tokens"] = token_origins(origins)
+            members["tokens"] = token_origins(origins)
         if self.body.return_speculative_tree:
-            found["tree"] = drafted_tree(tree, self.names)
-        return {"speculative": found} if found else {}
+            members["tree"] = drafted_tree(tree, self.names)
+        return {"speculative": members} if members else {}
 
     def _event(
         self,
         index: int,
-        said: Any,
+        delta: Any,
         done: Completion | None = None,
         logprobs: Any = None,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
         end = ending(done, self._replies.get(index)) if done else {"finish_reason": None}
-        choice = {"index": index, ("delta" if self._chat else "text"): said, "logprobs": logprobs, **end, **more}
+        choice = {"index": index, ("delta" if self._chat else "text"): delta, "logprobs": logprobs, **end, **more}
         body = self._body("chat.completion.chunk", [choice], [done] if done else [])
         return event(body | ({"usage": None} if self._usage else {}))
 
     def _body(self, kind: str, choices: list[dict[str, Any]], done: Sequence[Completion] = ()) -> dict[str, Any]:
-        """All but the usage. `done`: the completions whose metrics are a part of it."""
+        """The body without the usage. `done`: completions whose metrics it includes."""
         body: dict[str, Any] = {
             "id": self.id,
             "object": kind if self._chat else "text_completion",

@@ -1,21 +1,24 @@
-"""What routers ask about the load of a server: SGLang's `/v1/loads`, and `/get_load`, its older form."""
+"""The load of a server in the form that routers read: SGLang's `/v1/loads`, and `/get_load`, its older form."""
 
 from __future__ import annotations
 
 import datetime
 from typing import Any
 
+from fastapi import FastAPI
+
+from specjax.serve.answers import fingerprint
+from specjax.serve.app import Extension, Generation
+from specjax.serve.control import get
 from specjax.serve.metrics import read
-from specjax.serve.replicas import Service
-from specjax.serve.responses import fingerprint
-from specjax.serve.runner import Runner
+from specjax.serve.runner import Runner, Service
 
 
 def load_of(runner: Runner, rank: int) -> dict[str, Any]:
-    """An entry of `loads`, of the replica with this number. Names and meanings are SGLang's. Tokens to come are those
-    of waiting requests, and `grammar` is 0 since a grammar is compiled before its request is queued."""
+    """The entry of one replica in `loads`. Names and meanings are SGLang's. `num_total_tokens` includes the contexts of
+    waiting requests. `grammar` is 0 because a grammar is compiled before its request is queued."""
     engine = runner.engine
-    values = {each.name: each.value for each in read([runner])}
+    values = {metric.name: metric.value for metric in read([runner])}
     waiting, most = list(engine.scheduler.waiting), engine.config.max_running_requests
     return {
         "dp_rank": rank,
@@ -40,29 +43,29 @@ def load_of(runner: Runner, rank: int) -> dict[str, Any]:
 
 
 def rank_loads(runner: Service) -> list[dict[str, Any]]:
-    return [load_of(each, rank) for rank, each in enumerate(runner.ranks)]
+    return [load_of(replica, rank) for rank, replica in enumerate(runner.ranks)]
 
 
 def loads(runner: Service) -> dict[str, Any]:
     """The answer of `/v1/loads`."""
-    found = rank_loads(runner)
+    ranks = rank_loads(runner)
 
     def total(name: str) -> Any:
-        return sum(load[name] for load in found)
+        return sum(load[name] for load in ranks)
 
     running, waiting = total("num_running_reqs"), total("num_waiting_reqs")
     return {
         "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
         "version": fingerprint(),
-        "dp_rank_count": len(found),
-        "loads": found,
+        "dp_rank_count": len(ranks),
+        "loads": ranks,
         "aggregate": {
             "total_running_reqs": running,
             "total_waiting_reqs": waiting,
             "total_reqs": running + waiting,
-            "avg_token_usage": total("token_usage") / len(found),
-            "avg_throughput": total("gen_throughput") / len(found),
-            "avg_utilization": total("utilization") / len(found),
+            "avg_token_usage": total("token_usage") / len(ranks),
+            "avg_throughput": total("gen_throughput") / len(ranks),
+            "avg_utilization": total("utilization") / len(ranks),
         },
     }
 
@@ -78,3 +81,16 @@ def short_loads(runner: Service) -> list[dict[str, int]]:
         }
         for load in rank_loads(runner)
     ]
+
+
+def add_routes(app: FastAPI, generation: Generation) -> None:
+    @get(app, "/v1/loads", tags=["SGLang"])
+    async def get_loads() -> dict[str, Any]:
+        return loads(generation.runner)
+
+    @get(app, "/get_load", tags=["SGLang"])
+    async def get_load() -> list[dict[str, int]]:
+        return short_loads(generation.runner)
+
+
+EXTENSIONS = (Extension(add_routes, in_drain=frozenset({"/v1/loads", "/get_load"})),)

@@ -1,7 +1,6 @@
-"""Requests to an ASGI application in this process, without a socket.
+"""Requests to an ASGI application in this process, without a socket, for replicas of Ray Serve.
 
-For callers that have a transport of their own, such as Ray Serve's replicas. The answer's chunks come as the
-application sends them. Knows neither the engine nor the routes.
+The chunks of an answer are available as soon as the application sends them. Independent of the engine and the routes.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-MOST_AHEAD = 64  # messages of an answer that may wait for their reader
+MAX_AHEAD = 64  # maximum number of unread messages of an answer
 
 
 class Answer(NamedTuple):
-    """Status, headers in lower case, and the body's chunks, which must be read to the end or closed."""
+    """Status, headers in lower case, and the chunks of the body, which must be read to the end or closed."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -37,10 +36,10 @@ async def call(
     headers: Iterable[tuple[str, str]] = (),
     body: bytes = b"",
 ) -> Answer:
-    """Sends one request. Returns when the first chunk of the body is there: until then nothing has been answered.
+    """Sends one request. Returns after the first chunk of the body: before it, the request can be sent again.
 
-    Closing the chunks early, or cancelling this call, cancels the request. Raises what the application raises before
-    its first chunk; reading the chunks raises what it raises later.
+    Closing the chunks early, or cancelling this call, cancels the request. Raises the application's exceptions before
+    its first chunk; reading the chunks raises later ones.
     """
     scope = {
         "type": "http",
@@ -57,13 +56,13 @@ async def call(
         "server": None,
         "state": {},
     }
-    messages: asyncio.Queue[Message | Exception] = asyncio.Queue(MOST_AHEAD)
+    messages: asyncio.Queue[Message | Exception] = asyncio.Queue(MAX_AHEAD)
     unread = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
         for message in unread:
             return message
-        await asyncio.Event().wait()  # a caller that leaves cancels the task instead
+        await asyncio.Event().wait()  # there is no disconnect message: leaving cancels the task
         raise AssertionError
 
     async def run() -> None:
@@ -91,26 +90,26 @@ async def call(
         raise
 
     async def chunks() -> AsyncGenerator[bytes, None]:
-        now: Any = first
+        message: Any = first
         try:
-            yield b""  # closing a generator that was never begun runs nothing
+            yield b""  # closing a generator before its first step runs no `finally`
             while True:
-                parts = [now.get("body", b"")]
-                while now.get("more_body") and not messages.empty():  # what is there already goes with it
-                    now = _checked(messages.get_nowait())
-                    parts.append(now.get("body", b""))
-                if together := b"".join(parts):
-                    yield together
-                if not now.get("more_body"):
+                parts = [message.get("body", b"")]
+                while message.get("more_body") and not messages.empty():  # join the chunks that have arrived
+                    message = _checked(messages.get_nowait())
+                    parts.append(message.get("body", b""))
+                if data := b"".join(parts):
+                    yield data
+                if not message.get("more_body"):
                     return
-                now = _checked(await messages.get())
+                message = _checked(await messages.get())
         finally:
             await stop()
 
-    found = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
+    fields = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
     content = chunks()
     await anext(content)
-    return Answer(start["status"], found, content)
+    return Answer(start["status"], fields, content)
 
 
 def _checked(message: Message | Exception) -> Message:

@@ -1,0 +1,429 @@
+"""OpenAI's Responses interface, `/v1/responses`: request bodies, the answer and the route.
+
+The server stores nothing, so there is no `previous_response_id`. A client can send the messages, calls and reasoning of
+an answer back as `input`.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+from starlette.responses import Response
+
+from specjax.checkpoint.prompts import Chat
+from specjax.engine import Completion, StreamChunk
+from specjax.engine.grammar import Grammar
+from specjax.serve import structured
+from specjax.serve.answers import Answer, reasoning_tokens
+from specjax.serve.app import STREAM, Extension, Generation, Queued
+from specjax.serve.dialects.parts import (
+    Begin,
+    Change,
+    End,
+    Grow,
+    Part,
+    Parts,
+    as_tool,
+    assistant_turns,
+    earlier_call,
+    named_event,
+)
+from specjax.serve.errors import ApiError, bad_request
+from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
+from specjax.serve.messages import MAX_MESSAGES, CallArguments
+from specjax.serve.protocol import (
+    MISPLACED,
+    NewTokens,
+    SamplingFields,
+    TaskBody,
+    UnusedFields,
+    chat_task,
+    check_model,
+)
+from specjax.serve.structured import FIELDS, JsonSchema, grammar_of_type
+from specjax.serve.task import Rules, Task
+from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, FunctionTool, ToolFields
+
+
+class InputPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: Any = None  # part of an answer that a client sends back; not used
+    logprobs: Any = None
+
+
+InputParts = Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
+TextOrParts = Annotated[
+    InputParts,
+    texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | InputParts),
+]
+
+
+class Item(Body):
+    """An item of the conversation."""
+
+    id: Any = None  # part of an answer that a client sends back; not used
+    status: Any = None
+
+    @abstractmethod
+    def for_template(self) -> dict[str, Any]:
+        """The item as a message for the chat template."""
+
+
+class InputMessage(Item):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+    phase: Any = None
+
+    def for_template(self) -> dict[str, Any]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class InputCall(Item):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: CallArguments = None
+
+    def for_template(self) -> dict[str, Any]:
+        return earlier_call(self.call_id, self.name, self.arguments)
+
+
+class InputResult(Item):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: TextOrParts
+
+    def for_template(self) -> dict[str, Any]:
+        text = "".join(part.text for part in self.output)
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
+
+
+class ReasoningPart(Body):
+    type: Literal["reasoning_text", "text"]
+    text: Text
+
+
+class InputReasoning(Item):
+    unsupported: ClassVar[Mapping[str, Values]] = {"encrypted_content": ("",)}
+
+    type: Literal["reasoning"]
+    summary: Any = None  # not used
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        thoughts = "".join(part.text for part in self.content or ())
+        return {"role": "assistant", "content": ""} | ({"reasoning_content": thoughts} if thoughts else {})
+
+
+def _type(item: Any) -> Any:
+    if isinstance(item, Item):
+        return item.type  # pyright: ignore[reportAttributeAccessIssue]
+    return (item.get("type") or "message") if isinstance(item, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_type),
+]
+InputItems = Annotated[
+    list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
+]
+
+
+class FlatTool(FunctionTool):
+    type: Literal["function"]
+
+
+class FlatChoice(Body):
+    type: Literal["function"]
+    name: FunctionName
+
+
+def _from_flat(value: Any) -> Any:
+    if isinstance(value, str) and value in CHOICES:
+        return {"type": value}
+    if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
+        return {"type": "function", "function": {"name": value["name"]}}
+    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": ...}}'
+    raise PydanticCustomError("choice", "{problem}", {"problem": problem})
+
+
+FlatToolChoice = Annotated[
+    Choice, BeforeValidator(_from_flat, json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice)
+]
+FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
+
+
+with warnings.catch_warnings():
+    # pydantic's base class has a deprecated method of this name.
+    warnings.filterwarnings("ignore", message='Field name "schema"')
+
+    class TextFormat(Body):
+        type: Literal["text", "json_object", "json_schema"]
+        name: Text | None = None
+        description: Text | None = None
+        schema: JsonSchema = Field(None, description="Needs the type `json_schema`.")  # type: ignore[assignment]
+        strict: Flag | None = Field(None, description="Schemas are always followed.")
+
+
+class TextOptions(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+    def chosen(self) -> Grammar | None:
+        if self.format is None:
+            return None
+        if self.format.type == "json_schema" and self.format.schema is None:
+            raise bad_request("text.format.schema is required", "text")
+        return grammar_of_type(self.format.type, self.format.schema)
+
+
+class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
+    asked = FIELDS | {"text": TextOptions.chosen}
+    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | structured.UNSUPPORTED | {
+        "json_schema": (),
+        "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
+        "max_tool_calls": (), "moderation": (), "previous_response_id": (),
+        "prompt": (), "reasoning": ({},), "stream_options": ({}, {"include_obfuscation": False}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",), "logprobs": (False,),
+    }  # fmt: skip
+    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
+        name: advice for name, advice in MISPLACED.items() if name != "text"
+    } | {
+        "messages": ("a response has input", ()),
+        "max_tokens": ("it is called max_output_tokens", ()),
+        "max_completion_tokens": ("it is called max_output_tokens", ()),
+        "min_tokens": ("chats and completions have it", (0,)),
+    }
+
+    model: Text | None = None
+    input: Annotated[
+        InputItems,
+        texts("input items", lambda text: {"role": "user", "content": text}, json_schema_input_type=Text | InputItems),
+    ]
+    instructions: Text | None = Field(None, description="System message before the input.")
+    max_output_tokens: NewTokens | None = Field(None, description="New tokens. Default: as many as fit.")
+    n: Annotated[Integer, Field(ge=1, le=1)] | None = None
+    text: TextOptions | None = Field(None, description="The form of the text. JSON is written on one line.")
+    tools: FlatTools | None = Field(None, description="Functions that the model may call; their names differ.")
+    tool_choice: FlatToolChoice | None = Field(
+        None,
+        description="Default: auto. none = leave `tools` out of the prompt; required, or a function = call one.",
+    )
+    parallel_tool_calls: Flag | None = Field(None, description="false = at most one call.")
+    prompt_cache_retention: Text | None = None  # accepted, and not used
+
+    @property
+    def names(self) -> dict[str, str]:
+        return super().names | {"max_new_tokens": "max_output_tokens"}
+
+    def task(self, rules: Rules) -> Task:
+        check_model(self.model, rules.model)
+        functions = ToolFields.model_construct(
+            tools=None if self.tools is None else [as_tool(tool) for tool in self.tools],
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+        make = functools.partial(self.params, rules, max_new_tokens=self.max_output_tokens, logprobs=None)
+        return chat_task(self, functions, self._chat, rules, make, "input")
+
+    def _chat(self) -> Chat:
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        items: Iterable[Item] = self.input
+        return Chat([*system, *assistant_turns(item.for_template() for item in items)])
+
+
+PREFIXES = {"text": "msg", "call": "fc", "thoughts": "rs"}  # prefixes of the ids of items
+
+
+@dataclass
+class ResponsesAnswer(Answer):
+    id: str  # resp_...
+    model: str
+    body: ResponsesRequest
+    task: Task
+    thinking: bool = False  # the prompt ends inside reasoning
+    end_think: int | None = None  # token that ends reasoning
+    created: int = field(default_factory=lambda: int(time.time()))
+    _number: int = 0  # number of the next event
+
+    def __post_init__(self) -> None:
+        self._parts = Parts(None if self.task.reply is None else self.task.reply.reply(thinking=self.thinking))
+
+    def whole(self, done: list[Completion]) -> dict[str, Any]:
+        self._parts.feed(done[0].text, last=True)
+        return self._response(done[0])
+
+    def events(self, chunk: StreamChunk) -> list[bytes]:
+        """The events of one chunk, in OpenAI's order."""
+        events, done = [], chunk.completion
+        if not self._number:
+            response = self._response(None)
+            events += [self._event("response.created", response=response)]
+            events += [self._event("response.in_progress", response=response)]
+        for change in self._parts.feed(chunk.text, last=done is not None):
+            events += self._changed(change, done)
+        if done is not None:
+            events += [self._event(f"response.{_status(done)}", response=self._response(done))]
+        return events
+
+    def error(self, error: ApiError) -> bytes:
+        problem = error.body()["error"]
+        return self._event("error", code=problem["code"], message=problem["message"], param=problem["param"])
+
+    def _changed(self, change: Change, done: Completion | None) -> list[bytes]:
+        index, part = change.number, change.part
+        at: dict[str, Any] = {"output_index": index, "item_id": self._item_id(index, part)}
+        inside = at | {"content_index": 0}
+        match part.kind:
+            case "call":
+                name, about = "function_call_arguments", at
+            case "text":
+                name, about = "output_text", inside
+            case "thoughts":
+                name, about = "reasoning_text", inside
+        has_logprobs = {"logprobs": []} if part.kind == "text" else {}
+        match change:
+            case Begin():
+                item = self._item(index, part, "in_progress")
+                events = [self._event("response.output_item.added", output_index=index, item=item)]
+                if part.kind != "call":
+                    events += [self._event("response.content_part.added", **inside, part=_content(part, ""))]
+            case Grow():
+                events = [self._event(f"response.{name}.delta", **about, delta=change.text, **has_logprobs)]
+            case End():
+                whole = {"arguments": part.text, "name": part.name} if part.kind == "call" else {"text": part.text}
+                events = [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
+                if part.kind != "call":
+                    events += [self._event("response.content_part.done", **inside, part=_content(part, part.text))]
+                item = self._item(index, part, self._part_status(part, done))
+                events += [self._event("response.output_item.done", output_index=index, item=item)]
+        return events
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._number += 1
+        return named_event({"type": kind, "sequence_number": self._number - 1, **more})
+
+    def _item_id(self, index: int, part: Part) -> str:
+        return f"{PREFIXES[part.kind]}_{self.id.removeprefix('resp_')}{index or ''}"
+
+    def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(index, part), "status": status}
+        begun = status == "in_progress"
+        match part.kind:
+            case "call":
+                arguments = "" if begun else part.text
+                return item | {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": arguments}
+            case "text":
+                content = [] if begun else [_content(part, part.text)]
+                return item | {"type": "message", "role": "assistant", "content": content}
+            case "thoughts":
+                content = [] if begun else [_content(part, part.text)]
+                return item | {"type": "reasoning", "summary": [], "content": content}
+
+    def _part_status(self, part: Part, done: Completion | None) -> str:
+        """The status of a part that has ended: only the last part, or a call that is cut off, may be incomplete."""
+        if part.is_cut:
+            return "incomplete"
+        return "completed" if done is None or part is not self._parts.items[-1] else _status(done)
+
+    def _response(self, done: Completion | None) -> dict[str, Any]:
+        """The response, with all its items once it is complete."""
+        sampling, body = self.task.sampling[0], self.body
+        status = "in_progress" if done is None else _status(done)
+        items: list[dict[str, Any]] = []
+        if done is not None:
+            items = [self._item(i, part, self._part_status(part, done)) for i, part in enumerate(self._parts.items)]
+        sent = body.model_dump(mode="json", include={"tools"}, exclude_none=True)
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": _format(body)},
+            "tool_choice": _choice(body),
+            "tools": [tool | {"strict": tool.get("strict", False)} for tool in sent.get("tools", ())],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if done is None else self._usage(done),
+            "user": body.user,
+            "seed": None if done is None else done.seed,
+        }
+
+    def _usage(self, done: Completion) -> dict[str, Any]:
+        thought = any(part.kind == "thoughts" for part in self._parts.items)
+        return {
+            "input_tokens": done.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": done.cached_tokens},
+            "output_tokens": done.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens([done], self.end_think) if thought else 0},
+            "total_tokens": done.prompt_tokens + done.completion_tokens,
+        }
+
+
+def _content(part: Part, text: str) -> dict[str, Any]:
+    if part.kind == "thoughts":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _status(done: Completion) -> str:
+    return "incomplete" if done.finish_reason["type"] == "length" else "completed"
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text is None or body.text.format is None:
+        return {"type": "text"}
+    format = body.text.format.model_dump(mode="json", exclude_none=True)
+    return format if format["type"] != "json_schema" else {"name": "", **format}
+
+
+def _choice(body: ResponsesRequest) -> Any:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto"
+    return choice.type if choice.function is None else {"type": "function", "name": choice.function.name}
+
+
+def add_routes(app: FastAPI, generation: Generation) -> None:
+    def answer(body: ResponsesRequest, queued: Queued) -> Answer:
+        model, end_think = generation.model, generation.form.end_think
+        return ResponsesAnswer(queued.id, model, body, queued.task, thinking=queued.thinking, end_think=end_think)
+
+    @app.post("/v1/responses", tags=["OpenAI"], responses=STREAM)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        id = f"resp_{secrets.token_hex(12)}"
+        return await generation.respond(request, body, id, functools.partial(answer, body))
+
+
+EXTENSION = Extension(add_routes)

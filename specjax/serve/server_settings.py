@@ -1,0 +1,87 @@
+"""Settings of the server, which are flags of `specjax serve`. `specjax.cli.flags` adds the model and the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specjax.serve.forms import AUTO, NONE, PARSERS
+from specjax.settings import setting
+
+MOST_TRACED = 10_000  # steps in a trace; a step takes tens of kilobytes
+THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
+"""SGLang's names of parsers for models that think between `<think>` and `</think>`."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Address, access, limits and interfaces of the server."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
+    port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
+    served_model_name: str | None = setting(None, "name of the model for clients; default: the value of --model")
+    api_key: tuple[str, ...] = setting(
+        (), "bearer tokens; a client needs one of them; set them in a file to hide them from other users",
+        metavar="KEY", secret=True, alone=True,
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origins of web pages that may call this server (CORS), such as https://my.site; * = all; default: none",
+        metavar="ORIGIN", alone=True,
+    )  # fmt: skip
+    ssl_certfile: str | None = setting(None, "certificate chain in PEM, for https", metavar="FILE")
+    ssl_keyfile: str | None = setting(
+        None, "its private key; default: in the same file as the certificate", metavar="FILE"
+    )
+    log_level: str = setting(
+        "info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"), parse=str.lower
+    )
+    max_queued_requests: int = setting(512, "maximum number of waiting requests; further requests get a 503", minimum=1)
+    stream_interval: int = setting(1, "tokens between two events of a stream", minimum=1)
+    decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
+    shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
+    watchdog_timeout: float = setting(
+        300.0,
+        "time limit of a step in seconds, without compilation; then all requests end (503), and the process (status 1)",
+        above=0,
+    )
+    receive_timeout: float = setting(
+        60.0,
+        "time limit in seconds for the headers and for each pause while a client sends, ten times for a whole request; "
+        "then a 408",
+        above=0,
+    )
+    request_timeout: float | None = setting(
+        None,
+        "time limit of a request in seconds, including its time in the queue; then a 408; default: no limit",
+        above=0,
+    )
+    max_connections: int = setting(
+        1000, "maximum number of connections; further ones get a 503, except for /health", minimum=1
+    )
+    tool_call_parser: str = setting(
+        AUTO,
+        "format of the model's function calls: auto = from the chat template; none = functions are refused",
+        choices=(AUTO, NONE, *PARSERS), parse=str.lower, metavar="NAME",
+    )  # fmt: skip
+    reasoning_parser: str = setting(
+        AUTO,
+        "models that reason between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
+        "or the vocabulary has these; none = it stays in the content; all other names = always",
+        choices=(AUTO, NONE, *THINKERS), parse=str.lower, metavar="NAME",
+    )  # fmt: skip
+    strict_fields: bool = setting(
+        False, "refuse unknown fields; default: the header X-Specjax-Ignored-Fields names them"
+    )
+    incremental_streaming_output: bool = setting(
+        False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
+    )
+    profile: str | None = setting(
+        None,
+        "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",
+        metavar="FOLDER",
+    )
+    profile_steps: int = setting(100, "steps in a trace", minimum=1, maximum=MOST_TRACED)
+    trace_trees: bool = setting(
+        False,
+        "keep the last draft tree of requests with return_speculative_tree; every step then drafts, as with "
+        "--no-speculative-adaptive",
+    )
