@@ -137,7 +137,7 @@ class Generation:
             return sequences, [echo_of(p, first.prompt, tokenizer, with_pieces=pieces) for p, first in firsts]
 
         # The request keeps its places in the queue while its prompts are tokenised.
-        with runner.reserve(len(task.prompts) * task.n):
+        with runner.places.reserve(len(task.prompts) * task.n):
             grammars = runner.engine.intake.grammars
             compiles = any(
                 params.grammar is not None and not grammars.holds(params.grammar) for params in task.sampling

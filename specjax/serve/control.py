@@ -172,7 +172,7 @@ def add_control_routes(
         params, intake = SamplingParams(max_new_tokens=1), runner.engine.intake
         busy = [(rank, _progress(rank)) for rank in runner.ranks if rank.unfinished]
         ranks = [rank for rank in runner.ranks if not rank.unfinished]
-        with runner.reserve(len(ranks)):
+        with runner.places.reserve(len(ranks)):
             sequences = [intake.sequence([0], params, id=f"{id}-{number}") for number in range(len(ranks))]
             listener = Listener(sequences, streams=False)
             for number, rank in enumerate(ranks):

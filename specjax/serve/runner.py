@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
@@ -129,94 +128,79 @@ class Watchdog(threading.Thread):
         self._stopped.set()
 
 
-class Service(ABC):
+class Service(Protocol):
     """One or several engines behind one queue. Call `start`, and wait for `state` to be READY."""
 
     on_change: Callable[[], None]  # called after changes of `state`, from any thread
-    places: Places
+    places: Places  # of sequences that are tokenised, wait or run
 
     @property
-    @abstractmethod
     def ranks(self) -> List[Runner]:
         """The runner of each engine."""
+        ...
 
     @property
-    @abstractmethod
     def engine(self) -> Engine:
         """The engine whose limits all requests must keep. Read-only for other threads, and only once loaded."""
+        ...
 
     @property
-    @abstractmethod
     def state(self) -> State: ...
 
     @property
-    @abstractmethod
     def failure(self) -> BaseException | None: ...
 
     @property
-    @abstractmethod
     def ready_at(self) -> float: ...
 
     @property
-    @abstractmethod
     def loaded(self) -> bool: ...
 
     @property
-    @abstractmethod
     def paused(self) -> bool: ...
 
     @property
-    @abstractmethod
     def unfinished(self) -> int:
         """Number of sequences that wait or run."""
+        ...
 
     @property
-    @abstractmethod
     def capacity(self) -> int:
         """Maximum number of sequences that may wait or run."""
+        ...
 
-    @property
-    def pending(self) -> int:
-        """Number of sequences that are tokenised, wait or run."""
-        return self.places.taken
-
-    def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
-        """As `Places.reserve`."""
-        return self.places.reserve(count)
-
-    @abstractmethod
     def start(self) -> None: ...
 
-    @abstractmethod
     def submit(self, listener: Listener) -> None:
         """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
+        ...
 
-    @abstractmethod
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these sequences if they still run; their pages are free before the next step."""
+        ...
 
-    @abstractmethod
     def abort_named(self, name: str | None) -> int:
         """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
         get an answer. Returns the number of sequences."""
+        ...
 
-    @abstractmethod
     def drain(self) -> None:
         """Accepts no new requests."""
+        ...
 
-    @abstractmethod
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
         """Ends all requests, with `message` as the reason, and accepts no more. The engine is not used again.
 
         Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
         """
+        ...
 
-    @abstractmethod
     def stop(self, timeout: float | None = None) -> bool:
         """Ends the threads after the current step, and background work. Returns True if all have ended."""
+        ...
 
 
-class Runner(threading.Thread, Service):
+class Runner(threading.Thread):
     """The service of one engine."""
 
     state = State.LOADING

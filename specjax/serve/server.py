@@ -165,11 +165,11 @@ class Server:
         connections: Any = self._uvicorn.server_state.connections
         if loaded:
             while clock() < deadline and (
-                self._runner.pending or any(connection.is_answering for connection in connections)
+                self._runner.places.taken or any(connection.is_answering for connection in connections)
             ):
                 await asyncio.sleep(0.05)
-            if self._runner.pending:
-                logger.warning("%d requests did not finish in time", self._runner.pending)
+            if self._runner.places.taken:
+                logger.warning("%d requests did not finish in time", self._runner.places.taken)
                 self._runner.end_all(SHUT_DOWN)
         self._exit(max(deadline - clock(), 0) + FORCED_GRACE)
 

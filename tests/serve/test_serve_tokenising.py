@@ -136,13 +136,13 @@ LONG = "block " + "x" * 2000
 
 def test_requests_at_the_tokenizer_have_places(server, blocker):
     first = in_background(server.complete, ["block"] * 6, max_tokens=1)
-    wait_until(lambda: server.runner.pending == 6)
+    wait_until(lambda: server.runner.places.taken == 6)
     full = server.complete("x", max_tokens=1)
     assert full.status_code == 503 and "6 requests run or wait; at most 6 may" in full.json()["error"]["message"]
     assert int(full.headers["retry-after"]) > 0
     blocker.let_go.set()
     assert first.result(SECONDS).status_code == 200
-    assert server.runner.pending == 0
+    assert server.runner.places.taken == 0
 
 
 @pytest.mark.parametrize("prompt", ["block", LONG], ids=["at work", "waiting"])
@@ -150,11 +150,11 @@ def test_leaving_gives_the_places_back(server, blocker, prompt):
     blocking = ask(server, LONG if prompt == LONG else "block")
     assert blocker.began.wait(SECONDS)
     leaving = ask(server, [prompt] * 5)
-    wait_until(lambda: server.runner.pending == 6)
+    wait_until(lambda: server.runner.places.taken == 6)
     leaving.close()
-    wait_until(lambda: server.runner.pending == 1)
+    wait_until(lambda: server.runner.places.taken == 1)
     blocking.close()
-    wait_until(lambda: server.runner.pending == 0)
+    wait_until(lambda: server.runner.places.taken == 0)
     blocker.let_go.set()
     assert server.complete("x", max_tokens=1).status_code == 200
 
@@ -162,10 +162,10 @@ def test_leaving_gives_the_places_back(server, blocker, prompt):
 def test_refused_prompts_give_the_places_back(server):
     for prompt in ("x" * 200, ["ok", "y" * 200], [[5, 99999]]):
         assert server.complete(prompt).status_code == 400
-        assert server.runner.pending == 0
+        assert server.runner.places.taken == 0
     twice = {"text": ["a", "b"], "rid": ["r", "r-1"], "sampling_params": {"n": 2, "max_new_tokens": 1}}
     assert server.post("/generate", twice).status_code == 400
-    assert server.runner.pending == server.runner.places.reserved == 0
+    assert server.runner.places.taken == server.runner.places.reserved == 0
 
 
 def test_draining_while_tokenising(server, blocker):
@@ -174,7 +174,7 @@ def test_draining_while_tokenising(server, blocker):
     server.runner.drain()
     blocker.let_go.set()
     assert answer.result(SECONDS).status_code == 503
-    assert server.runner.pending == 0
+    assert server.runner.places.taken == 0
 
 
 def test_huge_prompt_delays_no_short_one(server, blocker):

@@ -105,7 +105,7 @@ def test_stuck_step_ends_running_and_waiting_requests(hang, monkeypatch, caplog)
         streamed = streams.result(SECONDS)
         assert streamed.status_code == 503 or ENGINE_STUCK in streamed.text
         assert server.runner.state is State.FAILED and isinstance(server.runner.failure, EngineStuck)
-        assert server.runner.pending == 0
+        assert server.runner.places.taken == 0
         with server.client() as client:
             assert client.get("/health").status_code == 503
         assert server.complete(**BODY).status_code == 503
@@ -208,7 +208,7 @@ def test_reset_that_fails_ends_requests_and_commands(monkeypatch):
             assert answer.result().json()["error"]["message"] == ENGINE_GONE
         with pytest.raises(RuntimeError, match="engine failed"):
             command.result(SECONDS)
-        assert server.runner.state is State.FAILED and not server.runner.pending
+        assert server.runner.state is State.FAILED and not server.runner.places.taken
 
 
 def test_text_that_fails_ends_its_request_alone(monkeypatch):

@@ -296,7 +296,7 @@ def test_a_replica_that_hangs_ends_all(engines):
         assert {answer.status_code for answer in answers} == {503}
         assert any(answer.json()["error"]["message"] == ENGINE_STUCK for answer in answers)
         wait_until(lambda: all(rank.state is State.FAILED for rank in server.runner.ranks))
-        assert isinstance(server.runner.failure, EngineStuck) and server.runner.pending == 0
+        assert isinstance(server.runner.failure, EngineStuck) and server.runner.places.taken == 0
         assert get(server, "/health").status_code == 503
     for engine in engines:
         engine.reset("the test has ended")
