@@ -17,7 +17,7 @@ from specjax.engine import Engine
 from specjax.engine.sequence import Sequence
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import ENGINE_GONE, ENGINE_STUCK, State
-from specjax.serve.runner import EngineStuck, Places, Runner, check_ids
+from specjax.serve.runner import EngineStuck, Places, Runner, Service, check_ids
 from specjax.serve.server_settings import ServerSettings
 
 MAX_PAGES = 2**16
@@ -66,7 +66,7 @@ class Balance:
         return hashes
 
 
-class Replicas:
+class Replicas(Service):
     """The service of several engines.
 
     Args:

@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
@@ -128,89 +129,92 @@ class Watchdog(threading.Thread):
         self._stopped.set()
 
 
-class Service(Protocol):
+class Service(ABC):
     """One or several engines behind one queue. Call `start`, and wait for `state` to be READY."""
 
     on_change: Callable[[], None]  # called after changes of `state`, from any thread
     places: Places  # of sequences that are tokenised, wait or run
 
     @property
+    @abstractmethod
     def ranks(self) -> List[Runner]:
         """The runner of each engine."""
-        ...
 
     @property
+    @abstractmethod
     def engine(self) -> Engine:
         """The engine whose limits all requests must keep. Read-only for other threads, and only once loaded."""
-        ...
 
     @property
+    @abstractmethod
     def state(self) -> State: ...
 
     @property
+    @abstractmethod
     def failure(self) -> BaseException | None: ...
 
     @property
+    @abstractmethod
     def ready_at(self) -> float: ...
 
     @property
+    @abstractmethod
     def loaded(self) -> bool: ...
 
     @property
+    @abstractmethod
     def paused(self) -> bool: ...
 
     @property
+    @abstractmethod
     def unfinished(self) -> int:
         """Number of sequences that wait or run."""
-        ...
 
     @property
+    @abstractmethod
     def capacity(self) -> int:
         """Maximum number of sequences that may wait or run."""
-        ...
 
+    @abstractmethod
     def start(self) -> None: ...
 
+    @abstractmethod
     def submit(self, listener: Listener) -> None:
         """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
-        ...
 
+    @abstractmethod
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these sequences if they still run; their pages are free before the next step."""
-        ...
 
+    @abstractmethod
     def abort_named(self, name: str | None) -> int:
         """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
         get an answer. Returns the number of sequences."""
-        ...
 
+    @abstractmethod
     def drain(self) -> None:
         """Accepts no new requests."""
-        ...
 
+    @abstractmethod
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
         """Ends all requests, with `message` as the reason, and accepts no more. The engine is not used again.
 
         Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
         """
-        ...
 
+    @abstractmethod
     def stop(self, timeout: float | None = None) -> bool:
         """Ends the threads after the current step, and background work. Returns True if all have ended."""
-        ...
 
 
-class Runner(threading.Thread):
+class Runner(threading.Thread, Service):
     """The service of one engine."""
-
-    state = State.LOADING
-    failure: BaseException | None = None
-    ready_at = 0.0
-    paused = False  # by `pause`
 
     def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, warm_up: bool = True) -> None:
         super().__init__(name="specjax-engine", daemon=True)
-        self.ready_at = time.time()
+        self._state, self._paused = State.LOADING, False
+        self._failure: BaseException | None = None
+        self._ready_at = time.time()
         self.on_change = lambda: None
         self._make_engine, self._settings, self._warm_up = make_engine, settings, warm_up
         self._engine: Engine | None = None
@@ -240,6 +244,22 @@ class Runner(threading.Thread):
     def engine(self) -> Engine:
         assert self._engine is not None, "the engine is not loaded"
         return self._engine
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    @property
+    def ready_at(self) -> float:
+        return self._ready_at
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
 
     @property
     def loaded(self) -> bool:
@@ -314,7 +334,7 @@ class Runner(threading.Thread):
         """Draws no more tokens until `go_on`; new requests wait. `mode`: as `PauseRequest`."""
 
         def stop(engine: Engine) -> None:
-            self.paused = True
+            self._paused = True
             if mode == "abort":
                 self._end_with_answer(list(self._listeners))
             elif mode == "retract":
@@ -324,16 +344,16 @@ class Runner(threading.Thread):
 
     @property
     def _has_work(self) -> bool:
-        return not self.paused and (self.engine.unfinished or self.engine.unreported)
+        return not self._paused and (self.engine.unfinished or self.engine.unreported)
 
     def go_on(self) -> Future[None]:
         def start(_: Engine) -> None:
-            self.paused = False
+            self._paused = False
 
         return self.call(start)
 
     def drain(self) -> None:
-        self.state = State.DRAINING
+        self._state = State.DRAINING
 
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
         with self._wake:
@@ -344,7 +364,7 @@ class Runner(threading.Thread):
             self._commands.clear()
             self._wake.notify_all()
         if failure is not None:
-            self.failure = self.failure or failure
+            self._failure = self._failure or failure
             self._change(State.FAILED)
         send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
         for future in calls:
@@ -371,7 +391,7 @@ class Runner(threading.Thread):
             self._allocate(self._engine)
             if self._warm_up:
                 self._helpers.append(self._engine.warm_up_in_background())
-            self.ready_at = time.time()
+            self._ready_at = time.time()
             self._watchdog.start()
             self._delivery.start()
             self._change(State.READY)
@@ -500,8 +520,8 @@ class Runner(threading.Thread):
             self._wake.notify()
 
     def _change(self, state: State) -> None:
-        if self.state not in (State.DRAINING, State.FAILED):
-            self.state = state
+        if self._state not in (State.DRAINING, State.FAILED):
+            self._state = state
         self.on_change()
 
 

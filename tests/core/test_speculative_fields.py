@@ -300,7 +300,7 @@ def test_page_without_key_and_its_policy():
         assert client.get("/get_server_info").status_code == 401
         server.runner.drain()
         assert client.get("/").status_code == 200, "the page shows the state of the server"
-        server.runner.state = type(server.runner.state).READY
+        server.runner._state = type(server.runner.state).READY
     assert "set-cookie" not in answer.headers and "secret-key" not in answer.text
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"

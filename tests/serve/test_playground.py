@@ -362,7 +362,7 @@ def test_an_error_is_shown_and_the_text_is_kept(page: Browser, server: Running):
     page.click("#again")
     page.wait(lambda: page.texts(".error") and "503" in page.text(".error"))
     assert page.text(".error").endswith("(try again in 30 s)")
-    server.runner.state = State.READY
+    server.runner._state = State.READY
 
 
 def test_a_stream_that_breaks(page: Browser, server: Running, monkeypatch):

@@ -114,4 +114,4 @@ def test_head_is_get_without_a_body():
         assert refused.status_code == 405 and refused.headers["allow"] == "POST" and refused.content == b""
         server.runner.drain()
         assert client.head("/health").status_code == 503
-        server.runner.state = type(server.runner.state).READY
+        server.runner._state = type(server.runner.state).READY

@@ -338,7 +338,7 @@ def test_while_loading():
             assert "loading" in answer.json()["error"]["message"]
         server.runner.drain()
         assert client.get("/metrics").status_code == 503, "there is nothing to tell of"
-        server.runner.state = State.LOADING
+        server.runner._state = State.LOADING
         gate.set()
         wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post(COMPLETE, json=LONG).status_code == 200
