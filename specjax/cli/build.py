@@ -81,9 +81,6 @@ def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str
     names = EngineConfig.__dataclass_fields__
     options = {option: values[setting] for option, setting in OPTIONS.items() if option in names}
     options["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
-    if options["adaptive"] is None:
-        tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        options["adaptive"] = all(values[name] is None for name in tree)
     options["overlap"] = not engine.disable_overlap_schedule
     options["prefix_cache"] = not engine.disable_radix_cache
     with named_as_flags(chosen):

@@ -186,7 +186,8 @@ class Drafter(NamedTuple):
             without drafts (except with `costly_observe`).
         widths: smaller tree widths, for a drafter that often proposes fewer nodes. Each step checks the smallest of
             these, 1 and `width` that holds its trees. (): all steps check `width` nodes.
-        explicit_width: width set explicitly; never reduce it for large batches.
+        explicit_width: width set explicitly. Large batches do not reduce it, and by default every step drafts
+            (`EngineConfig.adaptive`).
         reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
         topk: nodes per level. 1: each tree is one path (`specjax.tree.chain`), whose first nodes are the best, so
             scores are computed only for traces. None: trees of any form.

@@ -65,7 +65,11 @@ class EngineConfig:
         maximum=1,
     )
     overlap: bool = setting(True, "dispatch each step before the result of the last one is read")
-    adaptive: bool = setting(False, "draft only where it is measured to be faster; see `specjax.engine.draft_policy`")
+    adaptive: bool | None = setting(
+        None,
+        "draft only where it is measured to be faster (`specjax.engine.draft_policy`); default: on, unless the "
+        "drafter's width is explicit",
+    )
     trace: bool = setting(False, "keep each step's tree, in `Completion.trees`")
     time_phases: bool = setting(
         False, "measure drafting, verifying and committing; slower, since the host waits for each phase"
@@ -118,7 +122,8 @@ class EngineConfig:
 
     def chooses(self, drafter: Drafter) -> bool:
         """True if `DraftPolicy` decides which steps draft. Tracing and timing need drafts in every step."""
-        return self.adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
+        adaptive = not drafter.explicit_width if self.adaptive is None else self.adaptive
+        return adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
 
 
 def check_config(config: object) -> None:

@@ -131,7 +131,7 @@ def make_engine(
     the engine's."""
     drafter = drafter if isinstance(drafter, Drafter) else make_drafter(drafter)
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
-    settings |= {"chunked_prefill_size": 8} | config
+    settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
     engine = Engine(model.target, params, tokenizer(), drafter, verify=verify, config=options, eos_ids=tuple(eos))
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
