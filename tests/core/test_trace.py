@@ -124,7 +124,7 @@ def test_render_example_of_the_docstring():
         (Tree((9, 6, 7, 8, 10, 11), (NO_PARENT, 0, 0, 1, 3, 4)), [6, 8, 0, 10, 11, 6], None, [
             "'猫' drew '\\n'", "├── '\\n' -1 ✓ drew 'né'", "│   └── 'né' -2 ✓ drew '🦊'",
             "│       └── '🦊' -3 ✓ drew '�'", "│           └── '�' -4 ✓ drew '\\n'", '└── "\'" -1',
-            "4 of 5 drafts accepted; emitted '\\né🦊�\\n'",
+            "4 of 5 drafts accepted; emitted '\\nné🦊�\\n'",
         ]),
     ],
 )  # fmt: skip

@@ -314,7 +314,7 @@ def test_heads_of_other_targets(heads):
         "feature_size=32": "features of width 32, the target gives 48",
         "aux_layers=(1, 2, 7)": "output of layer 7, the target has 7 layers",
         "hidden_size=24": "hidden size is 24, the target's, whose embedding or head it uses, is 16",
-        "own_head=False": "needs its own rows",
+        "own_head=False": "needs an output matrix of its own",
         "own_head=False, mapped=False": "vocabulary has 11 tokens, the target's 31",
     }.items():
         with pytest.raises(ValueError, match=message):

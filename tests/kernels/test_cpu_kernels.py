@@ -32,6 +32,7 @@ def test_products_of_few_rows(depth, columns, transposed, dtype):
     x, matrix = random(8, depth), jnp.asarray(random(depth, columns, seed=1), dtype)
     weight = matrix.T if transposed else matrix
     exact = x.astype(np.float64) @ np.asarray(matrix, np.float64)
+    assert cpu_rows.takes(1, *weight.shape, weight.dtype, transposed=transposed)
     product = jax.jit(lambda x, w: cpu_rows.multiply(x, w, transposed=transposed))
     alone = np.concatenate([np.asarray(product(x[i : i + 1], weight)) for i in range(8)])
     np.testing.assert_allclose(alone, exact, rtol=0, atol=2e-6 * np.sqrt(depth))
