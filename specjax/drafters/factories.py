@@ -84,7 +84,7 @@ class Speculation(NamedTuple):
     """A drafter with its parameters and a verifier.
 
     Attributes:
-        drafter: proposes trees.
+        drafter: proposes draft trees.
         params: `Params.draft` of its functions; None: it has no parameters.
         verify: decides which drafts are accepted; the default is lossless.
     """

@@ -171,7 +171,7 @@ class Engine:
         """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
 
         Args:
-            draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, the name of an algorithm in `DRAFTERS`, or
+            draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, the name of an algorithm (`DRAFTERS`), or
                 module:function for a function as in `drafter`. AUTO: the draft head that ships for the model, else the
                 model's MTP layers, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.

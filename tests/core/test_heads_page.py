@@ -61,7 +61,7 @@ def test_shipped_drafts_and_readme():
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_fields_and_named_tests(name):
-    assert tuple(re.findall(r"^- \*\*(.+?)\*\*: \S", ENTRIES[name], flags=re.M)) == FIELDS
+    assert tuple(re.findall(r"^- \*\*(.+?)\*\*:\s+\S", ENTRIES[name], flags=re.M)) == FIELDS
     tested = ENTRIES[name].partition("**Tested by**")[2]
     references = re.findall(r"`(tests/\w+/\w+\.py)(?:::(\w+)(?:\[(.+?)\])?)?`", tested)
     assert references
