@@ -59,7 +59,6 @@ FAULTS = {
         f"{PROPOSE}.* tokens are .B, N. = .1, 6.; B is",
     ),
     "wide": (REPLAY._replace(width=9), "the tree's tokens are .B, N. = .*6.*declares width=9"),
-    "shallow": (REPLAY._replace(depth=2), "builds trees of depth 5, and the drafter declares depth=2"),
     "too deep": (REPLAY._replace(depth=6), "declares width=6 and depth=6: a tree of 6 nodes"),
     "no depth": (REPLAY._replace(depth=0), "declares width=6 and depth=0: a tree of 6 nodes"),
     "float width": (REPLAY._replace(width=6.0), "width must be an integer of at least 1, got 6.0"),
@@ -164,9 +163,10 @@ def test_valid_drafters(drafter):
 
 
 @pytest.mark.parametrize("depths", [depths_by_loop, depths_unrolled])
-def test_wrong_depth_of_a_constant_tree(depths):
-    with pytest.raises(DrafterError, match="builds trees of depth 2, and the drafter declares depth=3"):
-        check_drafter(bushy(depths, depth=3), toy().target)
+@pytest.mark.parametrize("declared", [1, 3])
+def test_wrong_depth_of_a_constant_tree(depths, declared):
+    with pytest.raises(DrafterError, match=f"builds trees of depth 2, and the drafter declares depth={declared}"):
+        check_drafter(bushy(depths, depth=declared), toy().target)
 
 
 def test_engine_checks_its_own_batch_sizes():
