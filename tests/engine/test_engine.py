@@ -544,3 +544,12 @@ def test_sampling_defaults_of_the_model(monkeypatch):
     completions = engine.generate([prompt] * 3, [short, SamplingParams(**short), short | {"temperature": 0.0}])
     assert [done.output_ids for done in completions] == [drawn, greedy, greedy]
     assert with_sampling(prompt, None, engine.sampling_defaults)[1][0][1] == SamplingParams(temperature=0.9, top_k=20)
+
+
+def test_last_request_of_a_large_batch_drafts():
+    """On a CPU a batch of 20 is too large to draft; its last request drafts."""
+    engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)
+    params = [SamplingParams(max_new_tokens=40 if i == 19 else 8) for i in range(20)]
+    completions = engine.generate([[70, 71, 72] * 3] * 20, params)
+    assert engine.buckets.tree_widths(20) == (1,)
+    assert completions[19].spec_accept_length > 1

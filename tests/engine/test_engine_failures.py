@@ -37,7 +37,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine, SamplingParams
 from specjax.engine import batch as batch_module
 from specjax.engine.device import OutOfMemory
-from specjax.engine.generation import EngineError
+from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.programs import Key, Unavailable
 from specjax.engine.sequence import TEXT_FAILED, completion
 from specjax.engine.text import TextStream
@@ -498,3 +498,24 @@ def test_failing_detokenizer_aborts_one_request(stream, stop, monkeypatch):
     assert done[0].finish_reason == {"type": "abort", "message": TEXT_FAILED}
     check_plain(toy(), PROMPTS[1], good, done[1])
     check_idle(engine)
+
+
+def test_fair_lock_passes_to_the_waiting_thread():
+    lock, order, asking = FairLock(), [], threading.Event()
+
+    def other() -> None:
+        asking.set()
+        with lock:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with lock, lock:
+        thread.start()
+        assert asking.wait(60)
+        while not lock._door.locked():  # until the thread waits for the lock
+            pass
+        order.append("first")
+    with lock:
+        order.append("again")
+    thread.join(60)
+    assert order == ["first", "other", "again"]
