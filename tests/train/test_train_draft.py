@@ -1,4 +1,4 @@
-"""Flags and keys of the trainer; configuration, vocabulary, first weights and loss weights of a head."""
+"""Options of training; configuration, vocabulary, first weights and loss weights of a head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax import settings
 from specjax.checkpoint import CheckpointError
 from specjax.train import head
 from specjax.train.data import Example, pack
-from specjax.train.export import export_head, head_tensors
+from specjax.train.export import export_head
 from specjax.train.options import RESUMABLE, DraftSettings, LossSettings, TrainOptions
 
 
@@ -29,40 +29,36 @@ def read(*flags: str) -> TrainOptions:
 
 def every_field():
     for table in fields(TrainOptions()):
-        for each in fields(getattr(TrainOptions(), table.name)):
-            yield table.name, each
+        for field in fields(getattr(TrainOptions(), table.name)):
+            yield table.name, field
 
 
-@pytest.mark.parametrize(("table", "field"), list(every_field()), ids=lambda each: getattr(each, "name", each))
-def test_every_field_is_a_flag_and_a_key(tmp_path, table, field):
-    note, key = field.metadata["setting"], field.name.replace("_", "-")
-    annotation = str(field.type)
-    if note.choices:
-        given = next(each for each in note.choices if each != field.default)
-    else:
-        texts = {"tuple": "3", "int": "9", "float": "0.25", "str": "x"}
-        given = next(text for kind, text in texts.items() if kind in annotation)
-    by_flag = getattr(getattr(read(f"--{key}", given), table), field.name)
-    assert by_flag != field.default
-    quoted = f'["{given}"]' if "tuple" in annotation else f'"{given}"' if "str" in annotation else given
-    (tmp_path / "a.toml").write_text(f"[{table}]\n{key} = {quoted}\n")
-    by_key = getattr(getattr(read("--config", str(tmp_path / "a.toml")), table), field.name)
-    assert by_key == by_flag
-
-
-def test_settings_that_may_change_exist():
+def test_every_field_is_a_flag_and_a_key(tmp_path):
+    texts = {"tuple": "3", "int": "9", "float": "0.25", "str": "x"}
+    for table, field in every_field():
+        key, annotation = field.name.replace("_", "-"), str(field.type)
+        if choices := field.metadata["setting"].choices:
+            text = next(choice for choice in choices if choice != field.default)
+        else:
+            text = next(text for kind, text in texts.items() if kind in annotation)
+        by_flag = getattr(getattr(read(f"--{key}", text), table), field.name)
+        assert by_flag != field.default, key
+        quoted = f'["{text}"]' if "tuple" in annotation else f'"{text}"' if "str" in annotation else text
+        (tmp_path / "a.toml").write_text(f"[{table}]\n{key} = {quoted}\n")
+        by_key = getattr(getattr(read("--config", str(tmp_path / "a.toml")), table), field.name)
+        assert by_key == by_flag, key
     assert {field.name for _, field in every_field()} >= RESUMABLE
 
 
 # The head.
 
 
-def config(**changes):
-    return replace(tiny_llama(3).target.config, num_layers=8, **changes)
+def config(layers: int = 8):
+    return replace(tiny_llama(3).target.config, num_layers=layers)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("settings", "expected"),
     [
         (DraftSettings(draft="EAGLE", draft_vocab_size=4), "--draft-vocab-size is for --draft EAGLE3"),
         (DraftSettings(draft="MTP", aux_layers=("1",)), "--aux-layers is for --draft EAGLE3"),
@@ -73,25 +69,25 @@ def config(**changes):
         (DraftSettings(aux_layers=("x",)), "--aux-layers must be different layers from 0 to 7, got x"),
     ],
 )
-def test_a_head_that_does_not_fit(given, expected):
+def test_wrong_head_settings(settings, expected):
     with pytest.raises(ValueError, match=expected):
-        head.head_config(given, config(), (2, 5))
+        head.head_config(settings, config(), (2, 5))
 
 
-def test_heads_that_fit():
+def test_head_configurations():
     assert head.head_config(DraftSettings(), config(), (2,)).aux_layers == (1, 3, 4)
-    found = head.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
-    assert (found.aux_layers, found.feature_size, found.vocab_size, found.mapped) == ((7, 0), 32, 2, True)
+    few = head.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
+    assert (few.aux_layers, few.feature_size, few.vocab_size, few.mapped) == ((7, 0), 32, 2, True)
     assert not head.head_config(DraftSettings(draft_vocab_size=31), config()).mapped
-    assert head.head_config(DraftSettings(), replace(config(), num_layers=4)).aux_layers == (0, 1, 3)
+    assert head.head_config(DraftSettings(), config(4)).aux_layers == (0, 1, 3)
     with pytest.raises(
         ValueError, match="the target has 2 layers, and --aux-layers are three by default; give --aux-layers"
     ):
-        head.head_config(DraftSettings(), replace(config(), num_layers=2))
+        head.head_config(DraftSettings(), config(2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9, 30])
-def test_the_vocabulary_is_the_most_frequent_under_the_mask(size):
+def test_draft_vocabulary_is_the_most_frequent_tokens_with_a_loss(size):
     rng = np.random.default_rng(size)
     examples = []
     for _ in range(20):
@@ -109,82 +105,55 @@ def test_the_vocabulary_is_the_most_frequent_under_the_mask(size):
     assert head.coverage(rows, ids) == pytest.approx(share)
 
 
-def test_the_map_is_exported_as_offsets():
-    toy = tiny_llama(3, num_layers=4)
-    described = head.head_config(DraftSettings(draft_vocab_size=5), toy.target.config)
-    ids = np.array([0, 3, 4, 17, 30], np.int32)
-    params = head.new_params(described, toy.target, toy.params, ids, seed=0)
-    tensors = head_tensors(described, params, toy.target.config, "float32")
-    assert tensors["d2t"].tolist() == [0, 2, 2, 14, 26]
-    assert np.flatnonzero(tensors["t2d"]).tolist() == ids.tolist()
-
-
 # --init-from.
 
 
-def exported(folder, **changes):
-    toy = tiny_llama(3, num_layers=4)
-    described = head.head_config(DraftSettings(**changes), toy.target.config)
-    ids = np.array([1, 2, 5], np.int32) if described.mapped else None
-    params = dict(head.new_params(described, toy.target, toy.params, ids, seed=5))
-    export_head(folder, described, params, toy.target.config, target_name="t", card="", dtype="float32")
-    return toy.target.config, described, params
-
-
-def test_a_head_goes_on_from_an_export(tmp_path):
-    target, described, params = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
-    found, weights = head.from_head(DraftSettings(init_from=str(tmp_path / "head")), target)
-    assert replace(found, dtype=described.dtype) == described
-    assert weights.keys() == params.keys()
+def test_init_from(tmp_path):
+    toy, folder = tiny_llama(3, num_layers=4), str(tmp_path / "head")
+    target = toy.target.config
+    described = head.head_config(DraftSettings(draft_vocab_size=3, aux_layers=("0", "2")), target)
+    params = dict(head.new_params(described, toy.target, toy.params, np.array([1, 2, 5], np.int32), seed=5))
+    export_head(folder, described, params, target, target_name="t", card="", dtype="float32")
+    loaded, weights = head.from_head(DraftSettings(init_from=folder), target)
+    assert replace(loaded, dtype=described.dtype) == described
+    assert weights.keys() == params.keys() and weights["fc"].dtype == jnp.float32
     for name, leaf in params.items():
         np.testing.assert_array_equal(weights[name], leaf, err_msg=name)
-    assert weights["fc"].dtype == jnp.float32
-
-
-@pytest.mark.parametrize(
-    ("flag", "changes"),
-    [
+    for flag, changes in (
         ("--draft-vocab-size 9", {"draft_vocab_size": 9}),
         ("--aux-layers 1 2", {"aux_layers": ("1", "2")}),
-    ],
-)
-def test_settings_that_are_not_those_of_the_head(tmp_path, flag, changes):
-    target, _, _ = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
-    with pytest.raises(ValueError, match=f"{flag} differs from --init-from .*leave it out"):
-        head.from_head(DraftSettings(init_from=str(tmp_path / "head"), **changes), target)
-
-
-def test_a_head_of_another_kind_is_refused(tmp_path):
-    save_head(tmp_path / "head", "eagle")
+    ):
+        with pytest.raises(ValueError, match=f"{flag} differs from --init-from .*leave it out"):
+            head.from_head(DraftSettings(init_from=folder, **changes), target)
+    save_head(tmp_path / "other", "eagle")
     with pytest.raises(CheckpointError, match="head"):
-        head.from_head(DraftSettings(init_from=str(tmp_path / "head")), tiny_llama(3).target.config)
+        head.from_head(DraftSettings(init_from=str(tmp_path / "other")), target)
 
 
-# First weights, and what is minimised.
+# First weights and losses.
 
 
-def test_first_weights_are_the_seeds():
+def test_first_weights_depend_on_the_seed():
     toy = tiny_llama(3, num_layers=4)
     described = head.head_config(DraftSettings(), toy.target.config)
-    one, same, other = (head.new_params(described, toy.target, toy.params, None, seed=seed) for seed in (0, 0, 1))
-    assert {leaf.dtype.name for leaf in one.values()} == {"float32"}
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, same))
-    assert not (one["qkv"] == other["qkv"]).all()
-    logits = toy.target.unembed(toy.params, jnp.eye(16)[None])[0]
-    np.testing.assert_array_equal(one["head"], logits)
+    params = [head.new_params(described, toy.target, toy.params, None, seed=seed) for seed in (0, 0, 1)]
+    assert {leaf.dtype.name for leaf in params[0].values()} == {"float32"}
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *params[:2]))
+    assert not (params[0]["qkv"] == params[2]["qkv"]).all()
+    np.testing.assert_array_equal(params[0]["head"], toy.target.unembed(toy.params, jnp.eye(16)[None])[0])
 
 
-def test_feature_scale_brings_features_to_unit_size():
-    rng = np.random.default_rng(0)
+def test_feature_scale():
+    """Features times their scale have unit size, whatever a single enormous token."""
     sizes = np.array([1.0, 100.0, 0.01], np.float32)
-    features = rng.normal(0, 1, (4, 200, 3)).astype(np.float32) * sizes
-    features[0, 0] *= 1e6  # one enormous token
+    features = np.random.default_rng(0).normal(0, 1, (4, 200, 3)).astype(np.float32) * sizes
+    features[0, 0] *= 1e6
     scale = head.feature_scale(features, np.ones((4, 200), np.int32))
     np.testing.assert_allclose(scale * sizes, 1, rtol=0.1)
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "weights"),
+    ("kind", "settings", "weights"),
     [
         ("EAGLE3", {}, [0.8**j for j in range(7)]),
         ("EAGLE3", {"rounds": 3}, [1, 0.8, 0.64]),
@@ -196,5 +165,5 @@ def test_feature_scale_brings_features_to_unit_size():
         ("MTP", {}, [0.51, 0.31, 0.18]),
     ],
 )
-def test_weights_of_the_rounds(kind, given, weights):
-    assert head.objective(kind, LossSettings(**given)).weights == pytest.approx(weights)
+def test_weights_of_rounds(kind, settings, weights):
+    assert head.objective(kind, LossSettings(**settings)).weights == pytest.approx(weights)

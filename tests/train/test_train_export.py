@@ -1,4 +1,4 @@
-"""Exported heads: the documented tensors and config, the same parameters when read again, and never half a folder."""
+"""Exported heads: documented tensors and config, equal parameters when loaded, and no incomplete folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from specjax_kernels import CAUSAL
 from toy_models import tiny_llama
 
 from specjax.checkpoint import CheckpointError, load_head
-from specjax.checkpoint.draft_head import common_names
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past
 from specjax.models.draft_head import draft_head, init_head_params
@@ -61,13 +60,13 @@ def target():
 
 @functools.cache
 def params_of(name: str) -> dict[str, np.ndarray]:
-    """Random, norms and biases too; the map is neither sorted nor the first tokens."""
+    """Random leaves, also of norms and biases; the map is unsorted."""
     config, rng = HEADS[name], np.random.default_rng(len(name))
     params = init_head_params(config, target().target, jax.random.key(0))
-    found = {leaf: rng.normal(0.5, 0.4, array.shape).astype(np.float32) for leaf, array in params.items()}
+    leaves = {leaf: rng.normal(0.5, 0.4, array.shape).astype(np.float32) for leaf, array in params.items()}
     if config.mapped:
-        found["ids"] = rng.permutation(31)[: config.vocab_size].astype(np.int32)
-    return found
+        leaves["ids"] = rng.permutation(31)[: config.vocab_size].astype(np.int32)
+    return leaves
 
 
 def export(folder: Path, name: str, **options: Any) -> Path:
@@ -79,13 +78,14 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-# What is read again.
+# Loading an export.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", HEADS)
-def test_what_is_written_is_read(tmp_path, name, dtype):
-    """Bit for bit in float32, rounded once in half precision, description and all."""
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in HEADS), ("eagle3", "bfloat16"), ("mtp", "float16")]
+)
+def test_an_export_loads_with_equal_parameters(tmp_path, name, dtype):
+    """Equal bits in float32, rounded once in half precision, also from leaves in bfloat16 on a device."""
     folder = export(tmp_path / "head", name, dtype=dtype)
     config, params = load_head(str(folder), target().target.config, kind=HEADS[name].kind, progress=False)
     assert config == HEADS[name]
@@ -94,20 +94,15 @@ def test_what_is_written_is_read(tmp_path, name, dtype):
     assert params.keys() == expected.keys()
     for leaf, array in expected.items():
         np.testing.assert_array_equal(np.asarray(params[leaf]), array.astype(params[leaf].dtype), err_msg=leaf)
+    if dtype == "bfloat16":
+        halves = {leaf: jnp.asarray(array) for leaf, array in expected.items()}
+        export_head(folder, config, halves, target().target.config, target_name="t", card="", dtype="float32")
+        again = load_head(str(folder), target().target.config, kind=HEADS[name].kind, progress=False)[1]
+        for leaf, array in halves.items():
+            np.testing.assert_array_equal(np.asarray(again[leaf], np.float32), np.asarray(array, np.float32))
 
 
-def test_parameters_may_be_on_a_device_and_narrow(tmp_path):
-    halves = {name: jnp.asarray(leaf, None if name == "ids" else jnp.bfloat16) for name, leaf in
-              params_of("eagle3").items()}  # fmt: skip
-    given = HEADS["eagle3"], halves, target().target.config
-    folder = export_head(tmp_path / "head", *given, target_name="t", card="", dtype="float32")
-    assert load_file(folder / "model.safetensors")["fc.weight"].dtype == np.float32
-    _, params = load_head(str(folder), target().target.config, kind="eagle3", progress=False)
-    for name, leaf in halves.items():
-        np.testing.assert_array_equal(np.asarray(params[name], np.float32), np.asarray(leaf, np.float32))
-
-
-# The files, as FORMATS.md and the engines have them.
+# The files.
 
 ATTENTION = {"q_proj.weight": (32, 16), "k_proj.weight": (16, 16), "v_proj.weight": (16, 16), "o_proj.weight": (16, 32)}
 MLP = {"gate_proj.weight": (24, 16), "up_proj.weight": (24, 16), "down_proj.weight": (16, 24)}
@@ -151,7 +146,7 @@ KEYS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_the_tensors_are_the_documented_ones(tmp_path, name):
+def test_documented_tensors(tmp_path, name):
     folder = export(tmp_path / "head", name)
     assert sorted(content(folder)) == ["README.md", "config.json", "model.safetensors"]
     tensors = load_file(folder / "model.safetensors")
@@ -160,20 +155,12 @@ def test_the_tensors_are_the_documented_ones(tmp_path, name):
     assert narrow == KEYS[name].keys() - {"d2t", "t2d"}
 
 
-def test_the_map_is_offsets_and_a_mask(tmp_path):
+def test_token_map_as_offsets_and_mask(tmp_path):
     tensors = load_file(export(tmp_path / "head", "eagle3") / "model.safetensors")
     ids = params_of("eagle3")["ids"]
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
     assert [i + offset for i, offset in enumerate(tensors["d2t"].tolist())] == ids.tolist()
     assert np.flatnonzero(tensors["t2d"]).tolist() == sorted(ids.tolist())
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_names_lead_there_and_back(name):
-    tensors = head_tensors(HEADS[name], params_of(name), target().target.config)
-    table = common_names(tensors)
-    assert sorted(table.names.values()) == sorted(tensors)
-    assert not any(name.startswith(("mtp", "layers")) for name in table.arrays)
 
 
 COMMON = {
@@ -184,7 +171,7 @@ COMMON = {
 }  # fmt: skip
 
 
-def test_configs(tmp_path):
+def test_config_json(tmp_path):
     model = target().target.config
     assert head_description(HEADS["eagle3"], model) == COMMON | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -215,8 +202,8 @@ def test_configs(tmp_path):
 
 
 @pytest.mark.parametrize("scaling", ["linear", "dynamic"])
-def test_scaled_rope_has_both_names(tmp_path, scaling):
-    """`rope_type` for transformers, SGLang and vLLM, `type` for SafeAILab's loader; transformers reads one meaning."""
+def test_scaled_rope_has_the_keys_of_all_engines(tmp_path, scaling):
+    """`rope_type` for transformers, SGLang and vLLM, `type` for SafeAILab's loader."""
     from transformers import AutoConfig
 
     longest = 64 if scaling == "dynamic" else None
@@ -224,8 +211,8 @@ def test_scaled_rope_has_both_names(tmp_path, scaling):
     head = dataclasses.replace(HEADS["eagle3"], rope=rope)
     described = head_description(head, target().target.config)
     assert described["rope_scaling"] == {"rope_type": scaling, "type": scaling, "factor": 2.0}
-    given = params_of("eagle3"), target().target.config
-    folder = export_head(tmp_path / "head", head, *given, target_name="t", card="")
+    folder = tmp_path / "head"
+    export_head(folder, head, params_of("eagle3"), target().target.config, target_name="t", card="")
     assert load_head(str(folder), target().target.config, kind="eagle3", progress=False)[0].rope == rope
     assert AutoConfig.from_pretrained(folder, local_files_only=True).rope_parameters["rope_type"] == scaling
 
@@ -241,18 +228,18 @@ def test_transformers_reads_the_config(tmp_path, name):
     assert rope["rope_type"] == ("llama3" if name == "eagle3 biases" else "default")
 
 
-def test_card(tmp_path):
-    card = "# A head\n\nWhat it does.\n"
+def test_model_card(tmp_path):
+    card = "# A head\n\nA description.\n"
     text = (export(tmp_path / "head", "eagle3", card=card, license="mit") / "README.md").read_text()
     assert text.startswith('---\nlicense: "mit"\nbase_model: "some/target"\nlibrary_name: "specjax"\ntags: [')
     assert '"speculative-decoding"' in text and '"eagle3"' in text
-    assert text.endswith("]\n---\n\n# A head\n\nWhat it does.\n")
+    assert text.endswith("]\n---\n\n# A head\n\nA description.\n")
     assert "license" not in (export(tmp_path / "head", "eagle3", card=card) / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3 unmapped", "eagle", "mtp", "mtp nobias"])
-def test_the_oracle_computes_the_same_from_the_file(tmp_path, name):
-    """One forward over six slots from position 0 on, by numpy and plain loops."""
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 unmapped", "eagle", "mtp"])
+def test_oracle_computes_equal_outputs_from_the_file(tmp_path, name):
+    """A forward over six slots from position 0, by numpy and plain loops."""
     config, toy, rng = HEADS[name], target(), np.random.default_rng(1)
     tensors = load_file(export(tmp_path / "head", name, dtype="float32") / "model.safetensors")
     spec = HeadSpec(config.kind, 4, 8, 1e-5, 777.0, config.norm_before_residual)
@@ -269,16 +256,16 @@ def test_the_oracle_computes_the_same_from_the_file(tmp_path, name):
     out, _ = head.forward(params, embedded, head.fuse(params, jnp.asarray(features[None])), positions, CAUSAL, past)
     np.testing.assert_allclose(out[0], expected, atol=2e-4, rtol=1e-4)
     logits = head.unembed(toy.params, params, out)
-    wanted = np.stack([draft_logits(tensors, spec, item, rows) for item in expected])
-    np.testing.assert_allclose(logits[0], wanted, atol=1e-3, rtol=1e-4)
+    expected_logits = np.stack([draft_logits(tensors, spec, item, rows) for item in expected])
+    np.testing.assert_allclose(logits[0], expected_logits, atol=1e-3, rtol=1e-4)
     ours = head.target_ids(params, jnp.arange(config.vocab_size, dtype=jnp.int32))
     assert np.asarray(ours).tolist() == target_ids(tensors, spec, 31).tolist()
 
 
-# What is refused.
+# Refusals.
 
 
-def test_parameters_that_are_not_such_a_head(tmp_path):
+def test_parameters_that_do_not_fit(tmp_path):
     def refusal(name: str, changes: dict[str, Any], dtype: str = "bfloat16") -> str:
         params = {leaf: array for leaf, array in (params_of(name) | changes).items() if array is not None}
         with pytest.raises(ValueError, match=r"head|draft|parameter") as caught:
@@ -303,10 +290,10 @@ def test_parameters_that_are_not_such_a_head(tmp_path):
         head_tensors(mapped, {}, target().target.config)
 
 
-# Never half a folder.
+# Replacing folders.
 
 
-def test_an_export_replaces_the_one_before(tmp_path):
+def test_an_export_replaces_the_previous_one(tmp_path):
     export(tmp_path / "head", "eagle3")
     (tmp_path / "link").symlink_to(tmp_path / "head")
     assert export(tmp_path / "link", "mtp") == tmp_path / "link"
@@ -318,18 +305,26 @@ def test_an_export_replaces_the_one_before(tmp_path):
     export(tmp_path / "new" / "deep" / "head", "eagle")
 
 
-@pytest.mark.parametrize("full", [1, 2, 3])
-def test_a_full_disk_leaves_the_old_head(tmp_path, monkeypatch, full):
+@pytest.mark.parametrize("failing", [1, 2, 3, "rename"])
+def test_a_full_disk_keeps_the_old_head(tmp_path, monkeypatch, failing):
+    """Writing a file fails, or renaming the complete folder."""
     folder = export(tmp_path / "head", "eagle3")
-    before, calls, real = content(folder), [], os.fsync
+    before, calls, real, rename = content(folder), [], os.fsync, Path.rename
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def fsync(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if len(calls) == failing:
+            raise full
         real(descriptor)
 
+    def renamed(self: Path, goal: Path) -> Path:
+        if failing == "rename" and self.name == ".head.partial":
+            raise full
+        return rename(self, goal)
+
     monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
     with pytest.raises(
         CheckpointError,
         match=r"cannot write a draft to .*head \(.*No space left.*free some space or choose another",
@@ -337,21 +332,6 @@ def test_a_full_disk_leaves_the_old_head(tmp_path, monkeypatch, full):
         export(folder, "eagle")
     assert content(folder) == before
     assert [file.name for file in tmp_path.iterdir()] == ["head"]
-
-
-def test_a_failed_rename_leaves_the_old_head(tmp_path, monkeypatch):
-    folder = export(tmp_path / "head", "eagle3")
-    before, real = content(folder), Path.rename
-
-    def rename(self: Path, goal: Path) -> Path:
-        if self.name == ".head.partial":
-            raise OSError(errno.EIO, "no")
-        return real(self, goal)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(CheckpointError, match="cannot write a draft"):
-        export(folder, "eagle")
-    assert content(folder) == before and [file.name for file in tmp_path.iterdir()] == ["head"]
 
 
 KILLED = """
@@ -374,31 +354,34 @@ export.export_head(sys.argv[1], head, params, model, target_name="t", card="")
 """
 
 
-def test_a_kill_leaves_the_old_head_and_the_next_export_tidies_up(tmp_path):
+@pytest.mark.process
+def test_a_kill_keeps_the_old_head(tmp_path):
     folder = export(tmp_path / "head", "eagle3")
     before = content(folder)
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert content(folder) == before
     assert (tmp_path / ".head.partial").is_dir()
-    # The same, killed between the two renames.
-    folder.rename(tmp_path / ".head.before")
-    params, model = params_of("eagle") | {"down": np.zeros((24, 16), np.float32)}, target().target.config
-    export_head(folder, HEADS["eagle"], params, model, target_name="t", card="")
+    export(folder, "eagle")
     assert [file.name for file in tmp_path.iterdir()] == ["head"]
 
 
-def test_one_killed_between_the_renames_is_put_back_first(tmp_path, monkeypatch):
+def test_a_kill_between_the_renames_is_repaired(tmp_path, monkeypatch):
+    """The next export restores the old head first, and removes the temporary folders."""
     folder = export(tmp_path / "head", "eagle3")
     before = content(folder)
     folder.rename(tmp_path / ".head.before")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(CheckpointError, match="full"):
-        export(folder, "eagle")
+    (tmp_path / ".head.partial").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(CheckpointError, match="full"):
+            export(folder, "eagle")
     assert content(folder) == before
+    export(folder, "eagle")
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
 
 
-def test_a_folder_with_other_things_is_not_replaced(tmp_path):
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     folder = export(tmp_path / "head", "eagle3")
     (folder / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match=r"head contains checkpoints, which an exported draft does not have"):
@@ -406,8 +389,8 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path):
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
-def test_places_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("kept")
+def test_paths_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("a file")
     for place in ("file", "file/head"):
         with pytest.raises(CheckpointError, match=rf"cannot write a draft to {re.escape(str(tmp_path / place))} \("):
             export(tmp_path / place, "eagle")

@@ -24,19 +24,17 @@ def rows(shift: int = 0) -> Rows:
 
 
 class Teach:
-    """Values that depend on the whole batch, as a compiled forward's last bits may. Notes what it was asked."""
+    """Values that depend on the whole batch, as the last bits of a compiled forward may. Records its batches."""
 
     def __init__(self, dtype: Any = np.float32) -> None:
-        self.asked: list[list[int]] = []
+        self.batches: list[list[int]] = []
         self.dtype = dtype
 
-    def __call__(self, given: Rows) -> Teacher:
-        self.asked.append((given.tokens[:, 0] // LENGTH).tolist())
-        values = given.tokens[..., None] + given.tokens.sum() / 1024
-        return Teacher(
-            np.repeat(values, 6, axis=-1).astype(self.dtype), np.repeat(values, 2, axis=-1).astype(self.dtype),
-            given.tokens + 1,
-        )  # fmt: skip
+    def __call__(self, batch: Rows) -> Teacher:
+        self.batches.append((batch.tokens[:, 0] // LENGTH).tolist())
+        values = batch.tokens[..., None] + batch.tokens.sum() / 1024
+        features, hidden = (np.repeat(values, width, axis=-1).astype(self.dtype) for width in (6, 2))
+        return Teacher(features, hidden, batch.tokens + 1)
 
 
 def store(teach: Teach, folder: Path, **changes: Any) -> FeatureStore:
@@ -47,66 +45,44 @@ def store(teach: Teach, folder: Path, **changes: Any) -> FeatureStore:
     return FeatureStore(teach, changes.pop("rows", rows()), **settings | changes)
 
 
-def everything(kept: FeatureStore, numbers: list[int]) -> list[np.ndarray]:
-    return [np.asarray(part, np.float32) for part in kept.get(np.asarray(numbers))]
-
-
-def test_values_do_not_depend_on_the_order_of_asking(tmp_path):
+def test_values_do_not_depend_on_the_order_of_requests(tmp_path):
     first, second = Teach(), Teach()
-    forward = everything(store(first, tmp_path / "a"), list(range(COUNT)))
+    forward = store(first, tmp_path / "a").get(np.arange(COUNT))
     other = store(second, tmp_path / "b")
-    backward = {}
-    for number in reversed(range(COUNT)):
-        backward[number] = everything(other, [number])
-    for part in range(3):
-        np.testing.assert_array_equal(forward[part], np.concatenate([backward[i][part] for i in range(COUNT)]))
-    np.testing.assert_array_equal(forward[2], rows().tokens + 1)
+    backward = {number: other.get(np.array([number])) for number in reversed(range(COUNT))}
+    for name, part in forward._asdict().items():
+        np.testing.assert_array_equal(part, np.concatenate([getattr(backward[i], name) for i in range(COUNT)]))
+    np.testing.assert_array_equal(forward.top, rows().tokens + 1)
     batches = [sorted(batch_rows(step, COUNT, BATCH, SEED).tolist()) for step in range(3)]
-    assert sorted(map(sorted, first.asked)) == sorted(batches) == sorted(map(sorted, second.asked))
+    assert sorted(map(sorted, first.batches)) == sorted(batches) == sorted(map(sorted, second.batches))
     assert other.done == COUNT
 
 
-def test_each_row_is_computed_once(tmp_path):
-    teach = Teach()
-    kept = store(teach, tmp_path)
-    for step in range(10):
-        kept.get(batch_rows(step, COUNT, BATCH, SEED))
-    assert len(teach.asked) == 3
-
-
-def test_a_disk_store_is_reused(tmp_path):
-    """Also one of a run that was interrupted: what it had is there, the rest is computed."""
-    first, second, third = Teach(), Teach(), Teach()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_store_is_reused(tmp_path, dtype):
+    """Each row is computed once, also by runs that were interrupted."""
+    first, second = (Teach(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32) for _ in range(2))
     numbers = batch_rows(0, COUNT, BATCH, SEED)
-    found = store(first, tmp_path).get(numbers)
-    again = store(second, tmp_path)
+    values = store(first, tmp_path, dtype=dtype).get(numbers)
+    again = store(second, tmp_path, dtype=dtype)
     assert again.done == BATCH
-    for one, other in zip(found, again.get(numbers), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert second.asked == []
-    again.get(np.arange(COUNT))
-    assert len(second.asked) == 2
-    store(third, tmp_path).get(np.arange(COUNT))
-    assert third.asked == []
+    for expected, part, name in zip(values, again.get(numbers), Teacher._fields, strict=True):
+        assert part.dtype == (np.int32 if name == "top" else dtype)
+        np.testing.assert_array_equal(expected.view(np.uint8), part.view(np.uint8))
+    assert second.batches == []
+    for step in range(10):
+        again.get(batch_rows(step, COUNT, BATCH, SEED))
+    assert len(second.batches) == 2
 
 
 @pytest.mark.parametrize(
     "changes", [{"identity": "another"}, {"rows": rows(1)}, {"dtype": "float16"}, {"batch": 2}, {"seed": 2}], ids=str
 )
-def test_what_the_values_depend_on_names_the_folder(tmp_path, changes):
+def test_other_inputs_use_another_folder(tmp_path, changes):
     store(Teach(), tmp_path).get(np.arange(COUNT))
     other = store(Teach(), tmp_path, **changes)
     assert other.done == 0
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_bfloat16_keeps_its_bits(tmp_path):
-    found = store(Teach(ml_dtypes.bfloat16), tmp_path, dtype="bfloat16").get(np.arange(COUNT))
-    assert found.features.dtype == ml_dtypes.bfloat16
-    wanted = Teach(ml_dtypes.bfloat16)
-    kept = store(wanted, tmp_path / "other", dtype="bfloat16").get(np.arange(COUNT))
-    np.testing.assert_array_equal(found.features.view(np.uint16), kept.features.view(np.uint16))
-    assert np.ptp(found.features.astype(np.float32)) > 20
 
 
 def test_a_full_disk_is_refused(tmp_path, monkeypatch):
@@ -121,12 +97,11 @@ def test_a_full_disk_is_refused(tmp_path, monkeypatch):
     assert store(Teach(), tmp_path).done == COUNT
 
 
-def test_the_room_is_taken_at_once(tmp_path):
-    """A mapped file that finds no room when it is written kills the process."""
+def test_space_is_reserved(tmp_path):
+    """Writing to a mapped file on a full disk would kill the process."""
     store(Teach(), tmp_path)
-    for file in tmp_path.rglob("*.bin"):
-        if file.name != "done.bin":
-            assert file.stat().st_blocks * 512 >= file.stat().st_size > 0
+    (file,) = tmp_path.rglob("rows.bin")
+    assert file.stat().st_blocks * 512 >= file.stat().st_size > 0
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
