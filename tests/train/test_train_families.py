@@ -60,9 +60,6 @@ def read(folder: Path) -> tuple[ModelConfig, Any]:
     return config, load_params(files, config, progress=False)
 
 
-# Features.
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_of_packed_rows_against_transformers(folders, family):
     """Two examples in a row, both longer than a window."""
@@ -91,8 +88,6 @@ def test_features_of_packed_rows_against_transformers(folders, family):
             np.asarray(teacher.top[0, slots])[sure], output.logits[0].argmax(-1).numpy()[sure]
         )
 
-
-# Ten steps.
 
 TRAINED = [
     ("gemma2", "EAGLE3"), *((family, "EAGLE3") for family in FAMILIES if family != "gemma2"), ("gemma2", "EAGLE"),
@@ -124,7 +119,6 @@ def answers(folders, tmp_path_factory) -> Callable[[str], Path]:
 def test_ten_steps(folders, answers, tmp_path, capfd, family, algorithm):
     model, data = folders(family), answers(family)
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    check_greedy(load_oracle(model, family), rows)
     # A batch has all the data.
     flags = {"draft": algorithm, "steps": 10, "batch_size": 4, "held_back": 0, "checkpoint_every": 10, "log_every": 1}
     flags |= {"draft_vocab_size": 60} if (family, algorithm) == TRAINED[0] else {}
@@ -143,24 +137,6 @@ def test_ten_steps(folders, answers, tmp_path, capfd, family, algorithm):
     params = SamplingParams(max_new_tokens=16, temperature=0.0)
     completions = engine.generate([row["prompt_ids"] for row in rows], params)
     assert [done.output_ids for done in completions] == [row["response_ids"] for row in rows]
-
-
-def check_greedy(oracle: Any, rows: list[dict[str, Any]]) -> None:
-    """The answers have transformers' most likely tokens, up to the first near-tie."""
-    import torch
-
-    for row in rows:
-        prompt, answer = row["prompt_ids"], row["response_ids"]
-        with torch.inference_mode():
-            logits = oracle(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        best = logits.topk(2).values
-        close = torch.nonzero(best[:, 0] - best[:, 1] < NEAR).flatten().tolist()
-        sure = close[0] if close else len(answer)
-        assert logits.argmax(-1).tolist()[:sure] == answer[:sure]
-        assert len(answer) == 16 or answer[-1] == END
-
-
-# The target's output layer in a head.
 
 
 def test_a_copied_output_layer_has_no_soft_cap(folders):
@@ -190,9 +166,6 @@ def test_a_new_head_starts_from_the_targets_norm_and_output_layer(folders):
         expected = target.unembed(params, normed * (offset + params["final_norm"])[None, None])
         logits = draft_head(head, target).unembed(params, weights, stream)
         np.testing.assert_array_equal(np.argmax(logits, axis=-1), np.argmax(expected, axis=-1))
-
-
-# Configurations.
 
 
 @pytest.mark.parametrize("family", [*DENSE, "dynamic"])

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
@@ -21,7 +22,6 @@ from train_helpers import environment
 
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
-from specjax.cli.lines import read_lines
 from specjax.engine import Engine, SamplingParams
 from specjax.train import generate
 
@@ -89,9 +89,6 @@ def files(tmp_path, model, capsys) -> Files:
     return Files(tmp_path, model, capsys)
 
 
-# Answers.
-
-
 def test_output_rows(files):
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines = [*PROMPTS, {"messages": [*conversation, {"role": "user", "content": "é"}], "source": "two turns"}]
@@ -132,29 +129,6 @@ def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
     assert files.rows[0]["prompt_ids"] == tokenizer()("the hell")["input_ids"]
 
 
-def test_tools_and_variables_of_a_line(files, tmp_path, model):
-    """The output repeats them, so that training can render the prompt again."""
-    changed = tokenizer().__class__.from_pretrained(model)
-    changed.chat_template = (
-        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}{% for m in messages %}"
-        "{% for call in m.tool_calls or [] %}{{ call.function.arguments.x }}{% endfor %}{{ m.role[0] }}{{ m.content }}"
-        "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-    )
-    changed.save_pretrained(tmp_path / "tokenizer")
-    extra = {
-        "tools": [{"type": "function", "function": {"name": "look"}}], "chat_template_kwargs": {"mood": "hell"},
-    }  # fmt: skip
-    call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 12}'}}
-    messages = [{"role": "developer", "content": "the"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "tool", "content": "l"}]
-    lines = [{"prompt": "e"} | extra, {"messages": messages} | extra, {"prompt": "e", "tools": "no json"}]
-    status, summary, err = files("--tokenizer-path", tmp_path / "tokenizer", lines=lines)
-    assert (status, summary["failed"]) == (1, 1) and "line 3: tools is not JSON" in err
-    for row, line, text in zip(files.rows, lines, ["lookhelluea", "lookhellsthe12atla"], strict=False):
-        assert row["prompt_ids"] == tokenizer()(text)["input_ids"]
-        assert {name: row[name] for name in extra} == extra and row.items() >= line.items()
-
-
 def test_temperatures_are_drawn_by_line(files):
     def run(*flags: Any, count: int = 60) -> list[tuple]:
         files("--overwrite", "--max-new-tokens", 2, "--count", count, *flags)
@@ -179,6 +153,9 @@ def test_shards_together_equal_a_whole_run(files, tmp_path):
     assert [row for rows in zip(*shards, strict=True) for row in rows] == whole
     status, _, err = files("--shard", "1/3")
     assert status == 2 and "--shard was '3/3' and is '1/3'" in err
+    for text in ("", "0/2", "3/2", "1", "1/0", "-1/2", "1/2/3", "a/b"):
+        with pytest.raises(ValueError, match=r"^--shard must be I/N, with I from 1 to N, got"):
+            generate.parse_shard(text)
 
 
 def test_a_folder_is_answered_as_a_file(files, tmp_path):
@@ -195,27 +172,18 @@ def test_a_folder_is_answered_as_a_file(files, tmp_path):
     status, summary, err = files("--overwrite")
     assert (status, summary["failed"]) == (1, 1) and f"{folder / 'b.jsonl'}: " in err
     assert files.rows == whole
-
-
-@pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "-1/2", "1/2/3", "a/b"])
-def test_wrong_shards(text):
-    with pytest.raises(ValueError, match=r"^--shard must be I/N, with I from 1 to N, got"):
-        generate.parse_shard(text)
+    files.source = folder / "deeper"
+    files.source.mkdir()
+    status, _, err = files("--overwrite")
+    assert status == 2 and "deeper has no file that ends in .jsonl or .jsonl.gz" in err
 
 
 def test_mixtures():
-    for texts, shares in (
-        (["0.0 0.8"], {0.0: 1.0, 0.8: 1.0}),
-        (["0", "0.8=2", "1=0.5"], {0.0: 1.0, 0.8: 2.0, 1.0: 0.5}),
-        (["1"], {1.0: 1.0}),
-    ):
-        assert generate.parse_mixture(texts) == shares
-
-
-@pytest.mark.parametrize("text", ["hot", "-1", "0.8=", "0.8=0", "0.8=-1", "0.8=inf", "nan", "0 0.0", " ", "1=2=3"])
-def test_wrong_mixtures(text):
-    with pytest.raises(ValueError, match="--temperatures"):
-        generate.parse_mixture([text])
+    assert generate.parse_mixture(["0.0 0.8"]) == {0.0: 1.0, 0.8: 1.0}
+    assert generate.parse_mixture(["0", "0.8=2", "1=0.5"]) == {0.0: 1.0, 0.8: 2.0, 1.0: 0.5}
+    for text in ("hot", "-1", "0.8=", "0.8=0", "0.8=-1", "0.8=inf", "nan", "0 0.0", " ", "1=2=3"):
+        with pytest.raises(ValueError, match="--temperatures"):
+            generate.parse_mixture([text])
 
 
 def test_long_prompts_are_skipped_and_bad_lines_named(files):
@@ -234,17 +202,6 @@ def test_long_prompts_are_skipped_and_bad_lines_named(files):
     assert [row["seed"] for row in files.rows] == [0, 8], "blank lines do not count"
     assert files(lines=[long])[0] == 2, "another input"
     assert files("--overwrite", lines=[long])[0] == 0
-
-
-def test_an_incomplete_gzip_file_is_read_up_to_its_end(files):
-    packed = gzip.compress("".join(json.dumps(line) + "\n" for line in PROMPTS).encode() * 300)
-    files.source.write_bytes(packed[: len(packed) // 2])
-    status, _, err = files("--count", 3)
-    assert (status, err, len(files.rows)) == (0, "", 3)
-    assert "cannot be read on from here" in list(read_lines(str(files.source)))[-1].problem
-
-
-# Resumed runs.
 
 
 @pytest.fixture
@@ -279,52 +236,41 @@ def test_batch_and_algorithm_change_no_answer(files, whole):
     assert files.target.read_bytes() == whole
 
 
-def test_count_can_grow(files, whole):
+def test_count_can_grow(files, whole, monkeypatch):
+    """A complete run loads no model."""
     files.target.unlink()
     for count, most in ((4, 4), (9, 9), (2, 9), (15, 15)):
         files("--count", count)
         assert len(files.rows) <= most
         assert whole.startswith(files.target.read_bytes())
     assert files.target.read_bytes() == whole
-
-
-def test_a_complete_run_loads_no_model(files, monkeypatch):
-    files(lines=PROMPTS)
+    files("--overwrite", lines=PROMPTS)
     monkeypatch.setattr(Engine, "from_pretrained", lambda **_: pytest.fail("a model was loaded"))
     status, summary, _ = files()
     assert (status, summary) == (0, {"resumed_after": 12, "requests": 0, "failed": 0, "too_long": 0})
 
 
 @pytest.mark.process
-def test_killed_and_resumed(files, tmp_path):
-    """After two SIGKILLs the file equals that of an uninterrupted run, byte for byte."""
-    lines = [{"source": "s", "prompt": f"{i} the hell"} for i in range(200)]
+def test_killed_and_resumed(files):
+    """After a SIGKILL, the completed file equals that of an uninterrupted run, byte for byte."""
     flags = ["--max-new-tokens", "20", "--temperatures", "0.0 1.0"]
-    files(*flags, lines=lines)
-    undisturbed = files.target.read_bytes()
+    files(*flags, lines=[{"source": "s", "prompt": f"{i} the hell"} for i in range(120)])
+    whole = files.target.read_bytes()
     files.target.unlink()
     files.meta.unlink()
     command = [sys.executable, "-m", "specjax.train.generate", *files.argv(*flags)]
-    sizes = []
-    for _ in range(2):
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
-        ) as process:
-            start, limit = len(sizes and files.target.read_bytes()), time.monotonic() + 240
-            while process.poll() is None and time.monotonic() < limit:
-                if files.target.exists() and files.target.stat().st_size > start + 2000:
-                    break
-                time.sleep(0.002)
-            os.kill(process.pid, signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL, "the run ended before the kill: it needs more lines"
-        sizes.append(files.target.stat().st_size)
-    assert 0 < sizes[0] < sizes[1] < len(undisturbed)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process:
+        limit = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < limit:
+            if files.target.exists() and files.target.stat().st_size > 2000:
+                break
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "the run ended before the kill: it needs more lines"
+    assert 0 < files.target.stat().st_size < len(whole)
     status, summary, _ = files(*flags)
     assert status == 0 and summary is not None and summary["resumed_after"] > 0
-    assert files.target.read_bytes() == undisturbed
-
-
-# Refusals: one line, status 2, and an unchanged file.
+    assert files.target.read_bytes() == whole
 
 
 CHANGED = [
@@ -337,7 +283,7 @@ CHANGED = [
 ]
 
 
-def test_other_settings_are_refused(files):
+def test_other_settings_and_input_are_refused(files):
     files("--count", 2, lines=PROMPTS[:4])
     before = files.target.read_bytes()
     for changes, message in CHANGED:
@@ -346,10 +292,6 @@ def test_other_settings_are_refused(files):
         (line,) = err.splitlines()
         assert message in line and "--overwrite" in line
         assert files.target.read_bytes() == before
-
-
-def test_another_input_is_refused_and_overwritten_if_asked(files):
-    files(lines=PROMPTS[:3])
     status, _, err = files(lines=PROMPTS[3:5])
     assert status == 2 and "content of the input was" in err
     assert files("--overwrite")[0] == 0
@@ -373,7 +315,7 @@ def test_files_of_other_programs_are_refused(files):
         assert files.target.read_text() == before
 
 
-def test_two_runs_do_not_write_one_file(files):
+def test_outputs_that_are_in_use(files):
     files(lines=PROMPTS[:3])
     lines = files.target.read_text().splitlines(keepends=True)
     files.target.write_text("".join(lines[:2]))
@@ -383,7 +325,8 @@ def test_two_runs_do_not_write_one_file(files):
         status, _, err = files()
         assert status == 2 and "is being written by another run" in err
     assert files.target.read_text() == "".join(lines[:2])
-    assert files()[0] == 0
+    status, _, err = files("--output", files.source)
+    assert status == 2 and "is also an input" in err
 
 
 @pytest.mark.parametrize(
@@ -410,17 +353,8 @@ def test_refused_at_the_start(files, flags, message):
     assert not files.target.exists()
 
 
-def test_the_input_is_no_output(files):
-    files.write(PROMPTS[:1])
-    status, _, err = files("--output", files.source)
-    assert status == 2 and "is also an input" in err
-
-
 def test_an_interrupt(files, monkeypatch):
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "run", interrupt)
+    monkeypatch.setattr(generate, "run", Mock(side_effect=KeyboardInterrupt))
     status, _, err = files(lines=PROMPTS)
     assert (status, err) == (130, "specjax train generate: interrupted; the same command continues here\n")
 
@@ -431,9 +365,6 @@ def test_progress_bar(files, capsys):
     shown = capsys.readouterr().err
     assert re.search(r"Generating: 12 requests in .*tok/s", shown)
     assert "12 lines; 4 at once; speculation:\n  algorithm  NONE\n" in shown
-
-
-# The batch.
 
 
 def test_default_and_chosen_batch(model):

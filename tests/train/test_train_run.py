@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gzip
 import json
 import shutil
 import signal
@@ -18,7 +16,6 @@ from engine_helpers import VOCABULARY, tokenizer
 from toy_models import tiny_llama
 from train_helpers import arguments, save_data, save_model, start
 
-from specjax.config import ModelConfig
 from specjax.train import run
 from specjax.train.__main__ import main
 from specjax.train.options import PLACEMENTS, DataSettings, OptimizerSettings, TrainOptions
@@ -90,8 +87,6 @@ def check_same(folder: Path, other: Path) -> None:
 def content(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
-
-# Outputs.
 
 KINDS: dict[str, dict[str, Any]] = {
     "EAGLE3": {"draft_vocab_size": 30}, "EAGLE": {"rounds": None, "accumulate": 2},
@@ -169,8 +164,6 @@ def test_two_devices_train_as_one(model, data, whole, tmp_path):
             np.testing.assert_allclose(row["losses"], expected["losses"], rtol=2e-3, err_msg=name)
             np.testing.assert_allclose(row["gradient_norm"], expected["gradient_norm"], rtol=0.02, err_msg=name)
 
-
-# Resumed runs.
 
 INTERRUPTED = [("disk", "logged:3"), ("disk", "during:2"), ("none", "interrupted:3"), ("none", "full:4")]
 """Features, and the step at which a run ends: after its metrics are logged, while its checkpoint is written, or with a
@@ -340,9 +333,6 @@ def test_settings_of_a_resumed_run(train, copied, tmp_path):
     assert (status, summary["head"]) == (0, str(tmp_path / "out"))
 
 
-# Refusals.
-
-
 def test_run_folders(train, tmp_path):
     """Locked for a process; settings may change before the first checkpoint; other folders are not used."""
     for steps in (77, 78):
@@ -361,8 +351,6 @@ def test_run_folders(train, tmp_path):
     ("changes", "expected"),
     [
         ({"aux_layers": ("9",)}, "--aux-layers must be different layers"),
-        ({"draft_vocab_size": 266}, "--draft-vocab-size 266 is more than"),
-        ({"draft": "EAGLE", "draft_vocab_size": 9}, "--draft-vocab-size is for"),
         ({"held_back": 24}, "--held-back 24 must be less than the 24 usable examples of --data"),
         ({"data": None}, "nothing to learn from: give --data or --text-data"),
         ({"data": "missing.jsonl"}, "missing.jsonl"),
@@ -416,18 +404,12 @@ def test_runs_without_an_accept_length_warn(train, data, caplog, monkeypatch):
         assert ("no accept length will be measured" in caplog.text) == (prompts > 0)
 
 
-# Data.
-
-
-@functools.cache
-def target_config() -> ModelConfig:
-    return tiny_llama(vocab_size=VOCABULARY).target.config
+CONFIG = tiny_llama(vocab_size=VOCABULARY).target.config
 
 
 def read(**settings: Any):
     """Rows, held-back examples and facts."""
-    options = TrainOptions(data=DataSettings(row_length=64, **settings))
-    return run.read_data(options, tokenizer(), target_config())
+    return run.read_data(TrainOptions(data=DataSettings(row_length=64, **settings)), tokenizer(), CONFIG)
 
 
 def test_text_skip_and_text_examples(tmp_path):
@@ -464,22 +446,3 @@ def test_number_of_held_back_examples(tmp_path):
 
     assert [held_back(lines) for lines in (1, 2, 10, 11, 150, 900)] == [0, 1, 1, 2, 15, 64]
     assert held_back(24, 6) == 6 and held_back(150, 64) == 64
-
-
-def test_a_folder_is_read_as_a_file(data, tmp_path):
-    """Its .jsonl and .jsonl.gz files by name, and no others."""
-    folder, rows = tmp_path / "shards", data.read_text().splitlines(keepends=True)
-    (folder / "deeper").mkdir(parents=True)
-    (folder / "b.jsonl").write_text("".join(rows[9:]))
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress("".join(rows[:9]).encode()))
-    for name in (".c.jsonl", "a.jsonl.gz.meta.json", "notes.txt"):
-        (folder / name).write_text("ignored\n")
-    *parts, facts = read(data=(str(data),), held_back=4)
-    *folder_parts, folder_facts = read(data=(str(folder),), held_back=4)
-    for expected, part in zip(jax.tree.leaves(parts), jax.tree.leaves(folder_parts), strict=True):
-        np.testing.assert_array_equal(expected, part)
-    assert folder_facts == facts | {"files": ["shards"]}
-    with pytest.raises(ValueError, match=r"--data .*b.jsonl is given twice"):
-        read(data=(str(folder), str(folder / "b.jsonl")))
-    with pytest.raises(ValueError, match=r"the folder .*deeper has no file that ends in .jsonl or .jsonl.gz"):
-        read(data=(str(folder / "deeper"),))

@@ -163,30 +163,21 @@ def test_generated_rows_are_read_as_served(read, name, answer):
             assert example.loss.tolist() == [False] * len(prompt) + [True] * len(answer_ids)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_without_thoughts(read, name):
-    """It follows a prompt without thoughts, or is refused if the prompt ends with <think>."""
-    family = FAMILIES[name]
+@pytest.mark.parametrize("name", ["deepseek-r1", "deepseek-v3.1, thinking"])
+def test_an_answer_without_thoughts_is_refused_after_think(read, name):
     row = {"messages": [CHAT[0], {"role": "assistant", "content": "It is 4."}]}
-    row |= {"chat_template_kwargs": dict(family.variables)}
-    if "opened" in family.thinks and "qwen3" not in name:
-        with pytest.raises(AssertionError, match="the prompt ends with <think>, and messages"):
-            read(name, [row])
-        return
-    (example,) = read(name, [row])
-    text = family_tokenizer(name).decode(example.tokens[example.loss], skip_special_tokens=False)
-    lead = "" if name.startswith("glm") else family.lead
-    assert text == lead + "It is 4." + family.end
-    shown = family_tokenizer(name).decode(example.tokens[~example.loss], skip_special_tokens=False)
-    assert shown.rstrip().endswith("</think>") == (
-        family.thinks != "no" or name in ("qwen3, thinking off", "deepseek-v3.1")
-    )
+    with pytest.raises(AssertionError, match="the prompt ends with <think>, and messages"):
+        read(name, [row | {"chat_template_kwargs": dict(FAMILIES[name].variables)}])
 
 
 HM = {"content": "", "reasoning_content": "hm"}
 CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
 FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     # The family, fields other than content "It is 4. ", the end of the prompt, and the answer.
+    "mistral": ("mistral", {}, "[/INST]", " It is 4. </s>"),
+    "gemma": ("gemma", {}, "model\n", "It is 4. <end_of_turn>"),
+    "gpt-oss": ("gpt-oss", {}, "assistant", "<|channel|>final<|message|>It is 4. <|return|>"),
+    "no thoughts, opened": ("qwen3-thinking", {}, "<think>\n\n</think>\n\n", "It is 4. <|im_end|>"),
     "no calls": ("qwen3", {"tool_calls": []}, "<think>\n\n</think>\n\n", "It is 4. <|im_end|>"),
     "no thoughts, trimmed": ("llama 3", {"reasoning": ""}, "<|end_header_id|>\n\n", "It is 4. <|eot_id|>"),
     "a call": ("qwen3", {"content": None, "tool_calls": [CALL]}, "<think>\n\n</think>\n\n", CALL_TEXT),
@@ -220,8 +211,6 @@ def test_fields_that_need_the_template(read, case):
     assert shown(example.tokens[example.loss]) == answer
     assert shown(example.tokens[~example.loss]).endswith(prompt) and not example.loss[: -len(ids(answer))].any()
 
-
-# Logits.
 
 KINDS: dict[str, dict[str, Any]] = {
     "EAGLE3": {"aux_layers": ("0", "1", "2")}, "EAGLE": {}, "MTP": {},

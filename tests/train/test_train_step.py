@@ -1,22 +1,33 @@
-"""The unrolled head against serving's oracle, slot by slot and round by round; losses against numpy."""
+"""A training step: the unrolled head against serving's oracle, losses against numpy, and the optimiser."""
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import eagle_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
+from toy_models import tiny_llama
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import draft_head, init_head_params
-from specjax.train.data import Rows
+from specjax.models.head_spec import head_sizes, head_table
+from specjax.models.params import map_leaves
+from specjax.train import head as heads
+from specjax.train.data import Example, Rows, pack
 from specjax.train.export import head_tensors
 from specjax.train.features import teach, training_target
-from specjax.train.unroll import LOSSES, Objective, Teacher, feature_regression, packed_attention, packed_mask, unroll
+from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
+from specjax.train.unroll import LOSSES, Objective, Teacher, packed_attention, packed_mask, unroll
+from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split
 
 V, M, W = 19, 16, 7
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)
@@ -84,19 +95,17 @@ class World:
         for row in range(2):
             segments = np.asarray(self.batch.segments[row])
             for number in range(1, segments.max() + 1):
-                where = np.flatnonzero(segments == number)
-                x = np.asarray(self.batch.tokens[row])[where]
-                loss = np.asarray(self.batch.loss[row])[where]
-                features = np.asarray(self.teacher.features[row])[where]
-                hidden = np.asarray(self.teacher.hidden[row])[where]
-                top = np.asarray(self.teacher.top[row])[where]
-                for t in range(len(x) - 2):
-                    self._slot(t, x, loss, features, hidden, top, tensors, spec, table, ids, objective, sums)
+                slots = np.flatnonzero(segments == number)
+                parts = self.batch.tokens, self.batch.loss, *self.teacher
+                example = [np.asarray(part[row])[slots] for part in parts]
+                for t in range(len(slots) - 2):
+                    self._slot(t, example, tensors, spec, table, ids, objective, sums)
         total = sum(weight * loss for weight, (loss, *_) in zip(objective.weights, sums, strict=True))
         return total, sums
 
-    def _slot(self, t, x, loss, features, hidden, top, tensors, spec, table, ids, objective, sums) -> None:
+    def _slot(self, t, example, tensors, spec, table, ids, objective, sums) -> None:
         """Slot t of an example: slots up to t with the target's features, then its own outputs, round by round."""
+        x, loss, features, hidden, top = example
         embeddings, inputs = [table[x[s + 1]] for s in range(t + 1)], [features[s] for s in range(t + 1)]
         positions, again = list(range(t + 1)), [False] * (t + 1)
         visible = [set(range(s + 1)) for s in range(t + 1)]
@@ -208,9 +217,6 @@ def test_the_mask_is_causal_within_an_example():
     np.testing.assert_array_equal(mask[0], [[c == "x" for c in row] for row in rows])
 
 
-# Losses.
-
-
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max())
     return e / e.sum()
@@ -241,20 +247,6 @@ def test_losses_by_their_formulas(name):
         np.testing.assert_allclose(losses[slot], expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "acceptance", "hybrid"])
-def test_the_targets_distribution_has_the_least_loss(name):
-    """Elsewhere, a small step along the gradient lowers the loss."""
-    rng = np.random.default_rng(7)
-    x, p = rng.normal(0, 2, 9).astype(np.float32), softmax(rng.normal(0, 2, 9)).astype(np.float32)
-    loss = lambda logits: LOSSES[name](logits, jnp.asarray(p), jnp.int32(0))  # noqa: E731
-    best = loss(jnp.log(jnp.asarray(p)))
-    for _ in range(20):
-        other = np.log(p) + rng.normal(0, 0.1, p.size).astype(np.float32)
-        assert loss(jnp.asarray(other)) >= best - 1e-6
-    before, gradient = jax.value_and_grad(loss)(jnp.asarray(x))
-    assert loss(jnp.asarray(x) - 0.05 * gradient) < before
-
-
 def test_no_overlap_has_a_finite_loss():
     x, p = jnp.asarray([100.0, 0.0, 0.0]), jnp.asarray([0.0, 0.5, 0.5])
     for name, loss in LOSSES.items():
@@ -262,7 +254,129 @@ def test_no_overlap_has_a_finite_loss():
         assert jnp.isfinite(value) and jnp.isfinite(gradient).all(), name
 
 
-def test_feature_regression_is_smooth_l1():
-    a, b = np.random.default_rng(0).normal(0, 2, (2, 2, 3, 8)).astype(np.float32)
-    expected = np.mean([[0.5 * d * d if abs(d) < 1 else abs(d) - 0.5 for d in row] for row in (a - b).reshape(6, 8)], 1)
-    np.testing.assert_allclose(feature_regression(jnp.asarray(a), jnp.asarray(b)).ravel(), expected, rtol=1e-6)
+PLAIN = OptimizerSettings(weight_decay=0.0, clip_norm=0.5)
+
+
+@functools.cache
+def toy():
+    return tiny_llama(3, num_layers=3)  # at least the three that a head reads
+
+
+@functools.cache
+def rows(count: int = 4, length: int = 24) -> Rows:
+    """Rows with different numbers of counted tokens, so that a mean of means is not the mean."""
+    rng = np.random.default_rng(0)
+    examples = []
+    for i in range(count):
+        loss = np.zeros(length - i, bool)
+        loss[4 + 3 * i :] = True
+        examples.append(Example(rng.integers(0, 31, length - i).astype(np.int32), loss))
+    return pack(examples, length, 0)
+
+
+BIASED = HeadConfig(
+    "eagle3", 16, 48, 24, 4, 2, 8, 1e-5, RopeConfig(), 31, (0, 1, 2), own_head=True, fc_bias=True, attention_bias=True
+)
+"""Declares the leaves of the optimiser's tests."""
+
+
+def trainer(rate: float = 1e-2, dtype: str = "float32", **changes: Any):
+    """(first state, update)."""
+    config = toy().target.config
+    target = training_target(config, dtype)
+    settings = replace(heads.head_config(DraftSettings(draft="EAGLE3"), config), dtype=dtype)
+    head = draft_head(settings, target, backend=packed_attention)
+    weights, frozen = heads.split_params(heads.new_params(settings, toy().target, toy().params, None, seed=0))
+    chain = make_optimizer(replace(PLAIN, **changes), optax.constant_schedule(rate), head_table(settings))
+    loss = heads.head_loss(head, target, heads.objective("EAGLE3", LossSettings(rounds=2, feature_noise=0.0)))
+    update = make_update(loss, chain, frozen, dtype=dtype, seed=0, teach=teach(target, settings.aux_layers))
+    with jax.numpy_dtype_promotion("standard"):
+        return TrainState(jnp.int32(0), weights, chain.init(weights)), update
+
+
+def batch(parts: int, size: int) -> Rows:
+    return Rows(*(jnp.asarray(part.reshape(parts, size, *part.shape[1:])) for part in rows()))
+
+
+def target_params(dtype: str = "float32"):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), toy().params)
+
+
+def test_parts_add_up_to_the_batch():
+    """By Adam's moments, since its steps do not depend on the gradient's scale."""
+    results = []
+    for shape in ((1, 4), (2, 2)):
+        state, update = trainer(clip_norm=0.0)
+        state, metrics = update(state, target_params(), batch(*shape), None)
+        results.append(jax.tree.leaves((state.optimizer, metrics.loss, metrics.sums, metrics.gradient_norm)))
+    assert float(metrics.gradient_norm) > 1e-3
+    for whole, parts in zip(*results, strict=True):
+        np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-4 * (np.abs(whole).max() + 1e-9))
+
+
+def test_split_leaves_are_equal():
+    """An axis that the devices do not divide stays whole."""
+    mesh = Mesh(np.array(jax.local_devices()), ("data",))
+    tree = {"matrix": np.arange(24.0).reshape(4, 6), "scalar": np.float32(3)}
+    placed = split(mesh, jax.tree.map(jnp.asarray, tree))
+    for name, leaf in tree.items():
+        np.testing.assert_array_equal(placed[name], leaf)
+    assert placed["matrix"].sharding.spec == PartitionSpec(None, "data"), "its longest axis"
+    assert placed["scalar"].sharding.is_fully_replicated
+
+
+def test_master_weights_are_float32():
+    """Updates that are too small for bfloat16 move the weights."""
+    state, update = trainer(rate=2e-5, dtype="bfloat16")
+    before = np.asarray(state.params["final_norm"]).copy()
+    for _ in range(20):
+        state, _ = update(state, target_params("bfloat16"), batch(1, 4), None)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert {leaf.dtype.name for leaf in moments} == {"float32"}
+    moved = np.asarray(state.params["final_norm"]) - before
+    assert 1e-5 < np.abs(moved).max() < 1e-3
+    rounded = jnp.asarray(state.params["final_norm"]).astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.abs(np.asarray(rounded) - np.asarray(state.params["final_norm"])).max() > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_schedule(name, warmup):
+    peak, steps, final = 0.5, 50, 0.1
+    with jax.numpy_dtype_promotion("standard"):
+        chosen = replace(PLAIN, schedule=name, learning_rate=peak, final_learning_rate=final, warmup_steps=warmup)
+        rate = schedule(chosen, steps)
+        rates = [float(np.asarray(rate(step))) for step in range(steps + 1)]
+    for step, value in enumerate(rates):
+        share = (step - warmup) / (steps - warmup)
+        down = {"cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share, "constant": 1.0}[name]
+        low = final if name != "constant" else 0.0
+        expected = peak * (step + 1) / warmup if step < warmup else peak * (low + (1 - low) * down)
+        assert value == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.parametrize(("clip_norm", "expected"), [(0.0, (3.0, 4.0)), (10.0, (3.0, 4.0)), (1.0, (0.6, 0.8))])
+def test_clipping(clip_norm, expected):
+    """By Adam's first moment."""
+    chain = make_optimizer(replace(PLAIN, clip_norm=clip_norm), optax.constant_schedule(1.0), head_table(BIASED))
+    params = {"fc": jnp.ones((2, 2)), "mlp_norm": jnp.ones(2)}
+    gradient = {"fc": jnp.array([[3.0, 0.0], [0.0, 0.0]]), "mlp_norm": jnp.array([0.0, 4.0])}
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = chain.update(gradient, chain.init(params), params)
+    moments = optax.tree.get(state, "mu")
+    received = float(moments["fc"][0, 0]) / (1 - 0.9), float(moments["mlp_norm"][1]) / (1 - 0.9)
+    assert received == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_matrices_decay():
+    chosen = [replace(PLAIN, weight_decay=decay) for decay in (0.0, 0.5)]
+    chains = [make_optimizer(settings, optax.constant_schedule(0.1), head_table(BIASED)) for settings in chosen]
+    sizes = head_sizes(BIASED, 31)
+    params = dict(map_leaves(head_table(BIASED), lambda leaf: jnp.full(leaf.shape(sizes), 0.5)))
+    gradient = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), params)
+    with jax.numpy_dtype_promotion("standard"):
+        plain, decayed = (chain.update(gradient, chain.init(params), params)[0] for chain in chains)
+    moved = {name for name in params if not np.allclose(plain[name], decayed[name], atol=1e-7)}
+    assert moved == {"fc", "qkv", "output", "gate_up", "down", "head"}
+    np.testing.assert_allclose(decayed["fc"] - plain["fc"], -0.1 * 0.5 * params["fc"], atol=1e-6)
