@@ -78,7 +78,7 @@ def encode(
         messages = cast(Any, prompt)
         variables = prompt.template if isinstance(prompt, Chat) else {}
         _check_variables(variables, tokenizer, plain)
-        render = functools.partial(_render, tokenizer=tokenizer, variables=variables)
+        render = functools.partial(render_chat, tokenizer=tokenizer, variables=variables)
         text = render(messages)
         check(text)
         if plain is None:
@@ -100,7 +100,7 @@ def encode(
     return list(tokens)
 
 
-def _render(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
-import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +151,6 @@ CUT = [
     ({"finish_reason": {"type": "stop", "matched": END}}, False),
     ({"finish_reason": {"type": "stop", "matched": "Ask:"}}, True),
     ({"finish_reason": "stop", "matched_stop": "stop"}, True),  # SGLang
-    ({"finish_reason": "stop", "stop_reason": END}, False),
     ({"finish_reason": "stop", "stop_reason": "Ask:"}, True),  # vLLM
     ({"stop_reason": "end_turn"}, False),
     ({"stop_reason": "max_tokens"}, True),
@@ -257,7 +252,6 @@ def test_a_turn_that_the_template_rewrites_has_no_loss(load):
 TEMPLATES = [
     (None, "no chat template"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{% for %}", "refused"),
     ("{{ messages | length }}{{ messages[-1].content }}", "differently than the prompt"),
 ]
 
@@ -293,11 +287,8 @@ BAD = [
     ({"messages": [USER, REPLY], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
     (b'{"text": "\\ud800"}', "text holds '\\ud800': surrogates must come in pairs"),
     (b'{"prompt": "a", "response_ids": [5], "tools": [{"name": "\\ud800"}]}', "tools holds '\\ud800'"),
-    (b'{"\\ud800": 1}', "holds '\\ud800'"),
     ({"tokens": [1, VOCABULARY]}, f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
     ({"prompt_ids": [1], "response_ids": [2, -1]}, "response_ids holds the id -1"),
-    ({"prompt": "a", "response_ids": "b"}, "response_ids must be a list of ids, got 'b'"),
-    ({"tokens": [1, 10**30]}, "the id 1000"),
     ({"tokens": [1, True]}, "tokens must be a list of ids"),
     ({"tokens": [5]}, "only the first token"),
     ({"text": ""}, "text is empty"),
@@ -305,9 +296,7 @@ BAD = [
     ({"prompt": "a", "response": ""}, "response is empty"),
     ({"prompt_ids": [5, 6], "response_ids": []}, "none of its 2 tokens"),
     ({"tokens": [5, 6], "loss_mask": [1]}, "loss_mask must be a list of 2 of 0 and 1"),
-    ({"tokens": [5, 6], "loss_mask": [0, 0]}, "none of its 2 tokens"),
     ({"messages": []}, "messages must be a list of messages"),
-    ({"messages": [USER, {"content": "a"}]}, "messages[1] must be an object with role"),
     ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content must be a text, got None"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}, "messages[0].content"),
     ({"messages": [USER]}, "no message has the role assistant; there are user"),
@@ -397,21 +386,13 @@ def test_packing_opens_a_row_only_when_needed(sizes, seed):
     assert all(used[i] + used[j] > LENGTH for j in range(len(used)) for i in range(j))
 
 
-def test_packing_20_000_examples_is_fast():
-    """A search through all rows would need minutes."""
-    sizes = np.random.default_rng(0).integers(1, 400, 20_000)
-    examples = [Example(np.ones(size, np.int32), np.ones(size, bool)) for size in sizes]
-    rows = pack(examples, 512, 0)
-    assert rows.tokens.sum() == sizes.sum() and (rows.segments > 0).mean() > 0.95
-
-
 @given(st.integers(1, 30), SEEDS, st.data())
 def test_split_keeps_order(count, seed, drawn):
     examples = numbered([1] * count)
     held_back = drawn.draw(st.integers(0, count - 1))
-    train, held = split(examples, held_back, seed)
-    firsts = [[int(example.tokens[0]) for example in part] for part in (train, held)]
-    assert len(held) == held_back and sorted(firsts[0] + firsts[1]) == list(range(1, count + 1))
+    parts = split(examples, held_back, seed)
+    firsts = [[int(example.tokens[0]) for example in part] for part in parts]
+    assert len(parts[1]) == held_back and sorted(firsts[0] + firsts[1]) == list(range(1, count + 1))
     assert firsts[0] == sorted(firsts[0]) and firsts[1] == sorted(firsts[1])
     assert [int(example.tokens[0]) for example in split(examples, held_back, seed)[1]] == firsts[1]
 
@@ -437,23 +418,6 @@ def test_orders_by_definition():
     held_back = [example.tokens[0] - 1 for example in split(examples, 2, 5)[1]]
     assert held_back == sorted(order(5, 1, 0)[:2])
     assert (pack(examples, 4, 5).tokens[0] - 1).tolist() == order(5, 0, 0)
-
-
-def digest(file: str) -> str:
-    rows = pack(load_examples([file], tokenizer(), VOCABULARY, max_length=128).examples, 128, 3)
-    return hashlib.sha256(b"".join(field.tobytes() for field in rows)).hexdigest()
-
-
-@pytest.mark.process
-def test_rows_do_not_depend_on_the_process(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"messages": [USER, REPLY] * n}) + "\n" for n in range(1, 9)))
-    code = "import sys, test_train_data; print(test_train_data.digest(sys.argv[1]))"
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == digest(str(file))
 
 
 @pytest.mark.real_model

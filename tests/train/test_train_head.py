@@ -145,7 +145,6 @@ def test_first_weights_depend_on_the_seed():
     assert {leaf.dtype.name for leaf in params[0].values()} == {"float32"}
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *params[:2]))
     assert not (params[0]["qkv"] == params[2]["qkv"]).all()
-    np.testing.assert_array_equal(params[0]["head"], toy.target.unembed(toy.params, jnp.eye(16)[None])[0])
 
 
 def test_feature_scale():
@@ -189,7 +188,7 @@ HEADS: dict[str, HeadConfig] = {
     "eagle3 own embedding": HeadConfig(
         "eagle3", **SHARED | THIRD | {"own_embedding": True, "rope": RopeConfig(9.0, "linear", 2.0)}
     ),
-    "eagle3 dynamic": HeadConfig("eagle3", **SHARED | THIRD | {"rope": DYNAMIC}),
+    "eagle3 dynamic": HeadConfig("eagle3", **SHARED | THIRD | {"rope": DYNAMIC, "max_positions": 128}),
     "eagle3 target's head": HeadConfig("eagle3", **SHARED | THIRD | {"own_head": False}),
     "eagle": HeadConfig("eagle", **SHARED | {"fc_bias": True}),
     "eagle nobias": HeadConfig("eagle", **SHARED),
@@ -351,7 +350,8 @@ def test_transformers_reads_the_config(tmp_path, name):
     scaling = None if rope.scaling == "none" else rope.scaling
     assert config.rope_parameters["rope_type"] == (scaling or "default")
     described = json.loads((folder / "config.json").read_text())["rope_scaling"] or {}
-    assert described.get("rope_type") == described.get("type") == scaling
+    assert described.get("rope_type") == scaling
+    assert described.get("type") == (None if scaling == "llama3" else scaling)
 
 
 def test_model_card(tmp_path):

@@ -6,7 +6,8 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +63,6 @@ def whole(model, data, tmp_path_factory):
 
 @pytest.fixture
 def copied(whole, tmp_path) -> Path:
-    """A complete run in run/, to be resumed."""
     return shutil.copytree(whole("none"), tmp_path / "run")
 
 
@@ -72,7 +72,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def arrays(folder: Path, step: int = 6) -> list[np.ndarray]:
-    """The leaves of a checkpoint."""
     with ocp.CheckpointManager((folder / "checkpoints").absolute()) as manager:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(manager.restore(step, args=ocp.args.StandardRestore()))]
 
@@ -116,7 +115,7 @@ def test_a_whole_run(train, tmp_path, kind):
     # A kill between the last checkpoint and its measurement: the resumed run measures.
     file = folder / "metrics.jsonl"
     stored = [line for line in file.read_text().splitlines() if '"step": 6, "accept_length"' not in line]
-    file.write_text("\n".join([*stored, '{"st']))
+    file.write_text("\n".join([*stored, '{"loss": 3.0}', "[4]", "5", "", '{"st']))  # incomplete lines are ignored
     status, again, _ = train(**flags, measure_every=4)
     assert (status, lines(folder)) == (0, rows)
     assert again["accept_length"] == summary["accept_length"]
@@ -218,17 +217,8 @@ print(json.dumps(results))
 """
 
 
-class Ended(NamedTuple):
-    """A run that ended early."""
-
-    output: Path
-    status: int
-    err: str
-    out: str
-
-
 @pytest.fixture(scope="module")
-def ended(model, data, tmp_path_factory) -> dict[tuple[str, str], Ended]:
+def ended(model, data, tmp_path_factory) -> dict[tuple[str, str], SimpleNamespace]:
     folders = [tmp_path_factory.mktemp("ended") / "run" for _ in INTERRUPTED]
     commands = [
         (moment, arguments(model, data, folder, features=features))
@@ -237,7 +227,10 @@ def ended(model, data, tmp_path_factory) -> dict[tuple[str, str], Ended]:
     process = start([json.dumps(commands)], ENDED)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
-    results = (Ended(folder, *result) for folder, result in zip(folders, json.loads(out), strict=True))
+    results = (
+        SimpleNamespace(output=folder, status=status, err=err, out=out)
+        for folder, (status, err, out) in zip(folders, json.loads(out), strict=True)
+    )
     return dict(zip(INTERRUPTED, results, strict=True))
 
 
@@ -295,11 +288,6 @@ def test_a_damaged_checkpoint(train, whole, copied):
     check_same(whole("none"), copied)
 
 
-def test_incomplete_lines_of_metrics_are_ignored(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"loss": 3.0}\n[4]\n5\n\n{"step": 2}\n{"st')
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
-
-
 def test_a_run_is_extended(train, copied):
     """Further steps use the next data, and the learning rates of a run of the new length."""
     before = lines(copied)
@@ -354,7 +342,6 @@ def test_run_folders(train, tmp_path):
         ({"held_back": 24}, "--held-back 24 must be less than the 24 usable examples of --data"),
         ({"data": None}, "nothing to learn from: give --data or --text-data"),
         ({"data": "missing.jsonl"}, "missing.jsonl"),
-        ({"text_data": "missing.jsonl"}, "missing.jsonl"),
         ({"init_from": "/no/such/head"}, "/no/such/head"),
         ({"export": "/dev/null/head"}, "--export /dev/null/head cannot be written"),
         ({"output": "/proc/nowhere"}, "--output /proc/nowhere cannot be used"),
@@ -381,7 +368,6 @@ NO_ANSWER = ("none of the 1 lines is usable", "line 1: ", "`specjax train genera
         ('{"text": ""}\nnot json\n', ("none of the 2 lines is usable", "line 1: text is empty")),
         ("\n", ("contain no example to learn from",)),
         ('{"prompt": "the"}\n', NO_ANSWER),
-        ('{"messages": [{"role": "user", "content": "the"}]}\n', NO_ANSWER),
     ],
 )
 def test_data_without_examples(train, tmp_path, text, messages):
@@ -408,7 +394,6 @@ CONFIG = tiny_llama(vocab_size=VOCABULARY).target.config
 
 
 def read(**settings: Any):
-    """Rows, held-back examples and facts."""
     return run.read_data(TrainOptions(data=DataSettings(row_length=64, **settings)), tokenizer(), CONFIG)
 
 

@@ -1,15 +1,18 @@
-"""A training step: the unrolled head against serving's oracle, losses against numpy, and the optimiser."""
+"""A training step: the unrolled head against serving's oracle, losses, optimiser, and stored features."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import eagle_oracle
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -21,10 +24,11 @@ from specjax.models import init_params, make_target
 from specjax.models.draft_head import draft_head, init_head_params
 from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.params import map_leaves
+from specjax.train import features
 from specjax.train import head as heads
-from specjax.train.data import Example, Rows, pack
+from specjax.train.data import Example, Rows, batch_rows, pack
 from specjax.train.export import head_tensors
-from specjax.train.features import teach, training_target
+from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
 from specjax.train.unroll import LOSSES, Objective, Teacher, packed_attention, packed_mask, unroll
 from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split
@@ -281,7 +285,6 @@ BIASED = HeadConfig(
 
 
 def trainer(rate: float = 1e-2, dtype: str = "float32", **changes: Any):
-    """(first state, update)."""
     config = toy().target.config
     target = training_target(config, dtype)
     settings = replace(heads.head_config(DraftSettings(draft="EAGLE3"), config), dtype=dtype)
@@ -380,3 +383,92 @@ def test_only_matrices_decay():
     moved = {name for name in params if not np.allclose(plain[name], decayed[name], atol=1e-7)}
     assert moved == {"fc", "qkv", "output", "gate_up", "down", "head"}
     np.testing.assert_allclose(decayed["fc"] - plain["fc"], -0.1 * 0.5 * params["fc"], atol=1e-6)
+
+
+# Stored features.
+
+COUNT, LENGTH, BATCH, SEED = 7, 4, 3, 1
+
+
+def feature_rows(shift: int = 0) -> Rows:
+    tokens = (np.arange(COUNT * LENGTH, dtype=np.int32) + shift).reshape(COUNT, LENGTH)
+    return Rows(tokens, np.zeros_like(tokens), np.ones_like(tokens), np.ones(tokens.shape, bool))
+
+
+class Teach:
+    """Values that depend on the whole batch, as the last bits of a compiled forward may. Records its batches."""
+
+    def __init__(self, dtype: Any = np.float32) -> None:
+        self.batches: list[list[int]] = []
+        self.dtype = dtype
+
+    def __call__(self, batch: Rows) -> Teacher:
+        self.batches.append((batch.tokens[:, 0] // LENGTH).tolist())
+        values = batch.tokens[..., None] + batch.tokens.sum() / 1024
+        features, hidden = (np.repeat(values, width, axis=-1).astype(self.dtype) for width in (6, 2))
+        return Teacher(features, hidden, batch.tokens + 1)
+
+
+def store(teach: Teach, folder: Path, **changes: Any) -> FeatureStore:
+    settings: dict[str, Any] = {"dtype": "float32", "batch": BATCH, "seed": SEED, "identity": "a model"} | changes
+    return FeatureStore(teach, settings.pop("rows", feature_rows()), folder=folder, widths=(6, 2), **settings)
+
+
+def test_values_do_not_depend_on_the_order_of_requests(tmp_path):
+    first, second = Teach(), Teach()
+    forward = store(first, tmp_path / "a").get(np.arange(COUNT))
+    other = store(second, tmp_path / "b")
+    backward = {number: other.get(np.array([number])) for number in reversed(range(COUNT))}
+    for name, part in forward._asdict().items():
+        np.testing.assert_array_equal(part, np.concatenate([getattr(backward[i], name) for i in range(COUNT)]))
+    np.testing.assert_array_equal(forward.top, feature_rows().tokens + 1)
+    batches = [sorted(batch_rows(step, COUNT, BATCH, SEED).tolist()) for step in range(3)]
+    assert sorted(map(sorted, first.batches)) == sorted(batches) == sorted(map(sorted, second.batches))
+    assert other.done == COUNT
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_store_is_reused(tmp_path, dtype):
+    """Each row is computed once, also by runs that were interrupted."""
+    first, second = (Teach(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32) for _ in range(2))
+    numbers = batch_rows(0, COUNT, BATCH, SEED)
+    fresh = store(first, tmp_path, dtype=dtype)
+    (file,) = tmp_path.rglob("rows.bin")
+    assert file.stat().st_blocks * 512 >= file.stat().st_size > 0, "space is reserved"
+    values = fresh.get(numbers)
+    again = store(second, tmp_path, dtype=dtype)
+    assert again.done == BATCH
+    for expected, part, name in zip(values, again.get(numbers), Teacher._fields, strict=True):
+        assert part.dtype == (np.int32 if name == "top" else dtype)
+        np.testing.assert_array_equal(expected.view(np.uint8), part.view(np.uint8))
+    assert second.batches == []
+    for step in range(10):
+        again.get(batch_rows(step, COUNT, BATCH, SEED))
+    assert len(second.batches) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"identity": "another"}, {"rows": feature_rows(1)}, {"dtype": "float16"}, {"batch": 2}, {"seed": 2}],
+    ids=str,
+)
+def test_other_inputs_use_another_folder(tmp_path, changes):
+    store(Teach(), tmp_path).get(np.arange(COUNT))
+    other = store(Teach(), tmp_path, **changes)
+    assert other.done == 0
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_is_refused(tmp_path, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(features.os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"needs 0\.0 GB: No space left on device; give another --feature-folder"):
+        store(Teach(), tmp_path)
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--features disk cannot use .*file"):
+        store(Teach(), tmp_path / "file")
+    store(Teach(), tmp_path).get(np.arange(COUNT))
+    assert store(Teach(), tmp_path).done == COUNT

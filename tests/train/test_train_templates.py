@@ -72,7 +72,6 @@ ANSWERS = {
 
 
 def input_rows(name: str) -> Iterator[dict[str, Any]]:
-    """Input of `specjax train generate`."""
     family = FAMILIES[name]
     extra = {"chat_template_kwargs": dict(family.variables)} if family.variables else {}
     yield {"prompt": "hello 12"} | extra
@@ -120,7 +119,6 @@ def written(name: str, row: dict[str, Any], done: Completion | None) -> dict[str
 
 
 def served(name: str, row: dict[str, Any]) -> list[int]:
-    """The prompt as the server renders it."""
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
     for message in (messages := json.loads(json.dumps(messages))):
         for call in message.get("tool_calls", ()):
@@ -179,7 +177,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gpt-oss": ("gpt-oss", {}, "assistant", "<|channel|>final<|message|>It is 4. <|return|>"),
     "no thoughts, opened": ("qwen3-thinking", {}, "<think>\n\n</think>\n\n", "It is 4. <|im_end|>"),
     "no calls": ("qwen3", {"tool_calls": []}, "<think>\n\n</think>\n\n", "It is 4. <|im_end|>"),
-    "no thoughts, trimmed": ("llama 3", {"reasoning": ""}, "<|end_header_id|>\n\n", "It is 4. <|eot_id|>"),
     "a call": ("qwen3", {"content": None, "tool_calls": [CALL]}, "<think>\n\n</think>\n\n", CALL_TEXT),
     "a call, opened": ("qwen3-thinking", {"content": None, "tool_calls": [CALL]}, "</think>\n\n", CALL_TEXT),
     "a call, never thinking": ("qwen2.5", {"content": None, "tool_calls": [CALL]}, "assistant\n", CALL_TEXT),
@@ -192,7 +189,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "thoughts": ("qwen3", {"reasoning_content": "hm"}, "assistant\n", "<think>\nhm\n</think>\n\nIt is 4. <|im_end|>"),
     "cut inside thoughts": ("qwen3", HM, "assistant\n", "<think>\nhm"),
-    "cut inside thoughts, a line end": ("qwen3", HM | {"reasoning_content": "hm\n"}, "assistant\n", "<think>\nhm\n"),
     "cut inside thoughts, opened": ("qwen3-thinking", HM, "assistant\n<think>\n", "hm"),
     "cut inside thoughts that the template drops": ("deepseek-r1", HM, "<｜Assistant｜><think>\n", "hm"),
     "cut after thoughts": (
@@ -226,7 +222,7 @@ def all_examples(folder: Path) -> dict[str, list[Example]]:
 
 def output_rows(name: str) -> list[dict[str, Any]]:
     """Each answer to one of the prompts, and an answer of the tiny target."""
-    answers = [completion(name, given) for given in ANSWERS[FAMILIES[name].thinks].values()]
+    answers = [completion(name, answer) for answer in ANSWERS[FAMILIES[name].thinks].values()]
     prompts = itertools.cycle(input_rows(name))
     return [written(name, next(prompts), done) for done in (*answers, None)]
 
@@ -265,7 +261,7 @@ def trained(kind: str, folder: Path) -> Trained:
     draft.choose_vocabulary(rows)
     target, batch = training_target(toy().target.config, "float32"), Rows(*map(jnp.asarray, rows))
     teacher = jax.jit(teach(target, draft.features))(toy().params, batch)
-    weights, frozen = draft.split(draft.first_params(toy().params), lambda: (teacher, rows))
+    weights, frozen = draft.first_weights(toy().params, lambda: (teacher, rows))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(unroll.LOSSES, "record", record)
         draft.loss(target)({**weights, **frozen}, toy().params, batch, teacher, jax.random.key(0))

@@ -228,11 +228,9 @@ def test_nothing_to_count(run, tmp_path, rows):
 
 REFUSED = [
     (["--size", 266], "--size 266 is more than the 265 ids of the tokenizer"),
-    (["--size", 0], "--size must be at least 1, got 0"),
     (["--input", "no-such.jsonl"], "No such file or directory: 'no-such.jsonl'"),
     (["--input", "-", "-"], "--input - is given twice"),
     (["--field", "a=0"], "--field must be NAME or NAME=WEIGHT, weight from 1 to 1000000, got 'a=0'"),
-    (["--field", "=2"], "got '=2'"),
     (["--field", "a=" + "9" * 5000], "--field must be"),
     (["--field", "a", "--field", "a=2"], "--field a is given twice"),
     (["--tokenizer", "./no/such"], "looks like a path"),
