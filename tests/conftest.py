@@ -105,7 +105,7 @@ SLOWEST_FIRST = (
     "test_train_generate.py",
     "test_engine.py",
     "test_trace.py",
-    "test_train_update.py",
+    "test_train_step.py",
     "test_cpu_kernels.py",
     "test_generate.py",
     "test_engine_failures.py",

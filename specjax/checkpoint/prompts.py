@@ -72,7 +72,7 @@ def encode(
         messages = cast(Any, prompt)
         variables = prompt.template if isinstance(prompt, Chat) else {}
         _check_variables(variables, tokenizer, plain)
-        render = functools.partial(_render, tokenizer=tokenizer, variables=variables)
+        render = functools.partial(render_chat, tokenizer=tokenizer, variables=variables)
         text = render(messages)
         check(text)
         if plain is None:
@@ -96,7 +96,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _render(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")

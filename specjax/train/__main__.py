@@ -2,12 +2,12 @@
 
     specjax train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
-The frozen target runs beside the head; the only data needed is text. The same command resumes a stopped run; a killed
+The frozen target runs with the head; the only data needed is text. The same command resumes a stopped run; a killed
 run loses the steps since its last checkpoint. A larger --steps extends a run. The folder --output then has
 
     checkpoints/     to resume from
-    metrics.jsonl    loss, accuracy by round, tokens seen and tokens/s; accept length where the engine measured it
-    best/, head/     the head with the best accept length, and the last one: for the server
+    metrics.jsonl    loss, accuracy by round, tokens seen and tokens/s, and measured accept lengths
+    best/, head/     for the server: the head with the best accept length, and the last head
     curves.png       with matplotlib
 
 The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130 interrupted.

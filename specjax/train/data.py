@@ -1,11 +1,11 @@
-"""Training examples from JSONL, packed into rows of one length: token ids, and the tokens that the target wrote.
+"""Training examples from JSONL, packed into rows of equal length: token ids, and a mask of the tokens with a loss.
 
 The first of these groups of fields that a row contains decides how it is read (`row_fields`):
 
-    response_ids or output_ids      the answer, after prompt_ids, input_ids, messages or prompt: exactly these ids, with
-                                    loss on the answer. A prompt without ids is rendered as the server renders it
+    response_ids or output_ids      the answer, after prompt_ids, input_ids, messages or prompt: the ids are unchanged,
+                                    with loss on the answer. A prompt without ids is rendered as the server renders it
     loss_mask                       with tokens or input_ids, of their length: loss where it is true
-    response                        the answer, as text, after messages or prompt: loss on the response alone
+    response                        the answer, as text, after messages or prompt: loss on the response only
     messages                        a chat in OpenAI's form: loss on every assistant turn and its end token
     text                            running text, loss on every token
     tokens or input_ids             ids, loss on every token
@@ -15,7 +15,7 @@ The row's `tools` and `chat_template_kwargs` are passed to the chat template. Id
 template's end token, unless `finish_reason` is in `CUT`, or a stop string in `matched`, `matched_stop` or `stop_reason`
 ended the answer. Earlier assistant turns that the template rewrites, for example by dropping thoughts, have no loss.
 
-Random choices depend on the seed alone, so a resumed run continues with the same data.
+Random choices depend on the seed only, so a resumed run continues with the same data.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 from tokenizers import Tokenizer, processors
 
-from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, encode
+from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, encode, render_chat
 from specjax.cli.lines import SkippedLine, check_encodes, read_batches
 
-# Purposes of permutations: one seed gives a different permutation for each.
+# Purposes of permutations: a seed gives a different permutation for each.
 PACK, SPLIT, EPOCHS = range(3)
 
 
@@ -55,12 +55,11 @@ class Rows(NamedTuple):
         segments   1 1 1 2 2 0
         loss       F T T F T F
 
-    A token attends to, and is predicted from, tokens of its own segment only. Padding has segment 0. Arrays are
-    numpy's, or jax's if the rows are a batch.
+    Segments do not attend to each other. Padding has segment 0. Arrays are numpy's, or jax's in a batch.
     """
 
     tokens: Int32[Any, "r N"]
-    positions: Int32[Any, "r N"]  # in its own example
+    positions: Int32[Any, "r N"]  # in the example
     segments: Int32[Any, "r N"]  # 1, 2, .. from left to right
     loss: Bool[Any, "r N"]
 
@@ -71,19 +70,19 @@ def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
     rows = _best_fit([len(examples[i].tokens) for i in order], length)
     shape = (max(rows, default=-1) + 1, length)
     packed = Rows(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.int32, bool)))
-    used, parts = [0] * shape[0], [0] * shape[0]
+    used, segments = [0] * shape[0], [0] * shape[0]
     for i, row in zip(order, rows, strict=True):
         tokens, loss = examples[i]
-        place = row, slice(used[row], used[row] + len(tokens))
+        slots = row, slice(used[row], used[row] + len(tokens))
         used[row] += len(tokens)
-        parts[row] += 1
-        for field, value in zip(packed, (tokens, np.arange(len(tokens)), parts[row], loss), strict=True):
-            field[place] = value
+        segments[row] += 1
+        for field, value in zip(packed, (tokens, np.arange(len(tokens)), segments[row], loss), strict=True):
+            field[slots] = value
     return packed
 
 
 def _best_fit(sizes: Sequence[int], length: int) -> list[int]:
-    """For each size the row with the least room that is enough, or a new row; rows count from 0."""
+    """The row of each size: the fullest row that has room for it, or a new one."""
     rows_by_room: list[list[int]] = [[] for _ in range(length + 1)]
     placed, count = [], 0
     for size in sizes:
@@ -98,7 +97,7 @@ def _best_fit(sizes: Sequence[int], length: int) -> list[int]:
 
 
 def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, at least one, and `held_back` others drawn by the seed. Both parts keep their order."""
+    """Examples to train on, and `held_back` others drawn by the seed, both in their order."""
     drawn = set(_permutation(seed, SPLIT, 0, len(examples))[:held_back].tolist())
     train = [example for i, example in enumerate(examples) if i not in drawn]
     return train, [examples[i] for i in sorted(drawn)]
@@ -107,7 +106,7 @@ def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[
 def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray, "b"]:
     """Indices of a batch's rows, from 0 to count - 1. Each epoch has every row once, in a new order.
 
-    With 3 rows in batches of 2, step 1 (counted from 0) has the last row of epoch 0 and the first of epoch 1.
+    With 3 rows in batches of 2, step 1 has the last row of epoch 0 and the first row of epoch 1.
     """
     first, end = step * batch, (step + 1) * batch
     epochs = range(first // count, (end - 1) // count + 1)
@@ -117,7 +116,7 @@ def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray
 
 @functools.lru_cache(maxsize=4)
 def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.ndarray, "n"]:
-    """A permutation of 0 to count - 1. Sorts raw draws, which are stable across numpy versions (NEP 19)."""
+    """Sorts raw draws, which are stable across numpy versions (NEP 19)."""
     draws = np.random.PCG64(np.random.SeedSequence([seed, purpose, number])).random_raw(count)
     order = np.argsort(draws, kind="stable")
     order.flags.writeable = False  # cached
@@ -132,12 +131,10 @@ NO_ANSWER = (
     "takes prompts"
 )
 OTHER_MASKS = ("labels", "assistant_masks", "assistant_mask", "completion_mask")
-CUT = ("length", "max_tokens", "abort", "content_filter", "stop_sequence")
-"""Values of `finish_reason` after which there is no end token."""
+CUT = ("length", "max_tokens", "abort", "content_filter", "stop_sequence")  # finish reasons without an end token
+# Values of `stop_reason` that are not stop strings: some servers write the finish reason there.
 ENDED = ("stop", "end_turn", "tool_use", "tool_calls", "eos", "eos_token")
-"""Values of `stop_reason` that are not stop strings: some servers write the finish reason there."""
-LOSS_ON = ("assistant", "all")
-ROLES = {"developer": "system"}  # new role name -> the name in chat templates, as in the server
+ROLES = {"developer": "system"}  # roles that chat templates name differently, as in the server
 
 
 class ExampleSet(NamedTuple):
@@ -145,13 +142,13 @@ class ExampleSet(NamedTuple):
     skipped: list[SkippedLine]
     lines: int  # not blank, including skipped ones
     truncated: int  # examples cut to max_length
-    turns_without_loss: int  # assistant turns that the template rewrites once more messages follow
+    turns_without_loss: int  # assistant turns that the template rewrites
 
 
 class Tokens(NamedTuple):
     ids: list[int]
     loss: Bool[np.ndarray, "n"]
-    lost: int = 0  # assistant turns without a loss, because the template rewrites them
+    lost: int = 0  # assistant turns that the template rewrites
 
 
 def load_examples(
@@ -161,12 +158,12 @@ def load_examples(
     """All examples of JSONL files, plain or gzipped, in order; `-` is stdin.
 
     Args:
-        tokenizer: a fast one of transformers; its chat template renders the chats.
-        vocabulary: the model's size: ids are 0 to vocabulary - 1.
+        tokenizer: a fast tokenizer of transformers; its chat template renders the chats.
+        vocabulary: ids are 0 to vocabulary - 1.
         max_length: tokens of an example, at least 2; the rest is cut off.
         loss_on: assistant, or all for every token of every line.
 
-    Raises OSError: a file cannot be read.
+    Raises OSError if a file cannot be read.
     """
     everything = loss_on == "all"
     reader = RowReader(tokenizer, vocabulary, max_length, everything=everything)
@@ -188,11 +185,11 @@ def load_examples(
 
 
 def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_length: int) -> tuple[Example, bool]:
-    """The example, of at most max_length tokens, and whether it was cut."""
+    """The example of at most max_length tokens; True if it was cut."""
     if not ids:
         raise ValueError("the line is empty: it has no tokens")
     check_ids("the line", ids, vocabulary)
-    used = len(np.trim_zeros(loss, "b"))  # drop the tokens after the last one with a loss
+    used = len(np.trim_zeros(loss, "b"))  # drop tokens after the last token with a loss
     end = min(used, max_length)
     if not loss[1:end].any():
         if loss[:end].any():
@@ -202,9 +199,9 @@ def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_l
     return Example(np.asarray(ids[:end], np.int32), loss[:end]), used > max_length
 
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # transformers passes the first one to templates
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # templates of transformers read the first
 TEMPLATE_FIELDS = frozenset({"tool_calls", *THOUGHTS})
-"""Fields of a message that only the template can render. An empty one is removed."""
+"""Fields of a message that only the template can render. Empty fields are removed."""
 PROBE = "specjax-probe"
 NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
 
@@ -224,13 +221,13 @@ class RowReader:
         for copied in (self._plain, self._exact):  # a tokenizer.json may set the lengths of the model's training
             copied.no_truncation()
             copied.no_padding()
-        # Offsets include spaces. Neither this processor nor the replaced one adds tokens here.
+        # Offsets include spaces. Neither this processor nor the replaced processor adds tokens here.
         self._exact.post_processor = processors.ByteLevel(trim_offsets=False)
-        # No token is longer than the longest name, so later text cannot change the first max_length tokens.
+        # Text beyond this many characters cannot change the first max_length tokens.
         self._most_characters = (max_length + 64) * max(map(len, core.get_vocab()), default=1)
 
     def read(self, row: dict[str, Any]) -> Tokens:
-        """The row's tokens. Raises ValueError: the row cannot be used."""
+        """The row's tokens. Raises ValueError if the row cannot be used."""
         names = row_fields(row)
         match names:
             case ("messages",):
@@ -261,23 +258,23 @@ class RowReader:
         if mask is None:
             other = [name for name in OTHER_MASKS if row.get(name) not in (None, ids)]  # labels may equal the ids
             if other and not self.everything and names[-1] not in ANSWER_IDS:
-                raise ValueError(
-                    f"{other[0]} is not read; give loss_mask: a list of {len(ids)} of 0 and 1, one a token"
-                )
+                raise ValueError(f"{other[0]} is not read; give loss_mask: a list of {len(ids)} of 0 and 1")
             return Tokens(ids, np.arange(len(ids)) >= len(prompt))
         if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
-            raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
+            raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, got {mask!r:.60}")
         return Tokens(ids, np.asarray(mask, bool))
 
     def _chat(
         self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool, last_only: bool = False
     ) -> Tokens:
-        """The chat up to its last answer, with loss on the answers. Raises ValueError: the last cannot be located.
+        """The chat up to its last answer, with loss on the answers.
 
         Args:
             template: arguments of the template.
             cut: the last answer has no end token.
             last_only: only the last answer has a loss.
+
+        Raises ValueError if the last answer cannot be located.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not self.everything:
@@ -286,7 +283,7 @@ class RowReader:
                 raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
             messages = messages[: turns[-1] + 1]
         last = len(messages) - 1
-        learnt: dict[int, tuple[str, int]] = {}  # the text up to the end of a turn, and the start of the turn
+        learnt: dict[int, tuple[str, int]] = {}  # by turn: the text up to its end, and its start
         for index in turns[-1:] if last_only else turns:
             try:
                 prompt, turn = self._turn(messages[: index + 1], template, cut=cut and index == last)
@@ -303,8 +300,8 @@ class RowReader:
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
         """The tokens of a chat, with loss in the spans.
 
-        The server's prompt ends where a span starts, so a token ends there too, even if tokenising the whole text would
-        merge across: the line ends of "assistant\\n" and "\\nHi" stay two tokens.
+        Tokens end where a span starts, as in the server, even if the tokenizer would merge across: the line ends of
+        "assistant\\n" and "\\nHi" stay two tokens.
         """
         whole = self._exact.encode(text, add_special_tokens=False)
         ids = whole.ids
@@ -324,9 +321,9 @@ class RowReader:
     def _turn(self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool) -> tuple[str, str]:
         """The prompt before the last message, and the text that the target writes.
 
-        The message's content is copied unchanged, since a template may trim it, or drop or invent thoughts; only the
-        text around it comes from the template. An empty block of thoughts is part of the prompt if the answer has no
-        thoughts, and is omitted otherwise.
+        The content is copied unchanged, since a template may trim it, or drop or invent thoughts; only the text around
+        it comes from the template. An empty block of thoughts belongs to the prompt if the answer has no thoughts, and
+        is omitted otherwise.
         """
         *before, message = messages
         prompt, content = self._rendered(before, template, answer=True), message["content"]
@@ -351,9 +348,9 @@ class RowReader:
             turn = turn[len(prompt) :]
             close = self._ends.search(turn)
             return prompt, turn[: close.start() if cut else close.end(1)] if close else turn
-        start, found, after = self._rendered([*before, message | {"content": PROBE}], template).rpartition(PROBE)
+        start, probe, after = self._rendered([*before, message | {"content": PROBE}], template).rpartition(PROBE)
         agrees = start.startswith(prompt)
-        if not found or not (agrees or opened):
+        if not probe or not (agrees or opened):
             raise ValueError(refusal)
         lead = start[len(prompt) :] if agrees else ""
         if opened or NO_THOUGHTS.fullmatch(lead):
@@ -371,22 +368,15 @@ class RowReader:
         return prompt, lead + content + ("" if content.endswith(space) else space) + end
 
     def _rendered(self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, answer: bool = False) -> str:
-        if not self.tokenizer.chat_template:
-            raise ValueError("this tokenizer has no chat template: give text or token ids instead of messages")
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=answer, tokenize=False, **template
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise ValueError(f"the chat template refused these messages: {error}") from error
+        return render_chat(messages, self.tokenizer, {"add_generation_prompt": answer, **template})
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields from which a row is read: prompt and answer, or a single one.
+    """The fields from which a row is read: prompt and answer, or a single field.
 
     Ids take precedence over their text. An answer without a prompt is returned alone.
 
-    Raises ValueError: there is no such field, the ids contain padding, or an answer in another field would be ignored.
+    Raises ValueError if there is no such field, the ids contain padding, or an answer in another field would be lost.
     """
     names, mask = _row_fields(row), row.get("attention_mask")
     if mask is None or {"tokens", *PROMPT_IDS, *ANSWER_IDS}.isdisjoint(names):
@@ -397,22 +387,22 @@ def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    def first(names: tuple[str, ...]) -> tuple[str, ...]:
+    def first(*names: str) -> tuple[str, ...]:
         return tuple(name for name in names if row.get(name) is not None)[:1]
 
-    answer, masked = first((*ANSWER_IDS, "response")), first(("tokens", "input_ids"))
+    answer, masked = first(*ANSWER_IDS, "response"), first("tokens", "input_ids")
     if masked and row.get("loss_mask") is not None and answer in ((), ("response",)):
         return masked
-    others = ("completion",) if row.get("messages") is not None else ("completion", "chosen")
-    if not answer and (other := first(others)):
+    other = first("completion") if row.get("messages") is not None else first("completion", "chosen")
+    if other and not answer:
         raise ValueError(f"{other[0]} is not read; give the answer as response, after messages or prompt")
-    prompt = first(PROMPT_TEXTS + PROMPT_IDS if answer == ("response",) else PROMPT_IDS + PROMPT_TEXTS)
+    prompt = first(*PROMPT_TEXTS, *PROMPT_IDS) if answer == ("response",) else first(*PROMPT_IDS, *PROMPT_TEXTS)
     if answer and (prompt or row.get("text") is None):
         return prompt + answer
     if answer and answer != ("output_ids",):  # `specjax generate` writes text and output_ids: both are the answer
         raise ValueError(f"text is running text, and {answer[0]} an answer: give the prompt as messages or prompt")
-    if alone := first(ALONE):
-        return alone
+    if names := first(*ALONE):
+        return names
     raise missing_fields(row, dict.fromkeys((*ANSWER_IDS, "response", *ALONE)))
 
 
@@ -421,10 +411,9 @@ def missing_fields(row: Mapping[str, Any], names: Iterable[str]) -> ValueError:
 
 
 def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError: the answer's ids are another tokenizer's, since their text does not contain the response.
+    """Raises ValueError if the text of the answer's ids does not contain the response: another tokenizer wrote them.
 
-    The response may end earlier, before a stop string. White space and incomplete characters are not compared, since
-    decoders treat them differently.
+    The response may end earlier, before a stop string.
     """
     response = row.get("response")
     if isinstance(response, str) and not _contains(tokenizer, row[name], response):
@@ -436,15 +425,17 @@ def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
 
 
 def _contains(tokenizer: Any, ids: list[int], text: str) -> bool:
-    """True if the decoded ids contain the text, apart from white space and incomplete characters."""
+    """True if the decoded ids contain the text. Decoders differ in white space and incomplete characters."""
     core, expected = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", text)
     decoded = (core.decode(ids, skip_special_tokens=skip) for skip in (True, False))
     return any(expected in re.sub(r"[\s\ufffd]", "", variant) for variant in decoded)
 
 
 def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any, answer: list[int] | None = None) -> Prompt:
-    """The prompt of a row, from `messages` or `prompt`, which is plain text if there is no chat template. A final
-    message that repeats the row's `response`, or the answer of these ids, is dropped."""
+    """The prompt of a row, from `messages` or `prompt`; a text is a user's message if there is a chat template.
+
+    A last message that repeats the row's `response`, or the answer of these ids, is dropped.
+    """
     prompt = row[name]
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
@@ -452,11 +443,11 @@ def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any, answer: list[
         prompt = [{"role": "user", "content": prompt}]
     *before, last = messages = read_messages(name, prompt)
     if last["role"] == "assistant":
-        response, said = row.get("response"), last["content"]
+        response, content = row.get("response"), last["content"]
         if isinstance(response, str):
-            repeated = said.strip() == response.strip()
+            repeated = content.strip() == response.strip()
         else:
-            repeated = answer is not None and _contains(tokenizer, answer, said)
+            repeated = answer is not None and _contains(tokenizer, answer, content)
         messages = before if repeated else messages
     return Chat(messages, _template(row))
 
@@ -469,7 +460,7 @@ def _read_ids(name: str, value: Any, vocabulary: int) -> list[int]:
 
 
 def check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
-    """Raises ValueError: an id is outside of 0 to vocabulary - 1."""
+    """Raises ValueError if an id is outside of 0 to vocabulary - 1."""
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocabulary:
             raise ValueError(f"{name} holds the id {token!r:.20}; ids of this model are 0 to {vocabulary - 1}")
@@ -484,7 +475,6 @@ def read_text(name: str, value: Any, *, empty: bool = False) -> str:
 
 
 def _read_json(name: str, text: str, verb: str = "is") -> Any:
-    """JSON inside a field of the row."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -494,7 +484,7 @@ def _read_json(name: str, text: str, verb: str = "is") -> Any:
 
 
 def _template(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's arguments of the chat template."""
+    """Arguments of the chat template."""
     tools, variables = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):  # some data sets store tools as a string of JSON
         tools = _read_json("tools", tools)
@@ -505,7 +495,7 @@ def _template(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:
-    """True if a length limit or a stop string ended the answer, not the target."""
+    """True if a length limit or a stop string ended the answer."""
     reason = row.get("finish_reason")
     details = reason if isinstance(reason, dict) else {"type": reason}
     if details.get("type") in CUT:
@@ -521,7 +511,7 @@ def read_messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _read_message(where: str, message: Any) -> dict[str, Any]:
-    """The message, with its content as one text and its other fields unchanged."""
+    """The message, with its content as a text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where} must be an object with role and content, got {message!r:.60}")
     fields = {

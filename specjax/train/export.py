@@ -1,20 +1,18 @@
 """Writes a trained draft head as a folder that engines read: config.json, model.safetensors and a model card.
 
-Tensors have the names and layouts of published heads, from the tables that loading uses. The engines read these keys of
-config.json:
+Tensors have the names and layouts of published heads, from the tables that loading uses. Engines read these keys:
 
 - SGLang, `models/llama_eagle3.py` and `llama_eagle.py`: `architectures` selects the class; `target_hidden_size`, the
   width of each of the three features, defaults to `hidden_size`; `draft_vocab_size`, null for the target's output
-  layer; d2t as offsets; no embedding; `bias` of fc, whose default is false for EAGLE-3 and true for EAGLE. The target
-  reads `eagle_config.eagle_aux_hidden_state_layer_ids`, where id j is the output of layer j.
-- vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. Before
-  `eagle_config` it reads the layers at the top level, where id j is the input of layer j; so both are written. It adds
-  `Eagle` before the architecture of an EAGLE-1 head: give it `LlamaForCausalLM` instead.
+  layer; d2t as offsets; no embedding; `bias` of fc, by default false for EAGLE-3 and true for EAGLE. The target reads
+  `eagle_config.eagle_aux_hidden_state_layer_ids`, where id j is the output of layer j.
+- vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. It also
+  reads layers at the top level, where id j is the input of layer j; so both are written. It adds `Eagle` before the
+  architecture of an EAGLE-1 head: give it `LlamaForCausalLM` instead.
 - SafeAILab/EAGLE, `cnets.py`: loads the target's embedding only without `target_hidden_size` (otherwise it drafts from
   a random one), so the key is omitted if the two widths are equal; `type` in `rope_scaling`.
-- SGLang and vLLM, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v; only engines that
-  detect biases by their tensors, as specjax does, read a head without them. transformers' `model_type` of this layer is
-  qwen2.
+- SGLang and vLLM, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v. Only engines that
+  detect biases by their tensors read a head without them. transformers' `model_type` of this layer is qwen2.
 
 Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_capture`; vllm-project/vllm 00bd149,
 0bb55d6 and `_get_eagle3_aux_layers_from_config`; SafeAILab/EAGLE `cnets.py` and `cnets1.py`.
@@ -50,22 +48,22 @@ def export_head(
 
     Args:
         folder: created if needed; an existing export is replaced.
-        params: as `specjax.models.head_spec.head_table` declares them, of any float type, on any device; rounded once.
+        params: leaves of `specjax.models.head_spec.head_table`, of any float type, on any device; rounded once.
         target: the model that the head drafts for. The card names it `target_name`; a hub id becomes a link.
         card: Markdown, the model card below its front matter.
-        dtype: of the parameters as written: bfloat16, float16 or float32.
-        license: of the head, as the hub spells it; None: the card names none.
+        dtype: bfloat16, float16 or float32, of the parameters as written.
+        license: of the head, as the hub spells it; None: not in the card.
 
     Raises:
         ValueError: the parameters do not fit the configuration, or are not finite in `dtype`.
-        CheckpointError: the folder cannot be written, or contains other files than an export.
+        CheckpointError: the folder cannot be written, or contains files that an export does not have.
     """
     folder = Path(folder)
     tensors, described = head_tensors(config, params, target, dtype), head_description(config, target, dtype)
     tags = ["speculative-decoding", "draft-model", config.kind, "jax"]
     front: dict[str, Any] = {} if license is None else {"license": license}
     front |= {"base_model": target_name, "library_name": "specjax", "tags": tags}
-    # JSON is YAML, with all strings quoted.
+    # JSON strings are YAML.
     matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     try:
         if others := other_files(folder):
@@ -98,9 +96,7 @@ def head_tensors(
         raise ValueError(f"dtype is {dtype!r}; a draft can be written as: {', '.join(HOST_DTYPES)}")
     spec = head_spec(config.kind)
     if config.mapped and not spec.own_ends:
-        raise ValueError(
-            f"there is no published format of {config.kind} heads with a token map; export the head without one"
-        )
+        raise ValueError(f"there is no published format of {config.kind} heads with a token map; export without it")
     table, sizes = head_table(config), head_sizes(config, target.vocab_size)
     shapes = map_leaves(table, lambda leaf: leaf.shape(sizes))
     if wrong := sorted(shapes.keys() ^ params.keys()):
@@ -126,7 +122,7 @@ def head_tensors(
 
 
 def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """config.json of a head. Every key whose default differs between engines is written, such as `rope_theta`."""
+    """config.json of a head, with all keys whose defaults differ between engines, such as `rope_theta`."""
     spec, rope = head_spec(config.kind), config.rope
     described: dict[str, Any] = {
         "architectures": [spec.architecture],
@@ -141,7 +137,7 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": rope.theta,
         "rope_scaling": hf_rope_scaling(rope),
-        # Dynamic scaling starts at this length and supports longer sequences.
+        # With dynamic scaling, sequences may be longer.
         "max_position_embeddings": rope.original_max_position if rope.scaling == "dynamic" else target.max_positions,
         "vocab_size": target.vocab_size,
         "attention_bias": config.attention_bias,

@@ -1,7 +1,7 @@
 """The frozen target's outputs for packed rows: the head's inputs and its teacher, computed in each step or once.
 
 On a CPU the target's forward costs more than the head's update, so `FeatureStore` writes its outputs to disk. Later
-runs reuse them; their folder is named by a hash of their inputs. A row's values always come from the forward over its
+runs reuse them; the folder's name is a hash of their inputs. A row's values always come from the forward over its
 batch of the first epoch, so a resumed run without the folder continues bit for bit.
 """
 
@@ -26,16 +26,11 @@ from specjax.train.data import Rows, batch_rows
 from specjax.train.unroll import Teacher, packed_attention, packed_mask
 from specjax.types import Weights
 
-MODES = ("none", "disk")
-CHUNK = 512  # tokens whose logits are in memory at one time
-
-
-class FeatureError(ValueError):
-    """The features cannot be stored."""
+CHUNK = 512  # tokens whose logits are in memory together
 
 
 def training_target(config: ModelConfig, dtype: str) -> Target:
-    """The target for packed rows: no pages, differentiable attention, computing in `dtype`."""
+    """The target for packed rows, without pages, computing in `dtype`."""
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 
@@ -61,12 +56,12 @@ class FeatureStore:
     """Features of rows by index, in files of a folder below `folder`.
 
     Args:
-        teach: rows -> numpy `Teacher` of these rows, in `dtype`.
+        teach: rows -> numpy `Teacher` in `dtype`.
         widths: F and M.
-        batch, seed: of the run, see `batch_rows`.
+        batch, seed: arguments of `batch_rows`.
         identity: describes all other inputs of the values, except the rows.
 
-    Raises FeatureError: the folder cannot be written, or the disk has too little space.
+    Raises ValueError if the folder cannot be written, or the disk has too little space.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class FeatureStore:
         return int(self._done.sum())
 
     def get(self, numbers: np.ndarray) -> Teacher:
-        """The features of the rows of these numbers, in this order."""
+        """The features of these rows, in this order."""
         for number in np.unique(self._group[numbers[self._done[numbers] == 0]]):
             members = batch_rows(int(number), len(self._group), self._batch, self._seed)
             teacher = self._teach(Rows(*(part[members] for part in self._rows)))
@@ -102,7 +97,7 @@ class FeatureStore:
 
 
 def _open(folder: Path, token: np.dtype, shape: tuple[int, int]) -> tuple[np.memmap, np.memmap]:
-    """Rows in a mapped file, and a flag for each row that an earlier run computed."""
+    """Rows in a mapped file, and flags of the rows that are computed."""
     file, mark, size = folder / "rows.bin", folder / "done.bin", prod(shape) * token.itemsize
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +107,7 @@ def _open(folder: Path, token: np.dtype, shape: tuple[int, int]) -> tuple[np.mem
         done = np.memmap(mark, np.uint8, "r+" if mark.exists() else "w+", shape=shape[:1])
         return np.memmap(file, token, "r+", shape=shape), done
     except OSError as error:
-        raise FeatureError(
+        raise ValueError(
             f"--features disk cannot use {folder}, which needs {size / 1e9:.1f} GB: {error.strerror or error}; give "
             "another --feature-folder, less data, or --features none"
         ) from None

@@ -4,9 +4,9 @@ The input is JSONL, plain or gzipped, or a folder of such files, read in the ord
 object with `prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages`
 (without an answer at the end), and may have a `source`, and `tools` and `chat_template_kwargs` for the chat template.
 An output line has `source, tools, chat_template_kwargs, temperature, prompt | messages, response, prompt_ids,
-response_ids, finish_reason, seed`. The ids are exactly those that the model read and wrote; `specjax train` uses them.
-`response_ids` ends with the stop token if the model stopped. The last line of stdout is one JSON object about the run.
-Exit status: 0 all lines done, 1 some lines were bad, 2 the run could not start.
+response_ids, finish_reason, seed`. The ids are those that the model read and wrote; `specjax train` uses them
+unchanged. `response_ids` ends with the stop token if the model stopped. The last line of stdout is a JSON object about
+the run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could not start.
 
 An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
 near-ties). So the same command resumes a killed run after the last complete line and produces the same file.
@@ -43,18 +43,18 @@ from specjax.engine.sampling_params import later_seed
 from specjax.train import differences
 from specjax.train.data import read_prompt
 
-MAX_ROWS = {"cpu": 64, "gpu": 256}  # of the default batch; on a CPU a step of more rows is no faster per row
+MAX_ROWS = {"cpu": 64, "gpu": 256}  # default batch; on a CPU, more rows are no faster per row
 COPIED_FIELDS = ("source", "tools", "chat_template_kwargs")
 
 DEFAULTS = flags.Settings(
-    # None: `MAX_ROWS`, or the number of lines. Such batches are too large for drafts to gain anything.
+    # None: `MAX_ROWS`, or the number of lines. Drafts gain nothing in such batches.
     engine=flags.EngineSettings(max_running_requests=None),
     speculative=flags.SpeculativeSettings(speculative_algorithm="NONE"),
 )
 
 
 def parse_mixture(texts: list[str]) -> dict[float, float]:
-    """Shares by temperature, from T or T=SHARE. Raises ValueError: a wrong number or form."""
+    """Shares by temperature, from T or T=SHARE. Raises ValueError for a wrong number or form."""
     shares: dict[float, float] = {}
     for text in " ".join(texts).split():
         name, _, share = text.partition("=")
@@ -74,7 +74,6 @@ def parse_mixture(texts: list[str]) -> dict[float, float]:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """I and N of I/N. Raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--shard must be I/N, with I from 1 to N, got {text!r:.40}")
@@ -82,9 +81,9 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def resume(output: Path, meta: Path, current: Mapping[str, Any], lines: list[InputLine]) -> tuple[int, list[InputLine]]:
-    """Bytes of the complete lines of an earlier run, and the input's lines after the last answered one.
+    """Bytes of the complete lines of an earlier run, and the input's lines that it has not answered.
 
-    Raises ValueError: the file was made with other settings or input, or by another program.
+    Raises ValueError if the file was written with other settings or input, or by another program.
     """
     if not output.exists() or not output.stat().st_size:
         return 0, lines
@@ -113,9 +112,9 @@ def resume(output: Path, meta: Path, current: Mapping[str, Any], lines: list[Inp
 
 
 def with_batch(chosen: flags.Settings, tokens: int, lines: int, *, progress: bool) -> flags.Settings:
-    """Set the batch and the context for sequences of at most `tokens` tokens, unless they are given.
+    """Set the batch and the context for sequences of `tokens` tokens, unless flags set them.
 
-    Raises ValueError: the context is shorter than `tokens`. CheckpointError: there is no such model.
+    Raises ValueError if the context is shorter than `tokens`, CheckpointError if there is no such model.
     """
     engine, model = chosen.engine, chosen.model
     files = checkpoint.resolve(model.model, revision=model.revision, progress=progress)
@@ -133,7 +132,7 @@ def requests(
     engine: Engine, lines: Iterable[InputLine], mixture: Mapping[float, float], args: argparse.Namespace,
     too_long: list[InputLine],
 ) -> Iterator[Line | BadLine | None]:  # fmt: skip
-    """The requests of input lines, built lazily; None for a prompt that is too long, which is added to `too_long`."""
+    """Requests of input lines; None for a prompt that is too long, whose line is added to `too_long`."""
     for raw in lines:
         try:
             row = raw.row()
@@ -159,7 +158,7 @@ def requests(
 
 
 def answer(line: Line, done: Completion) -> dict[str, Any] | None:
-    """A line of the output; None: the request failed."""
+    """A line of the output; None if the request failed."""
     if done.finish_reason["type"] == "abort":
         return None
     result = {"response": done.text, "prompt_ids": line.prompt, "response_ids": done.output_ids}
@@ -173,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     files = parser.add_argument_group("input and output")
     files.add_argument(
-        "--input", required=True, metavar="FILE", help="JSONL of prompt or messages, also gzipped, or a folder of such"
+        "--input", required=True, metavar="FILE", help="JSONL (.gz) of prompt or messages, or a folder of such files"
     )  # fmt: skip
     files.add_argument("--output", required=True, metavar="FILE", help="JSONL; FILE.meta.json has the settings")
     files.add_argument("--overwrite", action="store_true", help="replace an existing --output")
@@ -186,7 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     answers = parser.add_argument_group("answers")
     answers.add_argument(
         "--temperatures", nargs="+", default=["0.0", "0.8"], metavar="T[=SHARE]",
-        help="each line draws one of them, by its share; the default share is 1",
+        help="each line draws a temperature, by its share; the default share is 1",
     )  # fmt: skip
     answers.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum tokens of an answer")
     answers.add_argument(
@@ -203,17 +202,16 @@ def identity(args: argparse.Namespace, chosen: flags.Settings, mixture: Mapping[
     JAX must have its device (`specjax.cli.build.claim_gpu`).
     """
     model = chosen.model
-    tables = {
-        "quantization": model, "context_length": chosen.engine, "plain_content": chosen.engine,
-        "speculative_accept_threshold_single": chosen.speculative,
-        "speculative_accept_threshold_acc": chosen.speculative,
-    }  # fmt: skip
+    tables = (
+        (model, ("model", "revision", "tokenizer_path", "chat_template", "quantization")),
+        (chosen.engine, ("context_length", "plain_content")),
+        (chosen.speculative, ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")),
+        (args, ("max_new_tokens", "max_prompt_tokens", "seed")),
+    )
     return {
-        **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
+        **{name: getattr(table, name) for table, names in tables for name in names},
         "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
         "content of the input": " ".join(sha256(Path(file)) for file in line_files([args.input])),
-        **{name: getattr(table, name) for name, table in tables.items()},
-        **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed")},
         "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
         **({} if parse_shard(args.shard)[1] == 1 else {"shard": args.shard}),
     }
@@ -254,7 +252,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
             tqdm.write(f"{note}; {rows} at once; speculation:{table}", file=sys.stderr)
         too_long: list[InputLine] = []
         prompts = requests(engine, left, mixture, args, too_long)
-        with output.open("a", encoding="utf-8", newline="\n") as file:  # an old file is not changed before this line
+        with output.open("a", encoding="utf-8", newline="\n") as file:  # the first change of an existing file
             file.truncate(size)
             write_text(meta, json.dumps(current, indent=1) + "\n")
             summary = run(engine, prompts, line_writer(file), progress=progress, total=len(left), describe=answer)

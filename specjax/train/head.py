@@ -30,14 +30,13 @@ from specjax.types import Weights
 
 FROZEN = ("ids",)  # leaves of a head that are not trained
 NORM_SCALE = 0.3
-"""Factor on the target's final norm in a new EAGLE-3 head: an untrained layer must not give distributions as sharp as
-the target's. On SmolLM2 the first loss is then near that of a uniform distribution, and 60,000 tokens reach the loss
-that takes 100,000 tokens with a factor of 1."""
+"""Factor on the target's final norm in a new EAGLE-3 head, so that an untrained layer gives flat distributions. On
+SmolLM2 the first loss is near a uniform distribution's, and 60,000 tokens reach the loss of 100,000 tokens with 1."""
 
 
 @dataclass(frozen=True)
 class TargetSource:
-    """The target that a head is trained for, without its weights."""
+    """The target of a head, without its weights."""
 
     files: ModelFiles
     tokenizer: Any
@@ -46,11 +45,11 @@ class TargetSource:
 
 
 class HeadDraft:
-    """A head in training. Created before data and weights are read, so that wrong settings fail early.
+    """A head in training. It is created before data and weights are read, so that wrong settings fail early.
 
     Trained weights are a flat dict of float32 leaves, which `table` declares.
 
-    Raises ValueError or CheckpointError: a setting is wrong, or does not apply to this kind of head.
+    Raises ValueError or CheckpointError if a setting is wrong, or does not apply to this kind of head.
     """
 
     def __init__(self, options: TrainOptions, source: TargetSource) -> None:
@@ -67,7 +66,7 @@ class HeadDraft:
         self.features, self.feature_size = self.config.features, self.config.feature_size
 
     def choose_vocabulary(self, rows: Rows) -> dict[str, Any]:
-        """Choose the draft vocabulary, once, by token counts; returns facts for the log and the model card."""
+        """Choose the draft vocabulary by token counts; returns facts for the log and the model card."""
         if not self.config.mapped:
             return {}
         source = self._source
@@ -77,38 +76,39 @@ class HeadDraft:
             self._ids = np.asarray(self._init_params["ids"])
         return {"draft_vocabulary_coverage": round(coverage(rows, self._ids), 4)}
 
-    def first_params(self, target_params: Weights) -> Weights:
-        """Parameters before the first step, float32."""
-        if self._init_params is not None:
-            return self._init_params
-        target, seed = make_target(self._source.config), self._options.run.train_seed
-        return new_params(self.config, target, target_params, self._ids, seed=seed)
+    def first_weights(
+        self, target_params: Weights, first_batch: Callable[[], tuple[Teacher, Rows]]
+    ) -> tuple[Weights, Weights]:
+        """Trained and frozen leaves before the first step, float32.
 
-    def split(self, params: Weights, first: Callable[[], tuple[Teacher, Rows]]) -> tuple[Weights, Weights]:
-        """Trained and frozen leaves of the first parameters. `first` returns the target's outputs for the first batch,
-        whose scale an EAGLE-3 head's features are divided by."""
+        An EAGLE-3 head's features are divided by their scale in the target's outputs for the first batch.
+        """
+        params = self._init_params
+        if params is None:
+            target, seed = make_target(self._source.config), self._options.run.train_seed
+            params = new_params(self.config, target, target_params, self._ids, seed=seed)
         weights, frozen = split_params(params)
         if self.config.aux_layers:  # other kinds read normalised features
-            teacher, rows = first()
+            teacher, rows = first_batch()
             self._scale = jnp.asarray(feature_scale(np.asarray(teacher.features), rows.segments))
             if self._init_params is not None:
                 weights = {**weights, "fc": weights["fc"] / self._scale[:, None]}
         return weights, frozen
 
     def loss(self, target: Target) -> Loss:
-        """The loss in the training dtype; call `split` first."""
+        """The loss in the training dtype, after `first_weights`."""
         config = replace(self.config, dtype=self._options.run.compute_dtype)
         return head_loss(draft_head(config, target, backend=packed_attention), target, self._objective, self._scale)
 
     def exported(self, weights: Weights, frozen: Weights) -> dict[str, Any]:
-        """The head's parameters, with the features' scale in `fc`: what `export` writes and `served` converts."""
+        """The head's parameters, with the features' scale in `fc`."""
         leaves = dict(weights)
         if self._scale is not None:
             leaves["fc"] = leaves["fc"] * self._scale[:, None]
         return leaves | dict(frozen)
 
     def served(self, params: Mapping[str, Any], *dtypes: str) -> dict[str, Any]:
-        """`Params.draft`: exported parameters, converted to each of the dtypes in turn."""
+        """`Params.draft`: exported parameters, converted to these dtypes in turn."""
         for dtype in dtypes:
             params = {name: leaf if name in FROZEN else leaf.astype(dtype) for name, leaf in params.items()}
         return dict(params)
@@ -123,8 +123,7 @@ class HeadDraft:
         layers = f", reading the outputs of layers {', '.join(map(str, aux))}" if aux else ""
         return (
             f"One decoder layer of width {self.config.hidden_size}, a vocabulary of {self.config.vocab_size} "
-            f"tokens{layers}.\nTrained with specjax (`specjax train`); in the layout that specjax, SGLang "
-            "and vLLM read."
+            f"tokens{layers}.\nTrained by `specjax train`, in the layout that specjax, SGLang and vLLM read."
         )
 
     def export(self, folder: Path, params: Weights, card: str) -> Path:
@@ -136,7 +135,7 @@ class HeadDraft:
 
 
 def objective(algorithm: str, settings: LossSettings) -> Objective:
-    """The training loss; unset settings have the values of the kind's authors."""
+    """The training loss; defaults are the values of the kind's authors."""
     default = Objective(**ALGORITHMS[algorithm].training)
     rounds, first = settings.rounds or len(default.weights), default.weights[0]
     weights = (*default.weights, *(first * 0.8**j for j in range(len(default.weights), rounds)))[:rounds]
@@ -161,12 +160,9 @@ def head_loss(head: Any, target: Target, objective: Any, scale: Float32[Array, "
 
 
 def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int] = ()) -> HeadConfig:
-    """The configuration of a new head, as wide as its target.
+    """The configuration of a new head, as wide as its target; `ends` are the target's end tokens.
 
-    Args:
-        ends: the target's end tokens, which are always in the draft vocabulary.
-
-    Raises ValueError: a setting does not fit; names its flag.
+    Raises ValueError, naming the flag, if a setting does not fit.
     """
     spec, requested, total = ALGORITHMS[settings.draft], settings.draft_vocab_size, target.vocab_size
     if not spec.own_ends and (requested != ALL_TOKENS or settings.aux_layers):
@@ -183,7 +179,7 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     size = requested or total
     shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
     fields: dict[str, Any] = {name: getattr(target, name) for name in shared} | dict.fromkeys(spec.biases, True)
-    if target.latent is not None:  # its query heads share one key: copied, they would be larger than a layer
+    if target.latent is not None:  # its query heads share a key; as many ordinary heads would be larger than a layer
         head_dim = target.latent.value_dim
         heads = max(target.hidden_size // head_dim, 1)
         fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": head_dim}
@@ -199,7 +195,7 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
 
 
 def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig, dict[str, Any]]:
-    """The head of --init-from, float32. Raises CheckpointError; ValueError: a setting contradicts the head."""
+    """The head of --init-from, float32. Raises CheckpointError, or ValueError if a setting contradicts the head."""
     assert settings.init_from is not None
     head, params = checkpoint.load_head(
         settings.init_from, replace(target, dtype="float32"), kind=ALGORITHMS[settings.draft].kind
@@ -214,8 +210,7 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
 
 
 def _aux_layers(chosen: Sequence[str], layers: int) -> tuple[int, ...]:
-    """The auxiliary layers of an EAGLE-3 head. The default is EAGLE-3's, or the first, middle and last layer of a
-    target with fewer than 7."""
+    """Default: EAGLE-3's layers, or the first, middle and last layer of a target with fewer than 7."""
     if chosen:
         if not all(text.isdecimal() and int(text) < layers for text in chosen) or len(set(chosen)) < len(chosen):
             raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(chosen)}")
@@ -226,13 +221,13 @@ def _aux_layers(chosen: Sequence[str], layers: int) -> tuple[int, ...]:
 
 
 def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:
-    """The `size` most frequent tokens under the loss mask, ascending; the end tokens are always among them."""
+    """The `size` most frequent tokens with a loss, ascending, always with the end tokens."""
     counts = np.bincount(rows.tokens[rows.loss], minlength=vocabulary)
     return np.sort(token_map(counts.astype(np.int64), size, sorted(ends))).astype(np.int32)
 
 
 def coverage(rows: Rows, ids: Int32[np.ndarray, "W"]) -> float:
-    """The share of tokens under the loss mask that are among the ids."""
+    """The share of the tokens with a loss that are among the ids."""
     tokens = rows.tokens[rows.loss]
     return float(np.isin(tokens, ids).mean()) if tokens.size else 0.0
 
@@ -240,13 +235,13 @@ def coverage(rows: Rows, ids: Int32[np.ndarray, "W"]) -> float:
 def new_params(
     config: HeadConfig, target: Target, target_params: Weights, ids: np.ndarray | None, *, seed: int
 ) -> Weights:
-    """First weights, float32. `fc` is initialised for features of unit size; see `feature_scale`.
+    """First weights, float32, for features of unit size (`feature_scale`).
 
     An EAGLE-3 head starts from the target's output layer, and from its final norm times `NORM_SCALE`.
     """
     params: dict[str, Any] = dict(init_head_params(config, target, jax.random.key(seed)))
     width = params["fc"].shape[0]
-    params["fc"] = params["fc"] * (0.02**-1 * width**-0.5)  # from a deviation of 0.02 to one that preserves the scale
+    params["fc"] = params["fc"] * (0.02**-1 * width**-0.5)  # deviation 0.02 -> preserve the scale
     if ids is not None:
         params["ids"] = jnp.asarray(ids)
     if config.own_head:
@@ -256,7 +251,7 @@ def new_params(
 
 
 def split_params(params: Weights) -> tuple[Weights, Weights]:
-    """The trained weights, as float32 copies that may be donated, and the frozen leaves."""
+    """Trained weights, as float32 copies that may be donated, and frozen leaves."""
     weights = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in params.items() if name not in FROZEN}
     return weights, {name: params[name] for name in FROZEN if name in params}
 
@@ -264,12 +259,11 @@ def split_params(params: Weights) -> tuple[Weights, Weights]:
 def feature_scale(features: Float[np.ndarray, "B N F"], segments: Int32[np.ndarray, "B N"]) -> Float32[np.ndarray, "F"]:
     """Factors that bring the target's features to about unit size: 1 over their typical magnitude.
 
-    Residual streams hold a few very large channels and tokens, and grow with depth. An optimiser step changes all
-    weights of `fc` by about the same amount, so without scaling it would mostly change how the head reads those
-    channels. In an exported head the scale is part of `fc`.
+    Residual streams have a few very large channels and tokens, and grow with depth. An optimiser step changes all
+    weights of `fc` by about the same amount, so without scaling those channels would dominate.
     """
     magnitudes = np.abs(features[segments > 0].astype(np.float32))
-    # The median ignores the few very large tokens; for a normal distribution this is the standard deviation.
+    # The median ignores very large tokens; for a normal distribution this is the standard deviation.
     typical = np.median(magnitudes, axis=0) * 1.4826
     floor = max(float(np.median(typical)) * 1e-3, 1e-6)
     return (1 / np.maximum(typical, floor)).astype(np.float32)

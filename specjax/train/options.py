@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from specjax.cli.flags import ModelSettings
 from specjax.models.head_spec import ALGORITHMS
 from specjax.settings import setting
-from specjax.train.data import LOSS_ON
-from specjax.train.features import MODES
 from specjax.train.unroll import LOSSES
 
-SCHEDULES = ("cosine", "linear", "constant")
 PLACEMENTS = ("replicated", "split")
 ALL_TOKENS = 0
 
@@ -21,13 +18,11 @@ class DataSettings:
     """Training data."""
 
     data: tuple[str, ...] = setting(
-        (),
-        "JSONL (.gz) or a folder of such files: answers of specjax train generate, messages, prompt + response, text, "
-        "ids",
-        metavar="FILE",
-    )
+        (), "JSONL (.gz) or a folder of such files: answers of specjax train generate, messages, prompt + response, "
+        "text, ids", metavar="FILE",
+    )  # fmt: skip
     text_data: tuple[str, ...] = setting((), "JSONL of prompts or text; every token has a loss", metavar="FILE")
-    loss_on: str = setting("assistant", "tokens of --data that have a loss", choices=LOSS_ON)
+    loss_on: str = setting("assistant", "tokens of --data that have a loss", choices=("assistant", "all"))
     text_examples: int = setting(0, "number of examples of --text-data, drawn by the seed; 0 = all", minimum=0)
     text_skip: int = setting(0, "skip the first N drawn examples of --text-data", minimum=0)
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
@@ -56,7 +51,7 @@ class LossSettings:
     """The loss. Defaults by kind: EAGLE3 cross_entropy in 7 rounds of weight 0.8^j; EAGLE 0.1 cross_entropy +
     1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18."""
 
-    loss: str | None = setting(None, "loss of each round; see the text above", choices=tuple(LOSSES), metavar="NAME")
+    loss: str | None = setting(None, "loss of each round; defaults: see above", choices=tuple(LOSSES), metavar="NAME")
     rounds: int | None = setting(None, "times that the head reads its own output (training-time test)", minimum=1)
     regression_weight: float | None = setting(None, "weight of the distance to the target's next feature", minimum=0)
     loss_weight: float | None = setting(None, "weight of the loss beside the regression", minimum=0)
@@ -68,7 +63,9 @@ class OptimizerSettings:
     """The optimizer, AdamW, and its schedule."""
 
     learning_rate: float = setting(1e-4, "peak of the learning rate", above=0)
-    schedule: str = setting("cosine", "of the learning rate after the warm-up", choices=SCHEDULES)
+    schedule: str = setting(
+        "cosine", "of the learning rate after the warm-up", choices=("cosine", "linear", "constant")
+    )
     final_learning_rate: float = setting(
         0.0, "learning rate at the last step, as a share of the peak", minimum=0, maximum=1
     )
@@ -91,7 +88,7 @@ class RunSettings:
     )  # fmt: skip
     compute_dtype: str = setting("bfloat16", "dtype of products; weights are float32", choices=("bfloat16", "float32"))
     features: str = setting(
-        "none", "where the target's features are stored; none = computed in each step", choices=MODES
+        "none", "where the target's features are stored; none = computed in each step", choices=("none", "disk")
     )
     feature_folder: str | None = setting(None, "folder for --features disk; default: in --output", metavar="FOLDER")
     train_seed: int = setting(0, "seed of new weights and of the noise", minimum=0)
@@ -138,5 +135,5 @@ RESUMABLE = frozenset(
     {"output", "feature_folder", "checkpoint_every", "keep_checkpoints", "log_every", "stop_after", "measure_every",
      "measure_prompts", "measure_tokens", "measure_steps", "export", "export_dtype", "license", "steps"}
 )  # fmt: skip
-"""Settings that may change when a run is resumed. Only `steps` affects training: from the resumed step on, the learning
-rate follows the schedule of the new length."""
+"""Settings that a resumed run may change. Only `steps` affects training: from the resumed step on, the learning rate
+follows the schedule of the new length."""

@@ -2,10 +2,10 @@
 
     checkpoints/<step>/    orbax: weights, optimiser state, step
     run.json               the settings that decide the results
-    metrics.jsonl          one object a line; a resumed run drops the lines of steps that it repeats
+    metrics.jsonl          an object a line; a resumed run drops the lines of steps that it repeats
     curves.png             with matplotlib
 
-A checkpoint becomes visible by a rename once it is complete: a killed run, or a full disk, leaves the previous one.
+A complete checkpoint becomes visible by a rename: a killed run, or a full disk, leaves the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from specjax.train.update import TrainState
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-MAX_MARKED = 40  # points of a curve; longer curves have no markers
 
 
 class RunError(ValueError):
@@ -35,13 +34,11 @@ class RunError(ValueError):
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """`--output` of a run, locked for this process.
+    """`--output` of a run, locked for this process, with the last `keep` checkpoints.
 
-    Args:
-        settings: JSON values that a resumed run must repeat; a run without a checkpoint may change them.
-        keep: number of checkpoints.
+    `settings` are JSON values that a resumed run must repeat; without a checkpoint they may change.
 
-    Raises RunError: the folder cannot be written, is in use, or contains a run with other settings.
+    Raises RunError if the folder cannot be written, is in use, or contains a run with other settings.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, keep: int) -> None:
@@ -80,14 +77,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return self._manager.latest_step()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest checkpoint, with the shapes, dtypes and shardings of `like`. Raises RunError: it is unreadable."""
+        """The newest checkpoint, with the shapes, dtypes and shardings of `like`. Raises RunError."""
         problem = f"the checkpoint of step {self.latest} in {self._checkpoints} cannot be read"
         with _run_errors(problem, "; remove its folder to resume from the previous one"):
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
             return cast(TrainState, self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract)))
 
     def save(self, state: TrainState) -> None:
-        """Raises RunError: the checkpoint cannot be written; the previous one stays."""
+        """Raises RunError if the checkpoint cannot be written; the previous checkpoint stays."""
         step, previous = int(state.step), self.latest
         if previous == step:
             return
@@ -110,7 +107,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that have a step, without a line that a killed run left incomplete."""
+    """The complete lines of metrics.jsonl that have a step."""
     file = folder / "metrics.jsonl"
     rows: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
@@ -135,7 +132,7 @@ def model_card(
     *, title: str, target: str, description: str, facts: Mapping[str, Any], command: str, step: int,
     metrics: Sequence[Mapping[str, Any]], measured: Mapping[str, Any] | None,
 ) -> str:  # fmt: skip
-    """Markdown, without front matter. `measured`: the last line of metrics with an accept length."""
+    """Markdown, without front matter. `measured`: the last accept length, as in metrics.jsonl."""
     values = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
     sections = [
         f"# {title}",
@@ -153,7 +150,7 @@ def model_card(
             f"held back from the training data, in the engine: {measured['tokens']} tokens in {measured['steps']} "
             f"steps. Acceptance by depth, of drafts whose parent was accepted: {shares}.",
         ]
-    # About 12 lines: the measured steps or, if there are none, some of the logged ones.
+    # About 12 lines: measured steps or, if there are none, logged steps.
     lengths = {row["step"]: row["accept_length"] for row in metrics if "accept_length" in row}
     trained = [row for row in metrics if "loss" in row]
     if steps := list(lengths) or [row["step"] for row in trained]:
@@ -168,7 +165,7 @@ def model_card(
 
 
 def plot(folder: Path) -> Path | None:
-    """Write curves.png into a run's folder: loss, accuracy by round and accept length over tokens seen.
+    """Write curves.png: loss, accuracy by round and accept length over tokens seen.
 
     Returns None if there is nothing to draw, or if matplotlib is not installed.
     """
@@ -186,10 +183,9 @@ def plot(folder: Path) -> Path | None:
     measured = [row for row in rows if "accept_length" in row and row["step"] in tokens]
     figure = Figure(figsize=(13, 4), layout="constrained")
     loss, right, accept = figure.subplots(1, 3, sharex=True)
-    marker = "o" if len(trained) <= MAX_MARKED else ""
-    loss.plot([*tokens.values()], [row["loss"] for row in trained], marker=marker)
+    loss.plot([*tokens.values()], [row["loss"] for row in trained], "o-", markersize=4)
     for j in range(len(trained[0]["matched"])):
-        right.plot([*tokens.values()], [row["matched"][j] for row in trained], marker=marker, label=f"round {j}")
+        right.plot([*tokens.values()], [row["matched"][j] for row in trained], "o-", markersize=4, label=f"round {j}")
     right.legend()
     accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], "o-")
     titles = ("loss", "right, of the training text's tokens", "accept length in the engine, held back")

@@ -58,7 +58,7 @@ class Inputs:
 
 
 def prepare(options: TrainOptions) -> Inputs:
-    """Read everything but the target's weights. Raises CheckpointError, ValueError, OSError: an input is wrong."""
+    """Read everything but the target's weights. Raises CheckpointError, ValueError or OSError for a wrong input."""
     model, batch = options.model, options.run.batch_size
     if model.quantization not in ("auto", "none"):
         raise ValueError(
@@ -88,7 +88,7 @@ def prepare(options: TrainOptions) -> Inputs:
 
 
 def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
-    """Packed rows, held-back examples, and counts. Raises ValueError or OSError: there is nothing to learn from."""
+    """Packed rows, held-back examples, and counts. Raises ValueError or OSError if there is no example."""
     settings, seed = options.data, options.data.data_seed
     paths = [*settings.data, *settings.text_data]
     if not paths:
@@ -106,14 +106,16 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
     report([*answers.skipped, *texts.skipped])
     if not answers.examples and not texts.examples:
         raise ValueError(f"--data and --text-data contain no example to learn from: {', '.join(paths):.300}")
-    count, held, chosen = len(answers.examples), settings.held_back, texts.examples
-    if held and not settings.data:
-        raise ValueError(f"--held-back {held} needs --data: nothing of --text-data is held back; leave the flag out")
-    if held and held >= count:
-        raise ValueError(f"--held-back {held} must be less than the {count} usable examples of --data")
-    if held is None:
-        held = min(DEFAULT_HELD_BACK, -(-count // 10)) if count > 1 else 0
-    train, held_back = split(answers.examples, held, seed)
+    count, reserved, chosen = len(answers.examples), settings.held_back, texts.examples
+    if reserved and not settings.data:
+        raise ValueError(
+            f"--held-back {reserved} needs --data: nothing of --text-data is held back; leave the flag out"
+        )
+    if reserved and reserved >= count:
+        raise ValueError(f"--held-back {reserved} must be less than the {count} usable examples of --data")
+    if reserved is None:
+        reserved = min(DEFAULT_HELD_BACK, -(-count // 10)) if count > 1 else 0
+    train, held_back = split(answers.examples, reserved, seed)
     if settings.text_skip:
         if settings.text_skip >= len(chosen):
             raise ValueError(
@@ -139,11 +141,10 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
 
 
 def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
-    """The settings that a resumed run must share with the original one."""
+    """The settings that a resumed run must repeat."""
     values = ChainMap(*asdict(options).values())
-    settings = {name.replace("_", "-"): value for name, value in values.items() if name not in RESUMABLE}
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in inputs.rows)).hexdigest()
-    return settings | {
+    return {name.replace("_", "-"): value for name, value in values.items() if name not in RESUMABLE} | {
         "held-back": len(inputs.held_back),
         "content of the data": digest[:16],
         "devices": jax.local_device_count(),
@@ -184,8 +185,8 @@ class Measure:
     def __call__(self, draft: Any) -> Measured:
         self._engine.params = Params(self._target_params, jax.block_until_ready(draft))
         completions = self._engine.generate(self._prompts, self._sampling)
-        # Steps by their number of accepted drafts, and by the number that they accepted at least.
-        histogram = [sum(bins) for bins in zip(*(each.spec_accept_histogram for each in completions), strict=True)]
+        # Steps that accepted this number of drafts, and at least this number.
+        histogram = [sum(bins) for bins in zip(*(done.spec_accept_histogram for done in completions), strict=True)]
         reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
         by_depth = [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
         steps, emitted = sum(histogram), sum(reached)
@@ -193,7 +194,7 @@ class Measure:
 
 
 class Trainer:
-    """One training run. `target_params` are in the target's serving dtype; the model card quotes `command`."""
+    """A training run. `target_params` have the target's serving dtype; the model card quotes `command`."""
 
     def __init__(
         self, options: TrainOptions, inputs: Inputs, target_params: Weights, folder: RunFolder, *, command: str
@@ -210,7 +211,7 @@ class Trainer:
         self.rate = update.schedule(options.optimizer, run.steps)
         optimizer = update.make_optimizer(options.optimizer, self.rate, draft.table)
         self.features = None if run.features == "none" else self._feature_store()
-        weights, self.frozen = draft.split(draft.first_params(target_params), self._first_batch)
+        weights, self.frozen = draft.first_weights(target_params, self._first_batch)
         weights = everywhere(self.mesh, weights)
         with jax.numpy_dtype_promotion("standard"):
             state = TrainState(jnp.int32(0), weights, jax.jit(optimizer.init)(weights))
@@ -239,10 +240,9 @@ class Trainer:
         return jax.device_get(self._teach(self.target_params, batch))
 
     def _first_batch(self) -> tuple[Teacher, Rows]:
-        """The target's outputs for the first batch; a resumed run computes the same."""
-        rows = self.inputs.rows
-        numbers = batch_rows(0, len(rows.tokens), self.options.run.batch_size, self.options.data.data_seed)
-        first = Rows(*(part[numbers] for part in rows))
+        """The target's outputs for the first batch, equal in a resumed run."""
+        numbers = self.row_numbers(0)[: self.options.run.batch_size]
+        first = Rows(*(part[numbers] for part in self.inputs.rows))
         return self.features.get(numbers) if self.features else self._teach_on_host(first), first
 
     def row_numbers(self, step: int) -> np.ndarray:
@@ -251,7 +251,7 @@ class Trainer:
         return batch_rows(step, len(self.inputs.rows.tokens), size, self.options.data.data_seed)
 
     def run(self) -> dict[str, Any]:
-        """Start or resume, and train to the last step. Returns the summary."""
+        """Train from the last checkpoint, or from the start, to the last step. Returns the summary."""
         run, folder = self.options.run, self.folder.folder
         if self.folder.latest is not None:
             self.state = self.folder.restore(self.state)
@@ -261,24 +261,21 @@ class Trainer:
                     f"--steps {run.steps} is less than the {self.folder.latest} steps that the run in --output "
                     f"{run.output} has done; give at least as many, or another --output to start a new run"
                 )
-        first, measured = int(self.state.step), None
+        first = int(self.state.step)
         self.folder.rewind(first)
-        if first and self._to_measure(first):
-            # The run may have been killed between the checkpoint and its measurement.
-            logged = (row for row in read_metrics(folder) if row["step"] == first and "accept_length" in row)
-            last = next(logged, None)
-            measured = self.measure(first) if last is None else Measured(*(last[name] for name in Measured._fields))
+        # A kill may have come between the last checkpoint and its measurement.
+        measured = self.measure(first) if first and self._to_measure(first) else None
         for step in self._steps():
             if self._to_measure(step):
                 measured = self.measure(step)
         done, head = int(self.state.step), None
         if done == run.steps:
             head = str(self.export(Path(self.options.export.export or folder / "head"), measured))
-        curves, last_measured = plot(folder), {} if measured is None else measured._asdict()
+        curves = plot(folder)
         return {
             "step": done, "steps": run.steps, "output": run.output, "head": head,
-            "accept_length": last_measured.get("accept_length"), "by_depth": last_measured.get("by_depth"),
-            "plot": None if curves is None else str(curves),
+            "accept_length": measured and measured.accept_length, "by_depth": measured and measured.by_depth,
+            "plot": curves and str(curves),
         }  # fmt: skip
 
     def _to_measure(self, step: int) -> bool:
@@ -286,7 +283,7 @@ class Trainer:
         return step == self.options.run.steps or bool(every and step % every == 0)
 
     def _steps(self) -> Iterator[int]:
-        """Train; yields the number of each finished step."""
+        """Train; yields the number of each completed step."""
         run, first = self.options.run, int(self.state.step)
         shape = (run.accumulate, run.batch_size)
         since = started = time.perf_counter()
@@ -306,7 +303,7 @@ class Trainer:
                 bar.update()
                 stop = run.stop_after and time.perf_counter() - started > run.stop_after * 60
                 save = step % run.checkpoint_every == 0 or step == run.steps or stop
-                # Every checkpoint ends a line of metrics, so that a resumed run logs the same lines.
+                # Each checkpoint has a line of metrics, so that a resumed run logs equal lines.
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
                     now = time.perf_counter()
@@ -331,7 +328,7 @@ class Trainer:
                     return
 
     def _row(self, step: int, pending: list[tuple[Metrics, int]], seconds: float) -> dict[str, Any]:
-        """A line of metrics.jsonl: means over the steps since the last line."""
+        """Means over the steps since the last line of metrics.jsonl."""
         steps = [jax.device_get(metrics) for metrics, _ in pending]
         sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in steps))
         return {
@@ -350,8 +347,14 @@ class Trainer:
         return self.inputs.draft.exported(weights, frozen)
 
     def measure(self, step: int) -> Measured | None:
-        """Decode held-back prompts, log the accept length, and export the best head so far to best/."""
+        """Decode held-back prompts, log the accept length, and export the best head so far to best/.
+
+        Returns a measurement of this step that is already logged, and None if there is no prompt.
+        """
         settings, inputs = self.options.measure, self.inputs
+        earlier = [row for row in read_metrics(self.folder.folder) if "accept_length" in row]
+        if (logged := next((row for row in earlier if row["step"] == step), None)) is not None:
+            return Measured(*(logged[name] for name in Measured._fields))
         prompts = [prompt for example in inputs.held_back if (prompt := prompt_of(example))][: settings.measure_prompts]
         if not prompts:
             return None
@@ -361,8 +364,7 @@ class Trainer:
             self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
         measured = self._measure(params)
         row = {"step": step, **measured._asdict()}
-        earlier = [row["accept_length"] for row in read_metrics(self.folder.folder) if "accept_length" in row]
-        if measured.accept_length > max(earlier, default=0.0):
+        if measured.accept_length > max((row["accept_length"] for row in earlier), default=0.0):
             self.export(self.folder.folder / "best", measured, [row])
         self.folder.log(row)
         shares = " ".join(f"{share:.2f}" for share in measured.by_depth)
@@ -371,24 +373,23 @@ class Trainer:
         return measured
 
     def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
-        """Export the current head, with a model card."""
         draft, options = self.inputs.draft, self.options
         card = model_card(
             title=f"{options.draft.draft} draft head for {options.model.model}", target=options.model.model,
             description=draft.description, facts=self.inputs.facts, command=self.command, step=int(self.state.step),
             metrics=[*read_metrics(self.folder.folder), *unlogged],
-            measured=None if measured is None else measured._asdict(),
+            measured=measured and measured._asdict(),
         )  # fmt: skip
         return draft.export(folder, self.draft_params(), card)
 
 
 def prompt_of(example: Example) -> list[int]:
-    """The tokens before the first answer; empty if there are none."""
+    """The tokens before the first answer."""
     return example.tokens[: np.argmax(example.loss)].tolist()
 
 
 def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
-    """Train a head; see `specjax train --help`. Raises ValueError or OSError: an input is wrong."""
+    """Train a head; see `specjax train --help`. Raises ValueError or OSError for a wrong input."""
     use_compilation_cache()
     inputs = prepare(options)
     if options.measure.measure_prompts and not any(prompt_of(example) for example in inputs.held_back):

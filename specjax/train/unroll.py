@@ -14,7 +14,7 @@ and slot t of later rounds, its ancestors. So a round adds one key per slot, not
 
 A slot counts in round j if x_{t+2+j} belongs to the same example and has a loss, and the draft vocabulary contains the
 target's most likely token there. So shifts and masks never cross examples of a packed row. All kinds of heads share
-this code; an `Objective` holds their rounds, losses and weights. Sources: EAGLE-3 (arXiv 2503.01840) and
+this code; an `Objective` has their rounds, losses and weights. Sources: EAGLE-3 (arXiv 2503.01840) and
 SafeAILab/EAGLE `traineagle3`; EAGLE-1's regression is round 0 with noise; FastMTP (arXiv 2509.18362) has three rounds.
 """
 
@@ -174,9 +174,8 @@ def packed_attention(
 #     acceptance         -log sum min(p, q)          the likelihood of acceptance (LK loss, alpha form)
 #     hybrid             l cross_entropy + (1 - l) (1 - a), l = exp(-3 a), a = sum min(p, q)   (LK loss, lambda form)
 #
-# sum min(p, q) is the probability that speculative sampling accepts a draft drawn from q. Where p and q hardly overlap,
-# it has almost no gradient; the hybrid loss handles that case. Sources: EAGLE (arXiv 2401.15077, 2503.01840); LK losses
-# (arXiv 2602.23881).
+# Where p and q hardly overlap, sum min(p, q) has almost no gradient; the hybrid loss handles that case. Sources: EAGLE
+# (arXiv 2401.15077, 2503.01840); LK losses (arXiv 2602.23881).
 
 
 def accepted(logits: Logits, teacher: Logits) -> Losses:

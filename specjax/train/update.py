@@ -1,4 +1,4 @@
-"""The optimiser and one training step: gradients of the head in low precision, float32 weights.
+"""The optimiser and a training step: gradients of the head in low precision, float32 weights.
 
 A batch is split into A parts whose gradients are summed, so that a batch may exceed the memory; each part is spread
 over the devices of a mesh. Loss and gradient equal those of the whole batch.
@@ -38,8 +38,7 @@ def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule, table: Table) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm (0: no clipping). Matrices decay, norms and biases do not; `table` declares
-    the parameters."""
+    """AdamW after clipping by global norm (0: no clipping). Only matrices decay; `table` declares the parameters."""
     leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
 
     def decays(params: Weights) -> dict[str, bool]:
@@ -77,7 +76,6 @@ def make_update(
     """
 
     def part(weights: Weights, target_params: Weights, batch: Rows, teacher: Teacher | None, key: Array) -> Any:
-        """Loss, sums and gradient of one part."""
         if teacher is None:
             assert teach is not None
             teacher = jax.lax.stop_gradient(teach(target_params, batch))
@@ -99,7 +97,7 @@ def make_update(
         def add(carry: Any, inputs: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, part(state.params, target_params, *inputs)), None
 
-        # The first part is outside of the scan: it defines the shapes of the sums, and most batches have one part.
+        # The first part is outside of the scan: it defines the shapes of the sums, and most batches have a single part.
         inputs = (batch, teacher, keys)
         result = part(state.params, target_params, *jax.tree.map(lambda x: x[0], inputs))
         if parts > 1:
@@ -127,7 +125,7 @@ def everywhere(mesh: Mesh, tree: Any) -> Any:
 
 
 def split(mesh: Mesh, tree: Any) -> Any:
-    """Split each leaf along its longest axis that is a multiple of the devices; a leaf without one is copied.
+    """Split each leaf along its longest axis that is a multiple of the devices, or copy it.
 
     The compiler gathers weights where a product needs them.
     """

@@ -2,18 +2,18 @@
 
     specjax train vocab --model MODEL --input answers.jsonl --size 32768 --output freq_32768.pt
 
-A draft head that ranks only the frequent part of the vocabulary is cheaper. No map changes the text: a token outside
-it is never proposed, so fewer drafts are accepted (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A draft predicts the
-target's output, so the best corpus is text written by the target, as ids: those include its end tokens.
+A draft head that ranks only the frequent part of the vocabulary is cheaper. Tokens outside of the map are never
+proposed: fewer drafts are accepted, and the text stays equal (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The best
+corpus is the target's own answers, as ids, which include its end tokens.
 
 The prompt and the answer of a JSONL row are counted as `specjax train` reads them, ids before text. `--field NAME`
-(repeatable) counts these fields instead; `--field NAME=20` counts every token there 20 times. A text, or a list of
-texts, is tokenised without a template and without the tokens put around a prompt; a list of ids is counted unchanged;
-the contents of a list of messages are tokenised.
+(repeatable) counts these fields instead; `--field NAME=20` counts each token there 20 times. A text, or a list of
+texts, is tokenised without a template and without added tokens; a list of ids is counted unchanged; the contents of a
+list of messages are tokenised.
 
-Ids are sorted by falling count, ties by id; the end tokens of the model are always in the map. The last line of stdout
-is one JSON object: `lines` read, `bad` ones among them, `tokens` counted, `distinct` ids, and `coverage`: the share of
-all counts, by weight, that a map of each size covers. Exit status: 0 all lines counted, 1 some were bad, 2 no map.
+Ids are sorted by falling count, ties by id; the model's end tokens are always in the map. The last line of stdout is a
+JSON object: `lines` read, `bad` lines, `tokens` counted, `distinct` ids, and `coverage`: the share of all counts, by
+weight, that a map of each size covers. Exit status: 0 all lines counted, 1 some were bad, 2 no map.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ def count(
     """Count the ids of all files.
 
     Args:
-        weights: fields of the rows, and how often each counts; empty: `row_fields`, once.
-        tokenizer: a fast one of transformers.
+        weights: by field of the rows; empty: `row_fields`, with weight 1.
+        tokenizer: a fast tokenizer of transformers.
         vocabulary: ids are 0 to vocabulary - 1.
     """
     core = tokenizer.backend_tokenizer
-    # A tokenizer.json may set the lengths of its model's training.
-    core.no_truncation()
+    core.no_truncation()  # a tokenizer.json may set the lengths of the model's training
     core.no_padding()
     counts: Counts = np.zeros(vocabulary, np.int64)
     tokens = lines = 0
@@ -83,10 +82,10 @@ def count(
                 continue
             for weight, part in row_parts:
                 parts[weight].append(part)
-        for weight, same in parts.items():
-            texts = [part for part in same if isinstance(part, str)]
+        for weight, weighted in parts.items():
+            texts = [part for part in weighted if isinstance(part, str)]
             encoded = (encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False))
-            flat = np.fromiter(chain(*encoded, *(part for part in same if isinstance(part, list))), np.int64)
+            flat = np.fromiter(chain(*encoded, *(part for part in weighted if isinstance(part, list))), np.int64)
             counts += weight * np.bincount(flat, minlength=vocabulary)
             tokens += len(flat)
     return Tally(counts, tokens, lines, skipped)
@@ -95,7 +94,7 @@ def count(
 def weighted_parts(
     row: dict[str, Any], weights: Mapping[str, int], tokenizer: Any, vocabulary: int
 ) -> list[tuple[int, Any]]:
-    """The counted parts of a row: (weight, a text or ids)."""
+    """(weight, text or ids) of each counted part."""
     names = [name for name in weights or row_fields(row) if row.get(name) is not None]
     if not names:
         raise missing_fields(row, weights)
@@ -106,7 +105,6 @@ def weighted_parts(
 
 
 def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
-    """The texts or lists of ids of a field."""
     if isinstance(value, str):
         return [value]
     kinds = {type(item) for item in value} if isinstance(value, list) else {None}
@@ -121,7 +119,7 @@ def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
 
 
 def token_map(counts: Counts, size: int, ends: Iterable[int]) -> Int64[np.ndarray, "X"]:
-    """The `size` most frequent ids, ties to the lower id, always with the end ids.
+    """The `size` most frequent ids, ties by id, always with the end ids.
 
     counts 5 0 9 7, end 1    size 2: 2 1    size 3: 2 3 1    size 4: 2 3 0 1
     """
@@ -146,7 +144,7 @@ WRITERS: dict[str, Callable[[Path, list[int]], object]] = {
 
 
 def parse_weights(texts: Iterable[str]) -> dict[str, int]:
-    """Weights by name, from NAME or NAME=WEIGHT of `--field`. Raises ValueError: a wrong form, or a repeated name."""
+    """Weights by field, from NAME or NAME=WEIGHT. Raises ValueError for a wrong form or a repeated name."""
     weights: dict[str, int] = {}
     for text in texts:
         match = re.fullmatch(r"([^=]+)(?:=([0-9]{1,7}))?", text)
@@ -159,7 +157,7 @@ def parse_weights(texts: Iterable[str]) -> dict[str, int]:
 
 
 def check_output(output: Path, inputs: Sequence[str]) -> None:
-    """Raises ValueError: unknown format, also an input, or not writable."""
+    """Raises ValueError if the format is unknown, or the file is an input or cannot be written."""
     if output.suffix not in WRITERS:
         raise ValueError(f"--output {output} must end in {', '.join(WRITERS)}")
     if output.resolve() in [Path(file).resolve() for file in inputs]:
@@ -171,16 +169,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="specjax train vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
-        epilog="Without --field, the prompt (ids, messages or text) and the answer (ids or text) of a JSONL line are "
-        "counted, or its messages, text or tokens alone.",
+        epilog="Without --field, the prompt and the answer of a JSONL line are counted, or its messages, text or ids.",
     )
     parser.add_argument(
         "--model", "--tokenizer", dest="tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
-        help="alias, folder, .gguf or hub id; only the tokenizer of a folder is read",
+        help="alias, folder, .gguf or hub id; only the tokenizer is read",
     )  # fmt: skip
     parser.add_argument(
         "--input", required=True, nargs="+", action="extend", metavar="FILE",
-        help="JSONL, also gzipped, or a folder of such; - = stdin; text that the target wrote is best",
+        help="JSONL (.gz) or a folder of such files; - = stdin; the target's own answers are best",
     )  # fmt: skip
     parser.add_argument(
         "--field", action="append", default=[], metavar="NAME[=WEIGHT]",
@@ -189,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, metavar="N", help=f"ids in the map (default: {DEFAULT_SIZE}, or all)")
     parser.add_argument(
         "--output", required=True, metavar="FILE",
-        help="the map, in the format of its suffix: .pt as FR-Spec publishes them, .safetensors, .npy or .json",
+        help="the map, in the format of its suffix: .pt as FR-Spec publishes maps, .safetensors, .npy or .json",
     )  # fmt: skip
     parser.add_argument("--no-progress", action="store_true", help="no progress bars")
     return parser
@@ -202,12 +199,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     check_output(output, inputs)
     if args.size is not None and args.size < 1:
         raise ValueError(f"--size must be at least 1, got {args.size}")
-    is_gguf = args.tokenizer.lower().endswith(".gguf")  # converted, since its tokenizer is inside
+    is_gguf = args.tokenizer.lower().endswith(".gguf")  # the file contains the tokenizer
     files = resolve(args.tokenizer, progress=progress, outline=not is_gguf)
     tokenizer = load_tokenizer(files)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     size = min(DEFAULT_SIZE, vocabulary) if args.size is None else args.size
-    # A stop id outside of the vocabulary comes from a config of another tokenizer.
+    # Stop ids outside of the vocabulary come from a config of another tokenizer.
     ends = sorted(token for token in stop_token_ids(files, tokenizer) if token < vocabulary)
     if size > vocabulary:
         raise ValueError(f"--size {size} is more than the {vocabulary} ids of the tokenizer {args.tokenizer}")

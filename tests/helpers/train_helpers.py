@@ -1,4 +1,4 @@
-"""A tiny target on disk, tiny data, and training runs over them."""
+"""A tiny target on disk, tiny data, and training runs with them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SMALL: dict[str, Any] = {
     "steps": 6, "batch-size": 2, "row-length": 64, "rounds": 2, "held-back": 4, "warmup-steps": 2,
     "learning-rate": 0.01, "checkpoint-every": 2, "log-every": 3, "measure-prompts": 0, "compute-dtype": "float32",
 }  # fmt: skip
-"""Options of a run that takes a second after compiling."""
+"""Options of a run that takes a second once it is compiled."""
 
 MAIN = "import sys; from specjax.train.__main__ import main; sys.exit(main())"
 
 
 def save_model(folder: Path, **changes: Any) -> Path:
-    """Four layers; its tokenizer's end token ends its texts."""
+    """A target of four layers, with a tokenizer."""
     save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=4, head_dim=8, eos_token_id=END, **changes)
     tokenizer().save_pretrained(folder)
     return folder
@@ -49,43 +49,42 @@ def save_data(file: Path, lines: int = 24, seed: int = 0) -> Path:
 
 
 def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str]:
-    """SMALL with changes; underscores stand for dashes, None leaves a flag out, a tuple gives several values."""
+    """Flags of SMALL with changes: underscores become dashes, None removes a flag, a tuple has several values."""
     flags = {"model": model, "data": data, "output": output} | SMALL
     flags |= {name.replace("_", "-"): value for name, value in changes.items()}
-    found = []
+    command = []
     for name, value in flags.items():
         if value is not None:
-            found += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return found
+            command += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return command
 
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Of subprocesses: this checkout, and the suite's caches of programs and of CPU kernels."""
+    """Environment of subprocesses: this checkout, and the suite's caches of programs and CPU kernels."""
     root = Path(__file__).parents[2]
-    found = dict(os.environ) | {
+    variables = dict(os.environ) | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
-    }
-    if object_code._folder is not None:
-        found.setdefault("SPECJAX_CACHE", str(object_code._folder.parent))
-    return found | {
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+    if object_code._folder is not None:
+        variables.setdefault("SPECJAX_CACHE", str(object_code._folder.parent))
+    return variables
 
 
 def with_kernels(cache: Path) -> Path:
-    """Put the suite's CPU kernels into a new cache folder: each takes seconds to compile."""
+    """Copy the suite's CPU kernels, which take seconds to compile, into a new cache folder."""
     (cache / "kernels").mkdir(parents=True)
     for file in object_code._folder.glob("*") if object_code._folder else ():
-        if not file.name.startswith("new-"):  # which another process is writing
+        if not file.name.startswith("new-"):  # another process is writing it
             shutil.copy(file, cache / "kernels")
     return cache
 
 
 def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess.Popen:
-    """`specjax train` in a process of its own; `program` may prepare it."""
+    """Run a program, `specjax train` by default, in a process."""
     return subprocess.Popen(
         [sys.executable, "-c", program, *command], env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
@@ -93,7 +92,7 @@ def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess
 
 
 def target_source(toy: Toy, tokenizer: Any) -> TargetSource:
-    """The toy as a target to train heads for."""
+    """The toy as a target of heads."""
     c = toy.target.config
     described = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,

@@ -1,14 +1,10 @@
-"""Training examples out of JSONL: masks against chats written out by hand, packing and order by definition."""
+"""Training examples from JSONL: tokens and loss masks against hand-written chats, packing and order."""
 
 from __future__ import annotations
 
 import copy
 import gzip
-import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
-from specjax.cli.lines import report
-from specjax.engine import intake
 from specjax.train.data import Example, ExampleSet, batch_rows, load_examples, pack, split
 
 SELFGEN = Path(__file__).parents[2] / "data" / "selfgen.jsonl.gz"
 USER = {"role": "user", "content": "hello 12"}
-SAID = {"role": "assistant", "content": "hell the"}
-# It trims, and from the second turn on it leaves out what the assistant thought.
+REPLY = {"role": "assistant", "content": "hell the"}
+# Trims contents, and drops the thoughts of earlier turns.
 FORGETS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}(hm){% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -48,41 +42,36 @@ def ids(text: str) -> list[int]:
 
 
 def chat(*turns: str) -> str:
-    """ChatML. `u:` and so on; ⟦ ⟧ are around what carries loss."""
+    """ChatML, from turns such as `u:hello`; ⟦ ⟧ enclose text with a loss."""
     names = {"u": "user", "a": "assistant", "s": "system"}
-    found = ""
+    text = ""
     for turn in turns:
-        said = turn[2:]
-        end = f"⟦{said}<|im_end|>⟧" if turn[0] == "a" else f"{said}<|im_end|>"
-        found += f"<|im_start|>{names[turn[0]]}\n{end}\n"
-    return found
+        end = f"⟦{turn[2:]}<|im_end|>⟧" if turn[0] == "a" else f"{turn[2:]}<|im_end|>"
+        text += f"<|im_start|>{names[turn[0]]}\n{end}\n"
+    return text
 
 
 def unmark(text: str) -> tuple[list[int], list[bool]]:
-    """Ids and losses of a text in which ⟦ ⟧ are around what the target wrote, up to the last of that.
-
-    Each part is tokenised by itself: a prompt ends where the target begins.
-    """
+    """Ids and losses up to the last ⟧. Each part is tokenised alone, since a prompt ends where the target begins."""
     parts = [part for piece in text.split("⟦") for part in piece.split("⟧")]
     tokens: list[int] = []
     loss: list[bool] = []
     for number, part in enumerate(parts):
         tokens += ids(part)
         loss += [number % 2 == 1] * len(ids(part))
-    last = max(i for i, each in enumerate(loss) if each) + 1
+    last = max(np.flatnonzero(loss)) + 1
     return tokens[:last], loss[:last]
 
 
 @pytest.fixture
 def load(tmp_path):
-    """load(rows, ...) -> ExampleSet. A row that is bytes is the line itself."""
+    """load(rows, ...) -> ExampleSet. Rows may be lines as bytes."""
 
-    def call(rows, *, name="rows.jsonl", like=None, **options) -> ExampleSet:
+    def call(rows, *, like=None, **options) -> ExampleSet:
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-        content = b"".join(line + b"\n" for line in lines)
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        (tmp_path / "rows.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
         options = {"max_length": 512} | options
-        return load_examples([str(tmp_path / name)], like or tokenizer(), VOCABULARY, **options)
+        return load_examples([str(tmp_path / "rows.jsonl")], like or tokenizer(), VOCABULARY, **options)
 
     return call
 
@@ -94,182 +83,134 @@ def only(loaded: ExampleSet) -> tuple[list[int], list[bool]]:
     return example.tokens.tolist(), example.loss.tolist()
 
 
-# Masks.
-
-CHATS = {
-    "one turn": ([USER, SAID], chat("u:hello 12", "a:hell the")),
-    "with a system message": (
-        [{"role": "system", "content": "the"}, USER, SAID],
-        chat("s:the", "u:hello 12", "a:hell the"),
-    ),
-    "developer is system": (
-        [{"role": "developer", "content": "the"}, USER, SAID],
-        chat("s:the", "u:hello 12", "a:hell the"),
-    ),
-    "several turns": (
-        [USER, SAID, {"role": "user", "content": "é🙂"}, {"role": "assistant", "content": " 12\n"}],
-        chat("u:hello 12", "a:hell the", "u:é🙂", "a: 12\n"),
-    ),
-    "the tail is dropped": ([USER, SAID, USER], chat("u:hello 12", "a:hell the")),
-    "two answers": ([USER, SAID, SAID], chat("u:hello 12", "a:hell the", "a:hell the")),
-    "parts of text": (
-        [USER, {"role": "assistant", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "ll"}]}],
-        chat("u:hello 12", "a:hell"),
-    ),
-    "a question that holds the answer": (
-        [{"role": "user", "content": "hell the<|im_end|>\n"}, SAID],
-        chat("u:hell the<|im_end|>\n", "a:hell the"),
-    ),
-    "an answer that looks like a header": (
-        [USER, {"role": "assistant", "content": "assistant\nuser\n"}],
-        chat("u:hello 12", "a:assistant\nuser\n"),
-    ),
-}
+CHATS = [
+    ([USER, REPLY], chat("u:hello 12", "a:hell the")),
+    ([{"role": "developer", "content": "the"}, USER, REPLY], chat("s:the", "u:hello 12", "a:hell the")),
+    ([USER, REPLY, {"role": "user", "content": "é🙂"}, {"role": "assistant", "content": " 12\n"}],
+     chat("u:hello 12", "a:hell the", "u:é🙂", "a: 12\n")),
+    ([USER, REPLY, USER], chat("u:hello 12", "a:hell the")),
+    ([USER, REPLY, REPLY], chat("u:hello 12", "a:hell the", "a:hell the")),
+    ([USER, {"role": "assistant", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "ll"}]}],
+     chat("u:hello 12", "a:hell")),
+    ([{"role": "user", "content": "hell the<|im_end|>\n"}, REPLY], chat("u:hell the<|im_end|>\n", "a:hell the")),
+    ([USER, {"role": "assistant", "content": "assistant\nuser\n"}], chat("u:hello 12", "a:assistant\nuser\n")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("messages", "text"), CHATS.values(), ids=CHATS)
-def test_the_loss_is_on_what_assistants_say(load, messages, text):
+@pytest.mark.parametrize(("messages", "text"), CHATS)
+def test_assistant_turns_have_a_loss(load, messages, text):
     tokens, loss = only(load([{"messages": messages}]))
     assert (tokens, loss) == unmark(text)
-    assert tokens[-1] == END and loss[-1], "the end of the last answer, and not the line end behind it"
-
-
-def test_the_prompt_is_that_of_the_server(load):
-    messages = [USER, SAID, {"role": "user", "content": "the the"}, {"role": "assistant", "content": "\nl"}]
-    tokens, loss = only(load([{"messages": messages}]))
-    last = len(loss) - loss[::-1].index(False)
-    assert tokens[:last] == intake.encode(messages[:3], tokenizer(), VOCABULARY)
+    assert tokens[-1] == END and loss[-1], "the last token is the end token, not the line end after it"
 
 
 EARLIER = [USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "é"}]
 EARLIER_TEXT = chat("u:hello 12", "a:12", "u:é").replace("⟦", "").replace("⟧", "")
-RESPONSES = {
-    "prompt": ({"prompt": "hello 12"}, chat("u:hello 12", "a:hell the")),
-    "prompt of messages": ({"prompt": EARLIER}, EARLIER_TEXT + chat("a:hell the")),
-    "messages": ({"messages": [USER]}, chat("u:hello 12", "a:hell the")),
-    "several turns, of which the target wrote none": ({"messages": EARLIER}, EARLIER_TEXT + chat("a:hell the")),
-    "messages with the answer": ({"messages": [*EARLIER, SAID]}, EARLIER_TEXT + chat("a:hell the")),
-    "messages with the answer and no reply": (
-        {"messages": [*EARLIER, SAID], "response": None},
-        EARLIER_TEXT + chat("a:hell the"),
-    ),
-    "messages and a prompt": ({"messages": EARLIER, "prompt": "no"}, EARLIER_TEXT + chat("a:hell the")),
-    "prompt_ids without response_ids": ({"messages": [USER], "prompt_ids": [7]}, chat("u:hello 12", "a:hell the")),
-}
+RESPONSES = [
+    ({"prompt": "hello 12"}, chat("u:hello 12")),
+    ({"prompt": EARLIER}, EARLIER_TEXT),
+    ({"messages": [USER]}, chat("u:hello 12")),
+    ({"messages": EARLIER}, EARLIER_TEXT),
+    ({"messages": [*EARLIER, REPLY]}, EARLIER_TEXT),
+    ({"messages": EARLIER, "prompt": "no"}, EARLIER_TEXT),
+]
 
 
-@pytest.mark.parametrize(("prompt", "text"), RESPONSES.values(), ids=RESPONSES)
-@pytest.mark.parametrize("response", [{}, {"response_ids": [*ids("hell the"), END]}, {"output_ids": ids("hell the")}])
-def test_a_response_follows_its_prompt_and_alone_has_a_loss(load, prompt, text, response):
-    if response and "prompt_ids" in prompt:
-        pytest.skip("then all are ids")
-    if not response and "response" in prompt:
-        pytest.skip("then there is no answer beside the messages")
-    wanted = text.replace("the<|im_end|>⟧", "the⟧") if "output_ids" in response else text
-    assert only(load([{"response": "hell the"} | prompt | response])) == unmark(wanted)
+@pytest.mark.parametrize(("prompt", "text"), RESPONSES)
+def test_only_the_response_has_a_loss(load, prompt, text):
+    ended, cut = text + chat("a:hell the"), text + "<|im_start|>assistant\n⟦hell the⟧"
+    row = {"response": "hell the"} | prompt
+    assert only(load([row])) == only(load([row | {"prompt_ids": [7]}])) == unmark(ended), "ids need response_ids"
+    for response in ("hell the", None):
+        written = {"response": response, "response_ids": [*ids("hell the"), END]}
+        assert only(load([row | written])) == unmark(ended)
+    assert only(load([row | {"output_ids": ids("hell the")}])) == unmark(cut)
 
 
 def test_tools_and_variables_reach_the_template(load):
+    """Tools and arguments of calls may be strings of JSON."""
     template = (
         "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}{% for m in messages %}"
-        "{{ m.role[0] }}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+        "{{ m.role[0] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
     )
     tools = [{"type": "function", "function": {"name": "look"}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 12}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     for form in (tools, json.dumps(tools)):
-        row = {"messages": [USER, SAID], "tools": form, "chat_template_kwargs": {"mood": "12"}}
-        assert only(load([row], like=with_template(template))) == unmark(
-            "look12uhello 12<|im_end|>a⟦hell the<|im_end|>⟧"
-        )
+        row = {"messages": messages, "tools": form, "chat_template_kwargs": {"mood": "12"}}
+        assert only(load([row], like=with_template(template))) == unmark("look12uhello 12<|im_end|>a⟦12<|im_end|>⟧")
 
 
-BROKEN_OFF = {
-    "its ids say so": ({"response_ids": ids("hell the")}, True),
-    "its ids end": ({"response_ids": [*ids("hell the"), END]}, False),
-    "nothing says so": ({}, False),
-    "its reason says so": ({"finish_reason": "length"}, True),
-    "its reason is an object": ({"finish_reason": {"type": "length", "length": 3}}, True),
-    "its reason is another": ({"finish_reason": "stop"}, False),
-    "its reason is an end token": ({"finish_reason": {"type": "stop", "matched": END}}, False),
-    "an end token of the server's": ({"finish_reason": "stop", "matched_stop": END}, False),
-    "a stop string of the server's": ({"finish_reason": "stop", "matched_stop": "stop"}, True),
-    "a stop string of vLLM's": ({"finish_reason": "stop", "stop_reason": "Ask:"}, True),
-    "a stop token of vLLM's": ({"finish_reason": "stop", "stop_reason": END}, False),
-    "another name of an end": ({"stop_reason": "end_turn"}, False),
-    "another name of a limit": ({"stop_reason": "max_tokens"}, True),
-    "aborted": ({"finish_reason": "abort"}, True),
-    "aborted, as an object": ({"finish_reason": {"type": "abort", "message": "gone"}}, True),
-    "max_tokens": ({"finish_reason": "max_tokens"}, True),
-    "its reason is a stop string": ({"finish_reason": {"type": "stop", "matched": "Ask:"}}, True),
-    "its ids precede its reason": ({"finish_reason": "stop", "response_ids": ids("hell the")}, True),
-    "its ids end, whatever the reason": ({"finish_reason": "length", "response_ids": [*ids("hell the"), END]}, False),
-}
+CUT = [
+    ({}, False),
+    ({"response_ids": ids("hell the")}, True),
+    ({"response_ids": [*ids("hell the"), END]}, False),
+    ({"finish_reason": "length"}, True),
+    ({"finish_reason": {"type": "length", "length": 3}}, True),
+    ({"finish_reason": {"type": "stop", "matched": END}}, False),
+    ({"finish_reason": {"type": "stop", "matched": "Ask:"}}, True),
+    ({"finish_reason": "stop", "matched_stop": "stop"}, True),  # SGLang
+    ({"finish_reason": "stop", "stop_reason": "Ask:"}, True),  # vLLM
+    ({"stop_reason": "end_turn"}, False),
+    ({"stop_reason": "max_tokens"}, True),
+    ({"finish_reason": {"type": "abort", "message": "gone"}}, True),
+    ({"finish_reason": "stop", "response_ids": ids("hell the")}, True),
+    ({"finish_reason": "length", "response_ids": [*ids("hell the"), END]}, False),
+]
 
 
-@pytest.mark.parametrize(("fields", "is_cut"), BROKEN_OFF.values(), ids=BROKEN_OFF)
-def test_an_answer_that_is_broken_off_has_no_end(load, fields, is_cut):
+@pytest.mark.parametrize(("fields", "is_cut"), CUT)
+def test_a_cut_answer_has_no_end_token(load, fields, is_cut):
     text = chat("u:hello 12", "a:hell the")
-    wanted = unmark(text.replace("the<|im_end|>⟧", "the⟧") if is_cut else text)
-    assert only(load([{"prompt": "hello 12", "response": "hell the"} | fields])) == wanted
+    expected = unmark(text.replace("the<|im_end|>⟧", "the⟧") if is_cut else text)
+    assert only(load([{"prompt": "hello 12", "response": "hell the"} | fields])) == expected
 
 
-def test_only_the_last_answer_of_messages_is_broken_off(load):
+def test_only_the_last_answer_of_messages_is_cut(load):
     last = {"role": "assistant", "content": "the e "}
-    found = only(load([{"messages": [USER, SAID, USER, last], "finish_reason": "length"}]))
-    assert found == unmark(chat("u:hello 12", "a:hell the", "u:hello 12") + "<|im_start|>assistant\n⟦the e ⟧")
+    example = only(load([{"messages": [USER, REPLY, USER, last], "finish_reason": "length"}]))
+    assert example == unmark(chat("u:hello 12", "a:hell the", "u:hello 12") + "<|im_start|>assistant\n⟦the e ⟧")
 
 
-IDS = {
-    "ids before text": (
-        {"prompt": "x", "messages": [USER], "response": "hello", "prompt_ids": [5, 6], "response_ids": ids("hello")},
-        [5, 6, *ids("hello")], "00" + "1" * len(ids("hello")),
-    ),
-    "the text before a stop string": (
-        {"prompt_ids": [5], "response_ids": ids("hello 12"), "response": "hello"}, [5, *ids("hello 12")],
-        "0" + "1" * len(ids("hello 12")),
-    ),
-    "an empty answer": ({"prompt_ids": [5, 6], "response_ids": [END], "response": ""}, [5, 6, END], "001"),
-    "a mask over prompt and response": (
-        {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]}, [5, 6, 7, 8, 9], "00101",
-    ),
-    "masked ids before messages": (
-        {"messages": [USER, SAID], "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, [5, 6, 7], "011",
-    ),
-    "prompt_ids, response_ids": ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, [5, 6, 7, 8], "0011"),
-    "input_ids, output_ids": ({"input_ids": [5], "output_ids": [7, 8]}, [5, 7, 8], "011"),
-    "no prompt": ({"prompt_ids": [], "response_ids": [7, 8]}, [7, 8], "11"),
-    "tokens": ({"tokens": [5, 6, 7]}, [5, 6, 7], "111"),
-    "input_ids": ({"input_ids": [5, 6, 7]}, [5, 6, 7], "111"),
-    "a mask": ({"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0]}, [5, 6, 7, 8], "0101"),
-    "another mask beside loss_mask": (
-        {"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [-100, 6], "attention_mask": [1, 1]}, [5, 6], "01",
-    ),
-    "labels that are the ids": ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]}, [5, 6], "11"),
-    "text beside padded ids": (
-        {"text": "hello", "input_ids": [5, 0], "attention_mask": [1, 0]}, ids("hello"), "1" * len(ids("hello")),
-    ),
-    "a mask of booleans": ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], "01"),
-    "text": ({"text": "hello"}, ids("hello"), "1" * len(ids("hello"))),
-    "text before ids": ({"text": "hello", "input_ids": [5]}, ids("hello"), "1" * len(ids("hello"))),
-}  # fmt: skip
+IDS = [
+    ({"prompt": "x", "messages": [USER], "response": "hello", "prompt_ids": [5, 6], "response_ids": ids("hello")},
+     [5, 6, *ids("hello")], "00" + "1" * len(ids("hello"))),
+    ({"prompt_ids": [5], "response_ids": ids("hello 12"), "response": "hello"},  # before a stop string
+     [5, *ids("hello 12")], "0" + "1" * len(ids("hello 12"))),
+    ({"prompt_ids": [5, 6], "response_ids": [END], "response": ""}, [5, 6, END], "001"),
+    ({"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]}, [5, 6, 7, 8, 9], "00101"),
+    ({"messages": [USER, REPLY], "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, [5, 6, 7], "011"),
+    ({"input_ids": [5], "output_ids": [7, 8]}, [5, 7, 8], "011"),
+    ({"prompt_ids": [], "response_ids": [7, 8]}, [7, 8], "11"),
+    ({"tokens": [5, 6, 7]}, [5, 6, 7], "111"),
+    ({"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0]}, [5, 6, 7, 8], "0101"),
+    ({"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [-100, 6], "attention_mask": [1, 1]}, [5, 6], "01"),
+    ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]}, [5, 6], "11"),
+    ({"text": "hello", "input_ids": [5, 0], "attention_mask": [1, 0]}, ids("hello"), "1" * len(ids("hello"))),
+    ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], "01"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "tokens", "loss"), IDS.values(), ids=IDS)
+@pytest.mark.parametrize(("row", "tokens", "loss"), IDS)
 def test_ids_and_text(load, row, tokens, loss):
-    assert only(load([row])) == (tokens, [each == "1" for each in loss])
+    assert only(load([row])) == (tokens, [digit == "1" for digit in loss])
 
 
 def test_loss_on_all_is_on_every_token(load):
-    rows = [{"messages": [USER, SAID, USER]}, {"prompt_ids": [5], "response_ids": [6]}]
+    rows = [{"messages": [USER, REPLY, USER]}, {"prompt_ids": [5], "response_ids": [6]}]
     rows += [{"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, {"prompt": "the 12", "response": None}]
     rows += [{"messages": [USER]}]
     loaded = load(rows, loss_on="all")
     assert not loaded.skipped and all(example.loss.all() for example in loaded.examples)
     text = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
     assert [example.tokens.tolist() for example in loaded.examples[:4]] == [ids(text), [5, 6], [5, 6, 7], ids("the 12")]
+    like = with_template("{{ messages | length }}{{ messages[-1].content }}")  # does not locate the answer
+    assert only(load([{"messages": [USER, REPLY]}], like=like, loss_on="all"))[0] == ids("2hell the")
 
 
-def test_text_starts_as_a_prompt_of_text_does(load):
-    """Without its first token, a target that was trained with one computes features of no use."""
+def test_text_begins_with_the_tokens_of_a_text_prompt(load):
+    """A target that was trained with a first token computes useless features without it."""
     from tokenizers import processors
 
     like = copy.deepcopy(tokenizer())
@@ -277,212 +218,101 @@ def test_text_starts_as_a_prompt_of_text_does(load):
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     assert only(load([{"text": "the"}], like=like))[0] == [0, *ids("the")]
-    assert only(load([{"messages": [USER, SAID]}], like=like)) == unmark(chat("u:hello 12", "a:hell the"))
-
-
-# Templates.
+    assert only(load([{"messages": [USER, REPLY]}], like=like)) == unmark(chat("u:hello 12", "a:hell the"))
 
 
 def test_a_token_ends_where_the_prompt_ends(load):
-    """`a: ` and `the` together would be one token across: the server's prompt ends in the space."""
+    """The server's prompt ends in a space, which the tokenizer would merge with the answer's first word."""
     messages = [USER, {"role": "assistant", "content": "the 12"}] * 2
-    found = only(load([{"messages": messages}], like=with_template(SPACED)))
-    turn = "u: hello 12<|im_end|>a: ⟦the 12<|im_end|>⟧"
-    assert found == unmark(turn * 2)
-    assert ids("a: the") != ids("a: ") + ids("the"), "or this test says nothing"
+    example = only(load([{"messages": messages}], like=with_template(SPACED)))
+    assert example == unmark("u: hello 12<|im_end|>a: ⟦the 12<|im_end|>⟧" * 2)
+    assert ids("a: the") != ids("a: ") + ids("the"), "the case must merge"
 
 
-def test_spaces_belong_to_whom_they_are_of(load):
-    """Byte-level tokenizers may report a token of spaces as lying behind them."""
+def test_offsets_of_spaces(load):
+    """Byte-level tokenizers may report offsets without spaces."""
     from tokenizers import processors
 
     like = with_template("{% for m in messages %}{{ m.role[0] }}   {{ m.content }}<|im_end|>{% endfor %}"
                          "{% if add_generation_prompt %}a   {% endif %}")  # fmt: skip
     like.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    found = only(load([{"messages": [USER, {"role": "assistant", "content": "12"}]}], like=like))
-    assert found == unmark("u   hello 12<|im_end|>a   ⟦12<|im_end|>⟧")
+    example = only(load([{"messages": [USER, {"role": "assistant", "content": "12"}]}], like=like))
+    assert example == unmark("u   hello 12<|im_end|>a   ⟦12<|im_end|>⟧")
 
 
 def test_a_turn_that_the_template_rewrites_has_no_loss(load):
-    loaded = load([{"messages": [USER, SAID, USER, SAID]}], like=with_template(FORGETS))
+    """Messages after the last answer are not rendered."""
     plain = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
-    assert only(loaded) == unmark(plain + "<|im_start|>assistant\n⟦(hm)hell the<|im_end|>⟧")
-    assert loaded.turns_without_loss == 1
+    for after in ([], [USER]):
+        loaded = load([{"messages": [USER, REPLY, USER, REPLY, *after]}], like=with_template(FORGETS))
+        assert only(loaded) == unmark(plain + "<|im_start|>assistant\n⟦(hm)hell the<|im_end|>⟧")
+        assert loaded.turns_without_loss == 1
 
 
-def test_white_space_that_the_template_trims_is_kept(load):
-    row = {"messages": [USER, {"role": "assistant", "content": " e\n"}], "finish_reason": "length"}
-    found = only(load([row], like=with_template(FORGETS)))
-    assert found == unmark(chat("u:hello 12") + "<|im_start|>assistant\n⟦(hm) e\n⟧")
+TEMPLATES = [
+    (None, "no chat template"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages | length }}{{ messages[-1].content }}", "differently than the prompt"),
+]
 
 
-def test_a_broken_off_answer_before_a_space_of_the_template(load):
-    template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content | trim }} <|im_end|>{% endfor %}"
-    like = with_template(template + "{% if add_generation_prompt %}a:{% endif %}")
-    found = only(load([{"messages": [USER, SAID], "finish_reason": "length"}], like=like))
-    assert found == unmark("u: hello 12 <|im_end|>a:⟦ hell the⟧")
-
-
-def test_what_follows_the_last_answer_is_not_seen_by_the_template(load):
-    loaded = load([{"messages": [USER, SAID, USER]}, {"messages": [USER, SAID]}], like=with_template(FORGETS))
-    one, other = loaded.examples
-    assert one.tokens.tolist() == other.tokens.tolist() and one.loss.tolist() == other.loss.tolist()
-
-
-TEMPLATES = {
-    "none": (None, "no chat template"),
-    "refuses": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    "broken": ("{% for %}", "refused"),
-    "no prefix": ("{{ messages | length }}{{ messages[-1].content }}", "differently than the prompt"),
-}
-
-
-@pytest.mark.parametrize(("template", "reason"), TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_that_gives_no_place_for_the_loss(load, template, reason):
-    loaded = load([{"messages": [USER, SAID]}, {"text": "the"}], like=with_template(template))
+@pytest.mark.parametrize(("template", "reason"), TEMPLATES)
+def test_templates_that_do_not_locate_the_answer(load, template, reason):
+    loaded = load([{"messages": [USER, REPLY]}, {"text": "the"}], like=with_template(template))
     assert len(loaded.examples) == 1 and len(loaded.skipped) == 1
     assert loaded.skipped[0].number == 1 and reason in loaded.skipped[0].reason
 
 
-def test_loss_on_all_needs_no_place_for_the_answers(load):
-    like = with_template(TEMPLATES["no prefix"][0])
-    tokens, loss = only(load([{"messages": [USER, SAID]}], like=like, loss_on="all"))
-    assert tokens == ids("2hell the") and all(loss)
+BAD = [
+    (b"{", "the line is not JSON"),
+    (b'{"text": "\xff"}', "utf-8"),
+    (b'{"text": ' + b"[" * 10**5, "recursion"),
+    ([1, 2], "must be a JSON object, got [1, 2]"),
+    ({"question": "a", "answer": None}, "it has question, answer"),
+    ({"response": "the"}, "its prompt (messages or prompt) is not there"),
+    ({"input_ids": [5], "response": "the"}, "its prompt (messages or prompt) is not there"),
+    ({"response_ids": [5]}, "its prompt (prompt_ids or input_ids or messages or prompt)"),
+    ({"prompt": "the"}, "the line has a prompt and no answer, such as `response`: "),
+    ({"prompt": "a", "completion": "b"}, "completion is not read; give the answer as response"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen is not read; give the answer as response"),
+    ({"text": "a", "response_ids": [5]}, "text is running text, and response_ids an answer"),
+    ({"messages": [USER, REPLY | {"function_call": {"name": "f"}}]}, "messages[1].function_call is not read"),
+    ({"input_ids": [5, 6], "labels": [-100, 6]}, "labels is not read; give loss_mask: a list of 2 of 0 and 1"),
+    ({"input_ids": [5, 6], "assistant_masks": [0, 1]}, "assistant_masks is not read"),
+    ({"input_ids": [5, 0], "attention_mask": [1, 0]}, "attention_mask must be 1 for every token, got [1, 0]"),
+    ({"prompt_ids": [5], "response_ids": ids("the 12"), "response": "hello"},
+     "response_ids decodes to 'the 12' and response is 'hello': the ids are of another tokenizer"),
+    ({"messages": [USER, REPLY], "tools": {"name": "f"}}, "tools must be a JSON array, got {'name': 'f'}"),
+    ({"messages": [USER, REPLY], "tools": "look"}, "tools is not JSON"),
+    ({"messages": [USER, REPLY], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
+    (b'{"text": "\\ud800"}', "text holds '\\ud800': surrogates must come in pairs"),
+    (b'{"prompt": "a", "response_ids": [5], "tools": [{"name": "\\ud800"}]}', "tools holds '\\ud800'"),
+    ({"tokens": [1, VOCABULARY]}, f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
+    ({"prompt_ids": [1], "response_ids": [2, -1]}, "response_ids holds the id -1"),
+    ({"tokens": [1, True]}, "tokens must be a list of ids"),
+    ({"tokens": [5]}, "only the first token"),
+    ({"text": ""}, "text is empty"),
+    ({"text": 5}, "text must be a text, got 5"),
+    ({"prompt": "a", "response": ""}, "response is empty"),
+    ({"prompt_ids": [5, 6], "response_ids": []}, "none of its 2 tokens"),
+    ({"tokens": [5, 6], "loss_mask": [1]}, "loss_mask must be a list of 2 of 0 and 1"),
+    ({"messages": []}, "messages must be a list of messages"),
+    ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content must be a text, got None"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}, "messages[0].content"),
+    ({"messages": [USER]}, "no message has the role assistant; there are user"),
+    ({"messages": [USER, REPLY | {"tool_calls": [{"function": {"arguments": "{"}}]}]},
+     "messages[1].tool_calls: the arguments are not JSON"),
+    ({"prompt": "l " * 600, "response": "the"}, "none of its first 512 tokens is to be predicted"),
+]  # fmt: skip
 
 
-def test_arguments_of_tools_reach_the_template_as_an_object(load):
-    template = (
-        "{% for m in messages %}{{ m.role[0] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"
-        "{% endfor %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-    )
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 12}'}}
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert only(load([{"messages": messages}], like=with_template(template))) == unmark(
-        "uhello 12<|im_end|>a⟦12<|im_end|>⟧"
-    )
-
-
-# Lines that cannot be used.
-
-BAD = {
-    "not JSON": (b"{", "the line is not JSON"),
-    "two objects": (b"{} {}", "the line is not JSON"),
-    "not UTF-8": (b'{"text": "\xff"}', "utf-8"),
-    "not an object": ([1, 2], "must be a JSON object, got [1, 2]"),
-    "text alone": ("hello", "must be a JSON object, got 'hello'"),
-    "no field": ({"question": "a", "answer": None}, "it has question, answer"),
-    "no field at all": ({}, "it has none"),
-    "a response alone": ({"response": "the"}, "its prompt (messages or prompt) is not there"),
-    "a response after ids": ({"input_ids": [5], "response": "the"}, "its prompt (messages or prompt) is not there"),
-    "response_ids alone": ({"response_ids": [5]}, "its prompt (prompt_ids or input_ids or messages or prompt)"),
-    "a prompt alone": ({"prompt": "the"}, "the line has a prompt and no answer, such as `response`: "),
-    "completion": ({"prompt": "a", "completion": "b"}, "completion is not read; give the answer as response"),
-    "completion after messages": ({"messages": [USER], "completion": "b"}, "completion is not read"),
-    "chosen": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen is not read; give the answer as response"),
-    "chosen alone": ({"chosen": [USER, SAID]}, "chosen is not read; give the answer as response"),
-    "text and response": ({"text": "a", "response": "b"}, "give the prompt as messages or prompt"),
-    "text and response_ids": ({"text": "a", "response_ids": [5]}, "text is running text, and response_ids an answer"),
-    "function_call": (
-        {"messages": [USER, SAID | {"function_call": {"name": "f"}}]},
-        "messages[1].function_call is not read",
-    ),
-    **{
-        name: ({"input_ids": [5, 6], name: mask}, f"{name} is not read; give loss_mask: a list of 2 of 0 and 1")
-        for name, mask in {
-            "labels": [-100, 6],
-            "assistant_masks": [0, 1],
-            "assistant_mask": [0, 1],
-            "completion_mask": [0, 1],
-        }.items()
-    },
-    "padding": (
-        {"input_ids": [5, 6, 0], "loss_mask": [0, 1, 0], "attention_mask": [1, 1, 0]},
-        "attention_mask must be 1 for every token, got [1, 1, 0]",
-    ),
-    "padding of a response": (
-        {"prompt_ids": [5], "response_ids": [6, 0], "attention_mask": [1, 1, 0]},
-        "attention_mask must be 1",
-    ),
-    "ids of another tokenizer": (
-        {"prompt_ids": [5], "response_ids": ids("the 12"), "response": "hello"},
-        "response_ids decodes to 'the 12' and response is 'hello': the ids are of another tokenizer",
-    ),
-    "tools": ({"messages": [USER, SAID], "tools": {"name": "f"}}, "tools must be a JSON array, got {'name': 'f'}"),
-    "tools that are no JSON": ({"messages": [USER, SAID], "tools": "look"}, "tools is not JSON"),
-    "variables": ({"messages": [USER, SAID], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
-    "too deep": (b'{"text": ' + b"[" * 10**5, "recursion"),
-    "half a surrogate": (b'{"text": "\\ud800"}', "text holds '\\ud800': surrogates must come in pairs"),
-    "half a surrogate in an answer": (b'{"prompt": "a", "response": "\\ud83d"}', "response holds '\\ud83d'"),
-    "half a surrogate in tools": (
-        b'{"prompt": "a", "response_ids": [5], "tools": [{"name": "\\ud800"}]}',
-        "tools holds '\\ud800'",
-    ),
-    "half a surrogate in thoughts": (
-        b'{"messages": [{"role": "assistant", "content": "", "reasoning_content": "\\ud800"}]}',
-        "messages holds '\\ud800'",
-    ),
-    "half a surrogate in a role": (
-        b'{"messages": [{"role": "\\ud800", "content": ""}, {"role": "assistant", "content": "a"}]}',
-        "messages holds '\\ud800'",
-    ),
-    "half a surrogate in a name": (b'{"\\ud800": 1}', "holds '\\ud800'"),
-    "id too large": (
-        {"tokens": [1, VOCABULARY]},
-        f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}",
-    ),
-    "id too small": ({"prompt_ids": [1], "response_ids": [2, -1]}, "response_ids holds the id -1"),
-    "prompt id too large": ({"prompt_ids": [10**6], "response_ids": [2]}, "prompt_ids holds the id 1000000"),
-    "response ids that are text": ({"prompt": "a", "response_ids": "b"}, "response_ids must be a list of ids, got 'b'"),
-    "id of any size": ({"tokens": [1, 10**30]}, "the id 1000"),
-    "ids that are numbers": ({"tokens": [1, 2.0]}, "tokens must be a list of ids"),
-    "ids that are booleans": ({"tokens": [1, True]}, "tokens must be a list of ids"),
-    "ids that are text": ({"input_ids": "the"}, "input_ids must be a list of ids, got 'the'"),
-    "no ids": ({"tokens": []}, "empty"),
-    "one id": ({"tokens": [5]}, "only the first token"),
-    "no text": ({"text": ""}, "text is empty"),
-    "a number": ({"text": 5}, "text must be a text, got 5"),
-    "no response": ({"prompt": "a", "response": ""}, "response is empty"),
-    "no response ids": ({"prompt_ids": [5, 6], "response_ids": []}, "none of its 2 tokens"),
-    "a mask that is short": ({"tokens": [5, 6], "loss_mask": [1]}, "2 of 0 and 1"),
-    "a mask of others": ({"tokens": [5, 6], "loss_mask": [1, 2]}, "2 of 0 and 1"),
-    "a mask that is none": ({"tokens": [5, 6], "loss_mask": "01"}, "2 of 0 and 1"),
-    "a mask of nothing": ({"tokens": [5, 6], "loss_mask": [0, 0]}, "none of its 2 tokens"),
-    "no messages": ({"messages": []}, "messages must be a list of messages"),
-    "no list": ({"messages": "the"}, "messages must be a list of messages"),
-    "a message that is none": ({"messages": [USER, "hello"]}, "messages[1] must be an object"),
-    "no role": ({"messages": [USER, {"content": "a"}]}, "messages[1] must be an object with role"),
-    "no content": ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content must be a text, got None"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]}, "messages[0].content"),
-    "nobody answers": ({"messages": [USER]}, "no message has the role assistant; there are user"),
-    "arguments": (
-        {"messages": [USER, SAID | {"tool_calls": [{"function": {"arguments": "{"}}]}]},
-        "messages[1].tool_calls: the arguments are not JSON",
-    ),
-    "the answer is too far away": (
-        {"prompt": "l " * 600, "response": "the"},
-        "none of its first 512 tokens is to be predicted",
-    ),
-    "far away in ids": ({"prompt_ids": [5] * 512, "response_ids": [6]}, "none of its first 512 tokens"),
-}
-
-
-@pytest.mark.parametrize(("row", "reason"), BAD.values(), ids=BAD)
-def test_a_bad_line_is_named_and_the_others_are_used(load, tmp_path, row, reason):
+@pytest.mark.parametrize(("row", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_a_bad_line_is_named_and_skipped(load, tmp_path, row, reason):
     loaded = load([{"text": "hello"}, b"", row, {"text": "the the"}])
     assert [example.tokens.tolist() for example in loaded.examples] == [ids("hello"), ids("the the")]
-    ((path, number, found),) = loaded.skipped
+    ((path, number, message),) = loaded.skipped
     assert (path, number, loaded.lines) == (str(tmp_path / "rows.jsonl"), 3, 3)
-    assert reason in found and "\n" not in found and len(found) <= 400 and found.encode()
-
-
-def test_bad_lines_come_in_order_and_five_are_shown(load, capsys):
-    """Those that are found while reading and those that are found later, as too short."""
-    loaded = load([{"tokens": [5]}, b"x", {"tokens": [5]}, {"text": "hello"}] + [b"{"] * 4)
-    assert [line.number for line in loaded.skipped] == [1, 2, 3, 5, 6, 7, 8] and loaded.lines == 8
-    report(loaded.skipped)
-    shown = capsys.readouterr().err.splitlines()
-    assert len(shown) == 6 and shown[-1] == "and 2 more bad lines"
-    assert "rows.jsonl, line 2: the line is not JSON" in shown[1]
+    assert reason in message and "\n" not in message and len(message) <= 400 and message.encode()
 
 
 def test_half_a_gzip_file_is_read_as_far_as_it_goes(tmp_path):
@@ -494,53 +324,32 @@ def test_half_a_gzip_file_is_read_as_far_as_it_goes(tmp_path):
     assert 0 < len(loaded.examples) < 200 and "cannot be read on" in loaded.skipped[-1].reason
 
 
-def test_gzip_stdin_and_several_files(load, tmp_path, monkeypatch):
-    row = {"text": "hello"}
-    assert only(load([row], name="rows.jsonl.gz")) == only(load([row]))
-    stream = io.BufferedReader(io.BytesIO(b'{"text": "the the"}\nx\n'))  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
-    loaded = load_examples([str(tmp_path / "rows.jsonl"), "-"], tokenizer(), VOCABULARY, max_length=64)
-    assert [example.tokens.tolist() for example in loaded.examples] == [ids("hello"), ids("the the")]
-    assert [(line.path, line.number) for line in loaded.skipped] == [("stdin", 2)] and loaded.lines == 3
-
-
-def test_long_ones_are_cut_and_counted(load):
+def test_long_examples_are_cut_and_counted(load):
     rows = [{"tokens": [5] * 9}, {"tokens": [6] * 8}, {"prompt_ids": [7] * 6, "response_ids": [8] * 6}]
     rows += [{"tokens": [9] * 12, "loss_mask": [1] * 8 + [0] * 4}, {"text": "l " * 10**5}]
     loaded = load(rows, max_length=8)
     assert [len(example.tokens) for example in loaded.examples] == [8] * 5
     assert loaded.examples[2].loss.tolist() == [False] * 6 + [True] * 2
     assert loaded.examples[4].tokens.tolist() == ids("l l l l ")[:8]
-    assert loaded.truncated == 3, "what is behind the last answer is no loss"
+    assert loaded.truncated == 3, "tokens after the last answer do not count"
 
 
-def test_lengths_that_the_tokenizer_was_saved_with_do_not_count(load):
+def test_saved_truncation_and_padding_are_ignored(load):
     like = copy.deepcopy(tokenizer())
     like.backend_tokenizer.enable_truncation(4)
     like.backend_tokenizer.enable_padding(length=100)
-    assert only(load([{"messages": [USER, SAID]}], like=like)) == unmark(chat("u:hello 12", "a:hell the"))
+    assert only(load([{"messages": [USER, REPLY]}], like=like)) == unmark(chat("u:hello 12", "a:hell the"))
     assert only(load([{"text": "hello the 12 hello"}], like=like))[0] == ids("hello the 12 hello")
-    assert like.backend_tokenizer.truncation and like.backend_tokenizer.padding, "it is the caller's"
+    assert like.backend_tokenizer.truncation and like.backend_tokenizer.padding, "the caller's tokenizer is unchanged"
 
-
-def test_absent_file(tmp_path):
-    with pytest.raises(OSError, match=r"absent"):
-        load_examples([str(tmp_path / "absent.jsonl")], tokenizer(), VOCABULARY, max_length=8)
-
-
-# Packing.
 
 LENGTH = 12
 
 
 def numbered(sizes: list[int]) -> list[Example]:
-    """Examples whose tokens are all different, with losses of all kinds."""
-    found, first = [], 1
-    for size in sizes:
-        tokens = np.arange(first, first + size, dtype=np.int32)
-        found.append(Example(tokens, tokens * 7 % 3 == 0))
-        first += size
-    return found
+    """Examples whose tokens are all different, with irregular losses."""
+    parts = np.split(np.arange(1, sum(sizes) + 1, dtype=np.int32), np.cumsum(sizes)[:-1]) if sizes else []
+    return [Example(tokens, tokens * 7 % 3 == 0) for tokens in parts]
 
 
 SIZES = st.lists(st.integers(1, LENGTH), max_size=40)
@@ -551,6 +360,7 @@ SEEDS = st.integers(0, 2**64)
 def test_packing_keeps_every_example_whole(sizes, seed):
     examples = numbered(sizes)
     rows = pack(examples, LENGTH, seed)
+    assert all(map(np.array_equal, rows, pack(examples, LENGTH, seed)))
     assert {field.shape for field in rows} == {(len(rows.tokens), LENGTH)}
     assert all(field.dtype == np.int32 for field in rows[:3]) and rows.loss.dtype == bool
     by_first = {int(example.tokens[0]): example for example in examples}
@@ -570,130 +380,61 @@ def test_packing_keeps_every_example_whole(sizes, seed):
 
 @given(SIZES, SEEDS)
 def test_packing_opens_a_row_only_when_needed(sizes, seed):
-    """No two rows fit into one."""
+    """No two rows would fit into a single row."""
     rows = pack(numbered(sizes), LENGTH, seed)
     used = (rows.segments > 0).sum(1)
     assert all(used[i] + used[j] > LENGTH for j in range(len(used)) for i in range(j))
 
 
-def test_best_fit_by_hand():
-    from specjax.train.data import _best_fit
-
-    assert _best_fit([6, 5, 4, 3, 6, 2, 10], 10) == [0, 1, 0, 1, 2, 1, 3]
-    assert _best_fit([7, 5, 4, 3], 10) == [0, 1, 1, 0], "the row with the least room"
-    assert _best_fit([], 10) == [] and _best_fit([10], 10) == [0]
-
-
-@given(SIZES.filter(lambda sizes: len(set(sizes)) > 6), SEEDS)
-def test_the_seed_decides_the_packing(sizes, seed):
-    one, again = (pack(numbered(sizes), LENGTH, seed) for _ in range(2))
-    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
-    others = [pack(numbered(sizes), LENGTH, seed + more).tokens.tolist() for more in (1, 2, 3)]
-    assert any(other != one.tokens.tolist() for other in others)
-
-
-def test_many_are_packed_at_once():
-    """In seconds, where a search through all rows would need minutes."""
-    sizes = np.random.default_rng(0).integers(1, 400, 100_000)
-    examples = [Example(np.ones(size, np.int32), np.ones(size, bool)) for size in sizes]
-    rows = pack(examples, 512, 0)
-    assert rows.tokens.sum() == sizes.sum() and (rows.segments > 0).mean() > 0.95
-
-
 @given(st.integers(1, 30), SEEDS, st.data())
-def test_what_is_held_back(count, seed, drawn):
+def test_split_keeps_order(count, seed, drawn):
     examples = numbered([1] * count)
     held_back = drawn.draw(st.integers(0, count - 1))
-    train, held = split(examples, held_back, seed)
-    firsts = [[int(example.tokens[0]) for example in part] for part in (train, held)]
-    assert len(held) == held_back and sorted(firsts[0] + firsts[1]) == list(range(1, count + 1))
+    parts = split(examples, held_back, seed)
+    firsts = [[int(example.tokens[0]) for example in part] for part in parts]
+    assert len(parts[1]) == held_back and sorted(firsts[0] + firsts[1]) == list(range(1, count + 1))
     assert firsts[0] == sorted(firsts[0]) and firsts[1] == sorted(firsts[1])
     assert [int(example.tokens[0]) for example in split(examples, held_back, seed)[1]] == firsts[1]
 
 
-def test_splits():
-    examples = numbered([1] * 100)
-    assert len({tuple(int(e.tokens[0]) for e in split(examples, 10, seed)[1]) for seed in range(20)}) == 20
-    assert split([], 0, 0) == ([], [])
-
-
-# Order.
-
-
 @given(st.integers(1, 20), st.integers(1, 50), SEEDS)
 def test_every_epoch_is_a_permutation(count, batch, seed):
-    steps = 3 * count  # whatever the batch, whole epochs
+    steps = 3 * count  # whole epochs with any batch
     order = np.concatenate([batch_rows(step, count, batch, seed) for step in range(steps)])
     assert order.dtype == np.int64 and len(order) == steps * batch
     for epoch in order.reshape(-1, count):
         assert sorted(epoch.tolist()) == list(range(count))
-    alone = batch_rows(steps - 1, count, batch, seed)
-    assert alone.tolist() == order[-batch:].tolist(), "whatever was asked for before"
+    assert batch_rows(steps - 1, count, batch, seed).tolist() == order[-batch:].tolist()
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [tuple(batch_rows(epoch, 50, 50, seed).tolist()) for epoch in range(20) for seed in range(20)]
-    assert len(set(orders)) == 400
-    far = batch_rows(10**12, 7, 3, 0)
-    assert len(far) == 3
+def test_orders_by_definition():
+    """Raw draws of PCG64, seeded with the seed, the purpose and the epoch, are sorted."""
 
+    def order(*seed: int) -> list[int]:
+        return np.argsort(np.random.PCG64(np.random.SeedSequence(seed)).random_raw(4)).tolist()
 
-def test_the_order_is_the_same_everywhere():
-    """By definition: sorting the raw draws of PCG64, seeded with the seed, the purpose and the epoch."""
-    found = batch_rows(0, 4, 6, 5).tolist()
-    first, second = (
-        np.argsort(np.random.PCG64(np.random.SeedSequence([5, 2, epoch])).random_raw(4)).tolist() for epoch in (0, 1)
-    )
-    assert found == first + second[:2]
-
-
-@pytest.mark.process
-def test_the_same_bytes_give_the_same_rows_in_any_process(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"messages": [USER, SAID] * n}) + "\n" for n in range(1, 9)))
-    code = (
-        "import hashlib, sys\nfrom engine_helpers import tokenizer, VOCABULARY\n"
-        "from specjax.train.data import load_examples\nfrom specjax.train.data import pack\n"
-        "loaded = load_examples([sys.argv[1]], tokenizer(), VOCABULARY, max_length=128)\n"
-        "rows = pack(loaded.examples, 128, 3)\n"
-        "print(hashlib.sha256(b''.join(field.tobytes() for field in rows)).hexdigest())"
-    )
-    outs = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        environment["PYTHONPATH"] = ":".join(sys.path)
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(file)], env=environment, capture_output=True, text=True, check=True
-        )
-        outs.add(done.stdout)
-    assert len(outs) == 1 and len(outs.pop().strip()) == 64
-
-
-# The built-in model.
+    assert batch_rows(0, 4, 6, 5).tolist() == order(5, 2, 0) + order(5, 2, 1)[:2]
+    examples = numbered([1] * 4)
+    held_back = [example.tokens[0] - 1 for example in split(examples, 2, 5)[1]]
+    assert held_back == sorted(order(5, 1, 0)[:2])
+    assert (pack(examples, 4, 5).tokens[0] - 1).tolist() == order(5, 0, 0)
 
 
 @pytest.mark.real_model
-def test_what_the_built_in_model_wrote_is_read_as_it_was_written(tmp_path):
-    """The ids that the engine recorded, and what is made of the texts alone."""
+def test_answers_of_the_built_in_model(tmp_path):
+    """Recorded ids are used unchanged; without them, texts give almost the same ids."""
     like = load_tokenizer(resolve(BUILT_IN_MODEL))
     with gzip.open(SELFGEN) as file:
-        rows = [json.loads(line) for line in file]
-    loaded = load_examples([str(SELFGEN)], like, 49152, max_length=4096)
-    assert not loaded.skipped and loaded.lines == len(rows) == len(loaded.examples)
-    for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
+        rows = [json.loads(line) for line in file][:300]
+    texts = [row | {"finish_reason": "stop" if row["response_ids"][-1] == 2 else "length"} for row in rows]
+    texts = [{name: value for name, value in row.items() if not name.endswith("_ids")} for row in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, *texts)))
+    loaded = load_examples([str(tmp_path / "rows.jsonl")], like, 49152, max_length=4096)
+    assert not loaded.skipped
+    for row, (tokens, loss) in zip(rows, loaded.examples, strict=False):
         assert tokens.tolist() == row["prompt_ids"] + row["response_ids"]
         assert loss.tolist() == [False] * len(row["prompt_ids"]) + [True] * len(row["response_ids"])
-    texts = tmp_path / "texts.jsonl"
-    cut = [row | {"finish_reason": "stop" if row["response_ids"][-1] == 2 else "length"} for row in rows]
-    for row in cut:
-        del row["prompt_ids"], row["response_ids"]
-    texts.write_text("".join(json.dumps(row) + "\n" for row in cut))
-    loaded = load_examples([str(texts)], like, 49152, max_length=4096)
-    assert not loaded.skipped and len(loaded.examples) == len(rows)
-    same = 0
-    for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
-        start = int(np.flatnonzero(loss)[0])
-        assert tokens[:start].tolist() == intake.encode([{"role": "user", "content": row["prompt"]}], like, 49152)
-        same += tokens[:start].tolist() == row["prompt_ids"]
-        assert like.decode(tokens[start:]) == like.decode(row["response_ids"])
-    assert same > 0.98 * len(rows), "the others hold other tokens of the same text"
+    parts = [(tokens[~loss].tolist(), like.decode(tokens[loss])) for tokens, loss in loaded.examples[len(rows) :]]
+    assert [text for _, text in parts] == [like.decode(row["response_ids"]) for row in rows]
+    same = sum(prompt == row["prompt_ids"] for (prompt, _), row in zip(parts, rows, strict=True))
+    assert same > 0.97 * len(rows), "the other prompts have other tokens of the same text"

@@ -1,4 +1,4 @@
-"""`specjax train generate` on a tiny random Llama: its answers, and runs that are cut off and resumed."""
+"""`specjax train generate` on a tiny random Llama: answers, resumed runs, refusals."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
+from engine_helpers import END, VOCABULARY, shown, tokenizer
 from tiny_checkpoints import save_llama
 from train_helpers import environment
 
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
-from specjax.cli.lines import read_lines
-from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.engine import Engine, SamplingParams
 from specjax.train import generate
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
@@ -44,24 +44,22 @@ ENGINES: dict[str, Engine] = {}
 
 @pytest.fixture(autouse=True)
 def engines(monkeypatch):
-    """Commands with the same arguments share an engine: each compiles for seconds, and a finished one is idle."""
+    """Commands with equal arguments share an engine, since each compiles for seconds."""
     load = Engine.from_pretrained
 
     def shared(**arguments: Any) -> Engine:
-        key = repr(sorted(arguments.items()))
-        if key not in ENGINES:
-            ENGINES[key] = load(**arguments)
+        key = repr(sorted((name, value) for name, value in arguments.items() if name != "progress"))
+        ENGINES[key] = ENGINES.pop(key, None) or load(**arguments)  # the last one
         return ENGINES[key]
 
     monkeypatch.setattr(generate.Engine, "from_pretrained", shared)
 
 
 class Files:
-    """One input and one output, and the command over them."""
+    """An input, an output, and the command."""
 
     def __init__(self, folder: Path, model: str, capsys: pytest.CaptureFixture) -> None:
         self.source, self.target, self.model, self._capsys = folder / "in.jsonl", folder / "out.jsonl", model, capsys
-        self.meta = folder / "out.jsonl.meta.json"
 
     def write(self, lines: list[Any]) -> None:
         text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
@@ -90,10 +88,7 @@ def files(tmp_path, model, capsys) -> Files:
     return Files(tmp_path, model, capsys)
 
 
-# The answers.
-
-
-def test_what_is_written(files):
+def test_output_rows(files):
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines = [*PROMPTS, {"messages": [*conversation, {"role": "user", "content": "é"}], "source": "two turns"}]
     lines += [{"prompt": "no source", "id": 7}]
@@ -102,9 +97,8 @@ def test_what_is_written(files):
     assert summary is not None and (summary["requests"], summary["failed"], summary["too_long"]) == (14, 0, 0)
     assert summary["algorithm"] == "NONE"
     rows = files.rows
-    assert [row.get("prompt", row.get("messages")) for row in rows] == [
-        line.get("prompt", line.get("messages")) for line in lines
-    ], "in input order"
+    assert [row.get("prompt") for row in rows] == [line.get("prompt") for line in lines], "in input order"
+    assert rows[12]["messages"] == lines[12]["messages"]
     assert [list(row) for row in rows[:12]] == [FIELDS] * 12
     assert list(rows[12]) == [*FIELDS[:2], "messages", *FIELDS[3:]]
     assert list(rows[13]) == FIELDS[1:]
@@ -117,25 +111,14 @@ def test_what_is_written(files):
         assert len(row["response_ids"]) == 8 or stopped
         assert row["response"] == shown(row["response_ids"])
     assert [row["seed"] for row in rows] == list(range(14))
-    assert summary["completion_tokens"] == sum(len(row["response_ids"]) for row in rows)
-
-
-def test_an_answer_is_what_the_engine_gives_alone(files):
-    files("--seed", 5, lines=PROMPTS)
-    engine = Engine.from_pretrained(
-        model=files.model,
-        draft="NONE",
-        progress=False,
-        config=EngineConfig(max_running_requests=1, context_length=72),
-    )
-    for row in files.rows:
+    for row in rows[:3]:
         params = SamplingParams(max_new_tokens=8, temperature=row["temperature"], seed=row["seed"])
-        assert engine.generate(row["prompt_ids"], params).output_ids == row["response_ids"]
+        assert [*ENGINES.values()][-1].generate(row["prompt_ids"], params).output_ids == row["response_ids"]
+    assert summary["completion_tokens"] == sum(len(row["response_ids"]) for row in rows)
 
 
 def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
     plain = tokenizer().__class__.from_pretrained(model)
-    assert plain.chat_template == TEMPLATE
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "tokenizer")
     status, _, _ = files("--tokenizer-path", tmp_path / "tokenizer", lines=[{"prompt": "the hell"}])
@@ -143,78 +126,61 @@ def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
     assert files.rows[0]["prompt_ids"] == tokenizer()("the hell")["input_ids"]
 
 
-def test_tools_and_variables_of_a_line(files, tmp_path, model):
-    """They are in the ids, and in the output, from which the prompt may be rendered again."""
-    words = tokenizer().__class__.from_pretrained(model)
-    words.chat_template = (
-        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}{% for m in messages %}"
-        "{% for call in m.tool_calls or [] %}{{ call.function.arguments.x }}{% endfor %}{{ m.role[0] }}{{ m.content }}"
-        "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-    )
-    words.save_pretrained(tmp_path / "tokenizer")
-    extra = {
-        "tools": [{"type": "function", "function": {"name": "look"}}], "chat_template_kwargs": {"mood": "hell"},
-    }  # fmt: skip
-    call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 12}'}}
-    messages = [{"role": "developer", "content": "the"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "tool", "content": "l"}]
-    lines = [{"prompt": "e"} | extra, {"messages": messages} | extra, {"prompt": "e", "tools": "no json"}]
-    status, summary, err = files("--tokenizer-path", tmp_path / "tokenizer", lines=lines)
-    assert (status, summary["failed"]) == (1, 1) and "line 3: tools is not JSON" in err
-    for row, line, text in zip(files.rows, lines, ["lookhelluea", "lookhellsthe12atla"], strict=False):
-        assert row["prompt_ids"] == tokenizer()(text)["input_ids"]
-        assert {name: row[name] for name in extra} == extra and row.items() >= line.items()
-
-
 def test_temperatures_are_drawn_by_line(files):
-    lines = [{"prompt": str(i)} for i in range(60)]
-    files("--temperatures", "0.0 1.5=3", "--max-new-tokens", 2, lines=lines)
-    first = [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
-    counts = Counter(temperature for _, temperature, _ in first)
+    def run(*flags: Any, count: int = 60) -> list[tuple]:
+        files("--overwrite", "--max-new-tokens", 2, "--count", count, *flags)
+        return [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
+
+    files.write([{"prompt": str(i)} for i in range(60)])
+    rows = run("--temperatures", "0.0 1.5=3")
+    counts = Counter(temperature for _, temperature, _ in rows)
     assert set(counts) == {0.0, 1.5}
-    assert 30 <= counts[1.5] <= 57, "three in four"
-    files("--overwrite", "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines[:10])
-    assert [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows] == first[:10]
-    files("--overwrite", "--seed", 1, "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines)
-    assert [row["temperature"] for row in files.rows] != [temperature for _, temperature, _ in first]
+    assert 30 <= counts[1.5] <= 57, "the share is 3 of 4"
+    assert run("--temperatures", "0", "1.5=3", count=10) == rows[:10]
+    assert [row[1] for row in run("--seed", 1, "--temperatures", "0", "1.5=3")] != [row[1] for row in rows]
 
 
-def test_shards_together_are_the_whole(files, tmp_path):
+def test_shards_together_equal_a_whole_run(files, tmp_path):
     files(lines=PROMPTS)
-    every, found = files.rows, []
+    whole, shards = files.rows, []
     for part in ("1/3", "2/3", "3/3"):
         status, summary, _ = files("--overwrite", "--shard", part)
         assert (status, summary["requests"]) == (0, 4)
-        found.append(files.rows)
-    assert [row for rows in zip(*found, strict=True) for row in rows] == every
+        shards.append(files.rows)
+    assert [row for rows in zip(*shards, strict=True) for row in rows] == whole
     status, _, err = files("--shard", "1/3")
     assert status == 2 and "--shard was '3/3' and is '1/3'" in err
-    folder = tmp_path / "shards"
+    for text in ("", "0/2", "3/2", "1", "1/0", "-1/2", "1/2/3", "a/b"):
+        with pytest.raises(ValueError, match=r"^--shard must be I/N, with I from 1 to N, got"):
+            generate.parse_shard(text)
+
+
+def test_a_folder_is_answered_as_a_file(files, tmp_path):
+    """Seeds depend on the line's place among all lines. Other files of the folder are not read."""
+    files(lines=PROMPTS)
+    whole, folder = files.rows, tmp_path / "shards"
     folder.mkdir()
-    for name, part in (("0.jsonl", PROMPTS[:5]), ("1.jsonl", [*PROMPTS[5:], "no json"])):
-        (folder / name).write_text("".join((json.dumps(row) if row != "no json" else row) + "\n" for row in part))
+    lines = [json.dumps(row) + "\n" for row in PROMPTS]
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines[:5]).encode()))
+    (folder / "b.jsonl").write_text("".join([*lines[5:], "no json\n"]))
+    for name in (".c.jsonl", "a.jsonl.gz.meta.json", "notes.txt"):
+        (folder / name).write_text("ignored\n")
     files.source = folder
     status, summary, err = files("--overwrite")
-    assert (status, summary["failed"]) == (1, 1) and f"{folder / '1.jsonl'}: " in err
-    assert files.rows == every, "by line, in whatever file"
+    assert (status, summary["failed"]) == (1, 1) and f"{folder / 'b.jsonl'}: " in err
+    assert files.rows == whole
+    files.source = folder / "deeper"
+    files.source.mkdir()
+    status, _, err = files("--overwrite")
+    assert status == 2 and "deeper has no file that ends in .jsonl or .jsonl.gz" in err
 
 
-@pytest.mark.parametrize(
-    ("given", "shares"),
-    [
-        (["0.0 0.8"], {0.0: 1.0, 0.8: 1.0}),
-        (["0", "0.8=2", "1=0.5"], {0.0: 1.0, 0.8: 2.0, 1.0: 0.5}),
-        (["1"], {1.0: 1.0}),
-    ],
-)
-def test_mixtures(given, shares):
-    assert generate.parse_mixture(given) == shares
-
-
-@pytest.mark.parametrize("given", ["hot", "-1", "0.8=", "0.8=0", "0.8=-1", "0.8=inf", "nan", "0 0.0", " ", "1=2=3"])
-def test_wrong_mixtures(given):
-    with pytest.raises(ValueError, match="--temperatures"):
-        generate.parse_mixture([given])
+def test_mixtures():
+    assert generate.parse_mixture(["0.0 0.8"]) == {0.0: 1.0, 0.8: 1.0}
+    assert generate.parse_mixture(["0", "0.8=2", "1=0.5"]) == {0.0: 1.0, 0.8: 2.0, 1.0: 0.5}
+    for text in ("hot", "-1", "0.8=", "0.8=0", "0.8=-1", "0.8=inf", "nan", "0 0.0", " ", "1=2=3"):
+        with pytest.raises(ValueError, match="--temperatures"):
+            generate.parse_mixture([text])
 
 
 def test_long_prompts_are_skipped_and_bad_lines_named(files):
@@ -230,26 +196,14 @@ def test_long_prompts_are_skipped_and_bad_lines_named(files):
     assert (status, summary["requests"], summary["failed"], summary["too_long"]) == (1, 2, 6, 1)
     assert [re.match(r"line (\d+): ", line)[1] for line in err.splitlines()] == ["4", "5", "6", "7", "8", "9"]
     assert "line 8: prompt holds '\\ud800'" in err and "line 9: messages ends with an answer of the assistant" in err
-    assert [row["seed"] for row in files.rows] == [0, 8], "blank lines have no place, others keep theirs"
+    assert [row["seed"] for row in files.rows] == [0, 8], "blank lines do not count"
     assert files(lines=[long])[0] == 2, "another input"
     assert files("--overwrite", lines=[long])[0] == 0
 
 
-def test_a_gzipped_file_that_breaks_off_is_used_as_far_as_it_goes(files):
-    packed = gzip.compress("".join(json.dumps(line) + "\n" for line in PROMPTS).encode() * 300)
-    files.source.write_bytes(packed[: len(packed) // 2])
-    status, _, err = files("--count", 3)
-    assert (status, err, len(files.rows)) == (0, "", 3)
-    lines = list(read_lines(str(files.source)))
-    assert "cannot be read on from here" in lines[-1].problem
-
-
-# Runs that are cut off, and go on.
-
-
 @pytest.fixture
 def whole(files) -> bytes:
-    """The output of a run that nothing disturbed; what it left is gone."""
+    """The output of an uninterrupted run."""
     lines = [PROMPTS[0], "{", {"prompt": "x" * 70}, *PROMPTS[1:], {"prompt": "y" * 70}]
     files(lines=lines)
     data = files.target.read_bytes()
@@ -257,19 +211,19 @@ def whole(files) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("kept", [0, 5, 11, 12])
-@pytest.mark.parametrize("torn", [0, 40, -1])
-def test_a_file_that_was_cut_anywhere_becomes_what_it_was(files, whole, kept, torn):
+@pytest.mark.parametrize("complete", [0, 5, 11, 12])
+def test_an_output_that_was_cut_anywhere_is_completed(files, whole, complete):
     lines = whole.splitlines(keepends=True)
-    tail = lines[kept][:torn] if torn and kept < len(lines) else b""
-    files.target.write_bytes(b"".join(lines[:kept]) + tail)
-    status, summary, _ = files()
-    assert status in (0, 1) and summary is not None
-    assert files.target.read_bytes() == whole
-    assert summary["requests"] == 12 - kept, "no more than what was missing"
+    for torn in (0, 40, -1):
+        tail = lines[complete][:torn] if torn and complete < len(lines) else b""
+        files.target.write_bytes(b"".join(lines[:complete]) + tail)
+        status, summary, _ = files()
+        assert status in (0, 1) and summary is not None
+        assert files.target.read_bytes() == whole
+        assert summary["requests"] == 12 - complete, "only missing lines are answered"
 
 
-def test_a_run_goes_on_with_another_batch_and_algorithm(files, whole):
+def test_batch_and_algorithm_change_no_answer(files, whole):
     files.target.write_bytes(b"".join(whole.splitlines(keepends=True)[:6]))
     _, summary, _ = files(
         "--max-running-requests", 1, "--speculative-algorithm", "ngram", "--page-size", 4,
@@ -279,94 +233,76 @@ def test_a_run_goes_on_with_another_batch_and_algorithm(files, whole):
     assert files.target.read_bytes() == whole
 
 
-def test_count_can_grow(files, whole):
+def test_count_can_grow(files, whole, monkeypatch):
+    """A complete run loads no model."""
     files.target.unlink()
     for count, most in ((4, 4), (9, 9), (2, 9), (15, 15)):
         files("--count", count)
         assert len(files.rows) <= most
         assert whole.startswith(files.target.read_bytes())
     assert files.target.read_bytes() == whole
-
-
-def test_a_run_that_is_done_loads_nothing(files, monkeypatch):
-    files(lines=PROMPTS)
+    files("--overwrite", lines=PROMPTS)
     monkeypatch.setattr(Engine, "from_pretrained", lambda **_: pytest.fail("a model was loaded"))
     status, summary, _ = files()
     assert (status, summary) == (0, {"resumed_after": 12, "requests": 0, "failed": 0, "too_long": 0})
 
 
 @pytest.mark.process
-def test_killed_and_resumed(files, tmp_path):
-    """kill -9 in the middle, twice; the file becomes that of a run that nobody disturbed, to the bit."""
-    lines = [{"source": "s", "prompt": f"{i} the hell"} for i in range(200)]
+def test_killed_and_resumed(files):
+    """After a SIGKILL, the completed file equals that of an uninterrupted run, byte for byte."""
     flags = ["--max-new-tokens", "20", "--temperatures", "0.0 1.0"]
-    files(*flags, lines=lines)
-    undisturbed = files.target.read_bytes()
+    files(*flags, lines=[{"source": "s", "prompt": f"{i} the hell"} for i in range(120)])
+    whole = files.target.read_bytes()
     files.target.unlink()
-    files.meta.unlink()
+    files.target.with_name("out.jsonl.meta.json").unlink()
     command = [sys.executable, "-m", "specjax.train.generate", *files.argv(*flags)]
-    sizes = []
-    for _ in range(2):
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
-        ) as process:
-            start, limit = len(sizes and files.target.read_bytes()), time.monotonic() + 240
-            while process.poll() is None and time.monotonic() < limit:
-                if files.target.exists() and files.target.stat().st_size > start + 2000:
-                    break
-                time.sleep(0.002)
-            os.kill(process.pid, signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL, "it was done before it was killed: give it more lines"
-        sizes.append(files.target.stat().st_size)
-    assert 0 < sizes[0] < sizes[1] < len(undisturbed)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process:
+        limit = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < limit:
+            if files.target.exists() and files.target.stat().st_size > 2000:
+                break
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "the run ended before the kill: it needs more lines"
+    assert 0 < files.target.stat().st_size < len(whole)
     status, summary, _ = files(*flags)
     assert status == 0 and summary is not None and summary["resumed_after"] > 0
-    assert files.target.read_bytes() == undisturbed
+    assert files.target.read_bytes() == whole
 
 
-# What is refused: one line, status 2, and the file stays as it is.
+CHANGED = [
+    (["--max-new-tokens", "9"], "--max-new-tokens was 8 and is 9"),
+    (["--max-prompt-tokens", "30"], "--max-prompt-tokens was 64 and is 30"),
+    (["--seed", "1"], "--seed was 0 and is 1"),
+    (["--temperatures", "0 0.8=2"], "--temperatures was '0=1 0.8=1' and is '0=1 0.8=2'"),
+    (["--dtype", "bfloat16"], "--dtype was 'auto on cpu' and is 'bfloat16'"),
+    (["--tokenizer-path", "elsewhere"], "--tokenizer-path was None and is 'elsewhere'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--max-new-tokens", "9"], "--max-new-tokens was 8 and is 9"),
-        (["--max-prompt-tokens", "30"], "--max-prompt-tokens was 64 and is 30"),
-        (["--seed", "1"], "--seed was 0 and is 1"),
-        (["--temperatures", "0 0.8=2"], "--temperatures was '0=1 0.8=1' and is '0=1 0.8=2'"),
-        (["--dtype", "bfloat16"], "--dtype was 'auto on cpu' and is 'bfloat16'"),
-        (["--tokenizer-path", "elsewhere"], "--tokenizer-path was None and is 'elsewhere'"),
-    ],
-)
-def test_another_configuration_is_refused(files, given, message):
+def test_other_settings_and_input_are_refused(files):
     files("--count", 2, lines=PROMPTS[:4])
     before = files.target.read_bytes()
-    status, summary, err = files(*given)
-    assert (status, summary) == (2, None)
-    (line,) = err.splitlines()
-    assert message in line and "--overwrite" in line
-    assert files.target.read_bytes() == before
-
-
-def test_another_input_is_refused_and_overwritten_if_asked(files):
-    files(lines=PROMPTS[:3])
+    for changes, message in CHANGED:
+        status, summary, err = files(*changes)
+        assert (status, summary) == (2, None)
+        (line,) = err.splitlines()
+        assert message in line and "--overwrite" in line
+        assert files.target.read_bytes() == before
     status, _, err = files(lines=PROMPTS[3:5])
     assert status == 2 and "content of the input was" in err
     assert files("--overwrite")[0] == 0
     assert [row["prompt"] for row in files.rows] == [line["prompt"] for line in PROMPTS[3:5]]
-    assert files()[0] == 0, "the description was replaced, too"
+    assert files()[0] == 0, "the settings were replaced, too"
 
 
-@pytest.mark.parametrize("text", ["a text without an end", "one line\n", '{"prompt": "a"}\n'])
-def test_a_file_of_something_else_is_kept(files, text):
-    files.target.write_text(text)
-    status, _, err = files(lines=PROMPTS[:1])
-    assert status == 2 and "does not have its settings" in err
-    assert files.target.read_text() == text
-
-
-def test_a_last_line_of_something_else(files):
-    files(lines=PROMPTS[:2])
+def test_files_of_other_programs_are_refused(files):
+    for text in ("a text without an end", "one line\n", '{"prompt": "a"}\n'):
+        files.target.write_text(text)
+        status, _, err = files(lines=PROMPTS[:1])
+        assert status == 2 and "does not have its settings" in err
+        assert files.target.read_text() == text
+    files("--overwrite", lines=PROMPTS[:2])
     for text, message in (("zeros\n", "ends with a line that is not from this command"),
                           ('{"seed": 77}\n', "ends with an answer to a line that --input does not have")):  # fmt: skip
         before = files.target.read_text() + text
@@ -376,7 +312,7 @@ def test_a_last_line_of_something_else(files):
         assert files.target.read_text() == before
 
 
-def test_two_runs_do_not_write_one_file(files):
+def test_outputs_that_are_in_use(files):
     files(lines=PROMPTS[:3])
     lines = files.target.read_text().splitlines(keepends=True)
     files.target.write_text("".join(lines[:2]))
@@ -386,11 +322,12 @@ def test_two_runs_do_not_write_one_file(files):
         status, _, err = files()
         assert status == 2 and "is being written by another run" in err
     assert files.target.read_text() == "".join(lines[:2])
-    assert files()[0] == 0
+    status, _, err = files("--output", files.source)
+    assert status == 2 and "is also an input" in err
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("flags", "message"),
     [
         (["--count", "0"], "--count must be at least 1, got 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
@@ -399,36 +336,26 @@ def test_two_runs_do_not_write_one_file(files):
         (["--temperatures", "hot"], "--temperatures takes T or T=SHARE"),
         (["--seed", str(2**64)], "seed must be"),
         (["--input", "-"], "--input must be a file"),
-        (["--input", "/no/such/file"], "/no/such/file"),
         (["--output", "/no/such/folder/out"], "cannot be written"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--speculative-algorithm", "eagle3"], "needs a draft head"),
     ],
 )
-def test_what_cannot_start(files, given, message):
-    status, summary, err = files(*given, lines=PROMPTS[:1])
+def test_refused_at_the_start(files, flags, message):
+    status, summary, err = files(*flags, lines=PROMPTS[:1])
     assert (status, summary) == (2, None)
     (line,) = err.splitlines()
     assert line.startswith("specjax train generate: ") and message in line
     assert not files.target.exists()
 
 
-def test_the_input_is_no_output(files):
-    files.write(PROMPTS[:1])
-    status, _, err = files("--output", files.source)
-    assert status == 2 and "is also an input" in err
-
-
 def test_an_interrupt(files, monkeypatch):
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "step", interrupt)
-    status, _, err = files("--page-size", 8, lines=PROMPTS[:1])  # an engine that no other test has
+    monkeypatch.setattr(generate, "run", Mock(side_effect=KeyboardInterrupt))
+    status, _, err = files(lines=PROMPTS)
     assert (status, err) == (130, "specjax train generate: interrupted; the same command continues here\n")
 
 
-def test_the_progress_bar_shows_the_speed(files, capsys):
+def test_progress_bar(files, capsys):
     files.write(PROMPTS)
     assert generate.main([part for part in files.argv() if part != "--no-progress"]) == 0
     shown = capsys.readouterr().err
@@ -436,35 +363,16 @@ def test_the_progress_bar_shows_the_speed(files, capsys):
     assert "12 lines; 4 at once; speculation:\n  algorithm  NONE\n" in shown
 
 
-# How large the batch is.
+def test_default_and_chosen_batch(model):
+    def batch(lines: int = 1000, **engine: Any) -> tuple[int | None, int | None]:
+        settings = flags.Settings(
+            model=flags.ModelSettings(model),
+            engine=flags.EngineSettings(**{"max_running_requests": None} | engine),
+        )
+        chosen = generate.with_batch(settings, 48, lines, progress=False).engine
+        return chosen.max_running_requests, chosen.context_length
 
-
-def batch(model: str, lines: int = 1000, **engine: Any) -> tuple[int | None, int | None]:
-    """Rows and context for sequences of 48 tokens."""
-    settings = flags.Settings(
-        model=flags.ModelSettings(model),
-        engine=flags.EngineSettings(**{"max_running_requests": None} | engine),
-    )
-    found = generate.with_batch(settings, 48, lines, progress=False).engine
-    return found.max_running_requests, found.context_length
-
-
-def test_default_batch(model):
-    assert batch(model) == (generate.MAX_ROWS["cpu"], 48)
-    assert batch(model, lines=3) == (3, 48)
-
-
-def test_given_batch(model):
-    assert batch(model, max_running_requests=5) == (5, 48)
-    assert batch(model, context_length=64) == (generate.MAX_ROWS["cpu"], 64)
-
-
-def test_help_lists_every_flag(capsys):
-    with pytest.raises(SystemExit) as end:
-        generate.main(["--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    for action in generate.build_parser()._actions:
-        assert action.help
-        assert all(option in text for option in action.option_strings)
-    assert "None" not in text
+    assert batch() == (generate.MAX_ROWS["cpu"], 48)
+    assert batch(lines=3) == (3, 48)
+    assert batch(max_running_requests=5) == (5, 48)
+    assert batch(context_length=64) == (generate.MAX_ROWS["cpu"], 64)
