@@ -24,6 +24,7 @@ from specjax_kernels.cpu import repacking
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
+from specjax.checkpoint.files import prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.devices import this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
@@ -351,7 +352,7 @@ def _load_model(
     if (path := _path(options)) is None:
         return _Draft()
     standalone = cast(Standalone, options)
-    try:
+    with naming(options, "path"), prefixed(path):
         files = checkpoint.resolve(path, revision=standalone.revision, progress=progress)
         draft = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
         tokenizers = tokenizer.result(), checkpoint.load_tokenizer(files)
@@ -359,13 +360,8 @@ def _load_model(
         match = checkpoint.match_vocabularies(*tokenizers, *sizes, intersection=intersection)
         quantization = model_quantization(options, files, draft)
         params = checkpoint.load_params(files, draft, quantization=quantization, progress=progress, mesh=mesh)
-        if mesh is not None:
-            draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
-    except CheckpointError as error:
-        advice = ""
-        if isinstance(error, checkpoint.VocabularyMismatch):
-            advice = "; to draft with the tokens that both have, set the draft's vocabulary to 'intersection'"
-        raise CheckpointOptionError("path", f"{path}: {error}{advice}", type(options).__name__) from error
+    if mesh is not None:
+        draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
     note = "" if match.reads is None else f", whose tokenizer has {match.common} of the target's tokens"
     ids, reads = (None if ids is None else jax.device_put(ids) for ids in (match.ids, match.reads))
     model = make_target(draft, backend=backend)

@@ -181,15 +181,9 @@ def new_row(
     """Creates a request's row for `admit`, numpy arrays without a leading axis.
 
     Args:
-        vocab_size: V.
-        limit: maximum number of emitted tokens, including `output`.
+        limit, draft_limit, salt, prefix_length, logprobs, logprob_ids: fields of `Row`.
         prompt: prompt tokens, for penalties.
-        output: tokens that a resumed request has already emitted.
-        draft_limit: maximum number of draft nodes per step.
-        salt: requests with different salts share no drafter state.
-        prefix_length: number of reused tokens.
-        logprobs: True to return log-probabilities.
-        logprob_ids: further token ids whose log-probabilities are returned, at most 128.
+        output: tokens that a resumed request has already emitted; they count towards `limit`.
         **sampling: arguments of `sampling_row`; greedy by default.
     """
     in_prompt = np.zeros(vocab_size, bool)

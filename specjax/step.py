@@ -62,8 +62,8 @@ class StepConfig:
     """Static options of a step.
 
     Attributes:
-        widths: compiled tree widths N, ascending, from 1 to the drafter's; wider trees are cut to their best nodes;
-            (): the drafter's widths.
+        widths: compiled tree widths N, ascending, from 1 to the drafter's; `draft_phase` cuts wider trees to their best
+            nodes; (): the drafter's widths.
         trace: True to return `StepOutput.trace`.
         prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
@@ -130,7 +130,7 @@ def check_phase(
     """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`.
 
     Raises:
-        ValueError: `StepConfig.widths` is invalid, or `allowed` belongs to a wider tree than the config's.
+        ValueError: `StepConfig.widths` is invalid, or narrower than the tree.
     """
     context, row, draws = _gather(state, inputs)
     prefix_length = context.prefix_length
@@ -138,12 +138,8 @@ def check_phase(
     depth = min(drafter.depth, widths[-1] - 1)
     if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
         raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
-    if allowed is not None and tree.width > widths[-1]:
-        raise ValueError(
-            f"a grammar's bits belong to the {tree.width} nodes of a tree that is cut to {widths[-1]}: take the tree "
-            "from draft_phase with the same config, which cuts it before"
-        )
-    tree = _fitted(tree, config)
+    if tree.width > widths[-1]:
+        raise ValueError(f"a tree has {tree.width} nodes, more than StepConfig.widths {widths}; draft_phase cuts it")
     wants_logprobs = jnp.any(row.logprobs & context.active)
 
     def at_width(width: int) -> Checked:
@@ -174,7 +170,9 @@ def check_phase(
 
     if len(widths) == 1:
         return at_width(widths[0])
-    return jax.lax.switch(_narrowest(tree, widths), [partial(at_width, width) for width in widths])
+    needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
+    narrowest = jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
+    return jax.lax.switch(narrowest, [partial(at_width, width) for width in widths])
 
 
 def commit_phase(
@@ -190,7 +188,6 @@ def commit_phase(
     """Commits and emits the accepted tokens, and passes them to the drafter's `observe`."""
     context, row, _ = _gather(state, inputs)
     verdict = checked.verdict
-    tree = _fitted(tree, config)
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
@@ -350,20 +347,6 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
         page_size=PageSize(pool_shape(state.cache).page_size),
     )
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
-
-
-def _narrowest(tree: DraftTree, widths: tuple[int, ...]) -> Int32[Array, ""]:
-    """Index of the smallest width that holds all trees of the batch."""
-    needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
-    return jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
-
-
-def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:
-    """Cuts a tree to the largest width of `config`, keeping its best nodes."""
-    widest = max(config.widths, default=tree.width)
-    if tree.width <= widest:
-        return tree
-    return best_nodes(tree, jnp.full(tree.tokens.shape[:1], widest, jnp.int32), widest)
 
 
 def _truncate(

@@ -170,19 +170,6 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     return _below(root, DraftTree(tokens, place, depth, valid, scores))
 
 
-def ranks(tree: DraftTree) -> Int32[Array, "B N"]:
-    """Ranks the nodes of each tree by score, from 0.
-
-    The root is first, invalid nodes are last, and ties go to the lower index (the parent).
-    """
-    index = jnp.arange(tree.width, dtype=jnp.int32)
-    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
-    mine, other = scores[:, :, None], scores[:, None, :]
-    # Count instead of sorting: [B, N, N] comparisons are one small kernel.
-    before = (other > mine) | ((other == mine) & (index[None, :] < index[:, None])[None])
-    return jnp.sum(before, axis=2, dtype=jnp.int32)
-
-
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
     """Keeps the ``count[b]`` best nodes of each tree, root included, in their order.
 
@@ -199,7 +186,11 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     """
     width = tree.width if width is None else min(width, tree.width)
     index = jnp.arange(tree.width, dtype=jnp.int32)
-    keep = tree.valid & (ranks(tree) < jnp.clip(count, 1, width)[:, None])
+    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
+    node, other = scores[:, :, None], scores[:, None, :]
+    # Ranks by counting, not sorting: [B, N, N] comparisons are one small kernel. Ties go to the parent.
+    before = (other > node) | ((other == node) & (index[None, :] < index[:, None])[None])
+    keep = tree.valid & (jnp.sum(before, axis=2, dtype=jnp.int32) < jnp.clip(count, 1, width)[:, None])
     parent = jnp.maximum(tree.parents, 0)
     keep &= jnp.take_along_axis(keep, parent, axis=1)
     place = (jnp.cumsum(keep, axis=1) - 1).astype(jnp.int32)

@@ -275,13 +275,8 @@ class _Walk(NamedTuple):
     path: Int32[Array, "B J"]  # their tokens
 
 
-Visit: TypeAlias = Callable[..., tuple[Int32[Array, "B"], Bool[Array, "B N"]]]
-"""(arguments of `specjax.sampling.draw`, children [B, N]) -> the token drawn at a node of each tree, and its accepted
-child, at most one."""
-
-
 def walk_tree(
-    visit: Visit,
+    visit: Callable[..., tuple[Int32[Array, "B"], Bool[Array, "B N"]]],
     tree: DraftTree,
     logits: Logits,
     inputs: DrawInputs,
@@ -293,7 +288,8 @@ def walk_tree(
     """Walks down from the root, level by level, to children that `visit` accepts.
 
     Args:
-        visit: draws at a node and accepts at most one child.
+        visit: (arguments of `specjax.sampling.draw`, children [B, N]) -> the token drawn at a node of each tree, and at
+            most one accepted child.
         tree, logits, inputs, prefix_length, emitted, depth, allowed: see `verify_tree`.
 
     Returns:
@@ -327,10 +323,7 @@ def walk_tree(
 
 
 def _draw_on_walk(tree: DraftTree, *rest: Any) -> Int32[Array, "B N"]:
-    """Draws only at the nodes that the walk visits.
-
-    Processing the logits of one node costs more than the argmax of all nodes, and penalties count the path's tokens.
-    """
+    """Draws only at the nodes that the walk visits: processing one node costs more than the argmax of all nodes."""
 
     def visit(*node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
         *arguments, children = node

@@ -79,23 +79,16 @@ def load_params(
     progress: bool = True,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """Read a model's weights. Host memory holds a few leaves at a time.
+    """Read the parameters that ``specjax.models.table(config)`` declares. Host memory holds a few leaves at a time.
 
     Args:
-      files: from ``resolve``.
-      config: from ``model_config(files.config)``; parameters are cast to ``config.dtype``.
       quantization: auto: quantised matrices stay so, as ``specjax_kernels.Quantised``, and so do 16-bit matrices on a
         CPU with float32 activations; none: all matrices are of ``config.dtype``; fp8, int8 or int4: matrices of float
         weights are quantised (``specjax_kernels.quantise``); see ``effective_quantization``.
-      progress: show a bar on stderr.
       mesh: devices that share the model. Each reads its part of the files, and the parameters have the shapes of
         ``specjax.parallel.sharding.fitted(config, ...)``.
 
-    Returns:
-      The parameter tree that ``specjax.models.table(config)`` declares; without MTP layers, see ``load_mtp``.
-
-    Raises:
-      CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
+    Raises CheckpointError if a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
     tensors = matrices(files)
     declared, sizes = table(config), declarations.dimensions(config)
@@ -222,7 +215,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def fill_leaf(
     shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], tensors: Iterable[np.ndarray]
 ) -> np.ndarray:
-    """The array of a leaf, each tensor placed by its rule."""
     array = aligned_empty(shape, dtype)
     for rule, tensor in zip(rules, tensors, strict=True):
         rule.place(array, tensor)
@@ -233,7 +225,7 @@ def _fill_part(
     shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], read: Callable[[str], np.ndarray],
     index: Sequence[slice],
 ) -> np.ndarray:  # fmt: skip
-    """`fill_leaf` for some indices of each axis. Tensors that fill none of them (other experts) are not read."""
+    """`fill_leaf` for some indices of each axis. Reads only tensors with such indices (not other experts)."""
     bounds = [indices.indices(size)[:2] for indices, size in zip(index, shape, strict=True)]
     array = aligned_empty(tuple(end - begin for begin, end in bounds), dtype)
     cut_axes = {axis: slice(*bounds[axis]) for axis, size in enumerate(shape) if array.shape[axis] < size}
@@ -385,15 +377,12 @@ def _quantise_compiled(tensor: np.ndarray, kind: str) -> QuantisedMatrix | None:
 
 
 class MeshPlacement(NamedTuple):
-    """Devices that share a model."""
-
     mesh: Mesh
     copies: int  # devices with a copy of the same key/value head
     widened: Widened
 
     @staticmethod
     def of(config: ModelConfig | HeadConfig | MtpConfig, mesh: Mesh | None) -> MeshPlacement | None:
-        """Raises ValueError if heads or experts cannot be split."""
         if mesh is None:
             return None
         from specjax.parallel.sharding import Widened, copies_of, fitted, group_count

@@ -61,10 +61,8 @@ Entries = dict[str, TensorEntry | QuantisedEntry]
 
 
 class Parts(NamedTuple):
-    """The tensors of one quantised matrix, by their names after the stem."""
-
-    stem: str
-    entries: Mapping[str, TensorEntry]
+    stem: str  # name of a quantised matrix
+    entries: Mapping[str, TensorEntry]  # its tensors, by their names after the stem
 
     def read(self, name: str) -> np.ndarray:
         if name not in self.entries:
@@ -81,27 +79,17 @@ class Format(NamedTuple):
     dtypes: tuple[str, ...] = ()  # of the codes; empty: any
 
 
-def check_quantization_config(config: Settings) -> None:
-    """Refuse a `quantization_config` that `matrices` cannot read. Reads no weights."""
-    if section := config.section("quantization_config"):
-        _formats(section)
-
-
 def matrices(files: ModelFiles) -> Entries:
-    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry ``x.weight``.
-
-    Raises:
-      CheckpointError: a method, a number of bits or a layout is not supported.
-    """
+    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry ``x.weight``."""
     section = Settings(files.config).section("quantization_config")
     if not section:
         return dict(files.headers)
-    formats = _formats(section)
+    by_part = formats(section)
     tensors = {name: entry for name, entry in files.headers.items() if not _UNUSED.fullmatch(name)}
     entries, used = Entries(), set[str]()
     for name, codes in tensors.items():
         stem, _, part = name.rpartition(".")
-        stored = formats.get(part)
+        stored = by_part.get(part)
         if stored is None or (stored.dtypes and codes.dtype not in stored.dtypes):
             continue
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
@@ -116,12 +104,8 @@ def matrices(files: ModelFiles) -> Entries:
 
 
 def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
-    """Estimated size of a model's matrices, from its config.json. None: they have the model's dtype.
-
-    Args:
-      quantization: as in ``load_params``.
-      keeps_half: True if 16-bit matrices keep their type beside float32.
-    """
+    """Estimated size of a model's matrices, from its config.json. None: they have the model's dtype. ``keeps_half``:
+    16-bit matrices keep their type beside float32 activations."""
     section = Settings(config).section("quantization_config")
     if quantization != "auto":
         sizes = {"fp8": Bits(8.0, True, channel=4), "int8": Bits(8.0, True, channel=4), "int4": Bits(5.0, True)}
@@ -173,7 +157,6 @@ class QuantisedMatrix:
         return math.prod(self.codes.shape[1:]) * 8 // self.bits
 
     def code_bytes(self) -> np.ndarray:
-        """The codes with one byte each, [out, in]."""
         return unpack_nibbles(self.codes) if self.bits == 4 else self.codes.reshape(len(self.codes), -1)
 
     def dequantised(self) -> np.ndarray:
@@ -231,8 +214,8 @@ def by_rows(count: int, size: int, read: Callable[[slice], QuantisedMatrix]) -> 
     return QuantisedMatrix(**fields)
 
 
-def _formats(section: Settings) -> dict[str, Format]:
-    """The formats of matrices, by the name of their codes after the stem."""
+def formats(section: Settings) -> dict[str, Format]:
+    """The formats of matrices, by the name of their codes after the stem. `section`: quantization_config."""
     method = section.get("quant_method")
     if method == "fp8":
         return {"weight": _scaled_format(_block_shape(section, "weight_block_size"))}
@@ -360,7 +343,6 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> QuantisedMatrix:
 
 
 def _block_format(name: str) -> Format:
-    """Matrices of a converted GGUF file."""
     part, block_type = name.lower(), BLOCK_TYPES[name]
 
     def shape(parts: Parts) -> tuple[int, int]:

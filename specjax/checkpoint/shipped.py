@@ -30,8 +30,6 @@ DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class ShippedHead:
-    """A head and the model that it was trained for."""
-
     name: str  # of its folder
     kind: str
     model: str  # alias, or last part of the hub id, in lower case
