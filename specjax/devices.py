@@ -1,4 +1,4 @@
-"""Memory, bandwidth and arithmetic of devices: a table of GPUs, and this machine.
+"""Memory, bandwidth and arithmetic of GPUs, and the memory of this process's device.
 
 Sources: NVIDIA's data sheets of the HGX B200 (an eighth of its figures), H200 SXM, H100 SXM, A100 80GB SXM and L40S,
 and appendix A of its whitepaper on the Ada GPU architecture for the GeForce RTX 4090. Products are dense: bfloat16 or
@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 SHARE_VARIABLES, XLA_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), 0.75
 """Environment variables for the share of a GPU's memory that JAX reserves, and JAX's default share."""
@@ -93,40 +89,3 @@ def this_memory(device: Any = None) -> Memory | None:
         return None
     limit = stats["bytes_limit"]
     return Memory(int(limit / (given_share() or XLA_SHARE)), limit, stats.get("bytes_in_use", 0))
-
-
-def this_device(dtype: str) -> Device:
-    """Measures this process's device by a copy and by a product of `dtype`, in about a second."""
-    device, memory = jax.local_devices()[0], this_memory()
-    total = system_memory() if memory is None else memory.total
-    increment, product = jax.jit(lambda x: x + 1, donate_argnums=0), jax.jit(jnp.matmul)
-    array, rows, width = jnp.zeros(2**26, jnp.float32), 256, 2048
-    x, y = jnp.ones((rows, width), dtype), jnp.ones((width, width), dtype)
-
-    def copy() -> jax.Array:
-        nonlocal array
-        array = increment(array)
-        return array
-
-    bandwidth = 2 * array.nbytes / _fastest(copy)
-    speed = 2 * rows * width * width / _fastest(lambda: product(x, y))
-    return Device(device.device_kind, total, bandwidth, speed, speed, "measured: a copy of 256 MB, a product")
-
-
-def system_memory() -> int:
-    """Returns the bytes of this machine's memory, or the limit of its control group."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(file).is_file() and (text := Path(file).read_text().strip()).isdecimal():
-            memory = min(memory, int(text))
-    return memory
-
-
-def _fastest(call: Callable[[], jax.Array]) -> float:
-    """Returns the seconds of the fastest of six calls."""
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

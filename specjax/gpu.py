@@ -85,20 +85,10 @@ def _card(line: str) -> Card | None:
 def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
     """Prepares JAX for GPUs before its backend starts.
 
-    JAX uses only these GPUs, and reserves a tenth of their memory beyond `mem_fraction`. Environment variables take
-    precedence.
-
-    Args:
-        mem_fraction: share of a GPU's memory for weights and KV pool.
-        gpu: index of the first GPU among the visible ones.
-        count: number of GPUs.
-
-    Returns:
-        The first GPU; None if JAX runs on the CPU.
-
-    Raises:
-        GpuError: no such GPU; the GPU or its driver is too old for the installed JAX; or JAX_PLATFORMS asks for CUDA
-            and JAX has no CUDA.
+    JAX uses only `count` of the visible GPUs, from number `gpu` on, and reserves a tenth of their memory beyond
+    `mem_fraction`, the share for weights and KV pool. Environment variables take precedence. Returns the first GPU, or
+    None if JAX runs on the CPU. Raises GpuError if the GPUs cannot be used, or if JAX_PLATFORMS asks for CUDA and JAX
+    has none.
     """
     platforms = jax.config.values["jax_platforms"]
     names = set(platforms.split(",")) if platforms else set()
@@ -112,14 +102,11 @@ def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
             "CPU"
         )
     visible = cards()
-    if gpu >= len(visible) and (visible or gpu):
-        raise GpuError(f"GPU {gpu} was asked for; CUDA shows " + (", ".join(card.name for card in visible) or "none"))
+    if gpu + count > len(visible) and (visible or gpu):
+        wanted = f"GPU {gpu} was" if count == 1 else f"{count} GPUs from number {gpu} on were"
+        raise GpuError(f"{wanted} asked for; CUDA shows {', '.join(card.name for card in visible) or 'none'}")
     if not visible:
         return None
-    if gpu + count > len(visible):
-        raise GpuError(
-            f"{count} GPUs from number {gpu} on were asked for; CUDA shows " + ", ".join(card.name for card in visible)
-        )
     chosen = visible[gpu : gpu + count]
     card = min(chosen, key=lambda card: card.free)
     if plugin is None:

@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-Number: TypeAlias = float | int
 T = TypeVar("T")
 
 KINDS: dict[Any, str] = {
@@ -53,17 +52,16 @@ class ParameterError(ValueError):
         return type(self), (self.name, self.problem, self.owner)
 
     def renamed(self, names: Mapping[str, str]) -> ParameterError:
-        """Returns the error with the parameter's name in another interface."""
         return type(self)(names.get(self.name, self.name), self.problem)
 
 
 class Range(NamedTuple):
     """Bounds of a number; `above` and `below` exclude the bound itself. All None: any number."""
 
-    minimum: Number | None = None
-    maximum: Number | None = None
-    above: Number | None = None
-    below: Number | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
 
     @property
     def words(self) -> str:
@@ -117,10 +115,8 @@ def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> An
     The annotation gives the type: int, float, str, bool, tuple[str, ...] or a Literal of strings, optionally with None.
     None means "not set" and is allowed only as the default.
 
-    Args:
-        default: default value, or a function that makes it.
-        secret: True to omit the value from the dataclass's repr, which may be logged.
-        more: fields of `Setting` and of its `Range` (`minimum=1`).
+    `default` may be a function that makes the value. `secret` omits the value from the dataclass's repr, which may be
+    logged. `more`: fields of `Setting` and of its `Range` (`minimum=1`).
     """
     bounds = Range(**{name: more.pop(name) for name in Range._fields if name in more})
     metadata = {"setting": Setting(help, **{"range": bounds, **more})}
@@ -132,11 +128,6 @@ def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> An
 def setting_of(owner: Any, name: str) -> Setting:
     """Returns the declaration of a dataclass field; empty if `setting` did not declare it."""
     return owner.__dataclass_fields__[name].metadata.get("setting", Setting(""))
-
-
-def range_of(owner: Any, name: str) -> Range:
-    """Returns the range that a dataclass declares for a field."""
-    return setting_of(owner, name).range
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:

@@ -225,7 +225,6 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
 
     Raises:
         ValueError: a value is out of range for AUTO's choice, or there is no draft head.
-        CheckpointError: the measured options of the shipped head are invalid.
     """
     platform = platform or jax.default_backend()
     shipped = inside = None
@@ -247,16 +246,8 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         if not isinstance(options, Mtp):
             logger.info("%s without a head: the model's MTP layers draft (MTP)", options.algorithm)
         return Chosen(options.as_mtp(), mtp=inside)
-    options = cast(ModelOptions, options)
-    try:
-        measured = type(options)(**shipped.serving("cpu" if platform == "cpu" else "gpu"))
-        numbers = [measured.steps, measured.topk, measured.nodes]
-        if measured.explicit_tree and None in numbers:
-            raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
-    options = replace(options, path=str(shipped.folder))
-    return Chosen(options, measured.shape() if measured.explicit_tree else None, shipped)
+    options = replace(cast(ModelOptions, options), path=str(shipped.folder))
+    return Chosen(options, TreeShape(**shipped.serving("cpu" if platform == "cpu" else "gpu")), shipped)
 
 
 def _path(options: DraftOptions) -> str | None:

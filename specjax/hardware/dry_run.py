@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax import checkpoint
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.devices import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_device
+from specjax.devices import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
 from specjax.drafters.factories import make_speculation
 from specjax.drafters.options import ModelOptions
@@ -70,6 +74,29 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"--{dashed(name)} needs --dry-run")
     if args.assume_devices is not None and args.assume_devices < 1:
         parser.error(f"--assume-devices must be an integer of at least 1, got {args.assume_devices}")
+
+
+def this_device(dtype: str) -> Device:
+    """Measures this process's device by a copy and by a product of `dtype`, in about a second."""
+    memory = this_memory()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory is None else memory.total
+    for file in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if memory is None and file.is_file() and (text := file.read_text().strip()).isdecimal():
+            total = min(total, int(text))  # of a control group
+
+    def fastest(function: Callable[..., jax.Array], x: jax.Array, *more: jax.Array) -> float:
+        compiled, seconds = jax.jit(function, donate_argnums=0), []
+        for _ in range(6):
+            start = time.perf_counter()
+            x = jax.block_until_ready(compiled(x, *more))
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    array, rows, width = jnp.zeros(2**26, jnp.float32), 256, 2048
+    bandwidth = 2 * array.nbytes / fastest(lambda x: x + 1, array)
+    product = fastest(jnp.matmul, jnp.ones((rows, width), dtype), jnp.zeros((width, width), dtype))
+    speed, kind = 2 * rows * width * width / product, jax.local_devices()[0].device_kind
+    return Device(kind, total, bandwidth, speed, speed, "measured: a copy of 256 MB, a product")
 
 
 def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
