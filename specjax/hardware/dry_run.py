@@ -1,8 +1,8 @@
 """`--dry-run`: computes a model's memory on a device, bounds of its speed, and settings that would fit.
 
 Reads configs and tensor headers only. The engine's own functions compute the memory; temporaries are estimated. A step
-takes at least the time to read its bytes, or to multiply, whichever is longer. Kernel launches, attention's products
-and communication between devices are left out.
+takes at least the time to read its bytes, or to multiply, whichever is longer. Drafting, kernel launches, attention's
+products and communication between devices are left out.
 
 In reading order: `outline` describes a model, `make_plan` computes, `changes` tries settings that fit.
 """
@@ -41,7 +41,7 @@ from specjax.load import choose, head_quantization, model_quantization, naming, 
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
-from specjax.models.head_spec import head_reads, head_sizes, head_table
+from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
 from specjax.models.target import Target
@@ -142,7 +142,6 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig | HeadConfig | MtpConfig, vocab_size: int, bits: Bits | None) -> Part:
-        """Describes a model or head for a target with `vocab_size` tokens."""
         if isinstance(config, MtpConfig):
             pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
             return cls(config, mtp_table(config), mtp_sizes(config), pages, bits)
@@ -154,22 +153,11 @@ class Part(NamedTuple):
         return jax.ShapeDtypeStruct(leaf.shape(self.sizes), np.dtype(leaf.dtype or self.config.dtype))
 
     def bytes(self, leaves: Iterable[Leaf], devices: int, groups: int) -> int:
-        """Computes the bytes of leaves on each device."""
         return held_bytes(leaves, self.sizes, self.config.dtype, devices, self.bits, groups)
 
-    def active(self, leaf: Leaf) -> float:
-        """Computes the share of a leaf that one token reads: its experts."""
-        config = self.config.layer if isinstance(self.config, MtpConfig) else self.config
-        experts = config.experts if isinstance(config, ModelConfig) else None
-        if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
-            return 1.0
-        return experts.per_token / experts.count
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # hashed by identity
 class Outline:
-    """A model and its drafter, hashed by identity."""
-
     target: Target
     params: Params  # `jax.ShapeDtypeStruct` leaves, or the parameters of a user-defined drafter
     drafter: Drafter
@@ -237,8 +225,6 @@ def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadCon
 
 
 class Case(NamedTuple):
-    """A model and the device to run it on."""
-
     outline: Outline
     config: EngineConfig
     device: Device
@@ -328,57 +314,41 @@ def _split_problems(case: Case) -> Iterator[str]:
 
 @lru_cache(16)
 def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
-    """Computes bytes of parameters on each device, bytes that a step reads (the target's `forward`, each `level` of the
-    draft, `once` for the first level), and the target's `products` (multiplications per token)."""
+    """Computes bytes of parameters on each device, bytes that a `forward` of one token reads, and its `products`."""
     target, *drafts = outline.parts
+    experts = target.config.experts if isinstance(target.config, ModelConfig) else None
 
-    def read_bytes(part: Part, leaves: Iterable[Leaf]) -> int:
-        return sum(int(part.bytes([leaf], devices, groups) * part.active(leaf)) for leaf in leaves)
+    def active(leaf: Leaf) -> float:
+        """Computes the share of a leaf that one token reads: its experts."""
+        if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
+            return 1.0
+        return experts.per_token / experts.count
 
     def products(leaf: Leaf) -> int:
         share = leaf_share(leaf, target.sizes, devices, groups)
-        return int(prod(leaf.shape(target.sizes)) * share * target.active(leaf))
+        return int(prod(leaf.shape(target.sizes)) * share * active(leaf))
 
-    read = [*read_leaves(target.table)]
-    draft = level = _nbytes(outline.params.draft)  # a user-defined drafter reads all in each level
-    once = 0
+    read, draft = [*read_leaves(target.table)], _nbytes(outline.params.draft)  # of a user-defined drafter
     for part in drafts:
-        config, leaves, first = part.config, [*read_leaves(part.table)], None
-        if isinstance(config, HeadConfig):
-            leaves, first = head_reads(config)
-        elif isinstance(config, MtpConfig):
-            leaves, first = [*leaves_of(mtp_table(replace(config, count=1)))], []
-        draft, level = part.bytes(leaves_of(part.table), devices, groups), read_bytes(part, leaves)
-        once = level if first is None else read_bytes(part, first)
-        if not getattr(config, "own_head", True):
-            level += read_bytes(target, [leaf for leaf in read if "vocab" in leaf.axes])
+        draft = part.bytes(leaves_of(part.table), devices, groups)
     return {
         "weights": target.bytes(leaves_of(target.table), devices, groups),
         "draft_weights": draft,
-        "forward": read_bytes(target, read),
+        "forward": sum(int(target.bytes([leaf], devices, groups) * active(leaf)) for leaf in read),
         "products": sum(map(products, read)),
-        "level": level,
-        "once": once,
     }
 
 
 def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, Any]:
-    """Computes minimum seconds of a plain step, of drafting and of verifying, and the accept length to break even."""
+    """Computes minimum seconds of a plain step, and of verifying trees."""
     device, reads, context = case.device, plan["reads"], batch * min(CONTEXT, plan["context_length"])
 
     def forward(tokens: int) -> float:
         read = reads["forward"] + context * plan["token_bytes"]
         return max(read / device.bandwidth, 2 * reads["products"] * tokens / device.speed(plan["dtype"]))
 
-    read = 0
-    if nodes > 1 and reads["draft_weights"]:
-        depth = case.outline.drafter.within(nodes).depth
-        read = depth * (reads["level"] + context * plan["draft_token_bytes"]) + reads["once"]
-    plain, draft, verify = forward(batch), read / device.bandwidth, forward(batch * nodes)
-    return {
-        "batch": batch, "nodes": nodes, "plain": plain, "draft": draft, "verify": verify,
-        "plain_tokens_per_second": batch / plain, "break_even": (draft + verify) / plain,
-    }  # fmt: skip
+    plain, verify = forward(batch), forward(batch * nodes)
+    return {"batch": batch, "plain_tokens_per_second": batch / plain, "plain": plain, "nodes": nodes, "verify": verify}
 
 
 @lru_cache(16)
@@ -444,11 +414,11 @@ def report(plan: dict[str, Any]) -> str:
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",
         f"bounds of the speed with {CONTEXT} tokens of context",
-        "requests  tok/s plain  ms plain  nodes  ms draft  ms verify  accept to break even",
+        "requests  tok/s plain  ms plain  nodes  ms verify",
     ]
     for speed in plan["speeds"]:
-        batch, nodes, plain, draft, verify, rate, break_even = speed.values()
-        drafts = f"{nodes:7} {1e3 * draft:9.3f} {1e3 * verify:10.3f}  {break_even:.2f}" if nodes > 1 else ""
+        batch, rate, plain, nodes, verify = speed.values()
+        drafts = f"{nodes:7} {1e3 * verify:10.3f}" if nodes > 1 else ""
         lines.append(f"{batch:8} {rate:12,.1f} {1e3 * plain:9.3f}{drafts}")
     lines += ["", *(f"why: {problem}" for problem in plan["problems"])]
     lines += [f"change: {change}" for change in plan["changes"]]
