@@ -118,7 +118,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelConfig(GroupedHeads):
-    """A decoder-only transformer, in the dimension letters of ``specjax.types``.
+    """A decoder-only transformer, in the dimension letters of ``specjax.cache``.
 
     Attributes:
         family: name of its file in `specjax.models`.

@@ -11,12 +11,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
-from specjax.cache import Cache, PoolShape, init_cache
+from specjax.cache import Active, Cache, PageTable, PerRequest, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
 from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
-from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import LOGPROB_IDS, Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3

@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, mesh, pack_bits
 
-from specjax.cache import Block, commit, pool_shape, take_path
+from specjax.cache import Active, Block, PerRequest, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_drafter, checked_observe, checked_propose
@@ -53,7 +53,6 @@ from specjax.state import (
     admit,
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
-from specjax.types import Active, PerRequest
 from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite, pad_levels, path_logprobs, verify_tree
 
 

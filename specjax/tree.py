@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32
 from specjax_kernels import top_k
 
-from specjax.types import PerRequest
+from specjax.cache import PerRequest
 
 # Sentinels for comparisons; never write at these indices.
 NO_PARENT = -1  # parent of the root and of invalid nodes

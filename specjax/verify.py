@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
 from specjax_kernels import largest, mesh
 from specjax_kernels.platforms import by_platform, has_kernels
 
+from specjax.cache import Active, Hidden, Logits, PerRequest
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain, mask_forbidden
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
-from specjax.types import Active, Hidden, Logits, PerRequest
 
 TOP_LOGPROBS = 20  # number of likeliest tokens with log-probabilities
 LOGPROB_IDS = 128  # maximum number of further token ids with log-probabilities
