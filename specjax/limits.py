@@ -81,32 +81,19 @@ ANY = Range()
 
 @dataclass(frozen=True)
 class Setting:
-    """Metadata of a field that `setting` declares.
+    """Metadata of a field that `setting` declares."""
 
-    Attributes:
-        help: text in docstrings and in --help.
-        range: bounds of a number.
-        names: further flags (`--model-path`).
-        choices: allowed strings; (): any string.
-        parse: converts a value (`str.upper`) before it is compared with `choices`. The text of its ValueError completes
-            "must be".
-        metavar: placeholder of the value in --help.
-        digits: True for strings that may be numbers, which a file may hold without quotes.
-        alone: True for a list of strings that a file may replace by one string.
-        sets: library option that the flag sets.
-        instead: explains why the flag has no effect; "" for flags with an effect.
-    """
-
-    help: str
-    range: Range = ANY
-    names: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
+    help: str  # text in docstrings and in --help
+    range: Range = ANY  # bounds of a number
+    names: tuple[str, ...] = ()  # further flags (`--model-path`)
+    choices: tuple[str, ...] = ()  # allowed strings; (): any string
+    # Converts a value (`str.upper`) before it is compared with `choices`; its ValueError completes "must be".
     parse: Callable[[Any], Any] | None = None
-    metavar: str | None = None
-    digits: bool = False
-    alone: bool = False
-    sets: str = ""
-    instead: str = ""
+    metavar: str | None = None  # placeholder of the value in --help
+    digits: bool = False  # True for strings that may be numbers, which a file may hold without quotes
+    alone: bool = False  # True for a list of strings that a file may replace by one string
+    sets: str = ""  # library option that the flag sets
+    instead: str = ""  # explains why the flag has no effect; "" for flags with an effect
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:

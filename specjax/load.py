@@ -189,8 +189,6 @@ def requested(
 
 
 class Chosen(NamedTuple):
-    """Result of `choose`."""
-
     options: DraftOptions
     tree: TreeShape | None = None  # measured shape for options without one; None: `ModelOptions.automatic`
     head: ShippedHead | None = None  # shipped head at `options.path`
@@ -218,13 +216,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
 
     AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams. An algorithm without
     the head that it needs uses the shipped one; MTP and EAGLE also use MTP layers. A warning names options without
-    effect.
-
-    Args:
-        platform: "cpu" or "gpu"; None: the platform of this process.
-
-    Raises:
-        ValueError: a value is out of range for AUTO's choice, or there is no draft head.
+    effect. `platform`: "cpu" or "gpu"; None: the platform of this process.
     """
     platform = platform or jax.default_backend()
     shipped = inside = None
@@ -274,7 +266,6 @@ def head_quantization(
 def model_quantization(
     options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None
 ) -> str:
-    """Quantization of a draft model's weights; see `head_quantization`."""
     method = (files.config.get("quantization_config") or {}).get("quant_method")
     return cast(ModelOptions, options).weights(
         files.name, config.dtype, platform or jax.default_backend(), otherwise="auto", stored=method

@@ -96,13 +96,10 @@ class Checked(NamedTuple):
 def draft_phase(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig = StepConfig()
 ) -> tuple[DraftTree, DecodeState]:
-    """Drafts trees for the batch.
+    """Drafts trees for the batch; returns trees of N nodes, and the state with the drafter's new state.
 
     Trees are cut to the largest width of `config` and to each row's `draft_limit`; the nodes with the best scores
     remain. With a width of 1 the drafter is not called.
-
-    Returns:
-        Trees of N nodes, and the state with the drafter's new state.
     """
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
@@ -126,11 +123,7 @@ def check_phase(
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Checked:
-    """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`.
-
-    Raises:
-        ValueError: `StepConfig.widths` is invalid, or narrower than the tree.
-    """
+    """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`."""
     context, row, draws = _gather(state, inputs)
     prefix_length = context.prefix_length
     widths = config.widths or (tree.width,)
@@ -142,7 +135,6 @@ def check_phase(
     wants_logprobs = jnp.any(row.logprobs & context.active)
 
     def at_width(width: int) -> Checked:
-        """Runs the forward and the walk for trees of at most `width` nodes; results have the length of the path."""
         part = narrow(tree, width)
         mask = pack_bits(ancestor_mask(part))
         embedded, positions = target.embed(params.target, part.tokens), prefix_length[:, None] + part.depth
@@ -245,10 +237,8 @@ def prefill_step(
 ) -> tuple[DecodeState, StepOutput]:
     """Commits a chunk of each request's prompt, and draws the next token unless `next_token` forces it.
 
-    A chunk without tokens only sets the root to a forced token.
-
-    Returns:
-        The state, and an output with tokens [B, 1]; `emitted` is 1 for drawn tokens, else 0.
+    A chunk without tokens only sets the root to a forced token. The output has tokens [B, 1]; `emitted` is 1 for drawn
+    tokens, else 0.
     """
     context, row, draws = _gather(state, inputs)
     length = jnp.where(context.active, inputs.length, 0)

@@ -76,7 +76,6 @@ def roots(root: PerRequest, width: int) -> DraftTree:
 
 
 def _masked(nodes: DraftTree) -> DraftTree:
-    """Writes sentinels into the fields of invalid nodes."""
     nothing = NO_TOKEN, NO_PARENT, 0, False, -jnp.inf
     return DraftTree(*(jnp.where(nodes.valid, *pair) for pair in zip(nodes, nothing, strict=True)))
 
@@ -89,16 +88,13 @@ def _below(root: PerRequest, nodes: DraftTree) -> DraftTree:
 def chain(
     root: PerRequest, tokens: Int32[Array, "B D"], length: PerRequest, scores: Float32[Array, "B D"]
 ) -> DraftTree:
-    """Chains root -> tokens[:, 0] -> tokens[:, 1] -> ..., one child per node.
+    """Trees of D + 1 nodes: the chains root -> tokens[:, 0] -> tokens[:, 1] -> ...
 
     Args:
         root: int32 [B]. Last emitted tokens.
         tokens: int32 [B, D]. Drafted tokens.
         length: int32 [B]. Number of valid drafts.
         scores: float32 [B, D]. Cumulative log-probabilities.
-
-    Returns:
-        Trees of D + 1 nodes.
     """
     index = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
     return _below(root, DraftTree(tokens, index - 1, index, index <= length[:, None], scores))
@@ -133,11 +129,7 @@ def top_k_children(
 
 
 def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"]) -> Float32[Array, "B k 1"]:
-    """Computes log(sum(exp(logits - largest))).
-
-    The log-probability of a token is its logit minus `largest` minus the result. Unlike `jax.nn.log_softmax`, this
-    writes no array of W entries and reuses the maximum.
-    """
+    """Computes log(sum(exp(logits - largest))) without an array of W entries, which `jax.nn.log_softmax` writes."""
     return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
 
 

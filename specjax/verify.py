@@ -113,9 +113,8 @@ def find_verdict(
     """Accepts the path to the deepest node that matches together with all its ancestors.
 
     Args:
-        tree: drafted trees of N nodes.
+        tree, depth: see `verify_tree`.
         drawn: int32 [B, N]. The target's draw at each node.
-        depth: D, static upper bound of the nodes' depths.
         matches: bool [B, N]. True for nodes that may follow their parent (lossy): tokens are the drafts on the path and
             the draw at its end. None: nodes whose token is the parent's draw (lossless).
     """
@@ -176,15 +175,13 @@ def block_logprobs(
     ids: Int32[Array, "B 128"],
     unembed: Callable[[Array], Array],
 ) -> Logprobs:
-    """Computes log-probabilities of the tokens after each hidden state of a prompt's chunk.
-
-    At most `BLOCK` tokens have logits at once, float32 [64, V]. Blocks without a counted token are skipped.
+    """Computes log-probabilities of the tokens after each hidden state of a prompt's chunk, `BLOCK` tokens at once.
 
     Args:
         hidden: [B, C, M]. Hidden states after the final norm.
         tokens: int32 [B, C]. The token after each hidden state.
         counted: bool [B, C]. False entries are padding; their results are undefined.
-        ids: int32 [B, 128]. Further token ids (`Row.logprob_ids`).
+        ids: int32 [B, 128]. `Row.logprob_ids`.
         unembed: hidden states [X, M] -> raw logits [X, V].
     """
     count, width = tokens.size, hidden.shape[-1]
