@@ -17,8 +17,8 @@ import numpy as np
 from specjax_kernels import Quantised
 
 from specjax.config import Experts
-from specjax.devices import Device
 from specjax.drafters.base import Drafter, Params
+from specjax.gpu import Device
 from specjax.models.target import Target
 
 CPU_STEP = {1: 1.0, 2: 1.16, 4: 1.52, 8: 2.42, 16: 3.8, 64: 13.0}

@@ -26,10 +26,10 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
 from specjax.checkpoint.files import prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.devices import this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
 from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
+from specjax.gpu import this_memory
 from specjax.limits import ParameterError
 from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map

@@ -29,7 +29,6 @@ from specjax import checkpoint
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.devices import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
 from specjax.drafters.factories import make_speculation
 from specjax.drafters.options import ModelOptions
@@ -37,6 +36,7 @@ from specjax.engine.buckets import BATCHES
 from specjax.engine.config import EngineConfig, Layout, context_length
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.gpu import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_memory
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec

@@ -185,7 +185,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"models", "parallel"},
     {"cache"},
     {"settings"},
-    {"config", "limits", "compiling", "progress", "devices", "gpu"},
+    {"config", "limits", "compiling", "progress", "gpu"},
 ]
 
 

@@ -19,7 +19,6 @@ from tiny_heads import save_head
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
 from specjax.cli import serve as command
-from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.buckets import Key
@@ -27,6 +26,7 @@ from specjax.engine.config import Layout
 from specjax.engine.device import Resident
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.programs import Programs
+from specjax.gpu import DEVICES, SHARE_VARIABLES
 from specjax.hardware.dry_run import Case, make_plan, outline
 from specjax.state import init_state
 
