@@ -231,10 +231,6 @@ class HeadConfig(GroupedHeads):
         """Which outputs of the target it reads; see `specjax.drafters.base.Drafter`."""
         return self.aux_layers or "final"
 
-    @property
-    def num_layers(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
 class MtpConfig:

@@ -15,11 +15,11 @@ from specjax.checkpoint.parameters import load_params
 from specjax.checkpoint.quantised import bits_per_weight, matrices, save_dequantised
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
 from specjax.checkpoint.token_map import read_token_map
-from specjax.checkpoint.tokenizer import VocabularyMap, check_tokenizer_paths, load_tokenizer, match_vocabularies
+from specjax.checkpoint.tokenizer import check_tokenizer_paths, load_tokenizer, match_vocabularies
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead", "VocabularyMap",
+    "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead",
     "bits_per_weight", "check_tokenizer_paths", "describe_head", "effective_quantization",
     "load_head", "load_mtp", "load_params", "load_tokenizer", "match_vocabularies", "matrices", "may_have_head",
     "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised",
