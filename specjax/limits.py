@@ -168,12 +168,8 @@ def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) ->
 
 
 def check(options: Any) -> None:
-    """Checks each field of a dataclass against its annotation and its range.
-
-    Raises:
-        TypeError: a value has another type: `Ngram.capacity must be an integer from ..., got ...`.
-        ParameterError: a value is out of range.
-    """
+    """Checks each field of a dataclass. Raises TypeError if a value has another type than its annotation, and
+    ParameterError if it is out of range."""
     hints = get_type_hints(type(options))
     for member in fields(options):
         name, value, owner = member.name, getattr(options, member.name), type(options).__name__

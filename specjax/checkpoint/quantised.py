@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from specjax_kernels.cpu import repacking
+from specjax_kernels.quantised import pack
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
@@ -353,8 +355,7 @@ def _block_format(name: str) -> Format:
 
 
 def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]:
-    """Codes of the first `columns` of int32 words [out, words], and their bits: 8 instead of 4 if the packing does not
-    fit."""
+    """Codes of the first `columns` of int32 words [out, words], and their bits: 8 if the packing does not fit."""
     if bits == 4 and columns % PACKED == 0 and words.dtype.itemsize == 4:
         return pack_rows(words[:, : columns // 8]), 4
     return unpack_words(words, bits)[:, :columns], 8
@@ -374,8 +375,6 @@ def _sorted_by_group(
     counts = np.bincount(group, minlength=groups)
     if (counts != counts[0]).any():
         raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
-    from specjax_kernels.quantised import pack
-
     ordered = matrix.code_bytes()[:, order]
     return replace(matrix, codes=pack(ordered) if matrix.bits == 4 else ordered, order=order)
 
@@ -416,9 +415,6 @@ def unpack_nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
 
 def pack_rows(words: np.ndarray) -> np.ndarray:
     """Codes of 4 bits in int32 words [out, in / 8] of any strides, as ``QuantisedMatrix.codes``."""
-    from specjax_kernels.cpu import repacking
-    from specjax_kernels.quantised import pack
-
     codes = np.empty((len(words), 4 * words.shape[1]), np.uint8)
     if not repacking.from_rows(words, codes):
         for start in range(0, len(words), 64):
@@ -428,9 +424,6 @@ def pack_rows(words: np.ndarray) -> np.ndarray:
 
 def pack_awq(words: np.ndarray) -> np.ndarray:
     """`pack_rows` of AWQ's int32 words [in, out / 8], each with codes of eight rows."""
-    from specjax_kernels.cpu import repacking
-    from specjax_kernels.quantised import pack
-
     codes = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
     if not repacking.from_awq(words, codes):
         for start in range(0, words.shape[1], 8):
@@ -474,8 +467,7 @@ def _from(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:
-    """The codes of 256 weights in the last 128 bytes: the low halves of each 32 bytes hold 32 weights, the high halves
-    the next 32."""
+    """The codes of 256 weights in the last 128 bytes: 32 in the low halves of each 32 bytes, 32 in the high halves."""
     runs = _from(blocks, blocks.shape[-1] - 128).view("V16")
     first, second = (runs[:, i::2].copy().view(np.uint8) for i in (0, 1))
     runs[:, ::2], runs[:, 1::2] = (first & 15 | second << 4).view("V16"), (first >> 4 | second & 0xF0).view("V16")

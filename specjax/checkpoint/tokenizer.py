@@ -89,15 +89,12 @@ class VocabularyMap(NamedTuple):
 def match_vocabularies(
     target: Any, draft: Any, target_size: int, draft_size: int, *, intersection: bool = False
 ) -> VocabularyMap:
-    """Match the ids of two fast tokenizers of transformers.
+    """Match the ids of two fast tokenizers of transformers. Raises CheckpointError if that is impossible.
 
     Args:
       target_size, draft_size: rows of the models' output layers, with padding.
       intersection: allow different tokenizers. For a token that only the target has, the draft reads the last of its
         own tokens for that text, on which the next token depends most.
-
-    Raises:
-      CheckpointError: the tokenizers differ, without `intersection`, or no common token can be determined.
     """
     ours, theirs = _tokens(target), _tokens(draft)
     if ours == theirs:

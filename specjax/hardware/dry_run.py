@@ -316,10 +316,9 @@ def _split_problems(case: Case) -> Iterator[str]:
 def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
     """Computes bytes of parameters on each device, bytes that a `forward` of one token reads, and its `products`."""
     target, *drafts = outline.parts
-    experts = target.config.experts if isinstance(target.config, ModelConfig) else None
+    experts = outline.target.config.experts
 
-    def active(leaf: Leaf) -> float:
-        """Computes the share of a leaf that one token reads: its experts."""
+    def active(leaf: Leaf) -> float:  # share that one token reads
         if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
             return 1.0
         return experts.per_token / experts.count
