@@ -1,6 +1,6 @@
 """Frozen, hashable descriptions of models and steps. Everything static about a jitted function is in here.
 
-Knows nothing of arrays, files or other modules of ours.
+Independent of arrays, files and other modules of specjax.
 """
 
 from __future__ import annotations

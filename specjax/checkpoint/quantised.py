@@ -176,8 +176,8 @@ class QuantisedMatrix:
         return ordered
 
     def without_zeros(self) -> QuantisedMatrix:
-        """The same weights, exactly, with zeros subtracted from 8-bit codes or turned into offsets. 4-bit codes become
-        8-bit codes if the groups do not fit the packing."""
+        """Subtracts zeros from 8-bit codes, or turns them into offsets; no weight changes. 4-bit codes become 8-bit
+        ones if the groups do not fit the packing."""
         codes, bits, zero = self.codes, self.bits, self.zero
         if bits == 4 and self.inputs // self.scale.shape[1] % PACKED:
             codes, bits = self.code_bytes().astype(np.int8), 8
