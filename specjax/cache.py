@@ -6,23 +6,42 @@ The model declares the leaves (`PageSpec`).
 
 A forward reads pages and returns a block. Only `commit` writes pages, after verification, so a rejected token never
 reaches a page and nothing is rolled back. This module depends on no tree, drafter or request.
+
+Dimension letters have one meaning in annotations, einsums, comments and tests:
+
+    R  rows of state (``max_running_requests``)      B  requests in the batch bucket
+    N  block width: tree nodes, or new tokens per request in one forward
+    C  block keys (C >= N)                           D  draft depth
+    V  vocabulary     M  model width                 I  MLP width
+    H  query heads    K  key/value heads             G  = H / K      E  head width
+    L  layers         P  pages in the pool           S  tokens in a page
+    T  pages a request may hold                      F  width of the features a drafter reads
+
+A token is *committed* if its keys and values are in pages, and *emitted* if it is in the output. Emitted is always
+committed + 1: the extra token is the *root*, at position ``prefix_length``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Bool, Float, Float32, Int32
 from specjax_kernels import mesh
 
-from specjax.types import PageTable, PerRequest
-
+Weights: TypeAlias = Mapping[str, Any]  # nested dicts of arrays, one leaf per layer and matrix
+Tokens: TypeAlias = Int32[Array, "B N"]
+Positions: TypeAlias = Int32[Array, "B N"]
+PageTable: TypeAlias = Int32[Array, "B T"]
+PerRequest: TypeAlias = Int32[Array, "B"]
+Active: TypeAlias = Bool[Array, "B"]
+Hidden: TypeAlias = Float[Array, "B N M"]
+Logits: TypeAlias = Float32[Array, "B N V"]
 Cache: TypeAlias = Any  # a pytree of page leaves [P, S, ...]
 # A pytree with the cache's structure and leaves [B, N, ...]: cache entries of new tokens.
 Block: TypeAlias = Any

@@ -3,11 +3,8 @@
 A step has about a thousand small kernels and is fast only as one CUDA graph. By default XLA runs loops from the host,
 which splits the graph at the loops of user-defined drafters and verifiers; `WHILE` puts them into the graph (compiled
 for an H200 with jax 0.10.2, 0.11.2 and 0.12.0; needs the driver of CUDA 12.3). By default a graph runs its nodes one
-after another; CONCURRENT lets independent nodes overlap, such as the page writes of different layers.
-
-Flags in XLA_FLAGS take precedence. XLA's own behaviour:
-
-    XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL
+after another; CONCURRENT lets independent nodes overlap, such as the page writes of different layers. Flags in
+XLA_FLAGS take precedence.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Frozen, hashable descriptions of models and steps. Everything static about a jitted function is in here.
 
-Knows nothing of arrays, files or other modules of ours.
+Independent of arrays, files and other modules of specjax.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelConfig(GroupedHeads):
-    """A decoder-only transformer, in the dimension letters of ``specjax.types``.
+    """A decoder-only transformer, in the dimension letters of ``specjax.cache``.
 
     Attributes:
         family: name of its file in `specjax.models`.
@@ -230,10 +230,6 @@ class HeadConfig(GroupedHeads):
     def features(self) -> tuple[int, ...] | Literal["final"]:
         """Which outputs of the target it reads; see `specjax.drafters.base.Drafter`."""
         return self.aux_layers or "final"
-
-    @property
-    def num_layers(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy as np
 from specjax_kernels import Quantised
 
 from specjax.config import Experts
-from specjax.devices import Device
 from specjax.drafters.base import Drafter, Params
+from specjax.gpu import Device
 from specjax.models.target import Target
 
 CPU_STEP = {1: 1.0, 2: 1.16, 4: 1.52, 8: 2.42, 16: 3.8, 64: 13.0}
@@ -35,12 +35,9 @@ layers, compiled for an H200, has 471, a level of a tree 30 (benchmarks/results/
 
 
 def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params, device: Device | None) -> float:
-    """Estimates the duration of a step with drafts relative to a plain step.
+    """Estimates the duration of a step of `batch` requests with drafts relative to a plain step.
 
-    Args:
-        batch: number of requests.
-        drafter: drafter of the batch bucket.
-        device: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
+    `device`: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
     """
     if device is not None:
         plain = _forward_seconds(target, params.target, device, batch)

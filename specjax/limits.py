@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-Number: TypeAlias = float | int
 T = TypeVar("T")
 
 KINDS: dict[Any, str] = {
@@ -53,17 +52,16 @@ class ParameterError(ValueError):
         return type(self), (self.name, self.problem, self.owner)
 
     def renamed(self, names: Mapping[str, str]) -> ParameterError:
-        """Returns the error with the parameter's name in another interface."""
         return type(self)(names.get(self.name, self.name), self.problem)
 
 
 class Range(NamedTuple):
     """Bounds of a number; `above` and `below` exclude the bound itself. All None: any number."""
 
-    minimum: Number | None = None
-    maximum: Number | None = None
-    above: Number | None = None
-    below: Number | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
 
     @property
     def words(self) -> str:
@@ -83,32 +81,19 @@ ANY = Range()
 
 @dataclass(frozen=True)
 class Setting:
-    """Metadata of a field that `setting` declares.
+    """Metadata of a field that `setting` declares."""
 
-    Attributes:
-        help: text in docstrings and in --help.
-        range: bounds of a number.
-        names: further flags (`--model-path`).
-        choices: allowed strings; (): any string.
-        parse: converts a value (`str.upper`) before it is compared with `choices`. The text of its ValueError completes
-            "must be".
-        metavar: placeholder of the value in --help.
-        digits: True for strings that may be numbers, which a file may hold without quotes.
-        alone: True for a list of strings that a file may replace by one string.
-        sets: library option that the flag sets.
-        instead: explains why the flag has no effect; "" for flags with an effect.
-    """
-
-    help: str
-    range: Range = ANY
-    names: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
+    help: str  # text in docstrings and in --help
+    range: Range = ANY  # bounds of a number
+    names: tuple[str, ...] = ()  # further flags (`--model-path`)
+    choices: tuple[str, ...] = ()  # allowed strings; (): any string
+    # Converts a value (`str.upper`) before it is compared with `choices`; its ValueError completes "must be".
     parse: Callable[[Any], Any] | None = None
-    metavar: str | None = None
-    digits: bool = False
-    alone: bool = False
-    sets: str = ""
-    instead: str = ""
+    metavar: str | None = None  # placeholder of the value in --help
+    digits: bool = False  # True for strings that may be numbers, which a file may hold without quotes
+    alone: bool = False  # True for a list of strings that a file may replace by one string
+    sets: str = ""  # library option that the flag sets
+    instead: str = ""  # explains why the flag has no effect; "" for flags with an effect
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:
@@ -117,10 +102,8 @@ def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> An
     The annotation gives the type: int, float, str, bool, tuple[str, ...] or a Literal of strings, optionally with None.
     None means "not set" and is allowed only as the default.
 
-    Args:
-        default: default value, or a function that makes it.
-        secret: True to omit the value from the dataclass's repr, which may be logged.
-        more: fields of `Setting` and of its `Range` (`minimum=1`).
+    `default` may be a function that makes the value. `secret` omits the value from the dataclass's repr, which may be
+    logged. `more`: fields of `Setting` and of its `Range` (`minimum=1`).
     """
     bounds = Range(**{name: more.pop(name) for name in Range._fields if name in more})
     metadata = {"setting": Setting(help, **{"range": bounds, **more})}
@@ -132,11 +115,6 @@ def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> An
 def setting_of(owner: Any, name: str) -> Setting:
     """Returns the declaration of a dataclass field; empty if `setting` did not declare it."""
     return owner.__dataclass_fields__[name].metadata.get("setting", Setting(""))
-
-
-def range_of(owner: Any, name: str) -> Range:
-    """Returns the range that a dataclass declares for a field."""
-    return setting_of(owner, name).range
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
@@ -190,12 +168,8 @@ def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) ->
 
 
 def check(options: Any) -> None:
-    """Checks each field of a dataclass against its annotation and its range.
-
-    Raises:
-        TypeError: a value has another type: `Ngram.capacity must be an integer from ..., got ...`.
-        ParameterError: a value is out of range.
-    """
+    """Checks each field of a dataclass. Raises TypeError if a value has another type than its annotation, and
+    ParameterError if it is out of range."""
     hints = get_type_hints(type(options))
     for member in fields(options):
         name, value, owner = member.name, getattr(options, member.name), type(options).__name__

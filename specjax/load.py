@@ -24,11 +24,12 @@ from specjax_kernels.cpu import repacking
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
+from specjax.checkpoint.files import prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.devices import this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
 from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
+from specjax.gpu import this_memory
 from specjax.limits import ParameterError
 from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
@@ -188,8 +189,6 @@ def requested(
 
 
 class Chosen(NamedTuple):
-    """Result of `choose`."""
-
     options: DraftOptions
     tree: TreeShape | None = None  # measured shape for options without one; None: `ModelOptions.automatic`
     head: ShippedHead | None = None  # shipped head at `options.path`
@@ -217,14 +216,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
 
     AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams. An algorithm without
     the head that it needs uses the shipped one; MTP and EAGLE also use MTP layers. A warning names options without
-    effect.
-
-    Args:
-        platform: "cpu" or "gpu"; None: the platform of this process.
-
-    Raises:
-        ValueError: a value is out of range for AUTO's choice, or there is no draft head.
-        CheckpointError: the measured options of the shipped head are invalid.
+    effect. `platform`: "cpu" or "gpu"; None: the platform of this process.
     """
     platform = platform or jax.default_backend()
     shipped = inside = None
@@ -246,16 +238,8 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         if not isinstance(options, Mtp):
             logger.info("%s without a head: the model's MTP layers draft (MTP)", options.algorithm)
         return Chosen(options.as_mtp(), mtp=inside)
-    options = cast(ModelOptions, options)
-    try:
-        measured = type(options)(**shipped.serving("cpu" if platform == "cpu" else "gpu"))
-        numbers = [measured.steps, measured.topk, measured.nodes]
-        if measured.explicit_tree and None in numbers:
-            raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
-    options = replace(options, path=str(shipped.folder))
-    return Chosen(options, measured.shape() if measured.explicit_tree else None, shipped)
+    options = replace(cast(ModelOptions, options), path=str(shipped.folder))
+    return Chosen(options, TreeShape(**shipped.serving("cpu" if platform == "cpu" else "gpu")), shipped)
 
 
 def _path(options: DraftOptions) -> str | None:
@@ -282,7 +266,6 @@ def head_quantization(
 def model_quantization(
     options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None
 ) -> str:
-    """Quantization of a draft model's weights; see `head_quantization`."""
     method = (files.config.get("quantization_config") or {}).get("quant_method")
     return cast(ModelOptions, options).weights(
         files.name, config.dtype, platform or jax.default_backend(), otherwise="auto", stored=method
@@ -351,7 +334,7 @@ def _load_model(
     if (path := _path(options)) is None:
         return _Draft()
     standalone = cast(Standalone, options)
-    try:
+    with naming(options, "path"), prefixed(path):
         files = checkpoint.resolve(path, revision=standalone.revision, progress=progress)
         draft = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
         tokenizers = tokenizer.result(), checkpoint.load_tokenizer(files)
@@ -359,13 +342,8 @@ def _load_model(
         match = checkpoint.match_vocabularies(*tokenizers, *sizes, intersection=intersection)
         quantization = model_quantization(options, files, draft)
         params = checkpoint.load_params(files, draft, quantization=quantization, progress=progress, mesh=mesh)
-        if mesh is not None:
-            draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
-    except CheckpointError as error:
-        advice = ""
-        if isinstance(error, checkpoint.VocabularyMismatch):
-            advice = "; to draft with the tokens that both have, set the draft's vocabulary to 'intersection'"
-        raise CheckpointOptionError("path", f"{path}: {error}{advice}", type(options).__name__) from error
+    if mesh is not None:
+        draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
     note = "" if match.reads is None else f", whose tokenizer has {match.common} of the target's tokens"
     ids, reads = (None if ids is None else jax.device_put(ids) for ids in (match.ids, match.reads))
     model = make_target(draft, backend=backend)

@@ -97,10 +97,8 @@ def sampling_row(
 ) -> SamplingRows:
     """Creates one request's parameters, numpy arrays without a leading axis; greedy by default.
 
-    Arguments are the fields of `SamplingRows`; `logit_bias` maps token ids to biases.
-
-    Raises:
-        ValueError: more than `STOP_IDS` stop ids or `BIAS_ENTRIES` biases.
+    Arguments are the fields of `SamplingRows`; `logit_bias` maps token ids to biases. Raises ValueError for more than
+    `STOP_IDS` stop ids or `BIAS_ENTRIES` biases.
     """
     bias = dict(sorted((logit_bias or {}).items()))
     if len(stop_ids) > STOP_IDS:
@@ -131,7 +129,6 @@ def sampling_row(
 
 
 def has_penalty(rows: SamplingRows) -> Bool[Array, "B"]:
-    """True for rows with a penalty."""
     return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
 
 
@@ -313,9 +310,6 @@ def draw(
         emitted: int32 [B]. Number of tokens before it, the path included.
         path: int32 [B, J]. Drafted tokens between the emitted tokens and the draw, for penalties; NO_TOKEN is ignored.
         allowed: uint32 [B, ceil(V / 32)]. A grammar's token bits, or None.
-
-    Returns:
-        int32 [B]. Token ids.
     """
     rows, active = inputs.rows, inputs.active
     logits = _edited(logits, inputs, emitted, path, allowed)

@@ -89,9 +89,6 @@ def _entries(defaults: Any) -> dict[str, _Entry]:
     return entries
 
 
-# Flags.
-
-
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults other than None, False and [] of flags that are not settings."""
 
@@ -132,10 +129,7 @@ def _is_flag(text: str) -> bool:
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: Any, tables: Sequence[str] | None = None) -> None:
-    """Adds `--config` and the flags of the tables that this command uses, by default all.
-
-    A flag that is not given adds nothing to the namespace; its help shows the default.
-    """
+    """Adds `--config` and the flags of the tables that this command uses, by default all."""
     every = [table.name for table in fields(defaults)]
     about = f"Keys are named as the flags are, and stand at the top or in their table: {_listed(every)}."
     if unused := [name for name in every if tables is not None and name not in tables]:
@@ -203,7 +197,7 @@ def read(args: argparse.Namespace, defaults: Any) -> Any:
 
 
 def from_mapping(values: Mapping[str, Any], defaults: S, where: str) -> S:
-    """Reads settings from a mapping like a parsed file. Raises SettingsError; messages name `where`."""
+    """Reads settings from a mapping like a parsed file, which errors call `where`."""
     return _filled(defaults, _placed(values, where, defaults))
 
 
@@ -220,10 +214,7 @@ def _filled(defaults: Any, values: Mapping[str, tuple[str, Any]]) -> Any:
 
 
 def _checked(entry: _Entry, where: str, raw: Any) -> Any:
-    """Converts and checks a value; `where`: the flag, or the file and the key.
-
-    TOML types are strict: `true`, `"5"` and 5.0 are not integers; 5 is a float.
-    """
+    """Converts and checks a value; `where`: the flag, or the file and the key. Integers are floats, nothing else."""
     note, kind = entry.setting, entry.kind
     value: Any = raw
     if note.digits and type(raw) is int:
@@ -244,9 +235,6 @@ def _checked(entry: _Entry, where: str, raw: Any) -> Any:
         quotes = f'; write "{shown(raw)}"' if kind is str and type(raw) in (int, float) else ""
         raise SettingsError(f"{where} must be {error}, got {shown(raw)}{quotes}") from None
     return float(value) if kind is float else value
-
-
-# The file.
 
 
 def _placed(document: Mapping[str, Any], file: str, defaults: Any) -> dict[str, tuple[str, Any]]:

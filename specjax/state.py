@@ -11,12 +11,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
-from specjax.cache import Cache, PoolShape, init_cache
+from specjax.cache import Active, Cache, PageTable, PerRequest, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
 from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
-from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import LOGPROB_IDS, Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
@@ -181,15 +180,9 @@ def new_row(
     """Creates a request's row for `admit`, numpy arrays without a leading axis.
 
     Args:
-        vocab_size: V.
-        limit: maximum number of emitted tokens, including `output`.
+        limit, draft_limit, salt, prefix_length, logprobs, logprob_ids: fields of `Row`.
         prompt: prompt tokens, for penalties.
-        output: tokens that a resumed request has already emitted.
-        draft_limit: maximum number of draft nodes per step.
-        salt: requests with different salts share no drafter state.
-        prefix_length: number of reused tokens.
-        logprobs: True to return log-probabilities.
-        logprob_ids: further token ids whose log-probabilities are returned, at most 128.
+        output: tokens that a resumed request has already emitted; they count towards `limit`.
         **sampling: arguments of `sampling_row`; greedy by default.
     """
     in_prompt = np.zeros(vocab_size, bool)

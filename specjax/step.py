@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, mesh, pack_bits
 
-from specjax.cache import Block, commit, pool_shape, take_path
+from specjax.cache import Active, Block, PerRequest, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_drafter, checked_observe, checked_propose
@@ -53,7 +53,6 @@ from specjax.state import (
     admit,
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
-from specjax.types import Active, PerRequest
 from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite, pad_levels, path_logprobs, verify_tree
 
 
@@ -62,8 +61,8 @@ class StepConfig:
     """Static options of a step.
 
     Attributes:
-        widths: compiled tree widths N, ascending, from 1 to the drafter's; wider trees are cut to their best nodes;
-            (): the drafter's widths.
+        widths: compiled tree widths N, ascending, from 1 to the drafter's; `draft_phase` cuts wider trees to their best
+            nodes; (): the drafter's widths.
         trace: True to return `StepOutput.trace`.
         prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
@@ -97,13 +96,10 @@ class Checked(NamedTuple):
 def draft_phase(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig = StepConfig()
 ) -> tuple[DraftTree, DecodeState]:
-    """Drafts trees for the batch.
+    """Drafts trees for the batch; returns trees of N nodes, and the state with the drafter's new state.
 
     Trees are cut to the largest width of `config` and to each row's `draft_limit`; the nodes with the best scores
     remain. With a width of 1 the drafter is not called.
-
-    Returns:
-        Trees of N nodes, and the state with the drafter's new state.
     """
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
@@ -127,27 +123,18 @@ def check_phase(
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Checked:
-    """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`.
-
-    Raises:
-        ValueError: `StepConfig.widths` is invalid, or `allowed` belongs to a wider tree than the config's.
-    """
+    """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`."""
     context, row, draws = _gather(state, inputs)
     prefix_length = context.prefix_length
     widths = config.widths or (tree.width,)
     depth = min(drafter.depth, widths[-1] - 1)
     if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
         raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
-    if allowed is not None and tree.width > widths[-1]:
-        raise ValueError(
-            f"a grammar's bits belong to the {tree.width} nodes of a tree that is cut to {widths[-1]}: take the tree "
-            "from draft_phase with the same config, which cuts it before"
-        )
-    tree = _fitted(tree, config)
+    if tree.width > widths[-1]:
+        raise ValueError(f"a tree has {tree.width} nodes, more than StepConfig.widths {widths}; draft_phase cuts it")
     wants_logprobs = jnp.any(row.logprobs & context.active)
 
     def at_width(width: int) -> Checked:
-        """Runs the forward and the walk for trees of at most `width` nodes; results have the length of the path."""
         part = narrow(tree, width)
         mask = pack_bits(ancestor_mask(part))
         embedded, positions = target.embed(params.target, part.tokens), prefix_length[:, None] + part.depth
@@ -174,7 +161,9 @@ def check_phase(
 
     if len(widths) == 1:
         return at_width(widths[0])
-    return jax.lax.switch(_narrowest(tree, widths), [partial(at_width, width) for width in widths])
+    needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
+    narrowest = jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
+    return jax.lax.switch(narrowest, [partial(at_width, width) for width in widths])
 
 
 def commit_phase(
@@ -190,7 +179,6 @@ def commit_phase(
     """Commits and emits the accepted tokens, and passes them to the drafter's `observe`."""
     context, row, _ = _gather(state, inputs)
     verdict = checked.verdict
-    tree = _fitted(tree, config)
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
@@ -249,10 +237,8 @@ def prefill_step(
 ) -> tuple[DecodeState, StepOutput]:
     """Commits a chunk of each request's prompt, and draws the next token unless `next_token` forces it.
 
-    A chunk without tokens only sets the root to a forced token.
-
-    Returns:
-        The state, and an output with tokens [B, 1]; `emitted` is 1 for drawn tokens, else 0.
+    A chunk without tokens only sets the root to a forced token. The output has tokens [B, 1]; `emitted` is 1 for drawn
+    tokens, else 0.
     """
     context, row, draws = _gather(state, inputs)
     length = jnp.where(context.active, inputs.length, 0)
@@ -350,20 +336,6 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
         page_size=PageSize(pool_shape(state.cache).page_size),
     )
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
-
-
-def _narrowest(tree: DraftTree, widths: tuple[int, ...]) -> Int32[Array, ""]:
-    """Index of the smallest width that holds all trees of the batch."""
-    needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
-    return jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
-
-
-def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:
-    """Cuts a tree to the largest width of `config`, keeping its best nodes."""
-    widest = max(config.widths, default=tree.width)
-    if tree.width <= widest:
-        return tree
-    return best_nodes(tree, jnp.full(tree.tokens.shape[:1], widest, jnp.int32), widest)
 
 
 def _truncate(

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 
+from specjax.cache import Logits, PerRequest
 from specjax.limits import check, documented, setting
 from specjax.sampling import DrawInputs, coin, draw_with_law
 from specjax.tree import DraftTree
-from specjax.types import Logits, PerRequest
 from specjax.verify import Verdict, find_verdict, walk_tree
 
 _TINY = 1e-38  # minimum probability of the tokens that are not children, against rounding

@@ -39,7 +39,6 @@ class StepTree:
 
     @property
     def accepted(self) -> int:
-        """m, the number of accepted drafts."""
         return len(self.path) - 1
 
     def children(self, node: int) -> list[int]:

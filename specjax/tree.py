@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32
 from specjax_kernels import top_k
 
-from specjax.types import PerRequest
+from specjax.cache import PerRequest
 
 # Sentinels for comparisons; never write at these indices.
 NO_PARENT = -1  # parent of the root and of invalid nodes
@@ -76,7 +76,6 @@ def roots(root: PerRequest, width: int) -> DraftTree:
 
 
 def _masked(nodes: DraftTree) -> DraftTree:
-    """Writes sentinels into the fields of invalid nodes."""
     nothing = NO_TOKEN, NO_PARENT, 0, False, -jnp.inf
     return DraftTree(*(jnp.where(nodes.valid, *pair) for pair in zip(nodes, nothing, strict=True)))
 
@@ -89,16 +88,13 @@ def _below(root: PerRequest, nodes: DraftTree) -> DraftTree:
 def chain(
     root: PerRequest, tokens: Int32[Array, "B D"], length: PerRequest, scores: Float32[Array, "B D"]
 ) -> DraftTree:
-    """Chains root -> tokens[:, 0] -> tokens[:, 1] -> ..., one child per node.
+    """Trees of D + 1 nodes: the chains root -> tokens[:, 0] -> tokens[:, 1] -> ...
 
     Args:
         root: int32 [B]. Last emitted tokens.
         tokens: int32 [B, D]. Drafted tokens.
         length: int32 [B]. Number of valid drafts.
         scores: float32 [B, D]. Cumulative log-probabilities.
-
-    Returns:
-        Trees of D + 1 nodes.
     """
     index = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
     return _below(root, DraftTree(tokens, index - 1, index, index <= length[:, None], scores))
@@ -133,11 +129,7 @@ def top_k_children(
 
 
 def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"]) -> Float32[Array, "B k 1"]:
-    """Computes log(sum(exp(logits - largest))).
-
-    The log-probability of a token is its logit minus `largest` minus the result. Unlike `jax.nn.log_softmax`, this
-    writes no array of W entries and reuses the maximum.
-    """
+    """Computes log(sum(exp(logits - largest))) without an array of W entries, which `jax.nn.log_softmax` writes."""
     return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
 
 
@@ -170,19 +162,6 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     return _below(root, DraftTree(tokens, place, depth, valid, scores))
 
 
-def ranks(tree: DraftTree) -> Int32[Array, "B N"]:
-    """Ranks the nodes of each tree by score, from 0.
-
-    The root is first, invalid nodes are last, and ties go to the lower index (the parent).
-    """
-    index = jnp.arange(tree.width, dtype=jnp.int32)
-    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
-    mine, other = scores[:, :, None], scores[:, None, :]
-    # Count instead of sorting: [B, N, N] comparisons are one small kernel.
-    before = (other > mine) | ((other == mine) & (index[None, :] < index[:, None])[None])
-    return jnp.sum(before, axis=2, dtype=jnp.int32)
-
-
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
     """Keeps the ``count[b]`` best nodes of each tree, root included, in their order.
 
@@ -199,7 +178,11 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     """
     width = tree.width if width is None else min(width, tree.width)
     index = jnp.arange(tree.width, dtype=jnp.int32)
-    keep = tree.valid & (ranks(tree) < jnp.clip(count, 1, width)[:, None])
+    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
+    node, other = scores[:, :, None], scores[:, None, :]
+    # Ranks by counting, not sorting: [B, N, N] comparisons are one small kernel. Ties go to the parent.
+    before = (other > node) | ((other == node) & (index[None, :] < index[:, None])[None])
+    keep = tree.valid & (jnp.sum(before, axis=2, dtype=jnp.int32) < jnp.clip(count, 1, width)[:, None])
     parent = jnp.maximum(tree.parents, 0)
     keep &= jnp.take_along_axis(keep, parent, axis=1)
     place = (jnp.cumsum(keep, axis=1) - 1).astype(jnp.int32)

@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
 from specjax_kernels import largest, mesh
 from specjax_kernels.platforms import by_platform, has_kernels
 
+from specjax.cache import Active, Hidden, Logits, PerRequest
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain, mask_forbidden
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
-from specjax.types import Active, Hidden, Logits, PerRequest
 
 TOP_LOGPROBS = 20  # number of likeliest tokens with log-probabilities
 LOGPROB_IDS = 128  # maximum number of further token ids with log-probabilities
@@ -113,9 +113,8 @@ def find_verdict(
     """Accepts the path to the deepest node that matches together with all its ancestors.
 
     Args:
-        tree: drafted trees of N nodes.
+        tree, depth: see `verify_tree`.
         drawn: int32 [B, N]. The target's draw at each node.
-        depth: D, static upper bound of the nodes' depths.
         matches: bool [B, N]. True for nodes that may follow their parent (lossy): tokens are the drafts on the path and
             the draw at its end. None: nodes whose token is the parent's draw (lossless).
     """
@@ -176,15 +175,13 @@ def block_logprobs(
     ids: Int32[Array, "B 128"],
     unembed: Callable[[Array], Array],
 ) -> Logprobs:
-    """Computes log-probabilities of the tokens after each hidden state of a prompt's chunk.
-
-    At most `BLOCK` tokens have logits at once, float32 [64, V]. Blocks without a counted token are skipped.
+    """Computes log-probabilities of the tokens after each hidden state of a prompt's chunk, `BLOCK` tokens at once.
 
     Args:
         hidden: [B, C, M]. Hidden states after the final norm.
         tokens: int32 [B, C]. The token after each hidden state.
         counted: bool [B, C]. False entries are padding; their results are undefined.
-        ids: int32 [B, 128]. Further token ids (`Row.logprob_ids`).
+        ids: int32 [B, 128]. `Row.logprob_ids`.
         unembed: hidden states [X, M] -> raw logits [X, V].
     """
     count, width = tokens.size, hidden.shape[-1]
@@ -275,13 +272,8 @@ class _Walk(NamedTuple):
     path: Int32[Array, "B J"]  # their tokens
 
 
-Visit: TypeAlias = Callable[..., tuple[Int32[Array, "B"], Bool[Array, "B N"]]]
-"""(arguments of `specjax.sampling.draw`, children [B, N]) -> the token drawn at a node of each tree, and its accepted
-child, at most one."""
-
-
 def walk_tree(
-    visit: Visit,
+    visit: Callable[..., tuple[Int32[Array, "B"], Bool[Array, "B N"]]],
     tree: DraftTree,
     logits: Logits,
     inputs: DrawInputs,
@@ -293,7 +285,8 @@ def walk_tree(
     """Walks down from the root, level by level, to children that `visit` accepts.
 
     Args:
-        visit: draws at a node and accepts at most one child.
+        visit: (arguments of `specjax.sampling.draw`, children [B, N]) -> the token drawn at a node of each tree, and at
+            most one accepted child.
         tree, logits, inputs, prefix_length, emitted, depth, allowed: see `verify_tree`.
 
     Returns:
@@ -327,10 +320,7 @@ def walk_tree(
 
 
 def _draw_on_walk(tree: DraftTree, *rest: Any) -> Int32[Array, "B N"]:
-    """Draws only at the nodes that the walk visits.
-
-    Processing the logits of one node costs more than the argmax of all nodes, and penalties count the path's tokens.
-    """
+    """Draws only at the nodes that the walk visits: processing one node costs more than the argmax of all nodes."""
 
     def visit(*node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
         *arguments, children = node

@@ -19,7 +19,7 @@ MaskKind = Literal["causal", "tree", "random"]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One shape of `tree_attention`. Letters as in `specjax.types`. Masks: "causal"; "tree", the ancestors in a random
+    """One shape of `tree_attention`. Letters as in `specjax.cache`. Masks: "causal"; "tree", the ancestors in a random
     tree of C nodes, whose last N nodes are the queries; "random", in which some rows see nothing."""
 
     name: str

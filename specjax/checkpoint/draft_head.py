@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json
 from specjax.checkpoint.hf_config import NO_WINDOW, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported, scaled_positions
@@ -37,9 +39,6 @@ from specjax.models import mtp_spec
 from specjax.models.head_spec import EMBED, FC, HEAD, LAYER, MASK, OFFSETS, HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
 
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
 QKV = f"{LAYER}self_attn.qkv_proj"
@@ -66,18 +65,11 @@ def load_head(
       name: a folder or a hub id; ``revision`` is for the latter.
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
       kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, or ``mtp`` for a layer such as MiMo's in a folder of its own.
-      quantization: of its matrices: none, fp8, int8 or int4.
-      mesh: as in ``load_params``.
       target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
 
-    Returns:
-      The head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
-
-    Raises:
-      CheckpointError: no such head, an unsupported head, or a head of another kind or target.
+    Returns the head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
+    Raises CheckpointError if there is no such head, or a head that is unsupported or of another kind or target.
     """
-    import jax
-
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _describe(name, folder, target, head_spec(kind))
@@ -291,11 +283,9 @@ class HeadTensors:
     names: Mapping[str, str]  # common name -> name in the file, for messages
 
     def label(self, name: str) -> str:
-        """Name in the file and shape, for messages."""
         return f"{self.names.get(name, name)} {list(self.arrays[name].shape)}"
 
     def has(self, *names: str) -> bool:
-        """True if any of ``names`` is present."""
         return any(name in self.arrays for name in names)
 
     def matrix(self, name: str) -> np.ndarray:
@@ -308,7 +298,6 @@ class HeadTensors:
 
 
 def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
-    """The tensors of a head's files under their common names."""
     layers = {int(match[1]) for name in tensors if (match := re.match(r"(?:model\.)?(?:mtp_)?layers\.(\d+)\.", name))}
     if len(layers) > 1:
         raise CheckpointError(f"it has {len(layers)} decoder layers; heads of 1 layer are supported")
@@ -414,9 +403,8 @@ def load_mtp(
     files: ModelFiles, target: ModelConfig, config: MtpConfig, *, quantization: str = "auto", progress: bool = True,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The parameters that ``specjax.models.mtp_spec.mtp_table`` declares for the layers of ``mtp_config``; arguments as
-    for ``load_params``. Raises CheckpointError if a tensor is missing, left over or misshapen, or if a copy of the
-    target's embedding or output matrix differs from it."""
+    """The parameters that ``specjax.models.mtp_spec.mtp_table`` declares. Arguments and errors: see ``load_params``; a
+    copy of the target's embedding or output matrix must equal it."""
     tensors, style = matrices(files), STYLES[config.style]
     names = mtp_tensors(tensors.keys(), target)
     declared, sizes = mtp_table(config), mtp_sizes(config)

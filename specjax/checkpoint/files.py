@@ -35,7 +35,6 @@ class CheckpointOptionError(ParameterError, CheckpointError):
 
 @contextmanager
 def prefixed(label: str) -> Iterator[None]:
-    """Prefix messages of ``CheckpointError`` with ``label``."""
     try:
         yield
     except CheckpointError as error:
@@ -58,7 +57,8 @@ def unsupported(key: str, value: object, supported: str) -> CheckpointError:
 
 
 class Settings(dict[str, Any]):
-    """A JSON object whose values are checked when they are read. Null means absent, as in transformers."""
+    """A JSON object whose values are checked when they are read: positive numbers and integers, and booleans, false by
+    default. Null means absent, as in transformers."""
 
     def optional(self, key: str, default: Any) -> Any:
         value = self.get(key)
@@ -70,7 +70,6 @@ class Settings(dict[str, Any]):
         return Settings(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
         value = self.optional(key, default)
         if type(value) is float and value.is_integer():
             value = int(value)
@@ -79,7 +78,7 @@ class Settings(dict[str, Any]):
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. Raises KeyError if it is absent and has no default."""
+        """Raises KeyError if it is absent and has no default."""
         value = self.optional(key, default)
         if value is None:
             raise KeyError(key)
@@ -89,13 +88,12 @@ class Settings(dict[str, Any]):
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers. Raises KeyError if it is absent."""
+        """Raises KeyError if it is absent."""
         if not isinstance(value := self[key], list) or not value:
             raise invalid(key, value, "a list of positive numbers")
         return tuple(Settings({key: element}).number(key) for element in value)
 
     def boolean(self, key: str) -> bool:
-        """Absent means false."""
         if type(value := self.optional(key, False)) is not bool:
             raise invalid(key, value, "true or false")
         return value

@@ -59,11 +59,8 @@ FILE_DTYPES = {0: "float32", 1: "float16"}
 def convert(
     file: Path, folder: Path, *, progress: bool, label: str = "", generation: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Write config.json, generation_config.json, the tokenizer and model.safetensors to an empty folder.
-
-    ``label`` is the file's name in error messages, by default its path. ``generation`` has further keys of
-    generation_config.json, since a GGUF file has no sampling parameters.
-    """
+    """Write config.json, generation_config.json, the tokenizer and model.safetensors to an empty folder. ``label`` is
+    the file's name in messages. ``generation`` has keys of generation_config.json, which a GGUF file does not have."""
     with prefixed(label := label or str(file)):
         metadata, tensors = _read(file)
         config = hf_config(metadata, tensors)
@@ -142,8 +139,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
 
 
 def _decimal(value: float) -> float:
-    """The short decimal of a float32: 1e-05 for 9.99999974e-06."""
-    return float(f"{value:.7g}")
+    return float(f"{value:.7g}")  # 1e-05 for the float32 9.99999974e-06
 
 
 def _rope_scaling(llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any] | None:
@@ -249,8 +245,8 @@ _ADVICE = "Use the Hugging Face folder of this model, which has a tokenizer.json
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json. Returns ids of special tokens by their
-    names in config.json; ``eos_token_id`` is a list if there is a second stop token."""
+    """Write the tokenizer. Returns ids of special tokens by their names in config.json; ``eos_token_id`` is a list if
+    there is a second stop token."""
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     declared = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
@@ -290,7 +286,6 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2, llama. {_ADVICE}")
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
-        """A special token that is added to texts, with its id; empty if it is not added."""
         i = metadata.get(f"tokenizer.ggml.{key}_token_id")
         return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
 

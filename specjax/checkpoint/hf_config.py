@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import jax
+
 from specjax.checkpoint.files import (
     CheckpointError,
     CheckpointOptionError,
@@ -20,7 +22,7 @@ from specjax.checkpoint.files import (
     read_json,
     unsupported,
 )
-from specjax.checkpoint.quantised import PACKED, check_quantization_config
+from specjax.checkpoint.quantised import PACKED, formats
 from specjax.checkpoint.weights import ModelFiles
 from specjax.config import Experts, Latent, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, table
@@ -48,9 +50,6 @@ def model_config(
       dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the checkpoint's.
       platform: for dtype auto; ``jax.default_backend()`` if None.
       context_length: the longest text served, which selects longrope's factors; None: the model's.
-
-    Raises:
-      CheckpointError: an unsupported value, float16 for a model whose activations overflow, or a missing key.
     """
     architectures = hf_config.get("architectures") or []
     architecture = next((name for name in architectures if name in ARCHITECTURES), None)
@@ -63,7 +62,8 @@ def model_config(
     if reader.text_config:
         outer = ("architectures", "quantization_config", "tie_word_embeddings")
         config.update({key: value for key, value in config.section("text_config").items() if key not in outer})
-    check_quantization_config(config)
+    if quantization := config.section("quantization_config"):
+        formats(quantization)  # raises errors
     refuse_unsupported(config, reader.only)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     kv_heads = config.integer("num_key_value_heads", heads)
@@ -106,11 +106,7 @@ def model_config(
 
 def effective_quantization(name: str, hf_config: Mapping[str, Any], config: ModelConfig, quantization: str) -> str:
     """The ``quantization`` for ``load_params`` of the model ``name``: auto if the files are quantised that way already.
-
-    Raises:
-      CheckpointError: unknown quantization, weights stored in another one, or inputs that do not divide into int4's
-        groups. Reads no weights.
-    """
+    Raises CheckpointError if the model cannot have it; reads no weights."""
     if quantization not in QUANTIZATIONS:
         problem = f"{quantization:.60} is not one of: {', '.join(QUANTIZATIONS)}"
         raise CheckpointOptionError("quantization", problem)
@@ -131,7 +127,6 @@ def effective_quantization(name: str, hf_config: Mapping[str, Any], config: Mode
 
 
 def refuse_unsupported(config: Settings, only: Values) -> None:
-    """Refuse unsupported values of the keys in ``only``."""
     for key, (supported, description) in only.items():
         if (value := config.optional(key, supported)) != supported:
             raise unsupported(key, value, description)
@@ -142,11 +137,7 @@ def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
         return dtype
     if dtype != "auto":
         raise CheckpointError(f"dtype {dtype!r} is not one of: auto, {', '.join(DTYPES)}")
-    if platform is None:
-        import jax
-
-        platform = jax.default_backend()
-    if platform == "cpu":  # where bfloat16 products are slower than float32 ones
+    if (platform or jax.default_backend()) == "cpu":  # where bfloat16 products are slower than float32 ones
         return "float32"
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if stored not in DTYPES:
@@ -355,9 +346,8 @@ def read_rope(
     """Read the rotary embedding. Keys of ``rope_section`` override keys outside, as in transformers.
 
     Args:
-      max_positions: default of a scaling's original length.
+      max_positions: default of a scaling's original length, and of ``context_length``.
       head_dim: channels of a head; longrope has a factor for each pair.
-      context_length: the longest text, which selects longrope's factors; None: ``max_positions``.
       partial: allow the rotation of a part of each head.
       theta: default of ``rope_theta``.
     """
@@ -480,15 +470,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
     """The distinct ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the
-    tokenizer's end-of-sequence token.
-
-    Args:
-      tokenizer: from ``load_tokenizer``; None: read only the files.
-      vocab_size: bound of the ids in the files. A tokenizer's id beyond it can never be drawn and is omitted.
-
-    Raises:
-      CheckpointError: an ``eos_token_id`` is neither null, a token id, nor a list of token ids.
-    """
+    tokenizer's end-of-sequence token. The ids in the files must be below ``vocab_size``; a tokenizer's id beyond it can
+    never be drawn and is omitted."""
     limit = math.inf if vocab_size is None else vocab_size
     stops: list[int] = []
     for name, section in ((GENERATION_NAME, _generation(files) or {}), ("config.json", files.config)):

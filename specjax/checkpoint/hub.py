@@ -51,12 +51,8 @@ def resolve(name: str, *, revision: str | None = None, progress: bool = True, ou
       name: the alias ``smollm2-135m-instruct`` (any case), a ``.gguf`` file, a folder in the Hugging Face layout, or a
         hub id, in this order.
       revision: branch, tag or commit of a hub id.
-      progress: show bars on stderr.
       outline: read only the model's description. Weights may be absent, ``name`` may be a config.json, a .gguf file is
         not converted, and only the configs of a hub id are downloaded.
-
-    Raises:
-      CheckpointError: no model of this name, or its files cannot be read.
     """
     name = os.fspath(name)
     path = _local(name, revision)

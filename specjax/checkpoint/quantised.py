@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from specjax_kernels.cpu import repacking
+from specjax_kernels.quantised import pack
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
@@ -61,10 +63,8 @@ Entries = dict[str, TensorEntry | QuantisedEntry]
 
 
 class Parts(NamedTuple):
-    """The tensors of one quantised matrix, by their names after the stem."""
-
-    stem: str
-    entries: Mapping[str, TensorEntry]
+    stem: str  # name of a quantised matrix
+    entries: Mapping[str, TensorEntry]  # its tensors, by their names after the stem
 
     def read(self, name: str) -> np.ndarray:
         if name not in self.entries:
@@ -81,27 +81,17 @@ class Format(NamedTuple):
     dtypes: tuple[str, ...] = ()  # of the codes; empty: any
 
 
-def check_quantization_config(config: Settings) -> None:
-    """Refuse a `quantization_config` that `matrices` cannot read. Reads no weights."""
-    if section := config.section("quantization_config"):
-        _formats(section)
-
-
 def matrices(files: ModelFiles) -> Entries:
-    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry ``x.weight``.
-
-    Raises:
-      CheckpointError: a method, a number of bits or a layout is not supported.
-    """
+    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry ``x.weight``."""
     section = Settings(files.config).section("quantization_config")
     if not section:
         return dict(files.headers)
-    formats = _formats(section)
+    by_part = formats(section)
     tensors = {name: entry for name, entry in files.headers.items() if not _UNUSED.fullmatch(name)}
     entries, used = Entries(), set[str]()
     for name, codes in tensors.items():
         stem, _, part = name.rpartition(".")
-        stored = formats.get(part)
+        stored = by_part.get(part)
         if stored is None or (stored.dtypes and codes.dtype not in stored.dtypes):
             continue
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
@@ -116,12 +106,8 @@ def matrices(files: ModelFiles) -> Entries:
 
 
 def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
-    """Estimated size of a model's matrices, from its config.json. None: they have the model's dtype.
-
-    Args:
-      quantization: as in ``load_params``.
-      keeps_half: True if 16-bit matrices keep their type beside float32.
-    """
+    """Estimated size of a model's matrices, from its config.json. None: they have the model's dtype. ``keeps_half``:
+    16-bit matrices keep their type beside float32 activations."""
     section = Settings(config).section("quantization_config")
     if quantization != "auto":
         sizes = {"fp8": Bits(8.0, True, channel=4), "int8": Bits(8.0, True, channel=4), "int4": Bits(5.0, True)}
@@ -173,7 +159,6 @@ class QuantisedMatrix:
         return math.prod(self.codes.shape[1:]) * 8 // self.bits
 
     def code_bytes(self) -> np.ndarray:
-        """The codes with one byte each, [out, in]."""
         return unpack_nibbles(self.codes) if self.bits == 4 else self.codes.reshape(len(self.codes), -1)
 
     def dequantised(self) -> np.ndarray:
@@ -191,8 +176,8 @@ class QuantisedMatrix:
         return ordered
 
     def without_zeros(self) -> QuantisedMatrix:
-        """The same weights, exactly, with zeros subtracted from 8-bit codes or turned into offsets. 4-bit codes become
-        8-bit codes if the groups do not fit the packing."""
+        """Subtracts zeros from 8-bit codes, or turns them into offsets; no weight changes. 4-bit codes become 8-bit
+        ones if the groups do not fit the packing."""
         codes, bits, zero = self.codes, self.bits, self.zero
         if bits == 4 and self.inputs // self.scale.shape[1] % PACKED:
             codes, bits = self.code_bytes().astype(np.int8), 8
@@ -231,8 +216,8 @@ def by_rows(count: int, size: int, read: Callable[[slice], QuantisedMatrix]) -> 
     return QuantisedMatrix(**fields)
 
 
-def _formats(section: Settings) -> dict[str, Format]:
-    """The formats of matrices, by the name of their codes after the stem."""
+def formats(section: Settings) -> dict[str, Format]:
+    """The formats of matrices, by the name of their codes after the stem. `section`: quantization_config."""
     method = section.get("quant_method")
     if method == "fp8":
         return {"weight": _scaled_format(_block_shape(section, "weight_block_size"))}
@@ -360,7 +345,6 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> QuantisedMatrix:
 
 
 def _block_format(name: str) -> Format:
-    """Matrices of a converted GGUF file."""
     part, block_type = name.lower(), BLOCK_TYPES[name]
 
     def shape(parts: Parts) -> tuple[int, int]:
@@ -371,8 +355,7 @@ def _block_format(name: str) -> Format:
 
 
 def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]:
-    """Codes of the first `columns` of int32 words [out, words], and their bits: 8 instead of 4 if the packing does not
-    fit."""
+    """Codes of the first `columns` of int32 words [out, words], and their bits: 8 if the packing does not fit."""
     if bits == 4 and columns % PACKED == 0 and words.dtype.itemsize == 4:
         return pack_rows(words[:, : columns // 8]), 4
     return unpack_words(words, bits)[:, :columns], 8
@@ -392,8 +375,6 @@ def _sorted_by_group(
     counts = np.bincount(group, minlength=groups)
     if (counts != counts[0]).any():
         raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
-    from specjax_kernels.quantised import pack
-
     ordered = matrix.code_bytes()[:, order]
     return replace(matrix, codes=pack(ordered) if matrix.bits == 4 else ordered, order=order)
 
@@ -434,9 +415,6 @@ def unpack_nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
 
 def pack_rows(words: np.ndarray) -> np.ndarray:
     """Codes of 4 bits in int32 words [out, in / 8] of any strides, as ``QuantisedMatrix.codes``."""
-    from specjax_kernels.cpu import repacking
-    from specjax_kernels.quantised import pack
-
     codes = np.empty((len(words), 4 * words.shape[1]), np.uint8)
     if not repacking.from_rows(words, codes):
         for start in range(0, len(words), 64):
@@ -446,9 +424,6 @@ def pack_rows(words: np.ndarray) -> np.ndarray:
 
 def pack_awq(words: np.ndarray) -> np.ndarray:
     """`pack_rows` of AWQ's int32 words [in, out / 8], each with codes of eight rows."""
-    from specjax_kernels.cpu import repacking
-    from specjax_kernels.quantised import pack
-
     codes = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
     if not repacking.from_awq(words, codes):
         for start in range(0, words.shape[1], 8):
@@ -492,8 +467,7 @@ def _from(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:
-    """The codes of 256 weights in the last 128 bytes: the low halves of each 32 bytes hold 32 weights, the high halves
-    the next 32."""
+    """The codes of 256 weights in the last 128 bytes: 32 in the low halves of each 32 bytes, 32 in the high halves."""
     runs = _from(blocks, blocks.shape[-1] - 128).view("V16")
     first, second = (runs[:, i::2].copy().view(np.uint8) for i in (0, 1))
     runs[:, ::2], runs[:, 1::2] = (first & 15 | second << 4).view("V16"), (first >> 4 | second & 0xF0).view("V16")

@@ -17,7 +17,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.hub import BUILT_IN_MODEL
 from specjax.checkpoint.weights import SINGLE_NAME, ModelFiles
 from specjax.config import ModelConfig
@@ -30,8 +29,6 @@ DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class ShippedHead:
-    """A head and the model that it was trained for."""
-
     name: str  # of its folder
     kind: str
     model: str  # alias, or last part of the hub id, in lower case
@@ -51,17 +48,8 @@ class ShippedHead:
         return Path(name).name.lower() == self.model
 
     def serving(self, device: str) -> dict[str, Any]:
-        """Draft options by name in ``serving.toml`` for one of ``DEVICES``; may be empty."""
-        file = self.folder / "serving.toml"
-        if not file.is_file():
-            return {}
-        try:
-            tables = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if not set(tables) <= set(DEVICES) or not all(isinstance(table, dict) for table in tables.values()):
-            raise CheckpointError(f"{file} has {', '.join(tables)}; it may hold the tables {', '.join(DEVICES)}")
-        return tables.get(device, {})
+        """Fields of `specjax.drafters.TreeShape` in ``serving.toml`` for one of ``DEVICES``."""
+        return tomllib.loads((self.folder / "serving.toml").read_text(encoding="utf-8"))[device]
 
 
 # AUTO takes a model's first head, which has the longest accept length.

@@ -25,8 +25,6 @@ FORMATS = (".pt", ".safetensors", ".npy", ".json")
 
 
 class ShippedMap(NamedTuple):
-    """A map in ``specjax/data``."""
-
     name: str  # of the vocabulary
     fingerprint: str  # see `fingerprint`
     file: Path  # .npy, ids by descending frequency
@@ -52,11 +50,7 @@ def read_token_map(name: str, *, vocab_size: int, tokens: Callable[[], list[str]
     Args:
       name: a file (``.pt`` with a list or a tensor, ``.safetensors``, ``.npy``, ``.json``), local or on the hub as
         ``repository/file``; or a number N, for the N most frequent ids of the map that comes with specjax.
-      vocab_size: of the target.
       tokens: returns the target's tokens by id; needed for a number.
-
-    Raises:
-      CheckpointError: no such file, no list of distinct ids of the target, or a number for another vocabulary.
     """
     with prefixed(name):
         is_number = re.fullmatch("[0-9]+", name)

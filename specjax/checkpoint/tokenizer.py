@@ -6,9 +6,8 @@ differs within a family (Qwen2.5: 151936 rows, 152064 from 7B on), and are never
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,13 +31,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The model's fast tokenizer, with its chat template if it has one.
 
-    Args:
-      files: from ``resolve``.
-      folder: of a tokenizer that replaces the model's own.
-      chat_template: file of a Jinja template that replaces the tokenizer's own.
-
-    Raises:
-      CheckpointError: the folder has no fast tokenizer; or as `check_tokenizer_paths`.
+    `folder` has a tokenizer that replaces the model's own, `chat_template` a Jinja template that replaces the
+    tokenizer's own. Raises CheckpointError if the folder has no fast tokenizer, and as `check_tokenizer_paths`.
     """
     import transformers
 
@@ -84,38 +78,23 @@ def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str 
     return text
 
 
-class VocabularyMismatch(CheckpointError):
-    """Two tokenizers differ that must be the same."""
-
-
 class VocabularyMap(NamedTuple):
-    """The tokens that a target and a draft model share.
+    """The tokens that a target and a draft model share. None: ids are equal."""
 
-    Attributes:
-      ids: int32 [W], the target's id of each row of the draft's output layer, NO_ID if the target has no such token;
-        None: ids are equal.
-      reads: int32 [V], the draft's input token for each of the target's tokens; None: ids are equal.
-      common: number of shared tokens.
-    """
-
-    ids: np.ndarray | None
-    reads: np.ndarray | None
-    common: int
+    ids: np.ndarray | None  # int32 [W], the target's id of each row of the draft's output layer, or NO_ID
+    reads: np.ndarray | None  # int32 [V], the draft's input token for each of the target's tokens
+    common: int  # number of shared tokens
 
 
 def match_vocabularies(
     target: Any, draft: Any, target_size: int, draft_size: int, *, intersection: bool = False
 ) -> VocabularyMap:
-    """Match the ids of two fast tokenizers of transformers.
+    """Match the ids of two fast tokenizers of transformers. Raises CheckpointError if that is impossible.
 
     Args:
       target_size, draft_size: rows of the models' output layers, with padding.
       intersection: allow different tokenizers. For a token that only the target has, the draft reads the last of its
         own tokens for that text, on which the next token depends most.
-
-    Raises:
-      VocabularyMismatch: the tokenizers differ, without `intersection`.
-      CheckpointError: with `intersection`, no common token can be determined.
     """
     ours, theirs = _tokens(target), _tokens(draft)
     if ours == theirs:
@@ -126,7 +105,8 @@ def match_vocabularies(
         ids[real] = real
         return VocabularyMap(ids, None, len(real))
     if not intersection:
-        raise VocabularyMismatch(_differences(ours, theirs))
+        advice = "to draft with the tokens that both have, set the draft's vocabulary to 'intersection'"
+        raise CheckpointError(f"{_differences(ours, theirs)}; {advice}")
     spellings = _spelling(draft), _spelling(target)
     if spellings[0] is None or spellings[0] != spellings[1]:
         names = [spelling or "of an unknown kind" for spelling in spellings]
@@ -167,22 +147,12 @@ def _differences(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def _spelling(tokenizer: Any) -> str | None:
     """The spelling of a tokenizer's tokens, according to its decoder."""
     decoder = tokenizer.backend_tokenizer.decoder
-    steps = [] if decoder is None else list(_steps(json.loads(decoder.__getstate__())))
-    types = {step.get("type") for step in steps}
-    if "ByteLevel" in types:
-        return "byte-level"
-    if "Metaspace" in types or any("▁" in str(step.get("pattern")) for step in steps):
-        return "SentencePiece"
-    return "WordPiece" if "WordPiece" in types else None
-
-
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for step in decoder.get("decoders", [decoder]):
-        yield from _steps(step) if "decoders" in step else (step,)
+    steps = "" if decoder is None else decoder.__getstate__().decode()  # JSON
+    marks = {"ByteLevel": "byte-level", "Metaspace": "SentencePiece", "▁": "SentencePiece", "WordPiece": "WordPiece"}
+    return next((spelling for mark, spelling in marks.items() if mark in steps), None)
 
 
 def _pieces(tokenizer: Any, token: str) -> list[int]:
-    """Ids of another tokenizer's token."""
     try:
         return [piece.id for piece in tokenizer.backend_tokenizer.model.tokenize(token)]
     except Exception:  # the library raises bare exceptions, such as for a missing unknown token

@@ -78,9 +78,7 @@ def write_torch_list(file: Path, values: list[int]) -> None:
 
 @dataclass(frozen=True)
 class _Name:
-    """An allowed name: a storage type or a function."""
-
-    name: str
+    name: str  # an allowed storage type or function
 
 
 @dataclass(frozen=True)

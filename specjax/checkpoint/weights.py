@@ -39,8 +39,6 @@ INTEGERS |= {"BOOL": np.dtype("?"), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a safetensors file."""
-
     name: str
     file: Path
     dtype: str  # in safetensors' notation
@@ -96,7 +94,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
-    """The tensors of all shards. ``read`` reads one shard; no tensor may be in two."""
+    """The tensors of all shards; no tensor may be in two."""
     tensors: dict[str, T] = {}
     for file in files:
         shard = read(file)
@@ -156,8 +154,6 @@ def save_shards(folder: Path, sizes: Mapping[str, int], read: Callable[[str], np
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on disk."""
-
     name: str  # as the user wrote it
     folder: Path  # of config.json, tokenizer files and weights
     config: Mapping[str, Any] = field(compare=False)  # config.json; see `read_folder` for `tie_word_embeddings`

@@ -16,10 +16,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import INACTIVE
 
-from specjax.cache import PoolShape
+from specjax.cache import Active, PageTable, PerRequest, PoolShape
 from specjax.sampling import SamplingRows
 from specjax.tree import NO_TOKEN, DraftTree, root_only
-from specjax.types import Active, PageTable, PerRequest
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
 """Target features for `observe`: the concatenated residual streams after these layers (auxiliary hidden states),

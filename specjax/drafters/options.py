@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from specjax.limits import ParameterError, check, documented, range_of, setting, shown
+from specjax.limits import ParameterError, check, documented, setting, setting_of, shown
 from specjax.models.head_spec import ALGORITHMS
 
 Coupling: TypeAlias = Literal["noise", "none"]
@@ -224,15 +224,17 @@ class ModelOptions(DraftOptions):
     steps: int | None = setting(
         None,
         "levels D of the draft tree, each a forward of the draft; default: see `shape`",
-        range=range_of(TreeShape, "steps"),
+        range=setting_of(TreeShape, "steps").range,
     )
     topk: int | None = setting(
         None,
         "nodes of a level that are expanded, and children of each node; default: 1, if another number is given",
-        range=range_of(TreeShape, "topk"),
+        range=setting_of(TreeShape, "topk").range,
     )
     nodes: int | None = setting(
-        None, "nodes N of the tree, including the root; default: see `shape`", range=range_of(TreeShape, "nodes")
+        None,
+        "nodes N of the tree, including the root; default: see `shape`",
+        range=setting_of(TreeShape, "nodes").range,
     )
     _: KW_ONLY
     positions: int | None = setting(

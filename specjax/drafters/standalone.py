@@ -22,13 +22,12 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL
 
-from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
+from specjax.cache import Block, Cache, Hidden, PoolShape, Tokens, Weights, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, Standalone, TreeShape
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree
-from specjax.types import Hidden, Tokens, Weights
 
 
 class StandaloneParams(NamedTuple):

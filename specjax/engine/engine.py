@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from specjax import checkpoint, devices
+from specjax import checkpoint, gpu
 from specjax.cache import PoolShape
 from specjax.checkpoint.prompts import Prompt, Prompts
 from specjax.compiling import use_compilation_cache
@@ -390,7 +390,7 @@ class Engine:
 
     def _estimated_ratio(self, batch: int) -> float:
         drafter = self.drafter.within(self.buckets.tree_widths(batch)[-1])
-        device = None if self.platform == "cpu" else devices.named(self.device_name)
+        device = None if self.platform == "cpu" else gpu.named(self.device_name)
         return estimated_ratio(batch, self.target, drafter, self.params, device)
 
     # State and programs

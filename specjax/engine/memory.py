@@ -21,11 +21,11 @@ from specjax_kernels import Quantised
 
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.drafters.standalone import StandaloneParams
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout
+from specjax.gpu import Memory, this_memory
 from specjax.limits import ParameterError
 from specjax.models import table
 from specjax.models.head_spec import head_sizes, head_table

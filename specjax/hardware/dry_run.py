@@ -1,8 +1,8 @@
 """`--dry-run`: computes a model's memory on a device, bounds of its speed, and settings that would fit.
 
 Reads configs and tensor headers only. The engine's own functions compute the memory; temporaries are estimated. A step
-takes at least the time to read its bytes, or to multiply, whichever is longer. Kernel launches, attention's products
-and communication between devices are left out.
+takes at least the time to read its bytes, or to multiply, whichever is longer. Drafting, kernel launches, attention's
+products and communication between devices are left out.
 
 In reading order: `outline` describes a model, `make_plan` computes, `changes` tries settings that fit.
 """
@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax import checkpoint
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.devices import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_device
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
 from specjax.drafters.factories import make_speculation
 from specjax.drafters.options import ModelOptions
@@ -33,11 +36,12 @@ from specjax.engine.buckets import BATCHES
 from specjax.engine.config import EngineConfig, Layout, context_length
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.gpu import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_memory
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
-from specjax.models.head_spec import head_reads, head_sizes, head_table
+from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
 from specjax.models.target import Target
@@ -70,6 +74,29 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"--{dashed(name)} needs --dry-run")
     if args.assume_devices is not None and args.assume_devices < 1:
         parser.error(f"--assume-devices must be an integer of at least 1, got {args.assume_devices}")
+
+
+def this_device(dtype: str) -> Device:
+    """Measures this process's device by a copy and by a product of `dtype`, in about a second."""
+    memory = this_memory()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory is None else memory.total
+    for file in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if memory is None and file.is_file() and (text := file.read_text().strip()).isdecimal():
+            total = min(total, int(text))  # of a control group
+
+    def fastest(function: Callable[..., jax.Array], x: jax.Array, *more: jax.Array) -> float:
+        compiled, seconds = jax.jit(function, donate_argnums=0), []
+        for _ in range(6):
+            start = time.perf_counter()
+            x = jax.block_until_ready(compiled(x, *more))
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    array, rows, width = jnp.zeros(2**26, jnp.float32), 256, 2048
+    bandwidth = 2 * array.nbytes / fastest(lambda x: x + 1, array)
+    product = fastest(jnp.matmul, jnp.ones((rows, width), dtype), jnp.zeros((width, width), dtype))
+    speed, kind = 2 * rows * width * width / product, jax.local_devices()[0].device_kind
+    return Device(kind, total, bandwidth, speed, speed, "measured: a copy of 256 MB, a product")
 
 
 def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
@@ -115,7 +142,6 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig | HeadConfig | MtpConfig, vocab_size: int, bits: Bits | None) -> Part:
-        """Describes a model or head for a target with `vocab_size` tokens."""
         if isinstance(config, MtpConfig):
             pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
             return cls(config, mtp_table(config), mtp_sizes(config), pages, bits)
@@ -127,22 +153,11 @@ class Part(NamedTuple):
         return jax.ShapeDtypeStruct(leaf.shape(self.sizes), np.dtype(leaf.dtype or self.config.dtype))
 
     def bytes(self, leaves: Iterable[Leaf], devices: int, groups: int) -> int:
-        """Computes the bytes of leaves on each device."""
         return held_bytes(leaves, self.sizes, self.config.dtype, devices, self.bits, groups)
 
-    def active(self, leaf: Leaf) -> float:
-        """Computes the share of a leaf that one token reads: its experts."""
-        config = self.config.layer if isinstance(self.config, MtpConfig) else self.config
-        experts = config.experts if isinstance(config, ModelConfig) else None
-        if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
-            return 1.0
-        return experts.per_token / experts.count
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # hashed by identity
 class Outline:
-    """A model and its drafter, hashed by identity."""
-
     target: Target
     params: Params  # `jax.ShapeDtypeStruct` leaves, or the parameters of a user-defined drafter
     drafter: Drafter
@@ -210,8 +225,6 @@ def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadCon
 
 
 class Case(NamedTuple):
-    """A model and the device to run it on."""
-
     outline: Outline
     config: EngineConfig
     device: Device
@@ -301,57 +314,40 @@ def _split_problems(case: Case) -> Iterator[str]:
 
 @lru_cache(16)
 def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
-    """Computes bytes of parameters on each device, bytes that a step reads (the target's `forward`, each `level` of the
-    draft, `once` for the first level), and the target's `products` (multiplications per token)."""
+    """Computes bytes of parameters on each device, bytes that a `forward` of one token reads, and its `products`."""
     target, *drafts = outline.parts
+    experts = outline.target.config.experts
 
-    def read_bytes(part: Part, leaves: Iterable[Leaf]) -> int:
-        return sum(int(part.bytes([leaf], devices, groups) * part.active(leaf)) for leaf in leaves)
+    def active(leaf: Leaf) -> float:  # share that one token reads
+        if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
+            return 1.0
+        return experts.per_token / experts.count
 
     def products(leaf: Leaf) -> int:
         share = leaf_share(leaf, target.sizes, devices, groups)
-        return int(prod(leaf.shape(target.sizes)) * share * target.active(leaf))
+        return int(prod(leaf.shape(target.sizes)) * share * active(leaf))
 
-    read = [*read_leaves(target.table)]
-    draft = level = _nbytes(outline.params.draft)  # a user-defined drafter reads all in each level
-    once = 0
+    read, draft = [*read_leaves(target.table)], _nbytes(outline.params.draft)  # of a user-defined drafter
     for part in drafts:
-        config, leaves, first = part.config, [*read_leaves(part.table)], None
-        if isinstance(config, HeadConfig):
-            leaves, first = head_reads(config)
-        elif isinstance(config, MtpConfig):
-            leaves, first = [*leaves_of(mtp_table(replace(config, count=1)))], []
-        draft, level = part.bytes(leaves_of(part.table), devices, groups), read_bytes(part, leaves)
-        once = level if first is None else read_bytes(part, first)
-        if not getattr(config, "own_head", True):
-            level += read_bytes(target, [leaf for leaf in read if "vocab" in leaf.axes])
+        draft = part.bytes(leaves_of(part.table), devices, groups)
     return {
         "weights": target.bytes(leaves_of(target.table), devices, groups),
         "draft_weights": draft,
-        "forward": read_bytes(target, read),
+        "forward": sum(int(target.bytes([leaf], devices, groups) * active(leaf)) for leaf in read),
         "products": sum(map(products, read)),
-        "level": level,
-        "once": once,
     }
 
 
 def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, Any]:
-    """Computes minimum seconds of a plain step, of drafting and of verifying, and the accept length to break even."""
+    """Computes minimum seconds of a plain step, and of verifying trees."""
     device, reads, context = case.device, plan["reads"], batch * min(CONTEXT, plan["context_length"])
 
     def forward(tokens: int) -> float:
         read = reads["forward"] + context * plan["token_bytes"]
         return max(read / device.bandwidth, 2 * reads["products"] * tokens / device.speed(plan["dtype"]))
 
-    read = 0
-    if nodes > 1 and reads["draft_weights"]:
-        depth = case.outline.drafter.within(nodes).depth
-        read = depth * (reads["level"] + context * plan["draft_token_bytes"]) + reads["once"]
-    plain, draft, verify = forward(batch), read / device.bandwidth, forward(batch * nodes)
-    return {
-        "batch": batch, "nodes": nodes, "plain": plain, "draft": draft, "verify": verify,
-        "plain_tokens_per_second": batch / plain, "break_even": (draft + verify) / plain,
-    }  # fmt: skip
+    plain, verify = forward(batch), forward(batch * nodes)
+    return {"batch": batch, "plain_tokens_per_second": batch / plain, "plain": plain, "nodes": nodes, "verify": verify}
 
 
 @lru_cache(16)
@@ -417,11 +413,11 @@ def report(plan: dict[str, Any]) -> str:
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",
         f"bounds of the speed with {CONTEXT} tokens of context",
-        "requests  tok/s plain  ms plain  nodes  ms draft  ms verify  accept to break even",
+        "requests  tok/s plain  ms plain  nodes  ms verify",
     ]
     for speed in plan["speeds"]:
-        batch, nodes, plain, draft, verify, rate, break_even = speed.values()
-        drafts = f"{nodes:7} {1e3 * draft:9.3f} {1e3 * verify:10.3f}  {break_even:.2f}" if nodes > 1 else ""
+        batch, rate, plain, nodes, verify = speed.values()
+        drafts = f"{nodes:7} {1e3 * verify:10.3f}" if nodes > 1 else ""
         lines.append(f"{batch:8} {rate:12,.1f} {1e3 * plain:9.3f}{drafts}")
     lines += ["", *(f"why: {problem}" for problem in plan["problems"])]
     lines += [f"change: {change}" for change in plan["changes"]]

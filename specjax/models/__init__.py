@@ -19,12 +19,12 @@ from specjax.models import params
 if TYPE_CHECKING:
     from jax import Array
 
+    from specjax.cache import Weights
     from specjax.config import ModelConfig
     from specjax.models.blocks import Backend
     from specjax.models.decoder import Family
     from specjax.models.params import Table
     from specjax.models.target import Target
-    from specjax.types import Weights
 
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(

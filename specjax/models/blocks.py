@@ -14,10 +14,9 @@ from jax import Array
 from jaxtyping import Float, Int32
 from specjax_kernels import Norm, mesh
 
-from specjax.cache import PageSpec
+from specjax.cache import Hidden, PageSpec, PageTable, PerRequest, Positions, Weights
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models.rope import Rotation, rotate
-from specjax.types import Hidden, PageTable, PerRequest, Positions, Weights
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 from specjax_kernels import Norm, mesh, rms_norm
 
-from specjax.cache import Cache
+from specjax.cache import Cache, Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 from specjax.config import ModelConfig
 from specjax.models.blocks import (
     Activation,
@@ -35,7 +35,6 @@ from specjax.models.experts import expert_leaves, mixture
 from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves, mlp_leaves
 from specjax.models.rope import Rotation, rotations
 from specjax.models.target import Before, ForwardOutput, Target
-from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
 
 def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]]) -> Table:

@@ -17,14 +17,13 @@ import specjax_kernels as kernels
 from jax import Array
 from specjax_kernels import Norm, mesh, rms_norm
 
-from specjax.cache import PageSpec
+from specjax.cache import Hidden, PageSpec, Positions
 from specjax.config import Latent, ModelConfig
 from specjax.models.blocks import Past, Scores, joined, linear
 from specjax.models.decoder import Family, Layer, mixed_table
 from specjax.models.params import ATTENTION_NORM, MLP_NORM, Leaf, Table, Tensor, norm
 from specjax.models.params import linear as linear_leaves
 from specjax.models.rope import Rotation, half_split, rotate
-from specjax.types import Hidden, Positions
 
 
 def latent_leaves(latent: Latent, *, bias: bool) -> tuple[Leaf, ...]:

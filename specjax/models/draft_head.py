@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import Norm, mesh, rms_norm
 
+from specjax.cache import Hidden, Positions, Tokens, Weights
 from specjax.config import HeadConfig, MtpConfig
 from specjax.models.blocks import (
     Backend,
@@ -31,7 +32,6 @@ from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
 from specjax.models.rope import rotations
 from specjax.models.target import Target
-from specjax.types import Hidden, Positions, Tokens, Weights
 
 AnyHead = TypeVar("AnyHead", bound=HeadConfig | MtpConfig)
 

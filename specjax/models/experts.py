@@ -21,10 +21,10 @@ from specjax_kernels import mesh
 from specjax_kernels.platforms import by_platform
 from specjax_kernels.quantised import expert_specs, split_axes
 
+from specjax.cache import Hidden, Weights
 from specjax.config import Experts
 from specjax.models.blocks import Activation, gated_mlp
 from specjax.models.params import GATE, UP, Leaf, Part, Tensor, linear
-from specjax.types import Hidden, Weights
 
 
 def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import jax
 
+from specjax.cache import Hidden, Positions
 from specjax.config import ModelConfig
 from specjax.models import deepseek
 from specjax.models.blocks import Activation, Past
 from specjax.models.decoder import Family, Layer, decoder_table, mixed_table
 from specjax.models.params import ATTENTION_NORM, HEAD_NORMS, MLP_NORM, Leaf, Table, attention_leaves, mlp_leaves, norm
 from specjax.models.rope import Rotation
-from specjax.types import Hidden, Positions
 
 
 def _attention(config: ModelConfig, *, fused: bool = False) -> tuple[Leaf, ...]:

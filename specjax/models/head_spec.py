@@ -145,11 +145,3 @@ def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
         "F": config.feature_size if spec.reads_layers else 2 * width,
         "J": spec.query_parts * width,
     }
-
-
-def head_reads(config: HeadConfig) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves that each level of a draft reads as a whole, and the leaves that a step reads once for the target's
-    features. Without `HeadConfig.own_head` a level also reads the target's output matrix."""
-    leaves = [leaf for scope in head_table(config) for leaf in scope.leaves if leaf.name not in ("embed", "ids")]
-    once = [leaf for leaf in leaves if leaf.name.startswith("fc") and head_spec(config.kind).reads_layers]
-    return [leaf for leaf in leaves if leaf not in once], once

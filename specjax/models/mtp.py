@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import mesh, rms_norm
 
+from specjax.cache import Hidden, Positions, Tokens, Weights
 from specjax.config import MtpConfig
 from specjax.models import family
 from specjax.models.blocks import Backend, Past, linear, soft_cap
@@ -18,7 +19,6 @@ from specjax.models.decoder import Layer
 from specjax.models.mtp_spec import STYLES
 from specjax.models.rope import rotations
 from specjax.models.target import Target
-from specjax.types import Hidden, Positions, Tokens, Weights
 
 
 @dataclass(frozen=True, eq=False)

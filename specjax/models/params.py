@@ -4,7 +4,7 @@ A table is a tuple of `Scope`s, computed from a model's or head's config. Initia
 checkpoints, sharding, sizes, the optimiser's groups and the printed description (`describe`) follow from it.
 
 Shapes are written in dimension letters. "M -> K Q E" is a linear map from an axis M to three axes; it has the shape
-[M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.types`: Q = G + 2, a key/value
+[M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.cache`: Q = G + 2, a key/value
 group (its query heads, its key, its value); 2, the gate and the up projection of a gated MLP; X experts, i and s the
 widths of an expert's and of the shared MLP; of latent attention c the latent, a the queries' latent, n and r a head's
 channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r.

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
 
+from specjax.cache import Positions
 from specjax.config import RopeConfig
-from specjax.types import Positions
 
 Rotation: TypeAlias = tuple[Float32[Array, "B N R2"], Float32[Array, "B N R2"]]
 """cos and sin of each position's angles, [B, N, R / 2], for the R channels of a head that are rotated."""

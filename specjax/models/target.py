@@ -14,9 +14,8 @@ from jax import Array
 from jaxtyping import Float, Float32
 from specjax_kernels import CAUSAL
 
-from specjax.cache import Block, Cache, PoolShape, init_cache
+from specjax.cache import Block, Cache, Hidden, PageTable, PerRequest, PoolShape, Positions, Tokens, Weights, init_cache
 from specjax.config import ModelConfig
-from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
 
 class ForwardOutput(NamedTuple):

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.cache import Weights
 from specjax.config import ModelConfig
 from specjax.models import make_target
 from specjax.models.target import Target, no_past
 from specjax.train.data import Rows, batch_rows
 from specjax.train.unroll import Teacher, packed_attention, packed_mask
-from specjax.types import Weights
 
 CHUNK = 512  # tokens whose logits are in memory together
 

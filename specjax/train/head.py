@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax import checkpoint
+from specjax.cache import Weights
 from specjax.checkpoint import ModelFiles
 from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, eagle_drafter
@@ -26,7 +27,6 @@ from specjax.train.export import export_head
 from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings, TrainOptions
 from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unroll
 from specjax.train.vocab import token_map
-from specjax.types import Weights
 
 FROZEN = ("ids",)  # leaves of a head that are not trained
 NORM_SCALE = 0.3

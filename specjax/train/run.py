@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from specjax import checkpoint
+from specjax.cache import Weights
 from specjax.cli.lines import line_files, report
 from specjax.compiling import use_compilation_cache
 from specjax.config import ModelConfig
@@ -39,7 +40,6 @@ from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
 from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
 from specjax.train.unroll import Teacher
 from specjax.train.update import Metrics, TrainState, everywhere, spread
-from specjax.types import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
+from specjax.cache import Weights
 from specjax.models.blocks import PLAIN_SCORES, KeyValue, Past, Scores, joined, soft_cap
 from specjax.models.draft_head import DraftHead
 from specjax.models.target import Target
 from specjax.train.data import Rows
-from specjax.types import Weights
 
 Logits = Float32[Array, "... W"]
 Losses = Float32[Array, "..."]

@@ -16,11 +16,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
 
+from specjax.cache import Weights
 from specjax.models.params import Table
 from specjax.train.data import Rows
 from specjax.train.options import OptimizerSettings
 from specjax.train.unroll import Loss, Sums, Teacher
-from specjax.types import Weights
 
 
 def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:

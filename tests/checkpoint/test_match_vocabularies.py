@@ -22,11 +22,11 @@ def test_error_names_differing_tokens():
     words = [*SPECIAL, *LETTERS, *(a + b for a, b in MERGES)]
     for changed, message in {
         (*words[:-1], "Ġth"): rf"^its tokenizer is not the target's: id {len(words) - 1} is 'Ġthe' in the target's and "
-        "'Ġth' in the draft's$",
-        (*words[:-1],): rf"id {len(words) - 1} is 'Ġthe' in the target's and no token in the draft's$",
-        (*words, "new"): rf"id {len(words)} is no token in the target's and 'new' in the draft's$",
+        "'Ġth' in the draft's; to draft with",
+        (*words[:-1],): rf"id {len(words) - 1} is 'Ġthe' in the target's and no token in the draft's;",
+        (*words, "new"): rf"id {len(words)} is no token in the target's and 'new' in the draft's;",
         (words[1], words[0], *words[2:]): r"id 0 is '<\|endoftext\|>' in the target's and '<\|im_start\|>' in the",
-        (*words[3:], *words[:3]): r"id 0 is .*, id 1 is .*, id 2 is .* \(265 ids differ\)$",
+        (*words[3:], *words[:3]): r"id 0 is .*, id 1 is .*, id 2 is .* \(265 ids differ\); to draft with",
     }.items():
         with pytest.raises(CheckpointError, match=message):
             match_vocabularies(tokenizer(), spelled(list(changed)), 265, 265)

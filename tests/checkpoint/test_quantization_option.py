@@ -23,9 +23,9 @@ from specjax.checkpoint import CheckpointError, effective_quantization, model_co
 from specjax.checkpoint.hf_config import QUANTIZATIONS
 from specjax.cli import build, flags
 from specjax.cli import serve as command
-from specjax.devices import DEVICES
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
 from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.gpu import DEVICES
 from specjax.hardware.dry_run import Case, make_plan, outline
 from specjax.limits import ParameterError
 from specjax.serve.report import describe

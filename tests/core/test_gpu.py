@@ -12,10 +12,9 @@ import jax
 import pytest
 from tiny_checkpoints import save_llama
 
-from specjax import devices, gpu
+from specjax import gpu
 from specjax.cli import build, flags
-from specjax.devices import GB, SHARE_VARIABLES, Memory, share_of, this_memory
-from specjax.gpu import Card, GpuError, cards, claim
+from specjax.gpu import GB, SHARE_VARIABLES, Card, GpuError, Memory, cards, claim, share_of, this_memory
 from specjax.load import load
 from specjax.settings import Parser, add_flags, parse
 
@@ -188,7 +187,7 @@ def test_device_memory_from_jax_limit(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     assert this_memory() == Memory(100 * GB, 75 * GB, GB), "JAX reserves three quarters"
     monkeypatch.setenv(SHARE_VARIABLES[1], "0.5")
-    assert devices.given_share() == 0.5 and this_memory() == Memory(150 * GB, 75 * GB, GB)
+    assert gpu.given_share() == 0.5 and this_memory() == Memory(150 * GB, 75 * GB, GB)
 
 
 def test_small_gpu_is_refused_before_loading(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import specjax
 from specjax.checkpoint.prompts import Chat
 from specjax.engine.intake import with_sampling
-from specjax.limits import range_of
+from specjax.limits import setting_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,7 @@ def test_fields_are_documented(kind):
     assert not short, f"{kind.__name__}: the docstring says too little of these fields"
     if dataclasses.is_dataclass(kind):
         for name in fields_of(kind):
-            bounds = [f"{bound}" for bound in range_of(kind, name) if bound is not None]
+            bounds = [f"{bound}" for bound in setting_of(kind, name).range if bound is not None]
             missing = set(bounds) - set(re.findall(r"-?\d+", said[name]))
             assert not missing or "`" in said[name], f"{kind.__name__}.{name}: no bounds {bounds} in the docstring"
 

@@ -185,7 +185,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"models", "parallel"},
     {"cache"},
     {"settings"},
-    {"types", "config", "limits", "compiling", "progress", "devices", "gpu"},
+    {"config", "limits", "compiling", "progress", "gpu"},
 ]
 
 
@@ -232,10 +232,10 @@ def test_the_trunk_imports_no_wing():
 
 def test_further_import_rules():
     for source, target in our_imports():
-        if source in ("types", "config", "limits", "settings"):
+        if source in ("config", "limits", "settings"):
             assert target == source or target == "limits", f"{source} imports {target}"
         if source == "checkpoint":
-            assert target in ("checkpoint", "models", "parallel", "config", "types", "limits", "progress"), (
+            assert target in ("checkpoint", "models", "parallel", "config", "limits", "progress"), (
                 f"checkpoint imports {target}"
             )
         if target == "checkpoint":

@@ -13,7 +13,6 @@ from engine_helpers import NGRAM, check_idle, check_plain, check_texts, idle_seq
 
 from specjax.config import Experts
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS, distinct_experts
-from specjax.devices import DEVICES
 from specjax.drafters.base import Params
 from specjax.drafters.options import TreeShape
 from specjax.engine import Engine, SamplingParams, batch
@@ -29,6 +28,7 @@ from specjax.engine.draft_policy import (
     not_drafted,
 )
 from specjax.engine.sequence import Sequence, Status
+from specjax.gpu import DEVICES
 from specjax.limits import ParameterError
 from specjax.step import speculate_step
 

@@ -19,7 +19,6 @@ from tiny_heads import save_head
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
 from specjax.cli import serve as command
-from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.buckets import Key
@@ -27,6 +26,7 @@ from specjax.engine.config import Layout
 from specjax.engine.device import Resident
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.programs import Programs
+from specjax.gpu import DEVICES, SHARE_VARIABLES
 from specjax.hardware.dry_run import Case, make_plan, outline
 from specjax.state import init_state
 
@@ -93,8 +93,8 @@ def head_flags(configs) -> tuple[Any, ...]:
 # Figures computed by hand.
 
 
-@pytest.mark.parametrize(("kind", "size", "beside", "break_even"), [("none", 2, 0, 1.355), (None, 1, 4, 1.178)])
-def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, beside, break_even):
+@pytest.mark.parametrize(("kind", "size", "beside"), [("none", 2, 0), (None, 1, 4)])
+def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, beside):
     """A draft weight has `size` bytes, and an output of a matrix `beside` more; int8 is the default on GPUs."""
     tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1, "--speculative-adaptive"
     tree += ("--speculative-draft-quantization", kind) if kind else ()
@@ -106,8 +106,9 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     outputs = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096 + 32000
     norms = 2 * 4 * 4096  # of the embedding, the feature, the MLP and the end
-    assert document["reads"]["level"] == size * (layer + 32000 * 4096) + beside * outputs + norms
-    assert document["reads"]["once"] == size * 3 * 4096 * 4096 + beside * 4096
+    fc = size * 3 * 4096 * 4096 + beside * 4096
+    level = size * (layer + 32000 * 4096) + beside * outputs + norms
+    assert memory["draft_weights"] == level + fc + 4 * 32000, "the last are ids"
     assert ("weights in int8" in document["speculation"]["head"]) == (size == 1)
     assert memory["limit"] == int(0.95 * 141e9), "a tenth more than weights and pool"
     room = int(141e9 * 0.85) - memory["weights"] - memory["draft_weights"]
@@ -117,14 +118,11 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     one = document["speeds"][0]
     context = 1024
     assert one["plain"] == pytest.approx((document["reads"]["forward"] + context * token) / 4.8e12)
-    draft = 7 * (document["reads"]["level"] + context * draft_token) + document["reads"]["once"]
-    assert one["draft"] == pytest.approx(draft / 4.8e12)
     assert one["verify"] == one["plain"], "bound by bandwidth"
-    assert one["break_even"] == pytest.approx(1 + one["draft"] / one["plain"]) == pytest.approx(break_even, abs=2e-3)
     many = document["speeds"][-1]
     assert (many["batch"], many["nodes"]) == (48, 8)
     assert many["verify"] == pytest.approx(2 * document["reads"]["products"] * 48 * 8 / 989e12)
-    assert "accept to break even" in output.text
+    assert "ms verify" in output.text
     assert re.search(r"^fits: \d+\.\d\d GB are left$", output.text, re.MULTILINE)
 
 
@@ -159,7 +157,6 @@ def test_several_devices(configs):
     assert two["memory"]["weights"] == (weights - norms) // 2 + norms
     for name in ("token_bytes", "draft_token_bytes"):
         assert two[name] == one[name] // 2
-    assert two["reads"]["once"] == one["reads"]["once"], "fc is not divided"
     assert two["speeds"][0]["plain"] < 0.51 * one["speeds"][0]["plain"]
     # Each of 16 devices has a copy of a key/value head and two of its query heads: 4 of 48 heads.
     qkv = 2 * 32 * 4096 * 48 * 128
