@@ -94,12 +94,8 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
-    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation.
-
-    Args:
-        group: the processes that share the model, a `Leader` or `Follower` of `specjax.fleet.hosts`.
-    """
+def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -> Engine:
+    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
     single = split * settings.server.data_parallel_size == 1
@@ -107,10 +103,8 @@ def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
     build.check_devices(settings)
-    if group is not None:
-        group.join()
     config = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
-    engine = build.make_engine(settings, group=group, **config)
+    engine = build.make_engine(settings, kind=kind, **config)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))
@@ -126,11 +120,11 @@ def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
     return engine
 
 
-def make_service(settings: flags.Settings, group: Any = None) -> Service:
-    """Loads and drives the engine, or its replicas. `group`: as in `load`."""
+def make_service(settings: flags.Settings, kind: type[Engine] = Engine) -> Service:
+    """Loads and drives the engine, or its replicas."""
 
     def load_rank(rank: int) -> Engine:
-        return load(settings, rank, group)
+        return load(settings, rank, kind)
 
     if (count := settings.server.data_parallel_size) == 1:
         return Runner(lambda: load_rank(0), settings.server)
@@ -155,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         dry_run.check_flags(parser, args)
     server = settings.server
     set_up_logging(server.log_level)
-    group = None
+    group, kind = None, Engine
     try:
         check_certificate(server)
         if dry_run is not None and args.dry_run:
@@ -166,10 +160,11 @@ def main(argv: list[str] | None = None) -> int:
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:
             launch = fleet("launch")
             group = launch.make_group(settings)
-            if not group.leads:
-                return launch.run_follower(group, partial(load, settings, group=group))
+            kind = fleet("following").shared_by(group)
+            if server.node_rank:
+                return launch.run_follower(group, partial(load, settings, kind=kind))
         sock = listen(server.host, server.port)
-        runner = make_service(settings, group)
+        runner = make_service(settings, kind)
     except (CertificateError, PortError, ValueError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2

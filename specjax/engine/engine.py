@@ -19,12 +19,11 @@ from collections.abc import Sequence as List
 from functools import partial
 from time import sleep
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
-from jax.sharding import Mesh
 
 from specjax import checkpoint, devices
 from specjax.cache import PoolShape
@@ -37,7 +36,7 @@ from specjax.drafters.check import check_drafter, is_own
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.device import Device, Group, Leader, OutOfMemory, Resident, admission
+from specjax.engine.device import Device, OutOfMemory, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -64,7 +63,6 @@ class Engine:
 
     Attributes:
         verify: decides which drafts are accepted.
-        group: processes that share the model; None: only this one.
         lock: held by all changes of requests or of the device's state.
         policy: chooses whether a step drafts; None: each step drafts as its batch bucket says.
         flights: batches that are launched and not yet read.
@@ -83,14 +81,12 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         draft_model: HeadConfig | MtpConfig | Target | None = None,
-        group: Group | None = None,
     ) -> None:
         check_config(config)
         if not is_own(drafter):
             check_drafter(drafter, target, params)
         self.lock = FairLock()
-        self.group = group
-        self.mesh = _mesh(config, group)
+        self.mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
         if self.mesh is not None:
             check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
@@ -103,10 +99,7 @@ class Engine:
         if self.platform == "cpu":
             keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
-        tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params, self.mesh)
-        if group is not None:
-            tokens = group.agree_on_pool(target, drafter, params, config, self.context_length, tokens)
-        sizes = config, self.context_length, tokens, self.platform, drafter
+        sizes = config, self.context_length, self.fitting_tokens(), self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, ragged=target.ragged)
         if not is_own(drafter):
             for batch in self.buckets.batches:
@@ -123,10 +116,7 @@ class Engine:
             target, drafter, self.buckets, params, shapes, new_pages=-(-lookahead // size), verify=verify,
             trace=config.trace, time_phases=config.time_phases, room=room_beside(shapes, self.mesh), mesh=self.mesh,
         )  # fmt: skip
-        leader = cast(Leader, group) if group is not None and group.leads else None
-        if leader is not None:
-            self.programs.announce = lambda key: leader.send("compile", key=key)
-        self.device = Device(params, self._new_state, self.programs.launch_lock, leader)
+        self.device = self.new_device()
         self.flights = Flights(lambda: len(self.programs.compiled()))
         self.changed: dict[Sequence, None] = {}
         self.counters = Counters()
@@ -165,7 +155,6 @@ class Engine:
         backend: str | None = None,
         config: EngineConfig = DEFAULT_CONFIG,
         compilation_cache: bool = True,
-        group: Group | None = None,
         progress: bool = True,
     ) -> Engine:
         """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
@@ -187,7 +176,6 @@ class Engine:
                 openai: it is not read.
             backend: a `tree_attention` implementation; None or auto: by device.
             compilation_cache: keep compiled programs on disk.
-            group: processes whose devices share the model, which has joined; see `specjax.fleet.following`.
             progress: show bars on stderr while weights load and while requests wait for a compilation; one line each if
                 stderr is not a terminal.
 
@@ -199,9 +187,7 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
-        mesh = _mesh(config, group)
-        if group is not None:
-            group.agree_on_files(checkpoint.resolve(model, revision=revision, progress=progress))
+        mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
         with on_first(mesh):
             loaded = load(
                 model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
@@ -210,7 +196,7 @@ class Engine:
                 sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction,
                 mesh=several(mesh), progress=progress,
             )  # fmt: skip
-        engine = cls(**loaded._asdict(), config=config, group=group)
+        engine = cls(**loaded._asdict(), config=config)
         engine.programs.progress = progress
         return engine
 
@@ -225,8 +211,6 @@ class Engine:
         with self.lock:
             if self.scheduler.unfinished:
                 raise RuntimeError("the parameters of an engine cannot be replaced while a request runs")
-            if self.group is not None:
-                raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
             if self.mesh is not None:
                 params = place_params(self.mesh, params, self.target, self._draft_model)
             self.device.replace_params(params)
@@ -384,7 +368,7 @@ class Engine:
                 sequence.drafts = self.policy.admit(batch, sequence)
             resumed = bool(sequence.output.tokens)
             admit, packed = self.programs.admit(resumed=resumed), admission(sequence, self.vocab_size)
-            self.device.update(admit, packed, kind="admit", resumed=resumed)
+            self.device.update(admit, packed)
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.active_slot.prefilled
 
@@ -398,6 +382,16 @@ class Engine:
     def _empty(self, rows: int, pool: PoolShape) -> Resident:
         state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
         return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
+
+    def fitting_tokens(self) -> int:
+        """Number of tokens in the KV pool."""
+        return pool_tokens(
+            self.target, self.config, self.context_length, self.platform, self.drafter, self._params, self.mesh
+        )
+
+    def new_device(self) -> Device:
+        """Makes the `Device`, which begins to allocate the state."""
+        return Device(self._params, self._new_state, self.programs.launch_lock)
 
     def _new_state(self) -> Resident:
         return self._on_devices(partial(self._empty, self.config.max_running_requests, self.pool))
@@ -418,7 +412,7 @@ class Engine:
             with self._guarded():
                 collect_all_but(self, 0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
-            self.device.update(self.without_drafts, kind="flush")
+            self.device.update(self.without_drafts)
             return True
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
@@ -483,8 +477,3 @@ class Engine:
             return stream_chunks(self, sequences)
         done = complete(self, sequences)
         return done[0] if single else done
-
-
-def _mesh(config: EngineConfig, group: Group | None) -> Mesh | None:
-    hosts = group is not None
-    return make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=hosts)

@@ -180,8 +180,7 @@ def _drafted_trees(engine: Engine, key: Key, step: np.ndarray, roots: np.ndarray
         return roots
     output = engine.device.run(key, program, step)
     with memory_checked(key):
-        engine.device.check(output)
-        return np.array(output.packed).reshape(roots.shape)
+        return np.array(engine.device.read(output)).reshape(roots.shape)
 
 
 def root_trees(batch: int, nodes: int) -> np.ndarray:
