@@ -209,7 +209,7 @@ def run(
         return count["drafted"] / count["steps"] if count["steps"] else 1.0
 
     for replica, added in zip(engines, feed(), strict=True):
-        replica.warm_up(replica.first_keys(added), progress=progress)
+        replica.warm_up(replica.buckets.first_keys(added, replica.pool.page_size), progress=progress)
     shown: Counter[Sequence] = Counter()  # trees printed
     drafted_before = sum(replica.counters.drafted_steps for replica in engines)
     times = engine.programs.phase_times

@@ -52,11 +52,6 @@ class EngineConfig:
         "which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in the cache",
     )
     prefix_cache: bool = setting(True, "keep the pages of earlier texts, for requests that begin with the same tokens")
-    retract_every: int | None = setting(
-        None,
-        "for tests: steps between retractions of the youngest request; default: only when pages run out",
-        minimum=1,
-    )
     mem_fraction: float = setting(
         0.85,
         "share of a GPU's memory for weights and KV pool; JAX reserves a tenth more for the rest, unless the "

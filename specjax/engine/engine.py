@@ -66,7 +66,7 @@ class Engine:
         lock: held by all changes of requests or of the device's state.
         policy: chooses whether a step drafts; None: each step drafts as its batch bucket says.
         flights: batches that are launched and not yet read.
-        changed: sequences with new tokens, or finished, since the last report.
+        changed: sequences with new tokens, or finished, that no `step` has returned.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Engine:
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
-            reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
+            reuse=config.prefix_cache, policy=config.schedule_policy,
         )  # fmt: skip
         shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
@@ -253,12 +253,12 @@ class Engine:
         """Ends a request and frees its pages at once. Returns True if it was running or waiting. `message`: why the
         server aborts it."""
         with self.lock:
-            return (sequence := self.find(id)) is not None and self.end(sequence, message)
+            return (sequence := self._by_id.get(id)) is not None and self.end(sequence, message)
 
     def end(self, sequence: Sequence, message: str | None = None) -> bool:
         """`abort` of this sequence, but not of another one with the same id."""
         with self.lock:
-            if self.find(sequence.id) is not sequence:
+            if self._by_id.get(sequence.id) is not sequence:
                 return False
             sequence.abort(message)
             self.finish(sequence)
@@ -296,20 +296,11 @@ class Engine:
             collect_all_but(self, 0)
             self.scheduler.start_over()
 
-    def find(self, id: str) -> Sequence | None:
-        """The request with this id, while it waits or runs."""
-        return self._by_id.get(id)
-
     # The loop
 
     @property
     def unfinished(self) -> bool:
         return self.scheduler.unfinished or bool(self.flights)
-
-    @property
-    def unreported(self) -> bool:
-        """True if sequences have changed that no `step` has returned, because `retract_all` read steps in flight."""
-        return bool(self.changed)
 
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
@@ -425,14 +416,6 @@ class Engine:
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
         """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
         return self.programs.compile_later(self.buckets.all_keys(), progress=progress)
-
-    def single_request_keys(self) -> list[Key]:
-        """Programs that one request at a time needs."""
-        return self.buckets.single_request_keys()
-
-    def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
-        """Programs that these sequences need if no others run."""
-        return self.buckets.first_keys(sequences, self.pool.page_size)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
