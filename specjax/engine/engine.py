@@ -32,7 +32,7 @@ from specjax.compiling import use_compilation_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
-from specjax.drafters.check import check_drafter, is_own
+from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
@@ -83,8 +83,7 @@ class Engine:
         draft_model: HeadConfig | MtpConfig | Target | None = None,
     ) -> None:
         check_config(config)
-        if not is_own(drafter):
-            check_drafter(drafter, target, params)
+        check_custom(drafter, target, params)
         self.lock = FairLock()
         self.mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
         if self.mesh is not None:
@@ -101,9 +100,7 @@ class Engine:
         rows, size = config.max_running_requests, config.page_size
         sizes = config, self.context_length, self.fitting_tokens(), self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, ragged=target.ragged)
-        if not is_own(drafter):
-            for batch in self.buckets.batches:
-                check_drafter(drafter, target, params, batch=batch)
+        check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,

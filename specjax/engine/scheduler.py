@@ -261,7 +261,8 @@ def next_prefill(engine: Engine) -> Batch | None:
     """The next chunk of one or several prompts; None: there is none, or a long prefill is in flight while no request
     runs, which would delay a request that comes now."""
     kind, prompts = _prompts(engine)
-    if not prompts or (not _running(engine) and any(_is_long(engine, flight) for flight in engine.flights)):
+    sizes = [flight.batch.key.size for flight in engine.flights if not flight.batch.key.verifies]
+    if not prompts or (not _running(engine) and max(sizes, default=0) > engine.buckets.small):
         return None
     try:
         key, program = engine.programs.first_usable(_prefill_keys(engine, prompts, kind))
@@ -296,11 +297,6 @@ def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterato
 
 def _running(engine: Engine) -> int:
     return sum(sequence.status is not Status.PREFILLING for sequence in engine.scheduler.active)
-
-
-def _is_long(engine: Engine, flight: InFlight) -> bool:
-    key = flight.batch.key
-    return key.kind in ("prefill", "scoring") and key.size > engine.buckets.small
 
 
 # Steps
