@@ -27,7 +27,7 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
 from specjax.engine import Engine
 from specjax.engine.draft_policy import as_lines, speculation_table
-from specjax.engine.memory import devices_note
+from specjax.parallel.sharding import local_bytes
 from specjax.serve.app import Extension, create_app
 from specjax.serve.errors import ErrorForm
 from specjax.serve.profiling import make_folder
@@ -107,7 +107,10 @@ def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
     if engine.mesh is not None and engine.mesh.size > 1:
-        logger.info("%s", devices_note(engine.mesh, engine.params, engine.programs.state_shapes))
+        held = engine.params, engine.programs.state_shapes
+        weights, state = (local_bytes(tree) / 1e9 for tree in held)
+        message = "Tensor parallel over %d devices; each holds %.3f GB of weights, and %.3f GB of KV pool and state"
+        logger.info(message, engine.mesh.size, weights, state)
     gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
     pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target, "
     pool += f"{draft / 1e9:.2f} GB for the draft"

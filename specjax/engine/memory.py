@@ -107,24 +107,6 @@ def _placed(
     return placed
 
 
-def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
-    """Memory of each device of a mesh between two programs, for the log."""
-    sizes = {
-        "weights": params.target,
-        "draft weights": params.draft,
-        "KV pool": state.cache,
-        "draft's state": state.draft,
-        "rows and tokens": (state.rows, state.tokens),
-    }
-    parts = [f"{sharding.local_bytes(tree) / 1e9:.3f} GB {name}" for name, tree in sizes.items()]
-    groups = sharding.group_count(mesh)
-    spread = f" in {groups} groups over which experts are spread" if groups > 1 else ""
-    return (
-        f"Tensor parallel over {mesh.size} devices{spread}, each device with {', '.join(parts)}; attention and "
-        "matrices in few bits by the usual kernels, other products and page writes by XLA's own operations"
-    )
-
-
 # Heap
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
