@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ class Programs:
         self._admit: dict[bool, Callable[..., Resident]] = {}
         self._programs: dict[Key, Program] = {}
         # An Unavailable in here is never raised itself: a traceback would keep its frames alive.
-        self._failed: dict[Key, Exception] = {}
+        self._failed: dict[Key, tuple[Exception, TracebackType | None]] = {}
         self._compilers: dict[Key, threading.Lock] = {}  # held while the key is compiled
         self._waiting: set[int] = set()  # threads that wait for a compilation in `get`
         self._later: dict[Key, bool] = {}  # for the background thread: requests wait. Replaced, never changed
@@ -114,11 +115,11 @@ class Programs:
 
     def has_failed(self, key: Key) -> bool:
         """True if the program of a key has run out of memory."""
-        return key in self._failed and isinstance(self._failed[key], Unavailable)
+        return key in self._failed and isinstance(self._failed[key][0], Unavailable)
 
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
-        return any(error is failure for failure in [*self._failed.values()])
+        return any(error is failure for failure, _ in [*self._failed.values()])
 
     def is_waiting(self, thread: int | None) -> bool:
         """True if the thread with this `ident` waits for a compilation or, on a GPU, any thread compiles."""
@@ -156,17 +157,17 @@ class Programs:
         except Exception as error:
             if is_out_of_memory(error):
                 raise Unavailable(self._leave_out(key, error)) from error
-            self._failed[key] = error
+            self._failed[key] = error, error.__traceback__
             raise
 
     def _lookup(self, key: Key) -> Program | None:
         """Returns the program if it is compiled. Raises its remembered error."""
         if key not in self._failed:
             return self._programs.get(key)
-        error = self._failed[key]
+        error, where = self._failed[key]
         if isinstance(error, Unavailable):
             raise Unavailable(str(error))
-        raise error.with_traceback(None)  # each raise adds frames
+        raise error.with_traceback(where)  # the first traceback: each raise adds frames
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
         """Returns the first key whose program fits into memory, and the program. Raises Unavailable if none does, and
@@ -196,7 +197,7 @@ class Programs:
         if not self.has_failed(key):
             logger.error("Out of memory for the program of %s; using smaller ones: %s", key, _first_line(error))
             logger.debug("%s", key, exc_info=error)
-        self._failed[key] = Unavailable(problem)
+        self._failed[key] = Unavailable(problem), None
         return problem
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
