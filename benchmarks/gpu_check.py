@@ -179,8 +179,8 @@ DRAFTS = {"NONE": {}, "NGRAM": {"capacity": 4096, "nodes": 8}, "EAGLE3": {"steps
 MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("EAGLE3", {"overlap": False}),
     ("EAGLE3", {"prefix_cache": False}),
-    ("EAGLE3", {"retract_every": 3}),
-    ("NGRAM", {"retract_every": 3}),
+    ("EAGLE3", {"max_total_tokens": 160}),  # requests are retracted
+    ("NGRAM", {"max_total_tokens": 160}),
 )
 DRAFT_VOCABULARY = 32
 MAX_DIFFERENT_ROWS = 1  # another order of summation can decide a near tie
@@ -226,7 +226,8 @@ def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
     prompts = [rng.integers(0, model.vocab_size, 5).tolist() * (row + 1) for row in range(len(SAMPLING))]
     drafter = make_drafter(options_of(algorithm, **DRAFTS[algorithm]), target=target, head=head)
     params = Params(weights, draft if algorithm == "EAGLE3" else ())
-    options = EngineConfig(len(SAMPLING), max_total_tokens=2048, context_length=256, random_seed=0, **config)
+    sizes = {"max_total_tokens": 2048, "context_length": 256}
+    options = EngineConfig(len(SAMPLING), random_seed=0, **sizes | config)
     engine = Engine(target, params, TokenIds(), drafter, config=options)
     engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
     requests = [SamplingParams(max_new_tokens=24, ignore_eos=True, seed=i, **way) for i, way in enumerate(SAMPLING)]
@@ -488,7 +489,7 @@ def engine(report: Report) -> None:
     sizes = {"max_running_requests": 4, "max_total_tokens": 1024} if report.tiny else {}
     options = EngineConfig(context_length=256 if report.tiny else 8192, adaptive=True, **sizes)
     running = Engine(model.target, model.params, TokenIds(), drafter, config=options)
-    running.warm_up(running.single_request_keys(), progress=False)
+    running.warm_up(running.buckets.single_request_keys(), progress=False)
     ready = round(time.perf_counter() - begun, 2)
     say(f"READY after {ready} s, with {len(running.programs.compiled())} programs")
     report.add("ready", start=report.section, seconds=ready, programs=len(running.programs.compiled()))

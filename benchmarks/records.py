@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from specjax.bench.provenance import command, machine
-from specjax.bench.sets import DATA, read_prompts, spread
+from specjax.bench.sets import DATA, spread
 
 __all__ = ["DATA", "RESULTS", "command", "finish", "machine", "read_prompts", "spread"]
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
+    """(id, first turn) of the first `count` lines."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [(row["id"], row["turns"][0]) for row in rows[:count]]
 
 
 def finish(name: str, document: dict[str, Any], *, record: bool | str | None) -> None:

@@ -71,7 +71,7 @@ def make_engine(model: str, algorithm: str) -> tuple[Engine, int]:
     """An engine, and the bytes of weights that a forward reads."""
     config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
     engine = Engine.from_pretrained(model, draft=algorithm, config=config, progress=False)
-    engine.warm_up(engine.single_request_keys())
+    engine.warm_up(engine.buckets.single_request_keys())
     target = engine.params.target
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target))
     # A forward reads one row of the embedding, unless it is also the output layer.

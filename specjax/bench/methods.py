@@ -29,7 +29,6 @@ from specjax.drafters.options import CHOICES, algorithm, algorithms
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.engine.draft_policy import drafting_summary
-from specjax.engine.programs import PhaseTimes
 from specjax.limits import check, check_value, setting
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
@@ -107,34 +106,32 @@ def check_available(methods: Iterable[Method]) -> None:
 
 
 def _parse(text: str) -> Method:
-    head, colon, rest = text.partition(":")
+    head, _, rest = text.partition(":")
     if not head:
         raise ValueError("a method has a name")
-    if head.startswith(("drafter=", "verifier=")):
-        head, colon, rest = NoDraft.algorithm, "", text
-    elif head.lower() != TRANSFORMERS and algorithm(head) is None and colon and rest.replace("_", "").isalnum():
-        head, rest = NoDraft.algorithm, f"drafter={text}"  # module:function, as in the server's flag
+    parts = [part.strip() for part in rest.split(",") if part.strip()]
+    if text.endswith(":") and not parts:
+        raise ValueError(f"nothing follows {head}:")
+    title, drafter = algorithm(head) or head.lower(), None
+    if algorithm(head) is None and title != TRANSFORMERS:
+        if not parts or not parts[0].isidentifier():
+            raise ValueError(f"no method is called {head}; there are: {algorithms()}, {TRANSFORMERS}, module:function")
+        drafter = f"{head}:{parts.pop(0)}"
     options: dict[str, str] = {}
-    for part in filter(None, map(str.strip, rest.split(","))):
-        key, _, value = part.partition("=")
+    for key, _, value in (part.partition("=") for part in parts):
         if key in options:
             raise ValueError(f"{key} is given twice")
         options[key] = value
-    if colon and not options:
-        raise ValueError(f"nothing follows {head}:")
-    name, title = options.pop("name", None), algorithm(head) or head.lower()
+    name = options.pop("name", None)
     if title == TRANSFORMERS:
         name = name or _title(TRANSFORMERS, options)
         if options.get("prompt-lookup") == "":
             options["prompt-lookup"] = str(LOOKUP_TOKENS)
         return Method(text, name, transformers=_typed(TRANSFORMERS, Transformers, options))
-    if algorithm(head) is None:
-        names = f"{algorithms()}, {TRANSFORMERS}, drafter=module:function"
-        raise ValueError(f"no method is called {head}; there are: {names}")
     verifier, switch = options.pop("verifier", None), options.pop("adaptive", "off").lower()
     if switch not in SWITCH:
         raise ValueError(f"adaptive must be on or off, got {switch!r}")
-    adaptive, drafter = SWITCH[switch], options.pop("drafter", None)
+    adaptive = SWITCH[switch]
     if drafter and options:
         raise ValueError(f"a custom drafter has no option {min(options)}")
     words = [drafter or _title(title, options), *["adaptive"] * adaptive, *[f"verifier {verifier}"] * bool(verifier)]
@@ -241,11 +238,6 @@ class EngineContender:
     def note(self) -> str:
         """The reason why some steps may not draft; may be empty."""
         return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0)["not_drafted"] or ""
-
-    def phases(self) -> PhaseTimes:
-        times = self.engine.programs.phase_times
-        assert times is not None, "needs EngineConfig.time_phases"
-        return replace(times)
 
 
 @dataclass
@@ -361,7 +353,7 @@ class Source:
         """An engine whose programs are compiled."""
         engine = Engine(**self.load(method)._asdict(), config=replace(config, adaptive=method.adaptive))
         batch = config.max_running_requests
-        keys = engine.single_request_keys() if batch == 1 else None
+        keys = engine.buckets.single_request_keys() if batch == 1 else None
         if keys is None and self._full_batches:
             widths = {"step": (batch,), "prefill": engine.buckets.chunks}
             keys = [key for key in engine.buckets.all_keys() if key.rows == 1 and key.width in widths.get(key.kind, ())]

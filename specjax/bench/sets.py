@@ -47,12 +47,6 @@ class PromptSet:
         return hashlib.sha256(json.dumps(self.conversations).encode()).hexdigest()[:16]
 
 
-def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
-    """(id, first turn) of the first `count` lines."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [(row["id"], row["turns"][0]) for row in rows[:count]]
-
-
 def spread(rows: list[Any], count: int) -> list[Any]:
     """`count` rows, evenly spaced because sets are ordered by category; 0: all rows."""
     return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))] if count else rows

@@ -15,7 +15,6 @@ from specjax import gpu
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.device import Group
 from specjax.parallel.sharding import missing_devices
 from specjax.settings import dashed, overrides, place_of
 from specjax.thresholds import AcceptAbove
@@ -40,11 +39,11 @@ def claim_gpu(chosen: Settings) -> None:
 
 
 def make_engine(
-    chosen: Settings, *, group: Group | None = None, progress: bool = True, **config: bool | int | float
+    chosen: Settings, *, kind: type[Engine] = Engine, progress: bool = True, **config: bool | int | float
 ) -> Engine:
     """Makes the engine of the settings. `config` overrides fields of `EngineConfig`; errors name flags."""
     with named_as_flags(chosen):
-        return Engine.from_pretrained(**engine_arguments(chosen, **config), group=group, progress=progress)
+        return kind.from_pretrained(**engine_arguments(chosen, **config), progress=progress)
 
 
 def check_devices(chosen: Settings) -> None:

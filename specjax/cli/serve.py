@@ -27,7 +27,7 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
 from specjax.engine import Engine
 from specjax.engine.draft_policy import as_lines, speculation_table
-from specjax.engine.memory import devices_note
+from specjax.parallel.sharding import local_bytes
 from specjax.serve.app import Extension, create_app
 from specjax.serve.errors import ErrorForm
 from specjax.serve.profiling import make_folder
@@ -94,29 +94,23 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
-    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation.
-
-    Args:
-        group: the processes that share the model, a `Leader` or `Follower` of `specjax.fleet.hosts`.
-    """
+def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -> Engine:
+    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
-    single = split * settings.server.data_parallel_size == 1
-    if timed := settings.server.log_level == "debug" and single:
-        logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
     build.check_devices(settings)
-    if group is not None:
-        group.join()
-    config = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
-    engine = build.make_engine(settings, group=group, **config)
+    config = {"trace": settings.server.trace_trees, "first_device": rank * split}
+    engine = build.make_engine(settings, kind=kind, **config)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
     if engine.mesh is not None and engine.mesh.size > 1:
-        logger.info("%s", devices_note(engine.mesh, engine.params, engine.programs.state_shapes))
+        held = engine.params, engine.programs.state_shapes
+        weights, state = (local_bytes(tree) / 1e9 for tree in held)
+        message = "Tensor parallel over %d devices; each holds %.3f GB of weights, and %.3f GB of KV pool and state"
+        logger.info(message, engine.mesh.size, weights, state)
     gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
     pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target, "
     pool += f"{draft / 1e9:.2f} GB for the draft"
@@ -126,11 +120,11 @@ def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
     return engine
 
 
-def make_service(settings: flags.Settings, group: Any = None) -> Service:
-    """Loads and drives the engine, or its replicas. `group`: as in `load`."""
+def make_service(settings: flags.Settings, kind: type[Engine] = Engine) -> Service:
+    """Loads and drives the engine, or its replicas."""
 
     def load_rank(rank: int) -> Engine:
-        return load(settings, rank, group)
+        return load(settings, rank, kind)
 
     if (count := settings.server.data_parallel_size) == 1:
         return Runner(lambda: load_rank(0), settings.server)
@@ -155,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         dry_run.check_flags(parser, args)
     server = settings.server
     set_up_logging(server.log_level)
-    group = None
+    group, kind = None, Engine
     try:
         check_certificate(server)
         if dry_run is not None and args.dry_run:
@@ -166,10 +160,11 @@ def main(argv: list[str] | None = None) -> int:
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:
             launch = fleet("launch")
             group = launch.make_group(settings)
-            if not group.leads:
-                return launch.run_follower(group, partial(load, settings, group=group))
+            kind = fleet("following").shared_by(group)
+            if server.node_rank:
+                return launch.run_follower(group, partial(load, settings, kind=kind))
         sock = listen(server.host, server.port)
-        runner = make_service(settings, group)
+        runner = make_service(settings, kind)
     except (CertificateError, PortError, ValueError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -82,9 +82,13 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
         trace("observe", lambda *args: checked_observe(drafter, *args), state, context, observation)
 
 
-def is_own(drafter: Drafter) -> bool:
-    """True for drafters of this package, which its tests check; tracing a draft head takes seconds."""
-    return (_function(drafter.propose).__module__ or "").startswith("specjax.")
+def check_custom(drafter: Drafter, target: Target, params: Params, batches: Iterable[int] = (BATCH,)) -> None:
+    """`check_drafter` for each number of requests, unless the drafter is from this package, whose tests check it:
+    tracing a draft head takes seconds."""
+    propose = getattr(drafter, "propose", None)
+    if not (getattr(_function(propose), "__module__", None) or "").startswith("specjax."):
+        for batch in batches:
+            check_drafter(drafter, target, params, batch=batch)
 
 
 def _function(value: Any) -> Any:

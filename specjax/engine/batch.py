@@ -176,8 +176,7 @@ def collect(engine: Engine, flight: InFlight) -> None:
     key, sequences, top = batch.key, batch.sequences, min(TOP_LOGPROBS, engine.vocab_size)
     wanted = any(sequence.params.logprobs is not None for sequence in sequences)
     with memory_checked(key), TraceAnnotation("wait"):
-        engine.device.check(flight.output)
-        read = read_output(flight.output, top if wanted else None)
+        read = read_output(engine.device, flight.output, top if wanted else None)
     seconds = engine.flights.seconds(flight)
     if seconds is not None:
         _record_step(engine, flight, read, seconds)

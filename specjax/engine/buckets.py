@@ -61,12 +61,9 @@ class Key(NamedTuple):
     tokens: int = 0  # maximum number of tokens of a prefill over all prompts; 0: `rows` times `width`
 
     def __str__(self) -> str:
-        plain = " without drafts" if self.nodes == PLAIN else ""
         steps = {"step": "step", "propose": "draft", "constrained": "step with a grammar"}
-        if self.kind in steps:
-            size = f"{steps[self.kind]} of {self.width} requests{plain}"
-        else:
-            size = f"{self.kind} of {self.width} tokens"
+        size = f"{steps.get(self.kind, self.kind)} of {self.width} {'requests' if self.kind in steps else 'tokens'}"
+        size += " without drafts" if self.nodes == PLAIN else ""
         size += f" of each of {self.rows} requests" if self.rows > 1 else ""
         size += f", {self.tokens} together," if self.tokens else ""
         return f"a {size} with {self.table} pages each"

@@ -13,13 +13,11 @@ Each array that is sent costs a copy, and page tables hardly change between step
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +25,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from specjax.checkpoint import ModelFiles
-from specjax.drafters.base import Drafter, Params
+from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
-from specjax.engine.config import EngineConfig
 from specjax.engine.sequence import Sequence
-from specjax.models.target import Target
 from specjax.sampling import History
 from specjax.state import (
     NO_DRAFT_LIMIT,
@@ -224,10 +219,10 @@ class Read(NamedTuple):
     logprobs: Logprobs | None  # of numpy arrays
 
 
-def read_output(output: Output, top: int | None) -> Read:
+def read_output(device: Device, output: Output, top: int | None) -> Read:
     """Waits for a step and copies its output to the host. `top`: alternatives per token in the log-probabilities, which
     are not copied if it is None."""
-    packed = np.asarray(output.packed)
+    packed = device.read(output)
     tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
     logprobs = None if top is None else logprobs_from_bits(output.logprobs, packed.shape[1] - 2, top)
     return Read(tokens, packed[:, 1].tolist(), logprobs)
@@ -251,27 +246,6 @@ Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any
 """(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
-
-
-@runtime_checkable
-class Group(Protocol):
-    """Processes whose devices share one model (`specjax.fleet.hosts`)."""
-
-    leads: bool
-
-    def agree_on_files(self, files: ModelFiles) -> None: ...
-    def agree_on_pool(
-        self, target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int, tokens: int
-    ) -> int: ...
-
-
-@runtime_checkable
-class Leader(Group, Protocol):
-    """The process of a group that serves requests; the others repeat its changes of the state."""
-
-    def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None: ...
-    def compare(self, digest: str, what: str) -> None: ...
-    def fail(self, message: str) -> NoReturn: ...
 
 
 class Unavailable(MemoryError):
@@ -313,16 +287,12 @@ class Device:
     Args:
         new_state: allocates an empty state. Called at once in a thread: zeroing the pool takes seconds on a CPU, during
             which programs compile for its shapes.
-        launch_lock: held during a launch.
-        leader: sends each change of the state to the other processes before it is made (`specjax.fleet.following`);
-            None: this process does not lead a group.
+        launch_lock: held during each change of the state; reentrant.
     """
 
     def __init__(
-        self, params: Params, new_state: Callable[[], Resident], launch_lock: AbstractContextManager[Any],
-        leader: Leader | None = None,
+        self, params: Params, new_state: Callable[[], Resident], launch_lock: AbstractContextManager[Any]
     ) -> None:  # fmt: skip
-        self._leader, self._unchecked = leader, deque[tuple[Key, Output]]()
         self._params, self._new_state, self._launch_lock = jax.tree.leaves(params), new_state, launch_lock
         pool = ThreadPoolExecutor(1)
         self._state: Future[Flat] = pool.submit(lambda: jax.tree.flatten(new_state()))
@@ -330,12 +300,8 @@ class Device:
 
     def replace_params(self, params: Params) -> None:
         """Sets the parameters of later launches, which must have the same shapes and dtypes."""
-
-        def described(leaf: Any) -> tuple[Any, ...]:
-            return jnp.shape(leaf), jnp.result_type(leaf)
-
         leaves = jax.tree.leaves(params)
-        if [*map(described, leaves)] != [*map(described, self._params)]:
+        if jax.eval_shape(list, leaves) != jax.eval_shape(list, self._params):
             raise ValueError("the parameters have other shapes or dtypes than those that the programs are compiled for")
         self._params = leaves
 
@@ -360,7 +326,6 @@ class Device:
         self._set(RuntimeError("there is no state"))
         try:
             with self._launch_lock:
-                self._send("renew")
                 self._set(jax.tree.flatten(jax.block_until_ready(self._new_state())))
         except Exception as error:
             self._set(error)
@@ -385,45 +350,15 @@ class Device:
         """Launches a step or a prefill. Raises OutOfMemory if XLA lacks memory for it."""
         with memory_checked(key), self._launch_lock:
             leaves, tree = self._state.result()
-            self._send("run", inputs, key=key)
-            try:
-                leaves, output = program(self._params, leaves, inputs)
-            except Exception as error:
-                if self._leader is not None:  # the other processes have launched it, and wait for this one
-                    self._leader.fail(f"{key} could not be launched: {error}")
-                raise
+            leaves, output = program(self._params, leaves, inputs)
             self._set((leaves, tree))
-            if self._leader is not None:
-                self._unchecked.append((key, output))
         return output
 
-    def check(self, output: Output) -> None:
-        """Waits until all processes of a group have the same output; they end if one differs. Checks the outputs of
-        earlier programs, too. Call it before the output is used."""
-        if self._leader is None or not any(unchecked is output for _, unchecked in self._unchecked):
-            return
-        checked = None
-        while checked is not output:
-            key, checked = self._unchecked.popleft()
-            try:
-                ours = digest(checked)
-            except Exception as error:  # the other processes may wait for this one
-                self._leader.fail(f"{key} failed: {error}")
-            self._leader.compare(ours, str(key))
+    def read(self, output: Output) -> np.ndarray:
+        """Waits for a program and copies `Output.packed` to the host."""
+        return np.asarray(output.packed)
 
-    def update(self, change: Callable[..., Resident], *arguments: np.ndarray, kind: str = "", **fields: Any) -> None:
-        """Replaces the state by ``change(state, *arguments)``. `kind`, `fields`: the message to other processes."""
+    def update(self, change: Callable[..., Resident], *arguments: np.ndarray) -> None:
+        """Replaces the state by ``change(state, *arguments)``."""
         with self._launch_lock:
-            state = self.state
-            self._send(kind, *arguments, **fields)
-            self._set(jax.tree.flatten(change(state, *arguments)))
-
-    def _send(self, kind: str, *array: np.ndarray, **fields: Any) -> None:
-        if self._leader is not None:
-            self._leader.send(kind, *array, **fields)
-
-
-def digest(output: Output) -> str:
-    """Hash of the drawn or drafted tokens of a program; waits for it."""
-    first = np.asarray(jax.tree.leaves(output)[0])
-    return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
+            self._set(jax.tree.flatten(change(self.state, *arguments)))

@@ -19,12 +19,11 @@ from collections.abc import Sequence as List
 from functools import partial
 from time import sleep
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
-from jax.sharding import Mesh
 
 from specjax import checkpoint, gpu
 from specjax.cache import PoolShape
@@ -33,11 +32,11 @@ from specjax.compiling import use_compilation_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
-from specjax.drafters.check import check_drafter, is_own
+from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.device import Device, Group, Leader, OutOfMemory, Resident, admission
+from specjax.engine.device import Device, OutOfMemory, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -64,11 +63,10 @@ class Engine:
 
     Attributes:
         verify: decides which drafts are accepted.
-        group: processes that share the model; None: only this one.
         lock: held by all changes of requests or of the device's state.
         policy: chooses whether a step drafts; None: each step drafts as its batch bucket says.
         flights: batches that are launched and not yet read.
-        changed: sequences with new tokens, or finished, since the last report.
+        changed: sequences with new tokens, or finished, that no `step` has returned.
     """
 
     def __init__(
@@ -83,14 +81,11 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         draft_model: HeadConfig | MtpConfig | Target | None = None,
-        group: Group | None = None,
     ) -> None:
         check_config(config)
-        if not is_own(drafter):
-            check_drafter(drafter, target, params)
+        check_custom(drafter, target, params)
         self.lock = FairLock()
-        self.group = group
-        self.mesh = _mesh(config, group)
+        self.mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
         if self.mesh is not None:
             check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
@@ -103,30 +98,22 @@ class Engine:
         if self.platform == "cpu":
             keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
-        tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params, self.mesh)
-        if group is not None:
-            tokens = group.agree_on_pool(target, drafter, params, config, self.context_length, tokens)
-        sizes = config, self.context_length, tokens, self.platform, drafter
+        sizes = config, self.context_length, self.fitting_tokens(), self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, ragged=target.ragged)
-        if not is_own(drafter):
-            for batch in self.buckets.batches:
-                check_drafter(drafter, target, params, batch=batch)
+        check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
-            reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
+            reuse=config.prefix_cache, policy=config.schedule_policy,
         )  # fmt: skip
         shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
         self.programs = Programs(
             target, drafter, self.buckets, params, shapes, new_pages=-(-lookahead // size), verify=verify,
-            trace=config.trace, time_phases=config.time_phases, room=room_beside(shapes, self.mesh), mesh=self.mesh,
+            trace=config.trace, room=room_beside(shapes, self.mesh), mesh=self.mesh,
         )  # fmt: skip
-        leader = cast(Leader, group) if group is not None and group.leads else None
-        if leader is not None:
-            self.programs.announce = lambda key: leader.send("compile", key=key)
-        self.device = Device(params, self._new_state, self.programs.launch_lock, leader)
+        self.device = self.new_device()
         self.flights = Flights(lambda: len(self.programs.compiled()))
         self.changed: dict[Sequence, None] = {}
         self.counters = Counters()
@@ -165,7 +152,6 @@ class Engine:
         backend: str | None = None,
         config: EngineConfig = DEFAULT_CONFIG,
         compilation_cache: bool = True,
-        group: Group | None = None,
         progress: bool = True,
     ) -> Engine:
         """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
@@ -187,7 +173,6 @@ class Engine:
                 openai: it is not read.
             backend: a `tree_attention` implementation; None or auto: by device.
             compilation_cache: keep compiled programs on disk.
-            group: processes whose devices share the model, which has joined; see `specjax.fleet.following`.
             progress: show bars on stderr while weights load and while requests wait for a compilation; one line each if
                 stderr is not a terminal.
 
@@ -199,9 +184,7 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
-        mesh = _mesh(config, group)
-        if group is not None:
-            group.agree_on_files(checkpoint.resolve(model, revision=revision, progress=progress))
+        mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
         with on_first(mesh):
             loaded = load(
                 model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
@@ -210,7 +193,7 @@ class Engine:
                 sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction,
                 mesh=several(mesh), progress=progress,
             )  # fmt: skip
-        engine = cls(**loaded._asdict(), config=config, group=group)
+        engine = cls(**loaded._asdict(), config=config)
         engine.programs.progress = progress
         return engine
 
@@ -225,8 +208,6 @@ class Engine:
         with self.lock:
             if self.scheduler.unfinished:
                 raise RuntimeError("the parameters of an engine cannot be replaced while a request runs")
-            if self.group is not None:
-                raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
             if self.mesh is not None:
                 params = place_params(self.mesh, params, self.target, self._draft_model)
             self.device.replace_params(params)
@@ -269,12 +250,12 @@ class Engine:
         """Ends a request and frees its pages at once. Returns True if it was running or waiting. `message`: why the
         server aborts it."""
         with self.lock:
-            return (sequence := self.find(id)) is not None and self.end(sequence, message)
+            return (sequence := self._by_id.get(id)) is not None and self.end(sequence, message)
 
     def end(self, sequence: Sequence, message: str | None = None) -> bool:
         """`abort` of this sequence, but not of another one with the same id."""
         with self.lock:
-            if self.find(sequence.id) is not sequence:
+            if self._by_id.get(sequence.id) is not sequence:
                 return False
             sequence.abort(message)
             self.finish(sequence)
@@ -312,20 +293,11 @@ class Engine:
             collect_all_but(self, 0)
             self.scheduler.start_over()
 
-    def find(self, id: str) -> Sequence | None:
-        """The request with this id, while it waits or runs."""
-        return self._by_id.get(id)
-
     # The loop
 
     @property
     def unfinished(self) -> bool:
         return self.scheduler.unfinished or bool(self.flights)
-
-    @property
-    def unreported(self) -> bool:
-        """True if sequences have changed that no `step` has returned, because `retract_all` read steps in flight."""
-        return bool(self.changed)
 
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
@@ -384,7 +356,7 @@ class Engine:
                 sequence.drafts = self.policy.admit(batch, sequence)
             resumed = bool(sequence.output.tokens)
             admit, packed = self.programs.admit(resumed=resumed), admission(sequence, self.vocab_size)
-            self.device.update(admit, packed, kind="admit", resumed=resumed)
+            self.device.update(admit, packed)
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.active_slot.prefilled
 
@@ -398,6 +370,16 @@ class Engine:
     def _empty(self, rows: int, pool: PoolShape) -> Resident:
         state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
         return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
+
+    def fitting_tokens(self) -> int:
+        """Number of tokens in the KV pool."""
+        return pool_tokens(
+            self.target, self.config, self.context_length, self.platform, self.drafter, self._params, self.mesh
+        )
+
+    def new_device(self) -> Device:
+        """Makes the `Device`, which begins to allocate the state."""
+        return Device(self._params, self._new_state, self.programs.launch_lock)
 
     def _new_state(self) -> Resident:
         return self._on_devices(partial(self._empty, self.config.max_running_requests, self.pool))
@@ -418,7 +400,7 @@ class Engine:
             with self._guarded():
                 collect_all_but(self, 0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
-            self.device.update(self.without_drafts, kind="flush")
+            self.device.update(self.without_drafts)
             return True
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
@@ -431,14 +413,6 @@ class Engine:
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
         """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
         return self.programs.compile_later(self.buckets.all_keys(), progress=progress)
-
-    def single_request_keys(self) -> list[Key]:
-        """Programs that one request at a time needs."""
-        return self.buckets.single_request_keys()
-
-    def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
-        """Programs that these sequences need if no others run."""
-        return self.buckets.first_keys(sequences, self.pool.page_size)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
@@ -483,8 +457,3 @@ class Engine:
             return stream_chunks(self, sequences)
         done = complete(self, sequences)
         return done[0] if single else done
-
-
-def _mesh(config: EngineConfig, group: Group | None) -> Mesh | None:
-    hosts = group is not None
-    return make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=hosts)

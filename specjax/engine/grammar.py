@@ -200,10 +200,6 @@ class Grammars:
         """True if a grammar is compiled."""
         return grammar in self._cache
 
-    def constraint(self, grammar: Grammar, reasoning: Reasoning | None = None) -> Constraint:
-        """Makes the constraint of a new sequence. Raises GrammarError."""
-        return Constraint(self, grammar, reasoning)
-
     def compiled(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError."""
         with self._lock:
@@ -297,7 +293,7 @@ class Reasoning(NamedTuple):
 
 
 class Constraint:
-    """The tokens that one sequence may emit next.
+    """The tokens that one sequence may emit next. Raises GrammarError if the grammar cannot be compiled.
 
     It consumes emitted tokens and computes a bit for each token that may come next, at all nodes of a draft tree. The
     bits depend on the tokens so far only, so the text is the same with and without drafts.

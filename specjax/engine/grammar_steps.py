@@ -14,7 +14,7 @@ the host sends. The host packs them in one int32 array:
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
 
 FIELDS = len(DraftTree._fields)
 WALK_SECONDS = 0.05  # time limit of a step for masks below the roots of its trees
-
-
-class Fields(NamedTuple):
-    """A `DraftTree` on the host: views of int32 [5, N] or [5, B, N]. Scores are bit patterns of floats."""
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    depth: np.ndarray
-    valid: np.ndarray
-    scores: np.ndarray
 
 
 class ConstrainedInput(NamedTuple):
@@ -180,14 +170,18 @@ def _drafted_trees(engine: Engine, key: Key, step: np.ndarray, roots: np.ndarray
         return roots
     output = engine.device.run(key, program, step)
     with memory_checked(key):
-        engine.device.check(output)
-        return np.array(output.packed).reshape(roots.shape)
+        return np.array(engine.device.read(output)).reshape(roots.shape)
+
+
+def host_tree(fields: np.ndarray) -> Any:
+    """A `DraftTree` of views of int32 [5, N] or [5, B, N]. Scores are bit patterns of floats."""
+    return DraftTree(*cast(Any, fields))
 
 
 def root_trees(batch: int, nodes: int) -> np.ndarray:
     """Trees with only a root, int32 [batch, 5, nodes]."""
     trees = np.zeros((batch, FIELDS, nodes), np.int32)
-    tree = Fields(*trees.transpose(1, 0, 2))
+    tree = host_tree(trees.transpose(1, 0, 2))
     tree.tokens[:], tree.parents[:] = NO_TOKEN, NO_PARENT
     tree.tokens[:, 0], tree.valid[:, 0] = 0, 1
     tree.scores[:, 1:] = np.float32(-np.inf).view(np.int32)
@@ -207,7 +201,7 @@ def constrained_input(
             continue
         if chain := forced[i][: nodes - 1]:
             trees[i] = _chain(chain, nodes)
-        tree = Fields(*trees[i])
+        tree = host_tree(trees[i])
         kept = sequence.constraint.masks(tree.tokens, tree.parents, tree.valid != 0, allowed[i], deadline)
         if not np.array_equal(kept, tree.valid != 0):
             order = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])
@@ -218,7 +212,7 @@ def constrained_input(
 def _chain(tokens: list[int], nodes: int) -> np.ndarray:
     """A tree with one path, int32 [5, nodes]."""
     fields = root_trees(1, nodes)[0]
-    tree, places = Fields(*fields), slice(1, len(tokens) + 1)
+    tree, places = host_tree(fields), slice(1, len(tokens) + 1)
     tree.tokens[places] = tokens
     tree.parents[places], tree.depth[places] = range(len(tokens)), range(1, len(tokens) + 1)
     tree.valid[places], tree.scores[places] = 1, 0
@@ -228,7 +222,7 @@ def _chain(tokens: list[int], nodes: int) -> np.ndarray:
 def _ordered(fields: np.ndarray, kept: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Reorders the nodes of a tree, int32 [5, N]: those that are kept come first, and others become invalid."""
     place, fields = np.argsort(order), fields[:, order]
-    tree, count = Fields(*fields), int(kept.sum())
+    tree, count = host_tree(fields), int(kept.sum())
     tree.parents[1:count] = place[tree.parents[1:count]]
     tree.tokens[count:], tree.parents[count:], tree.depth[count:], tree.valid[count:] = NO_TOKEN, NO_PARENT, 0, 0
     return fields

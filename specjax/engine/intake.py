@@ -201,7 +201,8 @@ class Intake:
         if sampling.grammar is None:
             return None
         try:
-            return self.grammars.constraint(sampling.grammar, self._reasoning(prompt, sampling.require_reasoning))
+            reasoning = self._reasoning(prompt, sampling.require_reasoning)
+            return Constraint(self.grammars, sampling.grammar, reasoning)
         except GrammarError as error:
             raise ParameterError("grammar", str(error)) from error
 

@@ -107,24 +107,6 @@ def _placed(
     return placed
 
 
-def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
-    """Memory of each device of a mesh between two programs, for the log."""
-    sizes = {
-        "weights": params.target,
-        "draft weights": params.draft,
-        "KV pool": state.cache,
-        "draft's state": state.draft,
-        "rows and tokens": (state.rows, state.tokens),
-    }
-    parts = [f"{sharding.local_bytes(tree) / 1e9:.3f} GB {name}" for name, tree in sizes.items()]
-    groups = sharding.group_count(mesh)
-    spread = f" in {groups} groups over which experts are spread" if groups > 1 else ""
-    return (
-        f"Tensor parallel over {mesh.size} devices{spread}, each device with {', '.join(parts)}; attention and "
-        "matrices in few bits by the usual kernels, other products and page writes by XLA's own operations"
-    )
-
-
 # Heap
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -243,7 +225,7 @@ def room_beside(state: Any, mesh: Mesh | None = None) -> int | None:
 def temporary_bytes(target: Target, features: Features, buckets: Buckets, platform: str, devices: int = 1) -> int:
     """Estimates the bytes that the largest program holds beside its arguments:
 
-        logits of the nodes     `logits_bytes`; a prompt's chunk has those of one token
+        logits of the nodes     `STEP_COPIES`; a prompt's chunk has those of one token
         all layers              keys and values, which are committed together at the end; the features
         one layer               two of its widest output, six of the residual stream; on a CPU, if that is more, the
                                 scores of attention within the chunk, twice [H, tokens, tokens] in float32
@@ -256,16 +238,12 @@ def temporary_bytes(target: Target, features: Features, buckets: Buckets, platfo
 
     def size(tokens: int, rows: int) -> int:
         scores = 8 * model.num_heads * tokens if platform == "cpu" else 0
-        return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
+        logits = int(STEP_COPIES["cpu" if platform == "cpu" else "gpu"] * rows * model.vocab_size * 4)
+        return tokens * (lasting + max(passing, scores)) + logits
 
     steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
     prefills = [(rows * width, rows) for rows, width, _ in buckets.prefill_shapes()]
     return max(*(size(nodes, nodes) for nodes in steps), *(size(*prefill) for prefill in prefills))
-
-
-def logits_bytes(nodes: int, vocab_size: int, platform: str = "gpu") -> int:
-    """Bytes of a step's arrays of [nodes, vocabulary], most of its temporaries."""
-    return int(STEP_COPIES["cpu" if platform == "cpu" else "gpu"] * nodes * vocab_size * 4)
 
 
 @lru_cache(16)

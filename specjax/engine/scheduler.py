@@ -41,7 +41,6 @@ class Scheduler:
     Args:
         lookahead: tokens that unread steps may commit, 2 (D + 1) when steps are dispatched ahead.
         reuse: use a prefix cache.
-        retract_every: see `EngineConfig.retract_every`.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Scheduler:
         lookahead: int,
         reuse: bool = True,
         policy: Policy = "fcfs",
-        retract_every: int | None = None,
     ) -> None:
         self.allocator = PageAllocator(pages)
         self.prefix = PrefixCache(self.allocator, page_size)
@@ -61,8 +59,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
-        self._reuse, self._policy, self._every = reuse, policy, retract_every
-        self._forced = 0  # step of the last retraction for `retract_every`
+        self._reuse, self._policy = reuse, policy
         self._free_slots = list(range(rows - 1, -1, -1))
         self._turn = 0
         self.retractions = 0
@@ -150,17 +147,9 @@ class Scheduler:
                 slot.own.remove(page)
             slot.stored += 1
 
-    def is_due(self, steps: int) -> bool:
-        """True if `retract_every` demands a retraction after this many steps of the engine."""
-        several = self._every is not None and len(self.active) > 1
-        return several and steps > self._forced and steps % (self._every or 1) == 0
-
-    def retract_youngest(self, steps: int = 0) -> None:
-        """Sends the youngest sequence of the lowest priority back to the head of the queue. It keeps its output.
-
-        Only when no step is in flight, because its output must have been read. `steps`: of the engine, for `is_due`.
-        """
-        self._forced = max(self._forced, steps)
+    def retract_youngest(self) -> None:
+        """Sends the youngest sequence of the lowest priority back to the head of the queue. It keeps its output, which
+        must have been read: no step may be in flight."""
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
         self._retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
@@ -272,7 +261,8 @@ def next_prefill(engine: Engine) -> Batch | None:
     """The next chunk of one or several prompts; None: there is none, or a long prefill is in flight while no request
     runs, which would delay a request that comes now."""
     kind, prompts = _prompts(engine)
-    if not prompts or (not _running(engine) and any(_is_long(engine, flight) for flight in engine.flights)):
+    sizes = [flight.batch.key.size for flight in engine.flights if not flight.batch.key.verifies]
+    if not prompts or (not _running(engine) and max(sizes, default=0) > engine.buckets.small):
         return None
     try:
         key, program = engine.programs.first_usable(_prefill_keys(engine, prompts, kind))
@@ -307,11 +297,6 @@ def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterato
 
 def _running(engine: Engine) -> int:
     return sum(sequence.status is not Status.PREFILLING for sequence in engine.scheduler.active)
-
-
-def _is_long(engine: Engine, flight: InFlight) -> bool:
-    key = flight.batch.key
-    return key.kind in ("prefill", "scoring") and key.size > engine.buckets.small
 
 
 # Steps
@@ -389,11 +374,10 @@ def _reserved(engine: Engine) -> list[Sequence]:
     """The running requests, with pages for all that they may commit; retracts some if pages run out."""
     while True:
         running = engine.scheduler.running()
-        due = engine.scheduler.is_due(engine.counters.steps)
-        if not running or (not due and engine.scheduler.reserve(running)):
+        if not running or engine.scheduler.reserve(running):
             return running
         # Read all steps before a retraction: the output must be complete, and reading may free pages.
         if engine.flights:
             collect_all_but(engine, 0)
         else:
-            engine.scheduler.retract_youngest(engine.counters.steps)
+            engine.scheduler.retract_youngest()

@@ -3,7 +3,7 @@
 replicas    data parallelism: several engines in one process
 hosts       how processes that share one model find each other, and end together: `Leader`, `Follower`
 agreement   the properties that their engines must have in common
-following   the loop of a follower: launches the leader's programs in the leader's order
+following   `SharedEngine`, whose device sends each launch to the followers; the loop of a follower
 launch      from the flags of `specjax serve` to a group of processes
 routers     the routes that routers read: `/v1/loads`, `/get_load`
 ray         Ray Serve: `SpecjaxServer`, `build_app`; `in_process` and `ingress` carry its requests

@@ -3,24 +3,121 @@
     leader      schedule -> send to the followers -> launch -> read, compare with their digests -> tokens of requests
     follower    receive  -> launch                -> read, report a digest
 
-All changes of the state go through `specjax.engine.device.Device`, which sends them to the followers first. A
-follower's engine has the same parameters and programs, and no requests. It makes no decisions, because these would
-depend on its clock.
+All changes of the state go through the engine's `Device`; the leader's is a `LeadingDevice`, which sends them to the
+followers first. A follower's engine has the same parameters and programs, and no requests. It makes no decisions,
+because these would depend on its clock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import Any, ClassVar
 
+import jax
+import numpy as np
+
+from specjax import checkpoint
+from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
-from specjax.engine.device import Output, digest
+from specjax.engine.device import Device, Output, Program, Resident
 from specjax.engine.engine import Engine
-from specjax.fleet.hosts import Follower, Message
+from specjax.fleet.agreement import engine_facts, file_facts
+from specjax.fleet.hosts import Follower, Group, Leader, Message
 
 COMPILERS = 2  # threads
+
+
+class SharedEngine(Engine):
+    """One process's engine of a model that the processes of `group` share."""
+
+    group: ClassVar[Group]
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = checkpoint.BUILT_IN_MODEL, *, revision: str | None = None, progress: bool = True, **more: Any
+    ) -> Engine:  # fmt: skip
+        """Joins the group. Ends all processes if the model files of one differ from the leader's."""
+        cls.group.join()
+        cls.group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
+        return super().from_pretrained(model, revision=revision, progress=progress, **more)
+
+    def fitting_tokens(self) -> int:
+        """Number of tokens in the smallest KV pool. Ends all processes if the engine of one differs."""
+        facts = engine_facts(self.target, self.drafter, self._params, self.config, self.context_length)
+        return self.group.agree(facts, super().fitting_tokens())
+
+    def new_device(self) -> Device:
+        if not isinstance(leader := self.group, Leader):
+            return super().new_device()
+        self.programs.announce = lambda key: leader.send("compile", key=key)
+        return LeadingDevice(leader, self)
+
+
+def shared_by(group: Group) -> type[SharedEngine]:
+    """Returns the class of this process's engine."""
+    return type("SharedEngine", (SharedEngine,), {"group": group})
+
+
+class LeadingDevice(Device):
+    """The leader's device: sends each change of the state to the followers before it is made."""
+
+    def __init__(self, leader: Leader, engine: SharedEngine) -> None:
+        self._leader, self._programs = leader, engine.programs
+        self._unread = deque[tuple[Key, Output]]()
+        super().__init__(engine.params, engine._new_state, engine.programs.launch_lock)
+
+    def run(self, key: Key, program: Program, inputs: np.ndarray) -> Output:
+        def sent(*arguments: Any) -> tuple[list[Any], Output]:
+            self._leader.send("run", inputs, key=key)
+            try:
+                return program(*arguments)
+            except Exception as error:  # the followers have launched it, and wait for this process
+                self._leader.fail(f"{key} could not be launched: {error}")
+
+        output = super().run(key, sent, inputs)
+        self._unread.append((key, output))
+        return output
+
+    def read(self, output: Output) -> np.ndarray:
+        """Ends all processes if this output or an earlier one differs on a follower."""
+        while any(other is output for _, other in self._unread):
+            key, oldest = self._unread.popleft()
+            try:
+                value = digest(oldest)
+            except Exception as error:  # the followers may wait for this process
+                self._leader.fail(f"{key} failed: {error}")
+            self._leader.compare(value, str(key))
+        return super().read(output)
+
+    def update(self, change: Callable[..., Resident], *arguments: np.ndarray) -> None:
+        def sent(state: Resident, *arguments: np.ndarray) -> Resident:
+            if arguments:
+                self._leader.send("admit", *arguments, resumed=change is not self._programs.admit(resumed=False))
+            else:
+                self._leader.send("flush")
+            return change(state, *arguments)
+
+        super().update(sent, *arguments)
+
+    def renew(self) -> None:
+        with self._launch_lock:
+            self._leader.send("renew")
+            super().renew()
+
+    def replace_params(self, params: Params) -> None:
+        raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
+
+
+def digest(output: Output) -> str:
+    """Hash of the drawn or drafted tokens of a program; waits for it."""
+    first = np.asarray(jax.tree.leaves(output)[0])
+    return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
 
 
 def follow(engine: Engine, follower: Follower) -> None:

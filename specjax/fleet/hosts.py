@@ -33,12 +33,6 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from specjax.checkpoint import ModelFiles
-from specjax.drafters.base import Drafter, Params
-from specjax.engine.config import EngineConfig
-from specjax.fleet.agreement import engine_facts, file_facts
-from specjax.models.target import Target
-
 logger = logging.getLogger(__name__)
 
 SILENCE = 20.0
@@ -177,10 +171,7 @@ class Group(ABC):
     Attributes:
         place: the place of this process.
         settings: settings that all processes must share, by name; compared when they join, before models are loaded.
-        leads: True for rank 0.
     """
-
-    leads = False
 
     def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         self.place, self.settings = place, settings
@@ -220,15 +211,9 @@ class Group(ABC):
         if not self._leaving:
             self.end(f"Node rank {rank} of {self.place.nodes} is gone: {reason}")
 
-    def agree_on_files(self, files: ModelFiles) -> None:
-        """Ends all processes if the model files of one differ from the leader's."""
-        self.agree(file_facts(files), 0)
-
-    def agree_on_pool(
-        self, target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int, tokens: int
-    ) -> int:
-        """The number of tokens of the smallest KV pool. Ends all processes if the engine of one differs."""
-        return self.agree(engine_facts(target, drafter, params, config, context_length), tokens)
+    @abstractmethod
+    def join(self) -> None:
+        """Connects to the other processes and to JAX's devices. Raises TimeoutError."""
 
     @abstractmethod
     def agree(self, facts: Mapping[str, str], number: int) -> int:
@@ -243,8 +228,6 @@ def _differences(leader: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 class Leader(Group):
     """Rank 0. Raises OSError if it cannot listen at its address."""
-
-    leads = True
 
     def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(place, settings)

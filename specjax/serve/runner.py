@@ -344,7 +344,7 @@ class Runner(threading.Thread, Service):
 
     @property
     def _has_work(self) -> bool:
-        return not self._paused and (self.engine.unfinished or self.engine.unreported)
+        return not self._paused and bool(self.engine.unfinished or self.engine.changed)
 
     def go_on(self) -> Future[None]:
         def start(_: Engine) -> None:
@@ -387,7 +387,7 @@ class Runner(threading.Thread, Service):
         try:
             self._engine = self._make_engine()
             if self._warm_up:
-                self._engine.warm_up(self._engine.single_request_keys(), strict=False)
+                self._engine.warm_up(self._engine.buckets.single_request_keys(), strict=False)
             self._allocate(self._engine)
             if self._warm_up:
                 self._helpers.append(self._engine.warm_up_in_background())

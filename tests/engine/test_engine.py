@@ -448,7 +448,7 @@ def test_one_program_a_bucket():
     assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
     assert seen == engine.programs.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
-    assert [key for key in engine.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
+    assert [key for key in engine.buckets.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
 def test_small_batch_uses_a_compiled_larger_bucket():
@@ -465,7 +465,7 @@ def test_requests_above_max_batch_are_decoded_in_parts():
     check_texts(engine, toy(), prompts, params)
     assert max(key.width for key in engine.programs.compiled() if key.kind == "step") == 2
     sequences = [engine.add([5], varied(0)) for _ in range(4)]
-    assert {key.width for key in engine.first_keys(sequences) if key.kind == "step"} <= {1, 2}
+    assert {key.width for key in engine.buckets.first_keys(sequences, 4) if key.kind == "step"} <= {1, 2}
     for max_batch, largest in ((9, 4), (None, 4), (3, 3)):
         assert EngineConfig(max_running_requests=4, max_batch=max_batch).largest_batch == largest
     with pytest.raises(ValueError, match="max_batch must be an integer of at least 1"):
@@ -511,7 +511,7 @@ def test_buckets_cover_all_batches(rows, platform):
 def test_warm_up_compiles_all_programs(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
     sequences = [engine.add([5] * 9, SamplingParams(max_new_tokens=3)) for _ in range(3)]
-    first = engine.first_keys(sequences)
+    first = engine.buckets.first_keys(sequences, engine.pool.page_size)
     assert sorted((key.kind, key.width) for key in first) == [("prefill", 8), ("prefill", 8), ("step", 2)]
     assert sorted(key.rows for key in first) == [1, 1, 2]
     for sequence in sequences:

@@ -359,7 +359,7 @@ def test_failure_of_the_smallest_program_is_not_remembered(monkeypatch):
 
 
 def test_interrupted_compilation_interrupts_no_other_thread(monkeypatch, engine):
-    key, begun, interrupt = engine.single_request_keys()[0], threading.Event(), threading.Event()
+    key, begun, interrupt = engine.buckets.single_request_keys()[0], threading.Event(), threading.Event()
     compile_ = engine.programs._compile
 
     def interrupted(key: Key) -> Any:
@@ -388,7 +388,7 @@ def test_generate_ends_only_its_own_requests():
     other = engine.add(PROMPTS[0], params, id=f"request-{number + 2}")
     with pytest.raises(ValueError, match="is running"):
         engine.generate(PROMPTS[1], PARAMS)  # draws the number of the id above
-    assert engine.find(other.id) is other
+    assert engine._by_id[other.id] is other
     assert not engine.end(engine.intake.sequence(PROMPTS[2], PARAMS, id=other.id))
     check_plain(toy(), PROMPTS[0], params, drain(engine)[other.id])
     check_idle(engine)

@@ -17,8 +17,8 @@ from engine_helpers import END, VOCABULARY, idle_sequence, tokenizer
 from grammar_helpers import GRAMMARS, OBJECT, follows, mask, matcher
 
 from specjax.engine import grammar as module
-from specjax.engine.grammar import ALL, MAX_SOURCE, Grammar, GrammarError, Grammars, Reasoning
-from specjax.engine.grammar_steps import Fields, constrained_input, root_trees
+from specjax.engine.grammar import ALL, MAX_SOURCE, Constraint, Grammar, GrammarError, Grammars, Reasoning
+from specjax.engine.grammar_steps import constrained_input, host_tree, root_trees
 
 WORDS = -(-VOCABULARY // 32)
 START, STOP = 100, 101  # any two tokens, as the marks of reasoning
@@ -78,7 +78,7 @@ def test_bad_grammar_is_refused_quickly(name):
     cache.prepare()
     started = time.thread_time()  # other processes do not count
     with pytest.raises(GrammarError, match=message):
-        cache.constraint(Grammar(kind, source))
+        Constraint(cache, Grammar(kind, source))
     assert time.thread_time() - started < 10
     assert not cache.holds(Grammar(kind, source))
 
@@ -126,7 +126,7 @@ def test_texts_of_ebnf(source, texts, others):
 ])  # fmt: skip
 def test_ebnf_errors(source, reason):
     with pytest.raises(GrammarError, match=f"is refused: .*{reason}"):
-        grammars().constraint(Grammar("ebnf", source))
+        Constraint(grammars(), Grammar("ebnf", source))
 
 
 PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + i % 26)}.{{10}}"} for i in range(40)]
@@ -148,7 +148,7 @@ SLOW = {
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_grammar_is_refused(name):
     with pytest.raises(GrammarError, match=r"to compile: (give fewer patterns|.* or fewer rules)"):
-        grammars().constraint(SLOW[name])
+        Constraint(grammars(), SLOW[name])
 
 
 @pytest.mark.parametrize("processes", [True, False])
@@ -157,7 +157,7 @@ def test_long_grammar_is_compiled(processes, monkeypatch):
     if not processes:
         monkeypatch.setattr(subprocess, "run", Mock(side_effect=OSError("no processes left")))
     cache, enum = grammars(), Grammar.json({"enum": [f"value {i}" for i in range(1000)]})
-    cache.constraint(enum)
+    Constraint(cache, enum)
     assert cache.holds(enum)
 
 
@@ -187,7 +187,7 @@ def test_unsupported_tokenizers():
         (tokenizer(), 100, "vocab size too small"),
     ):
         with pytest.raises(GrammarError, match=message):
-            Grammars(tokens, size, (END,)).constraint(OBJECT)
+            Constraint(Grammars(tokens, size, (END,)), OBJECT)
 
 
 def test_cache_of_compiled_grammars(monkeypatch):
@@ -197,13 +197,13 @@ def test_cache_of_compiled_grammars(monkeypatch):
     regexes = [Grammar("regex", f"a{{{i + 1}}}") for i in range(5)]
     monkeypatch.setattr(module, "MAX_COMPILED", 3)
     for grammar in (*regexes, regexes[2]):
-        cache.constraint(grammar)
+        Constraint(cache, grammar)
     assert compiled == regexes
     assert [cache.holds(grammar) for grammar in regexes] == [False, False, True, True, True]
-    cache.constraint(regexes[0])
+    Constraint(cache, regexes[0])
     assert [cache.holds(grammar) for grammar in regexes] == [True, False, True, False, True], "most recently used"
     monkeypatch.setattr(module, "MAX_COMPILED_SOURCE", 2 * len(regexes[0].source))
-    cache.constraint(regexes[1])
+    Constraint(cache, regexes[1])
     assert [cache.holds(grammar) for grammar in regexes] == [True, True, False, False, False]
 
 
@@ -212,7 +212,7 @@ def test_threads_share_compiled_grammars():
 
     def work(seed: int) -> None:
         for i in range(20):
-            constraint = cache.constraint(Grammar("regex", f"a{{{(i + seed) % 7 + 1}}}"))
+            constraint = Constraint(cache, Grammar("regex", f"a{{{(i + seed) % 7 + 1}}}"))
             assert as_bools(constraint.mask())[ids("a")[0]]
 
     with ThreadPoolExecutor(4) as threads:
@@ -224,7 +224,7 @@ def test_masks_along_a_text(name):
     """They equal the library's, with lookups of forced tokens and trees in between."""
     rng = np.random.default_rng(0)
     for _ in range(5):
-        constraint, other = grammars().constraint(GRAMMARS[name]), matcher(GRAMMARS[name])
+        constraint, other = Constraint(grammars(), GRAMMARS[name]), matcher(GRAMMARS[name])
         for _ in range(40):
             expected = mask(other)
             if rng.random() < 0.5:
@@ -273,7 +273,7 @@ def test_masks_of_a_tree(name):
     kept_nodes = dropped = 0
     for trial in range(8):
         start: list[int] = []
-        constraint = grammars().constraint(grammar)
+        constraint = Constraint(grammars(), grammar)
         for _ in range(trial):
             choices = [t for t in np.flatnonzero(mask_after(grammar, start)) if t != END]
             if not choices:
@@ -298,7 +298,7 @@ def test_masks_of_a_tree(name):
 
 
 def test_walk_ends_at_its_deadline():
-    constraint, tokens = grammars().constraint(Grammar("regex", "[ab]+")), np.array([0, *ids("ababa")])
+    constraint, tokens = Constraint(grammars(), Grammar("regex", "[ab]+")), np.array([0, *ids("ababa")])
     tree = tokens, np.arange(-1, 5), np.ones(6, bool)
     for deadline, expected in ((time.perf_counter() + 60, 6), (time.perf_counter() - 1, 1)):
         out = np.full((6, WORDS), ALL, np.uint32)
@@ -310,14 +310,14 @@ def test_excluded_nodes_leave_the_tree():
     """Nodes after an excluded one move up. Forced tokens are a chain."""
     a, b, c, x = (ids(letter)[0] for letter in "abcx")
     trees = root_trees(2, 5)
-    tree = Fields(*trees[0])
+    tree = host_tree(trees[0])
     tree.tokens[:], tree.parents[:], tree.depth[:] = (9, x, a, b, c), (-1, 0, 0, 2, 2), (0, 1, 1, 2, 2)
     tree.valid[:] = 1
     trees[1] = trees[0]
-    sequences = [idle_sequence(constraint=grammars().constraint(Grammar("regex", "a[bc]"))), idle_sequence()]
+    sequences = [idle_sequence(constraint=Constraint(grammars(), Grammar("regex", "a[bc]"))), idle_sequence()]
     step = np.zeros((2, 3), np.int32)
     packed = constrained_input(step, sequences, trees.copy(), [[], []], VOCABULARY)
-    fields = Fields(*packed[0, 3:28].reshape(5, 5))
+    fields = host_tree(packed[0, 3:28].reshape(5, 5))
     assert fields.tokens.tolist() == [9, a, b, c, -1] and fields.parents.tolist() == [-1, 0, 1, 1, -1]
     assert fields.depth.tolist() == [0, 1, 2, 2, 0] and fields.valid.tolist() == [1, 1, 1, 1, 0]
     bits = as_bools(np.ascontiguousarray(packed[0, 28:]).reshape(5, WORDS))
@@ -325,16 +325,16 @@ def test_excluded_nodes_leave_the_tree():
     np.testing.assert_array_equal(packed[1, 3:28].reshape(5, 5), trees[1])
     assert (packed[1, 28:] == -1).all()
 
-    sequences = [idle_sequence(constraint=grammars().constraint(Grammar("regex", "bcdef|bcdeg")))]
+    sequences = [idle_sequence(constraint=Constraint(grammars(), Grammar("regex", "bcdef|bcdeg")))]
     forced = ids("bcde")
     packed = constrained_input(np.zeros((1, 2), np.int32), sequences, root_trees(1, 4), [forced], VOCABULARY)
-    fields = Fields(*packed[0, 2:22].reshape(5, 4))
+    fields = host_tree(packed[0, 2:22].reshape(5, 4))
     assert fields.tokens[1:].tolist() == forced[:3] and fields.parents.tolist() == [-1, 0, 1, 2]
     assert fields.depth.tolist() == [0, 1, 2, 3] and fields.valid.tolist() == [1, 1, 1, 1]
 
 
 def test_forced_tokens():
-    constraint = grammars().constraint(Grammar("regex", "[ab]hello"))
+    constraint = Constraint(grammars(), Grammar("regex", "[ab]hello"))
     assert constraint.forced(9) == []
     constraint.consume(ids("a"))
     assert constraint.forced(9) == [*ids("hello"), END] and constraint.forced(1) == ids("hello")[:1]
@@ -346,8 +346,8 @@ def test_forced_tokens():
 def test_grammar_begins_after_reasoning():
     grammar, (a, b) = Grammar("regex", "ab"), (ids(letter)[0] for letter in "ab")
     everything = set(range(VOCABULARY))
-    open_block = grammars().constraint(grammar, Reasoning(START, STOP, begun=True))
-    may_open = grammars().constraint(grammar, Reasoning(START, STOP, begun=False))
+    open_block = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=True))
+    may_open = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=False))
 
     def allowed(constraint: Any) -> set[int]:
         return set(np.flatnonzero(as_bools(constraint.mask())).tolist())
@@ -365,7 +365,7 @@ def test_grammar_begins_after_reasoning():
         assert as_bools(out[4]).nonzero()[0].tolist() == [END]
         constraint.consume([STOP])
         assert allowed(constraint) == {a} and constraint.forced(9) == [a, b, END]
-    at_once = grammars().constraint(grammar, Reasoning(START, STOP, begun=False))
+    at_once = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=False))
     at_once.consume([a])
     assert allowed(at_once) == {b}
 
@@ -377,7 +377,7 @@ def test_lexer_is_replaced_at_its_limit(monkeypatch):
     grammar = Grammar.json({"type": "string", "maxLength": 120})
 
     def write(text: str) -> str | None:
-        constraint = shared.constraint(grammar)
+        constraint = Constraint(shared, grammar)
         for token in ids(json.dumps(text)):
             assert constraint.mask()[token // 32] >> (token % 32) & 1 or constraint.failure
             if constraint.failure is not None:
@@ -393,7 +393,7 @@ def test_lexer_is_replaced_at_its_limit(monkeypatch):
 
 def test_text_that_exceeds_the_lexer_limit(monkeypatch):
     monkeypatch.setattr(module, "LEXER_STATES", 60)
-    constraint = grammars().constraint(Grammar.json({"type": "string", "maxLength": 2000}))
+    constraint = Constraint(grammars(), Grammar.json({"type": "string", "maxLength": 2000}))
     for token in ids(json.dumps("abcdefgh" * 200)):
         if constraint.problem() is not None:
             break

@@ -125,6 +125,7 @@ def make_engine(
     warm=True,
     draft: Any = None,
     verify: Verifier = verify_tree,
+    retract_every: int | None = None,
     **config: Any,
 ) -> Engine:
     """Four rows, small pages, several chunks a prompt. `draft` are the drafter's parameters; `config` is
@@ -134,9 +135,26 @@ def make_engine(
     settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
     engine = Engine(model.target, params, tokenizer(), drafter, verify=verify, config=options, eos_ids=tuple(eos))
+    if retract_every is not None:
+        _retract(engine, retract_every)
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
         engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
     return engine
+
+
+def _retract(engine: Engine, every: int) -> None:
+    """Retracts the youngest request after each `every`-th step, as if pages had run out."""
+    reserve, last = engine.scheduler.reserve, 0
+
+    def reserve_or_retract(sequences: Any) -> bool:
+        nonlocal last
+        steps = engine.counters.steps
+        if len(engine.scheduler.active) < 2 or steps <= last or steps % every:
+            return reserve(sequences)
+        last = last if engine.flights else steps  # steps in flight are read before the retraction
+        return False
+
+    engine.scheduler.reserve = reserve_or_retract
 
 
 def warm_grammars(engine: Engine) -> Engine:

@@ -30,7 +30,6 @@ from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
 from specjax.engine.memory import place_params
-from specjax.fleet.hosts import Group
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params, with_token_map
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
@@ -159,11 +158,10 @@ def run(engine: Engine) -> dict[str, Any]:
     }
 
 
-def in_memory(case: str, count: int, group: Group | None = None) -> Engine:
+def in_memory(case: str, count: int, kind: type[Engine] = Engine) -> Engine:
     drafter, draft, description = CASES[case]()
-    params = Params(weights, draft)
-    more: dict[str, Any] = {"draft_model": description, "group": group}
-    return Engine(target, params, tokenizer(), drafter, config=settings(count), **more)
+    params, config = Params(weights, draft), settings(count)
+    return kind(target, params, tokenizer(), drafter, config=config, draft_model=description)
 
 
 def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Engine:

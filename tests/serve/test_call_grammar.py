@@ -14,7 +14,7 @@ from engine_helpers import tokenizer as plain_tokenizer
 from grammar_helpers import follows
 from tool_helpers import WEATHER, tool_tokenizer
 
-from specjax.engine.grammar import WORD, Grammar, GrammarError, Grammars
+from specjax.engine.grammar import WORD, Constraint, Grammar, GrammarError, Grammars
 from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.forms import answer_form
@@ -53,7 +53,7 @@ def written(source: str, draw: random.Random, *, tokenizer: Any = None, most: in
     """A random text of a grammar; None: it had no end. It ends a string or an object half of the times it can."""
     known = grammars() if tokenizer is None else Grammars(tokenizer, len(tokenizer), (END,))
     tokenizer = tokenizer or tool_tokenizer()
-    constraint = known.constraint(Grammar("lark", source))
+    constraint = Constraint(known, Grammar("lark", source))
     soon = [END, *(token for text in ('"', "}", "]") for token in [tokenizer.convert_tokens_to_ids(text)])]
     found: list[int] = []
     while len(found) < most:
@@ -97,11 +97,11 @@ def test_texts_that_must_be_calls_are_read_as_calls(parser):
 def test_calls_beside_text_follow_their_schemas(parser):
     """Text that is not a call is free, but a marker begins a call."""
     source = call_grammar(parser, TOOLS[:1], tokens_of(parser), text=True)
-    constraint = grammars().constraint(Grammar("lark", source))
+    constraint = Constraint(grammars(), Grammar("lark", source))
     tokenizer = tool_tokenizer()
 
     def allows(text: str) -> bool:
-        fresh = grammars().constraint(Grammar("lark", source))
+        fresh = Constraint(grammars(), Grammar("lark", source))
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
             mask = fresh.mask()
             if not mask[token // WORD] >> (token % WORD) & 1:
@@ -176,7 +176,7 @@ def test_what_the_library_does_not_know_of_functions_that_are_not_strict():
     schema = {"type": "object", "properties": {"days": days}, "required": ["days"]}
     tool = {"type": "function", "function": {"name": "plan", "parameters": schema}}
     with pytest.raises(GrammarError, match="uniqueItems"):
-        grammars().constraint(Grammar("lark", call_grammar(Hermes, [tool], {}, strict=["plan"])))
+        Constraint(grammars(), Grammar("lark", call_grammar(Hermes, [tool], {}, strict=["plan"])))
     source = call_grammar(Hermes, [tool], {}, strict=[])
     texts = [text for seed in range(9) if (text := written(source, random.Random(seed), tokenizer=plain_tokenizer()))]
     calls = [call for text in texts for call in message(Hermes, text)["tool_calls"]]

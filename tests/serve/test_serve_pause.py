@@ -80,8 +80,8 @@ def test_a_request_whose_last_step_a_retraction_reads():
     while len(sequence.output.tokens) < 2:  # the step that draws the last token is dispatched ahead
         engine.step()
     engine.retract_all()
-    assert sequence.output.finish_reason is not None and not engine.unfinished and engine.unreported
-    assert sequence in engine.step() and not engine.unreported
+    assert sequence.output.finish_reason is not None and not engine.unfinished and engine.changed
+    assert sequence in engine.step() and not engine.changed
 
 
 def test_a_pause_of_a_server_that_drains_can_end():

@@ -43,8 +43,8 @@ def test_transformers_and_custom_methods():
     lookup = parse_method("transformers:prompt-lookup=4,dtype=bfloat16").transformers
     assert lookup == Transformers(4, None, "bfloat16")
     assert parse_method("transformers:assisted=m").transformers == Transformers(assisted="m")
-    for text in ("drafter=a.b:c", "a.b:c"):
-        assert (parse_method(text).drafter, parse_method(text).name) == ("a.b:c", "a.b:c")
+    own = parse_method("a.b:c,adaptive=on")
+    assert (own.drafter, own.adaptive, own.name) == ("a.b:c", True, "a.b:c adaptive")
     custom = parse_method("EAGLE3:adaptive=on,verifier=x:y")
     assert (custom.verifier, custom.adaptive, custom.name) == ("x:y", True, "EAGLE3 adaptive verifier x:y")
 
@@ -81,7 +81,7 @@ def test_unavailable_methods(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         check_available([parse_method(f"EAGLE3:path={tmp_path}/nowhere")])
     with pytest.raises(ValueError, match="cannot import no_such_module"):
-        check_available([parse_method("drafter=no_such_module:make")])
+        check_available([parse_method("no_such_module:make")])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="torch is not installed"):
         check_available([parse_method("transformers")])

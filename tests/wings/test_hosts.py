@@ -30,6 +30,7 @@ from specjax.checkpoint.weights import read_folder
 from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.fleet.agreement import file_facts
+from specjax.fleet.following import shared_by
 from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
 from specjax.fleet.launch import make_group
 from specjax.settings import Parser, add_flags, parse
@@ -395,14 +396,15 @@ def test_files_are_compared_before_weights_are_read(folder, monkeypatch):
         pass
 
     class Alone(Group):
+        def join(self) -> None:
+            pass
+
         def agree(self, facts: Mapping[str, str], number: int) -> int:
             raise Compared(*facts)
 
     monkeypatch.setattr("specjax.engine.engine.load", None)
     with pytest.raises(Compared, match="files of the weights"):
-        Engine.from_pretrained(
-            folder, group=Alone(Place(Address("", 1), 1, 0)), compilation_cache=False, progress=False
-        )
+        shared_by(Alone(Place(Address("", 1), 1, 0))).from_pretrained(folder, compilation_cache=False, progress=False)
 
 
 def test_facts_of_files(tmp_path):
