@@ -98,9 +98,12 @@ def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -
     """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
+    single = split * settings.server.data_parallel_size == 1
+    if timed := settings.server.log_level == "debug" and single:
+        logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
     build.check_devices(settings)
-    config = {"trace": settings.server.trace_trees, "first_device": rank * split}
+    config = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
     engine = build.make_engine(settings, kind=kind, **config)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens

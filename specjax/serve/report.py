@@ -13,6 +13,7 @@ from specjax_kernels import Quantised
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import doubt, drafting_summary
+from specjax.engine.programs import PhaseTimes
 from specjax.thresholds import AcceptAbove
 
 logger = logging.getLogger("specjax.serve")
@@ -30,6 +31,7 @@ class Report:
         self._doubted = False
         self._idle = True
         self.throughput = 0.0  # tokens a second in the last line about decoding
+        self._phases = PhaseTimes()
 
     def after_step(self) -> None:
         engine, now = self._engine, replace(self._engine.counters)
@@ -72,6 +74,12 @@ class Report:
             self.throughput = rate
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
+            if (times := engine.programs.phase_times) is not None:
+                parts = ", ".join(
+                    f"{phase}: {duration:.2f} ms" for phase, duration in times.since(self._phases).items()
+                )
+                logger.debug("Decode step. %s", parts)
+                self._phases = replace(times)
             self._decoded, self._since = now, time.perf_counter()
 
 

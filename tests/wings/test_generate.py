@@ -418,6 +418,7 @@ def test_config_file(run, tmp_path):
     [
         (("--dp", 0), "--data-parallel-size must be at least 1, got 0"),
         (("--dp-size", 30), "--data-parallel-size 30 needs 30 devices, and JAX has "),
+        (("--dp", 2, "--time-phases"), "--time-phases is for one engine, without --data-parallel-size 2"),
     ],
 )
 def test_wrong_replicas(run, tmp_path, flags, message):
