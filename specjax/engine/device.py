@@ -314,7 +314,7 @@ class Device:
         new_state: allocates an empty state. Called at once in a thread: zeroing the pool takes seconds on a CPU, during
             which programs compile for its shapes.
         launch_lock: held during a launch.
-        leader: sends each change of the state to the other processes before it is made (`specjax.fleet.following`);
+        leader: sends each change of the state to the other processes before it is made (`specjax.fleet.launch`);
             None: this process does not lead a group.
     """
 

@@ -187,7 +187,7 @@ class Engine:
                 openai: it is not read.
             backend: a `tree_attention` implementation; None or auto: by device.
             compilation_cache: keep compiled programs on disk.
-            group: processes whose devices share the model, which has joined; see `specjax.fleet.following`.
+            group: processes whose devices share the model, which has joined; see `specjax.fleet.launch`.
             progress: show bars on stderr while weights load and while requests wait for a compilation; one line each if
                 stderr is not a terminal.
 

@@ -1,6 +1,6 @@
-"""Processes, on one or several hosts, that share one model: how they find each other, and end together.
+"""Processes, on one or several hosts, that share one model: how they connect, compare their engines, and end together.
 
-Rank 0 leads: it alone serves requests, and sends the others the programs to launch (`specjax.fleet.following`). JAX
+Rank 0 leads: it alone serves requests, and sends the others the programs to launch (`specjax.fleet.launch`). JAX
 connects the devices (`jax.distributed`, at HOST:PORT). Messages go over a separate TCP connection to each follower (at
 HOST:PORT + 1): a program with collectives cannot be interrupted, so a process that waits in one needs another way to
 detect that a peer has died. A frame is two big-endian lengths, a JSON object and the bytes of an array; no frame can
@@ -13,6 +13,8 @@ without the peer, and JAX's own heartbeat takes minutes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -26,17 +28,20 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+import specjax_kernels
 
+import specjax
 from specjax.checkpoint import ModelFiles
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.config import EngineConfig
-from specjax.fleet.agreement import engine_facts, file_facts
 from specjax.models.target import Target
 
 logger = logging.getLogger(__name__)
@@ -420,3 +425,68 @@ class Follower(Group):
     def agree(self, facts: Mapping[str, str], number: int) -> int:
         self._connections[0].send("agree", facts=dict(facts), number=number)
         return int(self.receive().fields["number"])
+
+
+PER_PROCESS = ("mem_fraction", "max_total_tokens", "random_seed")
+"""Fields of `EngineConfig` that may differ. The processes agree on the size of the pool."""
+
+SAMPLE = 4096  # maximum number of compared bytes of a tensor
+
+
+def engine_facts(
+    target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
+) -> dict[str, str]:  # fmt: skip
+    """Maps names of properties, for errors, to their values."""
+    source = hash_of(source_files())[:16]
+    facts = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
+    facts["version of jax"] = jax.__version__
+    facts["model"] = repr(target.config)
+    facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
+    facts["context length"] = str(context_length)
+    facts |= {f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in PER_PROCESS}
+    leaves, tree = jax.tree.flatten(params)
+    shapes = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves]
+    facts["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
+    return facts | {"weights": f"digest {_digest(_weights(params))}"}
+
+
+def source_files() -> list[Path]:
+    """Source files of both packages."""
+    folders = [Path(package.__file__ or "").parent for package in (specjax, specjax_kernels)]
+    return sorted(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """Digest of the content of files."""
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
+
+
+def file_facts(files: ModelFiles) -> dict[str, str]:
+    """A digest of a model's files before they are read: the first bytes of each tensor, which further training changes.
+    Parts of split weights that two processes have read do not overlap, so they cannot be compared afterwards."""
+    with contextlib.ExitStack() as stack:
+        opened = {file: stack.enter_context(file.open("rb", buffering=0)) for file in files.weights}
+
+        def parts() -> Iterator[str | bytes]:
+            for name, entry in sorted(files.headers.items()):
+                yield f"{name} {entry.dtype} {entry.shape}"
+                yield os.pread(opened[entry.file].fileno(), min(entry.size, SAMPLE), entry.start)
+
+        return {"files of the weights": f"digest {_digest(parts())} of {len(files.headers)} tensors"}
+
+
+def _weights(params: Params) -> Iterator[bytes]:
+    """Leaves that each device holds in full, such as norms, which differ between two models of one shape."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+            yield np.asarray(leaf).tobytes()
+
+
+def _digest(parts: Iterable[str | bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else part.encode())
+    return digest.hexdigest()

@@ -1,18 +1,31 @@
-"""The group of processes of `specjax serve` that share one model: made from flags, and the command of a follower."""
+"""The processes of `specjax serve` that share one model: their group, from flags, and the loop of a follower.
+
+    leader      schedule -> send to the followers -> launch -> read, compare with their digests -> tokens of requests
+    follower    receive  -> launch                -> read, report a digest
+
+All changes of the state go through `specjax.engine.device.Device`, which sends them to the followers first. A
+follower's engine has the same parameters and programs, and no requests. It makes no decisions, because these would
+depend on its clock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from queue import SimpleQueue
 from typing import Any
 
 from specjax.cli.flags import Settings
 from specjax.engine import Engine
-from specjax.fleet.following import follow
-from specjax.fleet.hosts import Address, Follower, Leader, Place
+from specjax.engine.buckets import Key
+from specjax.engine.device import Output, digest
+from specjax.fleet.hosts import Address, Follower, Leader, Message, Place
 from specjax.settings import dashed, place_of
 
 logger = logging.getLogger("specjax.serve")
@@ -23,7 +36,7 @@ PER_PROCESS = {
     "speculative_draft_model_revision", "speculative_token_map",
 }  # fmt: skip
 """Settings that may differ between the processes of a group. The contents of files are compared when they are read
-(`specjax.fleet.agreement`)."""
+(`specjax.fleet.hosts`)."""
 
 
 def make_group(chosen: Settings) -> Leader | Follower | None:
@@ -102,3 +115,57 @@ def run_follower(group: Follower, load: Callable[[], Engine]) -> int:
     except Exception as error:
         group.end(f"Node rank {group.place.rank} could not start: {error}")
     return 1
+
+
+COMPILERS = 2  # threads
+
+
+def follow(engine: Engine, follower: Follower) -> None:
+    """Runs the leader's messages until the leader ends this process. An error ends all processes."""
+    outputs = SimpleQueue[tuple[Key, Output]]()
+    threading.Thread(target=_report, args=(follower, outputs), name="specjax-digests", daemon=True).start()
+    compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="specjax-compile")
+    exclusive = engine.platform != "cpu"
+    while True:
+        message = follower.receive()
+        try:
+            if message.kind == "compile":
+                compiling = compilers.submit(_compile, engine, Key(*message.fields["key"]))
+                if exclusive:  # as in the leader, no program is launched during compilation
+                    compiling.result()
+            else:
+                _launch(engine, message, outputs)
+        except Exception as error:
+            follower.fail(f"Node rank {follower.place.rank} could not follow ({message.kind}): {error}")
+
+
+def _compile(engine: Engine, key: Key) -> None:
+    with contextlib.suppress(Exception):  # logged; it may never be launched
+        engine.programs.get(key)
+
+
+def _launch(engine: Engine, message: Message, outputs: SimpleQueue[tuple[Key, Output]]) -> None:
+    kind, fields, array = message
+    if kind == "run":
+        assert array is not None
+        key = Key(*fields["key"])
+        outputs.put((key, engine.device.run(key, engine.programs.get(key), array)))
+    elif kind == "admit":
+        assert array is not None
+        engine.device.update(engine.programs.admit(resumed=fields["resumed"]), array)
+    elif kind == "flush":
+        engine.device.update(engine.without_drafts)
+    elif kind == "renew":
+        engine.device.renew()
+    else:
+        raise ValueError(f"{kind!r:.100} is not a message of a leader's engine")
+
+
+def _report(follower: Follower, outputs: SimpleQueue[tuple[Key, Output]]) -> None:
+    while True:
+        key, output = outputs.get()
+        try:
+            value = digest(output)
+        except Exception as error:
+            follower.fail(f"{key} failed on node rank {follower.place.rank}: {error}")
+        follower.report(value)

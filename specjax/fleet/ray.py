@@ -29,8 +29,7 @@ from typing import Any, get_args
 from specjax.cli.flags import Settings
 from specjax.cli.serve import load, make_app
 from specjax.engine import EngineConfig
-from specjax.fleet.in_process import Answer, call
-from specjax.fleet.ingress import Ingress
+from specjax.fleet.ray_ingress import Answer, Ingress, call
 from specjax.serve.errors import Pause, State
 from specjax.serve.runner import Runner
 from specjax.settings import from_mapping

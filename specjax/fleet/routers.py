@@ -7,10 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from specjax.serve.answers import fingerprint
 from specjax.serve.app import Extension, Generation
 from specjax.serve.control import get
 from specjax.serve.metrics import read
+from specjax.serve.openai_answers import fingerprint
 from specjax.serve.runner import Runner, Service
 
 

@@ -28,7 +28,6 @@ from specjax.checkpoint.prompts import begins_thinking
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import NO_SCORES, Sequence
-from specjax.serve.answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.control import add_control_routes, get
 from specjax.serve.delivery import Deadline, Listener
 from specjax.serve.errors import (
@@ -42,16 +41,15 @@ from specjax.serve.errors import (
     unavailable,
 )
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, BodyRoute
-from specjax.serve.forms import AnswerForm, answer_form
-from specjax.serve.generate_answer import GenerateAnswer
-from specjax.serve.generate_request import GenerateRequest
+from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import IN_DRAIN, INTERNAL, OPEN, Gate, check_state
-from specjax.serve.protocol import ChatRequest, CompletionRequest, TaskBody, check_model
+from specjax.serve.openai_answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
+from specjax.serve.output_format import INVALID
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
-from specjax.serve.structured import INVALID
-from specjax.serve.task import Rules, Task
-from specjax.serve.tokenising import Tokenising, work
+from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest
+from specjax.serve.tokenising import Rules, Task, Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
 

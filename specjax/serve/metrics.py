@@ -1,14 +1,17 @@
-"""Metrics for Prometheus at `/metrics`: our own names, and SGLang's and vLLM's names for metrics of equal meaning.
+"""Metrics for Prometheus at `/metrics`, and log lines about steps in SGLang's form.
 
-Totals and gauges are read from the engine on request. The engine's thread records latencies after each step.
+Metrics have our own names, and SGLang's and vLLM's names if the meaning is equal. Totals and gauges are read from the
+engine on request. The engine's thread records latencies after each step.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +25,8 @@ from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
+from specjax.engine.draft_policy import doubt, drafting_summary
+from specjax.engine.programs import PhaseTimes
 from specjax.engine.sequence import Sequence, Status
 
 OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
@@ -271,3 +276,70 @@ def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
     registry.register(_Everything(replicas))
     encode, kind = choose_encoder(accept)
     return encode(registry), kind
+
+
+logger = logging.getLogger("specjax.serve")
+
+
+class Report:
+    """Writes log lines about an engine after its steps. Never accesses the device."""
+
+    def __init__(self, engine: Engine, *, interval: int) -> None:
+        self._engine, self._interval = engine, interval
+        self._last = replace(engine.counters)  # after the last step
+        self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
+        self._retracted = 0
+        self._explained = False  # True after the line about why steps did not draft
+        self._doubted = False
+        self._idle = True
+        self.throughput = 0.0  # tokens a second in the last line about decoding
+        self._phases = PhaseTimes()
+
+    def after_step(self) -> None:
+        engine, now = self._engine, replace(self._engine.counters)
+        new = now.prefilled_tokens - self._last.prefilled_tokens
+        retracted = engine.scheduler.retractions - self._retracted
+        if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
+            self._write(now, new, retracted)
+        if not self._doubted and (problem := doubt(engine.drafter, now.own_steps, now.own_accepted)):
+            self._doubted = True
+            logger.warning("%s", problem)
+        self._last, self._idle = now, not engine.unfinished
+
+    def _write(self, now: Counters, new: int, retracted: int) -> None:
+        engine = self._engine
+        tokens = sum(max(slot.committed, slot.prefilled) for s in engine.scheduler.active if (slot := s.slot))
+        usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
+        running = f"#running-req: {len(engine.scheduler.running())}"
+        queue = f"#queue-req: {len(engine.scheduler.waiting)}"
+        if new > 0:
+            sequences = now.prefilled_sequences - self._last.prefilled_sequences
+            cached = now.cached_tokens - self._last.cached_tokens
+            counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
+            logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
+            if self._idle:  # exclude time without work
+                self._decoded, self._since = now, time.perf_counter()
+        if retracted:
+            self._retracted += retracted
+            problem = f"KV cache pool is full. Retract requests. #retracted_reqs: {retracted}"
+            logger.warning("%s, %s, %s", problem, running, queue)
+        before = self._decoded
+        if now.steps - before.steps >= self._interval:
+            steps = now.verifications - before.verifications
+            drafted = now.drafted_steps - before.drafted_steps
+            why = drafting_summary(engine.drafter, engine.buckets, steps, drafted)["not_drafted"]
+            if why and not self._explained:
+                self._explained = True
+                logger.info("%d of %d steps drafted: %s", drafted, steps, why)
+            length = (now.verified - before.verified) / steps if steps else 1.0
+            rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
+            self.throughput = rate
+            speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
+            logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
+            if (times := engine.programs.phase_times) is not None:
+                parts = ", ".join(
+                    f"{phase}: {duration:.2f} ms" for phase, duration in times.since(self._phases).items()
+                )
+                logger.debug("Decode step. %s", parts)
+                self._phases = replace(times)
+            self._decoded, self._since = now, time.perf_counter()

@@ -37,9 +37,8 @@ from specjax.serve.errors import (
     bad_request,
     unavailable,
 )
-from specjax.serve.metrics import Traffic
+from specjax.serve.metrics import Report, Traffic
 from specjax.serve.profiling import Profiler
-from specjax.serve.report import Report
 from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")

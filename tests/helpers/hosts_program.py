@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from specjax.engine import Engine
-from specjax.fleet import following
+from specjax.fleet import launch
 from specjax.fleet.hosts import Address, Follower, Leader, Message, Place
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -71,7 +71,7 @@ for case in cases:
         if mode == "diverges":
             shortened(engine)
         try:
-            following.follow(engine, group)
+            launch.follow(engine, group)
         except NextEngine:
             continue
 while engine is not None:

@@ -29,8 +29,7 @@ from tiny_checkpoints import save_llama
 from specjax.checkpoint.weights import read_folder
 from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.fleet.agreement import file_facts
-from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
+from specjax.fleet.hosts import Address, Follower, Group, Leader, Place, file_facts
 from specjax.fleet.launch import make_group
 from specjax.settings import Parser, add_flags, parse
 

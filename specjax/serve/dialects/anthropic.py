@@ -21,11 +21,9 @@ from starlette.responses import Response
 from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
-from specjax.serve import structured
-from specjax.serve.answers import Answer
 from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
 from specjax.serve.calls import strict_json
-from specjax.serve.dialects.parts import (
+from specjax.serve.dialects.answer_items import (
     Begin,
     Change,
     End,
@@ -51,9 +49,10 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.forms import AnswerForm
-from specjax.serve.messages import MAX_MESSAGES
-from specjax.serve.protocol import (
+from specjax.serve.message_format import AnswerForm, Reply
+from specjax.serve.openai_answers import Answer
+from specjax.serve.openai_requests import (
+    MAX_MESSAGES,
     MISPLACED,
     NewTokens,
     SamplingFields,
@@ -62,10 +61,8 @@ from specjax.serve.protocol import (
     check_model,
     with_tools,
 )
-from specjax.serve.reply import Reply
-from specjax.serve.structured import FIELDS
-from specjax.serve.task import Rules, Task, refusal
-from specjax.serve.tokenising import work
+from specjax.serve.output_format import FIELDS, UNSUPPORTED_FORMATS
+from specjax.serve.tokenising import Rules, Task, refusal, work
 from specjax.serve.tools import MAX_TOOLS, FunctionName, FunctionTool, ToolFields, object_schema
 
 PATH = "/v1/messages"
@@ -262,7 +259,7 @@ class OutputConfig(Body):
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     asked = FIELDS | {"output_config": OutputConfig.chosen, "output_format": OutputFormat.chosen}
-    unsupported = UNSUPPORTED | structured.UNSUPPORTED | NOT_BUILT | {"json_schema": ()}
+    unsupported = UNSUPPORTED | UNSUPPORTED_FORMATS | NOT_BUILT | {"json_schema": ()}
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = MISPLACED | {
         "max_completion_tokens": ("it is called max_tokens", ()),
         "min_tokens": ("chats and completions have it", (0,)),

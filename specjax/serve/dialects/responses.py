@@ -23,10 +23,8 @@ from starlette.responses import Response
 from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
-from specjax.serve import structured
-from specjax.serve.answers import Answer, reasoning_tokens
 from specjax.serve.app import STREAM, Extension, Generation, Queued
-from specjax.serve.dialects.parts import (
+from specjax.serve.dialects.answer_items import (
     Begin,
     Change,
     End,
@@ -40,9 +38,11 @@ from specjax.serve.dialects.parts import (
 )
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
-from specjax.serve.messages import MAX_MESSAGES, CallArguments
-from specjax.serve.protocol import (
+from specjax.serve.openai_answers import Answer, reasoning_tokens
+from specjax.serve.openai_requests import (
+    MAX_MESSAGES,
     MISPLACED,
+    CallArguments,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -50,8 +50,8 @@ from specjax.serve.protocol import (
     chat_task,
     check_model,
 )
-from specjax.serve.structured import FIELDS, JsonSchema, grammar_of_type
-from specjax.serve.task import Rules, Task
+from specjax.serve.output_format import FIELDS, UNSUPPORTED_FORMATS, JsonSchema, grammar_of_type
+from specjax.serve.tokenising import Rules, Task
 from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, FunctionTool, ToolFields
 
 
@@ -197,7 +197,7 @@ class TextOptions(Body):
 
 class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
     asked = FIELDS | {"text": TextOptions.chosen}
-    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | structured.UNSUPPORTED | {
+    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | UNSUPPORTED_FORMATS | {
         "json_schema": (),
         "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
         "max_tool_calls": (), "moderation": (), "previous_response_id": (),

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from specjax.serve.answers import event
-from specjax.serve.reply import Delta, Reply, is_whole
+from specjax.serve.message_format import Delta, Reply, is_whole
+from specjax.serve.openai_answers import event
 from specjax.serve.tools import Choice, FunctionChoice, FunctionTool, Tool
 
 Kind: TypeAlias = Literal["thoughts", "text", "call"]

@@ -1,4 +1,4 @@
-"""Response bodies of chat completions and completions, whole and as events of a stream."""
+"""Answers of OpenAI's routes, whole and as events of a stream; `Answer` is the interface of all answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin
 from specjax.engine.text import TextStream, token_bytes
 from specjax.serve.errors import ApiError
-from specjax.serve.protocol import ChatRequest, CompletionRequest
-from specjax.serve.reply import Reply
-from specjax.serve.task import Task
+from specjax.serve.message_format import Reply
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest
+from specjax.serve.tokenising import Task
 from specjax.trace import StepTree
 from specjax.tree import NO_TOKEN
 

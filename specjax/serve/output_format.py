@@ -1,4 +1,4 @@
-"""Fields for structured output, and the grammar that they describe."""
+"""Fields that request structured output, and the grammar that they describe."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ with warnings.catch_warnings():
 
 
 # For bodies of SGLang.
-UNSUPPORTED: dict[str, Values] = {
+UNSUPPORTED_FORMATS: dict[str, Values] = {
     "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (),
 }  # fmt: skip
