@@ -177,17 +177,12 @@ class _Connection:
 
 
 class Group(ABC):
-    """The processes that share a model, from the view of this process. See `Leader` and `Follower`.
+    """The processes that share a model, from the view of this process. See `Leader` and `Follower`."""
 
-    Attributes:
-        place: the place of this process.
-        settings: settings that all processes must share, by name; compared when they join, before models are loaded.
-        leads: True for rank 0.
-    """
-
-    leads = False
+    leads = False  # True for rank 0
 
     def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`settings`: by name; must be equal in all processes. They are compared before models are loaded."""
         self.place, self.settings = place, settings
         self._connections: dict[int, _Connection] = {}  # by rank
         self._ending, self._leaving = threading.Lock(), False
@@ -307,7 +302,7 @@ class Leader(Group):
         if message.kind == "failed":
             self.end(f"Node rank {rank} failed: {message.fields['message']}")
         if message.kind == "stop":  # the follower received a signal
-            logger.info("Node rank %d was told to stop", rank)
+            logger.info("Node rank %d was asked to stop", rank)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         with self._changed:
@@ -328,17 +323,14 @@ class Leader(Group):
         for rank, message in self._numbers.items():
             if different := _differences(facts, message.fields["facts"]):
                 self.end(f"Node rank {rank} differs from the leader: {different}")
-        least = min(number, *(message.fields["number"] for message in self._numbers.values()))
+        minimum = min(number, *(message.fields["number"] for message in self._numbers.values()))
         self._numbers.clear()
-        self.send("agree", number=least)
-        return least
+        self.send("agree", number=minimum)
+        return minimum
 
     def compare(self, digest: str, what: str) -> None:
-        """Waits for the next digest of each follower. Ends the group if one differs. Call from one thread at a time.
-
-        Args:
-            what: names the digest's program in the message.
-        """
+        """Waits for the next digest of each follower. Ends the group if one differs from the digest of the program
+        `what`. Call from one thread at a time."""
         with self._changed:
             self._changed.wait_for(lambda: all(self._digests.values()))
             others = {rank: digests.popleft() for rank, digests in self._digests.items()}
@@ -350,11 +342,8 @@ class Leader(Group):
                 )
 
     def stop(self, status: int, reason: str = "") -> None:
-        """Ends the followers with this status, and waits up to `FAREWELL` seconds. End this process afterwards.
-
-        Args:
-            reason: reason of a failure, for the followers' logs.
-        """
+        """Ends the followers with this status, and waits up to `FAREWELL` seconds. `reason`: of a failure, for their
+        logs. End this process afterwards."""
         with self._ending:
             self._leaving = True
         self.send("stop", status=status, reason=reason)
@@ -392,16 +381,15 @@ class Follower(Group):
 
     def _received(self, message: Message) -> None:
         if message.kind == "failed":
-            self._leaving = True
             self._exit(1, "The leader has ended the group: %s", message.fields["message"])
         if message.kind == "stop":
-            self._leaving = True
             status = int(message.fields["status"])
             failed = f": it failed: {message.fields['reason']}" if status else ""
             self._exit(status, "The leader has ended the group%s", failed)
         self._messages.put(message)
 
     def _exit(self, status: int, text: str, *values: Any) -> NoReturn:
+        self._leaving = True
         logger.log(logging.ERROR if status else logging.INFO, text, *values)
         sys.stderr.flush()
         os._exit(status)
@@ -418,7 +406,6 @@ class Follower(Group):
         """Asks the leader to end the group, as after a signal to the leader. Before the leader is found, ends this
         process with status 0."""
         if not self._connections:
-            self._leaving = True
             self._exit(0, "Node rank %d had not found its leader", self.place.rank)
         self._connections[0].send("stop")
 
@@ -437,7 +424,9 @@ def engine_facts(
     target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
 ) -> dict[str, str]:  # fmt: skip
     """Maps names of properties, for errors, to their values."""
-    source = hash_of(source_files())[:16]
+    folders = [Path(package.__file__ or "").parent for package in (specjax, specjax_kernels)]
+    files = sorted(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+    source = _digest(file.read_bytes() for file in files)
     facts = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
     facts["version of jax"] = jax.__version__
     facts["model"] = repr(target.config)
@@ -447,21 +436,9 @@ def engine_facts(
     leaves, tree = jax.tree.flatten(params)
     shapes = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves]
     facts["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
-    return facts | {"weights": f"digest {_digest(_weights(params))}"}
-
-
-def source_files() -> list[Path]:
-    """Source files of both packages."""
-    folders = [Path(package.__file__ or "").parent for package in (specjax, specjax_kernels)]
-    return sorted(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
-
-
-def hash_of(files: Iterable[Path]) -> str:
-    """Digest of the content of files."""
-    whole = hashlib.sha256()
-    for file in files:
-        whole.update(hashlib.sha256(file.read_bytes()).digest())
-    return whole.hexdigest()
+    # Leaves that each device holds in full, such as norms, differ between two models of one shape.
+    weights = (np.asarray(x).tobytes() for x in leaves if isinstance(x, jax.Array) and x.is_fully_replicated)
+    return facts | {"weights": f"digest {_digest(weights)}"}
 
 
 def file_facts(files: ModelFiles) -> dict[str, str]:
@@ -476,13 +453,6 @@ def file_facts(files: ModelFiles) -> dict[str, str]:
                 yield os.pread(opened[entry.file].fileno(), min(entry.size, SAMPLE), entry.start)
 
         return {"files of the weights": f"digest {_digest(parts())} of {len(files.headers)} tensors"}
-
-
-def _weights(params: Params) -> Iterator[bytes]:
-    """Leaves that each device holds in full, such as norms, which differ between two models of one shape."""
-    for leaf in jax.tree.leaves(params):
-        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
-            yield np.asarray(leaf).tobytes()
 
 
 def _digest(parts: Iterable[str | bytes]) -> str:

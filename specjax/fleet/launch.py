@@ -68,7 +68,7 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
     if devices % count:
         raise ValueError(
             f"{place_of(chosen.engine, 'tensor_parallel_size')} {devices} must be the number of devices of all "
-            f"{count} processes together (--nnodes {count}), each of which has as many"
+            f"{count} processes together (--nnodes {count}), which have equal numbers"
         )
     try:
         member = Place(Address.parse(address), count, rank)
@@ -86,13 +86,14 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
 def _shared(chosen: Settings) -> dict[str, str]:
     """Maps flags to the settings that all processes of a group must share."""
     words = {None: "not set", True: "on", False: "off"}
-    return {
-        f"--{dashed(field.name)}": words[value] if value is None or isinstance(value, bool) else str(value)
-        for table in (chosen.model, chosen.engine, chosen.speculative)
-        for field in fields(table)
-        if field.name not in PER_PROCESS and not field.metadata["setting"].instead
-        for value in (getattr(table, field.name),)
-    }
+    shared = {}
+    for table in (chosen.model, chosen.engine, chosen.speculative):
+        for field in fields(table):
+            if field.name not in PER_PROCESS and not field.metadata["setting"].instead:
+                value = getattr(table, field.name)
+                is_word = value is None or isinstance(value, bool)
+                shared[f"--{dashed(field.name)}"] = words[value] if is_word else str(value)
+    return shared
 
 
 def run_follower(group: Follower, load: Callable[[], Engine]) -> int:
@@ -140,7 +141,7 @@ def follow(engine: Engine, follower: Follower) -> None:
 
 
 def _compile(engine: Engine, key: Key) -> None:
-    with contextlib.suppress(Exception):  # logged; it may never be launched
+    with contextlib.suppress(Exception):  # logged; the program may never be launched
         engine.programs.get(key)
 
 

@@ -33,19 +33,15 @@ GONE = "every replica that was asked died before it could answer; the request ca
 BROKEN = "the replica died in the middle of the answer; the request can be sent again"
 
 
-def is_stream(headers: list[tuple[str, str]]) -> bool:
-    """True if these are the headers of server-sent events."""
-    return any(name.lower() == "content-type" and "text/event-stream" in value for name, value in headers)
-
-
 async def when_complete(items: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     """The items of `SpecjaxServer.http`: the status with the headers, then chunks of the body. Yields nothing before
     the first event of a stream, or the whole of any other body, has arrived."""
     status, headers = await anext(items)
+    is_stream = any(name.lower() == "content-type" and "text/event-stream" in value for name, value in headers)
     chunks = []
     async for chunk in items:
         chunks.append(chunk)
-        if is_stream(headers):
+        if is_stream:
             break
     yield status, headers
     for chunk in chunks:
@@ -124,7 +120,6 @@ class Answer(NamedTuple):
     chunks: AsyncGenerator[bytes, None]
 
     async def read(self) -> bytes:
-        """The whole body."""
         return b"".join([chunk async for chunk in self.chunks])
 
 

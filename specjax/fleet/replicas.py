@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import partial
@@ -92,10 +92,6 @@ class Replicas(Service):
         self.places = Places(lambda: self.unfinished, lambda: self.capacity)
         self._balance: Balance | None = None
 
-    def start(self) -> None:
-        for rank in self.ranks:
-            rank.start()
-
     def _load(self, rank: int) -> Engine:
         with self._loading:
             if (failure := self.failure) is not None:
@@ -105,41 +101,6 @@ class Replicas(Service):
     @property
     def ranks(self) -> list[Runner]:
         return self._runners
-
-    @property
-    def state(self) -> State:
-        """READY once all replicas are."""
-        states = {rank.state for rank in self.ranks}
-        return next((s for s in (State.FAILED, State.DRAINING, State.LOADING) if s in states), State.READY)
-
-    @property
-    def failure(self) -> BaseException | None:
-        return next((rank.failure for rank in self.ranks if rank.failure is not None), None)
-
-    @property
-    def ready_at(self) -> float:
-        return max(rank.ready_at for rank in self.ranks)
-
-    @property
-    def loaded(self) -> bool:
-        return all(rank.loaded for rank in self.ranks)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine with the smallest pool: all replicas accept what it accepts."""
-        return min((rank.engine for rank in self.ranks), key=lambda engine: engine.intake.pool_tokens)
-
-    @property
-    def paused(self) -> bool:
-        return any(rank.paused for rank in self.ranks)
-
-    @property
-    def unfinished(self) -> int:
-        return sum(rank.unfinished for rank in self.ranks)
-
-    @property
-    def capacity(self) -> int:
-        return sum(rank.capacity for rank in self.ranks)
 
     def submit(self, listener: Listener) -> None:
         with self._lock:
@@ -162,28 +123,6 @@ class Replicas(Service):
             loads[rank] += 1
             chosen[sequence] = rank
         return [chosen[sequence] for sequence in sequences]
-
-    def abort(self, sequences: Iterable[Sequence]) -> None:
-        sequences = list(sequences)
-        for rank in self.ranks:
-            rank.abort(sequences)
-
-    def abort_named(self, name: str | None) -> int:
-        return sum(rank.abort_named(name) for rank in self.ranks)
-
-    def drain(self) -> None:
-        for rank in self.ranks:
-            rank.drain()
-
-    def end_all(self, message: str, failure: BaseException | None = None) -> None:
-        for rank in self.ranks:
-            rank.end_all(message, failure)
-
-    def stop(self, timeout: float | None = None) -> bool:
-        for rank in self.ranks:
-            rank.stop(0.0)  # request the end of all before waiting for the first
-        ended = [rank.stop(timeout) for rank in self.ranks]
-        return all(ended)
 
     def _changed(self) -> None:
         with self._lock:

@@ -32,6 +32,7 @@ from specjax.serve.control import add_control_routes, get
 from specjax.serve.delivery import Deadline, Listener
 from specjax.serve.errors import (
     ABORTED,
+    INVALID,
     SEND_AGAIN,
     ApiError,
     ErrorAnswer,
@@ -45,7 +46,6 @@ from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import IN_DRAIN, INTERNAL, OPEN, Gate, check_state
 from specjax.serve.openai_answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
-from specjax.serve.output_format import INVALID
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
 from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest

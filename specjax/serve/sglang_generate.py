@@ -16,8 +16,16 @@ from specjax.engine.sequence import PromptLogprob, TokenLogprob
 from specjax.serve.errors import bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, Values, at_most
 from specjax.serve.openai_answers import DONE, Answer, TokenNames, event, finite, speculative
-from specjax.serve.openai_requests import Ids, NewTokensOrNone, SamplingFields, TaskBody, Texts, TopLogprobs
-from specjax.serve.output_format import UNSUPPORTED_FORMATS, JsonSchema
+from specjax.serve.openai_requests import (
+    UNSUPPORTED_FORMATS,
+    Ids,
+    JsonSchema,
+    NewTokensOrNone,
+    SamplingFields,
+    TaskBody,
+    Texts,
+    TopLogprobs,
+)
 from specjax.serve.tokenising import Rules, Task, read_prompts
 
 GENERATE_TOKENS = 128  # SGLang's default of `max_new_tokens`

@@ -21,10 +21,9 @@ from pydantic_core import PydanticCustomError
 
 from specjax.engine.grammar import JSON_STYLE, Grammar
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
-from specjax.serve.errors import bad_request
+from specjax.serve.errors import INVALID, bad_request
 from specjax.serve.fields import Body, Flag, Text, at_most, finite
 from specjax.serve.message_format import AnswerForm, ReplyOptions
-from specjax.serve.output_format import INVALID
 
 MAX_TOOLS = 128  # functions of a request; OpenAI's limit
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's; also without a line break at the end, which `$` would allow

@@ -52,8 +52,10 @@ from specjax.serve.fields import (
 from specjax.serve.message_format import AnswerForm, Reply
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
+    FIELDS,
     MAX_MESSAGES,
     MISPLACED,
+    UNSUPPORTED_FORMATS,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -61,7 +63,6 @@ from specjax.serve.openai_requests import (
     check_model,
     with_tools,
 )
-from specjax.serve.output_format import FIELDS, UNSUPPORTED_FORMATS
 from specjax.serve.tokenising import Rules, Task, refusal, work
 from specjax.serve.tools import MAX_TOOLS, FunctionName, FunctionTool, ToolFields, object_schema
 

@@ -40,17 +40,20 @@ from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
 from specjax.serve.openai_answers import Answer, reasoning_tokens
 from specjax.serve.openai_requests import (
+    FIELDS,
     MAX_MESSAGES,
     MISPLACED,
+    UNSUPPORTED_FORMATS,
     CallArguments,
+    JsonSchema,
     NewTokens,
     SamplingFields,
     TaskBody,
     UnusedFields,
     chat_task,
     check_model,
+    grammar_of_type,
 )
-from specjax.serve.output_format import FIELDS, UNSUPPORTED_FORMATS, JsonSchema, grammar_of_type
 from specjax.serve.tokenising import Rules, Task
 from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, FunctionTool, ToolFields
 
