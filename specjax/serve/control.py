@@ -149,11 +149,6 @@ def _hash(text: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _progress(rank: Runner) -> int:
-    counters = rank.engine.counters
-    return counters.generated + counters.prefilled_tokens
-
-
 def rank_state(rank: Runner) -> dict[str, Any]:
     """The state of one engine, with SGLang's names."""
     engine = rank.engine
@@ -184,18 +179,13 @@ def stored_in(params: Any) -> str:
     return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
 
 
-def lossy_thresholds(engine: Engine) -> dict[str, float] | None:
-    """The thresholds for accepting drafts that the target did not draw; None: verification is lossless."""
-    verify = engine.verify
-    if not isinstance(verify, AcceptAbove) or not verify.lossy:
-        return None
-    return {"accept_threshold_single": verify.single, "accept_threshold_acc": verify.cumulative}
-
-
 def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
-    """The answer of `/get_model_info`. Counts include those of `others`, further replicas of the engine."""
+    """The answer of `/get_model_info`: sizes of one engine, counts of it and `others`, its replicas."""
     config, engines = engine.target.config, (engine, *others)
-    counters = Counters.sum(replica.counters for replica in engines)
+    counters, verify = Counters.sum(replica.counters for replica in engines), engine.verify
+    lossy = None
+    if isinstance(verify, AcceptAbove) and verify.lossy:
+        lossy = {"accept_threshold_single": verify.single, "accept_threshold_acc": verify.cumulative}
     return {
         "model_path": model,
         "served_model_name": model,
@@ -210,7 +200,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
         "speculative_coupling": engine.drafter.coupling,
-        "speculative_lossy": lossy_thresholds(engine),
+        "speculative_lossy": lossy,
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
@@ -220,7 +210,6 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
 
 
 def model_info(runner: Service, model: str) -> dict[str, Any]:
-    """The answer of `/get_model_info`: sizes of one engine, counts of all engines."""
     engine = runner.engine
     return describe(engine, model, *(rank.engine for rank in runner.ranks if rank.engine is not engine))
 
@@ -273,7 +262,11 @@ def add_control_routes(
             raise unavailable("no token is drawn until /continue_generation", retry_after=5)
         id = f"health-{secrets.token_hex(8)}"
         params, intake = SamplingParams(max_new_tokens=1), runner.engine.intake
-        busy = [(rank, _progress(rank)) for rank in runner.ranks if rank.unfinished]
+
+        def progress(rank: Runner) -> int:
+            return rank.engine.counters.generated + rank.engine.counters.prefilled_tokens
+
+        busy = [(rank, progress(rank)) for rank in runner.ranks if rank.unfinished]
         ranks = [rank for rank in runner.ranks if not rank.unfinished]
         with runner.places.reserve(len(ranks)):
             sequences = [intake.sequence([0], params, id=f"{id}-{number}") for number in range(len(ranks))]
@@ -286,7 +279,7 @@ def add_control_routes(
                     done = chunk.completion
                     if done is not None and done.finish_reason["type"] == "abort":
                         raise unavailable(f"no token could be drawn: {done.finish_reason}", retry_after=5)
-                while any(rank.unfinished and _progress(rank) == before for rank, before in busy):
+                while any(rank.unfinished and progress(rank) == before for rank, before in busy):
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise unavailable(f"no token came within {HEALTH_SECONDS:g} s", retry_after=5) from None

@@ -9,6 +9,7 @@ that comes in pieces: the concatenated deltas of a stream are the message of a w
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -112,15 +113,13 @@ PLAIN = AnswerForm()  # text without calls and reasoning
 
 
 def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerForm:
-    """The form of a model's answers.
-
-    Args:
-        tool_call_parser: a name of `PARSERS`, or auto or none.
-        reasoning_parser: auto, none, or any other value for a model that reasons.
-    """
+    """The format of a model's messages. The parsers are values of the flags of these names."""
     if not getattr(tokenizer, "chat_template", None):
         return AnswerForm()
-    source = _source(tokenizer)
+    try:
+        source = tokenizer.get_chat_template(tools=[_PROBE])
+    except Exception:  # several templates and no default
+        source = str(tokenizer.chat_template)
     vocabulary = tokenizer.get_added_vocab()
     thinks = reasoning_parser != NONE
     if reasoning_parser == AUTO:
@@ -137,14 +136,6 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
         special=frozenset(markers & special),
         tokens={marker: vocabulary[marker] for marker in sorted(markers) if marker in vocabulary},
     )
-
-
-def _source(tokenizer: Any) -> str:
-    """The chat template for requests with functions."""
-    try:
-        return tokenizer.get_chat_template(tools=[_PROBE])
-    except Exception:  # several templates and no default
-        return str(tokenizer.chat_template)
 
 
 def _takes_tools(tokenizer: Any, source: str) -> bool:
@@ -167,8 +158,9 @@ def _adapted(message: Mapping[str, Any], parser: type[CallParser]) -> Mapping[st
         call = dict(call)
         if parser.id_length is not None and isinstance(call.get("id"), str):
             call["id"] = short_id(call["id"], parser.id_length)
-        if parser.text_arguments:
-            call["function"] = {**call["function"], "arguments": _as_text(call["function"]["arguments"])}
+        arguments = call["function"]["arguments"]
+        if parser.text_arguments and not isinstance(arguments, str):
+            call["function"] = {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}
         calls.append(call)
     return {**message, "tool_calls": calls}
 
@@ -188,10 +180,6 @@ def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
         numbered.append(message)
     return numbered
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def short_id(id: str, length: int) -> str:
@@ -234,7 +222,6 @@ class Reply:
     """The message of one choice.
 
     Args:
-        parser: parser of calls.
         reasoning: separate reasoning from content.
         thinking: the prompt ends inside reasoning.
         gathered: send reasoning as one delta, once it has ended.
@@ -312,9 +299,7 @@ class Reply:
 
     def _call(self, name: str) -> None:
         call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
-        self._deltas.append(
-            {"tool_calls": [{"index": len(self._calls), **call, "function": {"name": name, "arguments": ""}}]}
-        )
+        self._deltas.append({"tool_calls": [{"index": len(self._calls), **copy.deepcopy(call)}]})
         self._calls.append(call)
 
     def _argue(self, text: str) -> None:

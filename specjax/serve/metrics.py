@@ -20,7 +20,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
@@ -67,17 +66,12 @@ class Latencies:
 
 
 class Traffic:
-    """Counts and latencies of an engine's requests. Written by the engine's thread, except `arrived`.
-
-    Attributes:
-        latencies: by the names of `LATENCIES`.
-        model: name of the model, the label of all metrics.
-    """
+    """Counts and latencies of an engine's requests. Written by the engine's thread, except `arrived`."""
 
     def __init__(self) -> None:
         self.latencies = {name: Latencies() for name in LATENCIES}
         self._first, self._between, self._whole = self.latencies.values()
-        self.model = ""
+        self.model = ""  # the label of all metrics
         self.requests = 0
         self.aborted = 0
         self.throughput = 0.0  # tokens a second, as in the last log line about decoding
@@ -205,9 +199,8 @@ class _Everything(Collector):
             yield from _by_rank(self._replicas, label)
         for name, about in LATENCIES.items():
             total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
-            family = total.family(OURS + name, about, model)
             for prefix in (OURS, SGLANG, VLLM):
-                yield _renamed(family, prefix)
+                yield total.family(prefix + name, about, model)
 
 
 def _by_rank(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
@@ -240,12 +233,11 @@ def _adapters(label: list[str]) -> Iterator[Metric]:
 def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
     """vLLM's totals of speculation, for its `bench serve`. Absent without a drafter."""
     counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
-    width = drafter.width
-    if width == 1:
+    if drafter.width == 1:
         return
     totals = {
         "num_drafts": ("Steps of a request without a grammar that could draft.", counters.own_steps),
-        "num_draft_tokens": ("Places for drafts in their trees.", counters.own_steps * (width - 1)),
+        "num_draft_tokens": ("Places for drafts in their trees.", counters.own_steps * (drafter.width - 1)),
         "num_accepted_tokens": ("Drafts of these that became text.", counters.own_accepted),
     }
     for name, (about, value) in totals.items():
@@ -257,17 +249,10 @@ def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
         "Drafts that became text, by depth in the tree, from 0.",
         labels=["model_name", "position"],
     )
+    accepted = [*counters.accepted_at, *[0] * drafter.depth]
     for position in range(drafter.depth):
-        at = counters.accepted_at
-        family.add_metric([*label, str(position)], at[position] if position < len(at) else 0)
+        family.add_metric([*label, str(position)], accepted[position])
     yield family
-
-
-def _renamed(family: Metric, prefix: str) -> Metric:
-    """A copy of one of our families with another prefix."""
-    copy = Metric(family.name.replace(OURS, prefix, 1), family.documentation, family.type)
-    copy.samples = [Sample(sample.name.replace(OURS, prefix, 1), *sample[1:]) for sample in family.samples]
-    return copy
 
 
 def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
@@ -337,9 +322,7 @@ class Report:
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
             if (times := engine.programs.phase_times) is not None:
-                parts = ", ".join(
-                    f"{phase}: {duration:.2f} ms" for phase, duration in times.since(self._phases).items()
-                )
-                logger.debug("Decode step. %s", parts)
+                phases = times.since(self._phases).items()
+                logger.debug("Decode step. %s", ", ".join(f"{name}: {value:.2f} ms" for name, value in phases))
                 self._phases = replace(times)
             self._decoded, self._since = now, time.perf_counter()
