@@ -75,7 +75,7 @@ def make_app(runner: Service, settings: flags.ServerSettings, *, model: str) -> 
 
 
 class _LogHandler(logging.Handler):
-    """Writes to stderr without tearing progress bars. Lines from the thread of a replica name the replica."""
+    """Writes to stderr without tearing progress bars. Lines from a replica's thread name the replica."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
@@ -117,11 +117,11 @@ def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
     if engine.mesh is not None and engine.mesh.size > 1:
         logger.info("%s", devices_note(engine.mesh, engine.params, engine.programs.state_shapes))
-    gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
-    pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target, "
-    pool += f"{draft / 1e9:.2f} GB for the draft"
-    most = engine.config.max_running_requests
-    logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
+    target = tokens * bytes_per_token(partial(init_cache, engine.target.pages))
+    pool = f"{tokens} tokens in pages of {engine.pool.page_size}"
+    pool += f", {target / 1e9:.2f} GB for the target, {draft / 1e9:.2f} GB for the draft"
+    requests = engine.config.max_running_requests
+    logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, requests)
     logger.info("Speculation:%s", as_lines(speculation_table(engine.drafter, engine.buckets)))
     return engine
 
@@ -129,12 +129,9 @@ def load(settings: flags.Settings, rank: int = 0, group: Any = None) -> Engine:
 def make_service(settings: flags.Settings, group: Any = None) -> Service:
     """Loads and drives the engine, or its replicas. `group`: as in `load`."""
 
-    def load_rank(rank: int) -> Engine:
-        return load(settings, rank, group)
-
     if (count := settings.server.data_parallel_size) == 1:
-        return Runner(lambda: load_rank(0), settings.server)
-    return fleet("replicas").Replicas(load_rank, settings.server, count)
+        return Runner(lambda: load(settings, group=group), settings.server)
+    return fleet("replicas").Replicas(partial(load, settings, group=group), settings.server, count)
 
 
 def fleet(module: str) -> Any:
