@@ -163,8 +163,8 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames, off
 def echo_logprobs(
     logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Echo, count: int | None
 ) -> dict[str, Any] | None:
-    """As `completion_logprobs`, for the prompt; null for its first token. `count`: number of most likely tokens; None:
-    no log-probabilities were requested."""
+    """`completion_logprobs` for the prompt; null for its first token. `count`: number of most likely tokens; None: no
+    log-probabilities were requested."""
     if count is None:
         return None
 
@@ -335,8 +335,8 @@ class OpenAIAnswer(Answer):
         elif self._chat:
             deltas = [{"content": text} for text in deltas]
         for number, delta in enumerate(deltas):
-            about = {} if number else {"logprobs": self._logprobs(index, chunk.logprobs), "more": more}
-            events.append(self._event(index, delta, **about))
+            members = {} if number else {"logprobs": self._logprobs(index, chunk.logprobs), "more": more}
+            events.append(self._event(index, delta, **members))
         if chunk.completion is not None:
             self._finished[index] = chunk.completion
             events.append(self._event(index, {} if self._chat else "", chunk.completion))

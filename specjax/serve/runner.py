@@ -88,13 +88,9 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(
-        self,
-        *,
-        timeout: float,
-        beat: Callable[[], int | None],
-        excused: Callable[[], bool],
+        self, *, timeout: float, beat: Callable[[], int | None], excused: Callable[[], bool],
         act: Callable[[float], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name="specjax-watchdog", daemon=True)
         self._beat, self._excused, self._act = beat, excused, act
         self._timeout, self._interval = timeout, min(1.0, timeout / 8)
@@ -423,7 +419,7 @@ class Runner(threading.Thread, Service):
                 self._engine.programs.close(0.0)
 
     def _allocate(self, engine: Engine) -> None:
-        """Waits for the KV pool, so that READY means that it is allocated."""
+        """Waits until the KV pool is allocated."""
         try:
             engine.wait_until_allocated()
         except Exception as error:

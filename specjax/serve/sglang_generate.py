@@ -216,7 +216,7 @@ class GenerateAnswer(Answer):
     incremental: bool = False
     names: TokenNames | None = None  # adds the texts of tokens to log-probabilities
     scored: Sequence[bool] = ()  # by choice: log-probabilities were requested
-    with_ids: Sequence[bool] = ()  # by choice: log-probabilities of chosen token ids were requested
+    with_ids: Sequence[bool] = ()  # by choice: log-probabilities of the request's token ids
     started: float = field(default_factory=time.perf_counter)
     shows_aborted: ClassVar[bool] = True  # as SGLang does
     _sent: dict[int, _Sent] = field(default_factory=dict)  # by choice

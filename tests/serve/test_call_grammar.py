@@ -166,7 +166,7 @@ def test_markers_that_are_no_tokens():
     draws = map(random.Random, range(9))
     text = next(text for draw in draws if (text := written(source, draw, tokenizer=plain_tokenizer())))
     assert message(Hermes, text)["tool_calls"]
-    with pytest.raises(ValueError, match="no token"):
+    with pytest.raises(ValueError, match="not a token"):
         call_grammar(Hermes, TOOLS, {}, text=True)
 
 
