@@ -32,16 +32,7 @@ from specjax.serve.app import Extension, create_app
 from specjax.serve.errors import ErrorForm
 from specjax.serve.profiling import make_folder
 from specjax.serve.runner import Runner, Service
-from specjax.serve.server import (
-    SIGNALS,
-    CertificateError,
-    PortError,
-    Server,
-    allow_files,
-    check_certificate,
-    listen,
-    url,
-)
+from specjax.serve.server import SIGNALS, Server, allow_files, check_certificate, listen, url
 from specjax.settings import Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
@@ -167,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
                 return launch.run_follower(group, partial(load, settings, group=group))
         sock = listen(server.host, server.port)
         runner = make_service(settings, group)
-    except (CertificateError, PortError, ValueError) as error:
+    except ValueError as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut

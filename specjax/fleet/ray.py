@@ -1,19 +1,14 @@
 """Ray Serve: a server class for `LLMConfig(server_cls=...)` of ray.serve.llm, and an application around it.
 
-    LLMConfig(server_cls="specjax.fleet.ray:SpecjaxServer", ...)    # for Ray's own builders
-    build_app(...)            # without ray.serve.llm, which needs vLLM or SGLang to be installed
-
     LLMConfig(
+        server_cls="specjax.fleet.ray:SpecjaxServer",   # for Ray's own builders, which need vLLM or SGLang
         model_loading_config={"model_id": "smol", "model_source": "folder or hub id"},   # --served-model-name, --model
         engine_kwargs={"max_running_requests": 16},                                      # all other flags
         accelerator_config={"kind": "cpu"},                                              # default: one GPU a replica
-        deployment_config={"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
     )
 
-Needs `pip install 'specjax[ray]'`. Ray is imported when an application is built, not before. In reading order:
-`settings_of` and `deployment_options` read a config by its attributes, `SpecjaxServer` is one replica of a deployment,
-`build_app` makes an application: `serve run specjax.fleet.ray:build_app model_loading_config=...`, or a Serve config
-file.
+`build_app` makes an application without ray.serve.llm: `serve run specjax.fleet.ray:build_app
+model_loading_config=...`. Needs `pip install 'specjax[ray]'`; Ray is imported when an application is built.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ class Balance:
     """Chooses the replica of each sequence.
 
     The load of a replica is the number of its sequences that wait or run. Replicas with a load of at most
-    ``least + 1 + least // 4`` are candidates. The candidate that was sent the longest prefix of the prompt before, in
-    whole pages, is chosen; among equals the least loaded, then the one with the fewest sequences so far. A conversation
-    therefore stays with its pages, and no replica gets far ahead of the others.
+    ``lowest + 1 + lowest // 4`` are candidates. The candidate that has received the longest prefix of the prompt, in
+    whole pages, is chosen; among equals the least loaded, then the one with the fewest sequences so far.
 
     Worked example with two replicas: loads 4 and 2 allow at most 2 + 1 + 0 = 3, so the second replica is chosen for any
     prompt. With loads 3 and 2 both are candidates, and the prompt decides.
@@ -49,9 +48,9 @@ class Balance:
             if not (bits := self._ranks.get(page, 0)):
                 break
             shared = [depth if bits >> rank & 1 else pages for rank, pages in enumerate(shared)]
-        least = min(loads)
-        near = [rank for rank, load in enumerate(loads) if load <= least + 1 + least // 4]
-        chosen = min(near, key=lambda rank: (-shared[rank], loads[rank], self._chosen[rank]))
+        lowest = min(loads)
+        candidates = [rank for rank, load in enumerate(loads) if load <= lowest + 1 + lowest // 4]
+        chosen = min(candidates, key=lambda rank: (-shared[rank], loads[rank], self._chosen[rank]))
         self._chosen[chosen] += 1
         for page in pages:
             self._ranks[page] = self._ranks.pop(page, 0) | 1 << chosen  # the most recently used page is last

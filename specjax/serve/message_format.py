@@ -105,8 +105,8 @@ class AnswerForm:
         """Messages with earlier calls in the form of the model's template."""
         if self.parser is None:
             return list(messages)
-        adapted = [_adapted(message, self.parser) for message in messages]
-        return _numbered(adapted) if self.parser.numbered_ids else adapted
+        ids = dict[str, str]()
+        return [_adapted(message, self.parser, ids) for message in messages]
 
 
 PLAIN = AnswerForm()  # text without calls and reasoning
@@ -148,38 +148,26 @@ def _takes_tools(tokenizer: Any, source: str) -> bool:
     return _PROBE["name"] in text
 
 
-def _adapted(message: Mapping[str, Any], parser: type[CallParser]) -> Mapping[str, Any]:
-    if parser.id_length is not None and isinstance(message.get("tool_call_id"), str):
-        message = {**message, "tool_call_id": short_id(message["tool_call_id"], parser.id_length)}
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        call = dict(call)
-        if parser.id_length is not None and isinstance(call.get("id"), str):
-            call["id"] = short_id(call["id"], parser.id_length)
-        arguments = call["function"]["arguments"]
-        if parser.text_arguments and not isinstance(arguments, str):
-            call["function"] = {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append(call)
-    return {**message, "tool_calls": calls}
+def _adapted(message: Mapping[str, Any], parser: type[CallParser], ids: dict[str, str]) -> Mapping[str, Any]:
+    """A message for the template. `ids`: ids of earlier calls, and the ids in the template, which are added here."""
 
+    def new_id(id: Any) -> Any:
+        return short_id(id, parser.id_length) if parser.id_length is not None and isinstance(id, str) else id
 
-def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages whose ids of calls and results name the function and the number of the call."""
-    ids: dict[Any, str] = {}
-    numbered: list[Mapping[str, Any]] = []
-    for message in messages:
-        if message.get("tool_calls"):
-            calls = []
-            for call in message["tool_calls"]:
-                ids[call.get("id")] = id = f"functions.{call['function']['name']}:{len(ids)}"
-                calls.append({**call, "id": id})
-            message = {**message, "tool_calls": calls}
-        if message.get("tool_call_id") in ids:
-            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
-        numbered.append(message)
-    return numbered
+    message, calls = dict(message), []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if parser.text_arguments and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        id = f"functions.{function['name']}:{len(ids)}" if parser.numbered_ids else new_id(call.get("id"))
+        calls.append({**call, "function": function, **({} if id is None else {"id": id})})
+        if parser.numbered_ids:
+            ids[str(call.get("id"))] = id
+    if calls:
+        message["tool_calls"] = calls
+    if (id := message.get("tool_call_id")) is not None:
+        message["tool_call_id"] = ids.get(id, new_id(id))
+    return message
 
 
 def short_id(id: str, length: int) -> str:

@@ -310,7 +310,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """Fields with the same name in all interfaces, and in `SamplingParams`."""
+    """Fields whose names are equal in all interfaces, and in `SamplingParams`."""
 
     asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that request structured output
     place: ClassVar[str] = ""  # prefix of the fields in messages
@@ -540,9 +540,8 @@ def chat_task(
 
     Args:
         functions: the functions of `body`, in the form of chat completions.
-        chat: makes the prompt.
         make: makes the sampling parameters; called with the grammar and the special tokens that the text keeps.
-        field: name of the field with the prompt.
+        field: name of the field with the prompt, which `chat` makes.
     """
     form, hide = rules.form, body.skip_special_tokens is not False
     offered = functions.offered(form)

@@ -485,8 +485,7 @@ class Runner(threading.Thread, Service):
         for sequence in gone:
             self._forget(sequence)
 
-    def _text_failed(self, sequence: Sequence) -> None:
-        """Also called from the delivery's thread."""
+    def _text_failed(self, sequence: Sequence) -> None:  # also called from the delivery's thread
         with self._wake:
             if self._listeners.pop(sequence, None) is not None:
                 self._command(lambda: self._forget(sequence))

@@ -40,12 +40,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FORCED_GRACE = 5.0  # seconds for the last answers of aborted requests, before connections are cut
 
 
-class PortError(Exception):
-    """The server cannot listen on this address."""
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Raises PortError if the port is taken, or the host is not this machine's."""
+    """A listening socket. Raises ValueError if the port is taken, or the host is not this machine's."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # `::` takes IPv4, too
@@ -54,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
         reason = str(error.strerror or error).partition(" (while")[0]
         if error.errno == errno.EADDRINUSE:
             reason += "; stop what listens there, or choose another --port (0 = any free one)"
-        raise PortError(f"--host {host} --port {port}: {reason}") from error
+        raise ValueError(f"--host {host} --port {port}: {reason}") from error
     sock.setblocking(False)
     return sock
 
@@ -76,16 +72,12 @@ def url(sock: socket.socket, settings: ServerSettings) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-class CertificateError(Exception):
-    """The certificate or its key cannot be read."""
-
-
 def check_certificate(settings: ServerSettings) -> None:
-    """Raises CertificateError before the model is loaded."""
+    """Raises ValueError if the certificate or its key cannot be read."""
     certificate, key = settings.ssl_certfile, settings.ssl_keyfile
     if certificate is None:
         if key is not None:
-            raise CertificateError(f"--ssl-keyfile {key} needs --ssl-certfile, the certificate that it belongs to")
+            raise ValueError(f"--ssl-keyfile {key} needs --ssl-certfile, the certificate that it belongs to")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
@@ -94,7 +86,7 @@ def check_certificate(settings: ServerSettings) -> None:
         advice = ""
         if isinstance(error, ssl.SSLError) and error.reason != "KEY_VALUES_MISMATCH":
             advice = "; in PEM form there must be a certificate and, there or in --ssl-keyfile, its private key"
-        raise CertificateError(f"{place}: {error.strerror or error}{advice}") from error
+        raise ValueError(f"{place}: {error.strerror or error}{advice}") from error
 
 
 class _Uvicorn(uvicorn.Server):

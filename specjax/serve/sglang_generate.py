@@ -232,10 +232,7 @@ class GenerateAnswer(Answer):
         else:
             sent = self._sent.setdefault(index, _Sent())
             sent.text, sent.tokens = sent.text + chunk.text, [*sent.tokens, *chunk.output_ids]
-            body = _generated(
-                self.ids[index], None, self.prompt_tokens[index], sent.text, sent.tokens,
-                cached_tokens=chunk.cached_tokens, reasoning_tokens=self.thoughts(index, sent.tokens),
-            )  # fmt: skip
+            body = self._body(index, None, sent.text, sent.tokens, chunk.cached_tokens)
             if self.scored[index : index + 1] == [True] and not self.incremental:
                 new = self._logprobs(index, chunk.logprobs, chunk.prompt_logprobs or ())
                 for name, entries in new.items():
@@ -251,35 +248,28 @@ class GenerateAnswer(Answer):
         return [DONE]
 
     def _result(self, index: int, done: Completion) -> dict[str, Any]:
-        body = _generated(
-            done.id, done.finish_reason, done.prompt_tokens, done.text, done.output_ids,
-            cached_tokens=done.cached_tokens, reasoning_tokens=self.thoughts(index, done.output_ids),
-        )  # fmt: skip
+        body = self._body(index, done.finish_reason, done.text, done.output_ids, done.cached_tokens)
         seconds = round(time.perf_counter() - self.started, 6)
         body["meta_info"] |= {"e2e_latency": seconds, "seed": done.seed, **speculative([done], self.width)}
         if done.logprobs is not None:
             body["meta_info"] |= self._logprobs(index, done.logprobs, done.prompt_logprobs or ())
         return body
 
+    def _body(self, index: int, reason: Any, text: str, tokens: list[int], cached_tokens: int) -> dict[str, Any]:
+        meta = {
+            "id": self.ids[index],
+            "finish_reason": reason,
+            "prompt_tokens": self.prompt_tokens[index],
+            "completion_tokens": len(tokens),
+            "cached_tokens": cached_tokens,
+            "reasoning_tokens": self.thoughts(index, tokens),
+        }
+        return {"text": text, "output_ids": tokens, "meta_info": meta}
+
     def _logprobs(
         self, index: int, logprobs: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob] | None
     ) -> dict[str, Any]:
         return generate_logprobs(logprobs, self.names, prompt, with_ids=any(self.with_ids[index : index + 1]))
-
-
-def _generated(
-    id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int], *, cached_tokens: int,
-    reasoning_tokens: int,
-) -> dict[str, Any]:  # fmt: skip
-    meta = {
-        "id": id,
-        "finish_reason": reason,
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(tokens),
-        "cached_tokens": cached_tokens,
-        "reasoning_tokens": reasoning_tokens,
-    }
-    return {"text": text, "output_ids": tokens, "meta_info": meta}
 
 
 def generate_logprobs(

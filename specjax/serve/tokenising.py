@@ -116,18 +116,15 @@ def refusal(error: ValueError, names: Mapping[str, str], prompt_field: str | Non
 
 
 def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None:
-    """Raises an ApiError if `prompts` with `choices` each exceed the server's capacity."""
+    """Raises an ApiError if `prompts` with `choices` for each exceed the server's capacity."""
     if (count := choices * prompts) > rules.capacity:
         problem = f"{count} choices in one request; this server takes {rules.capacity}"
         raise bad_request(problem, "n" if choices > 1 else field)
 
 
 def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Prompt]:
-    """Reads a string, a list of strings, token ids, or a list of lists of token ids.
-
-    The number of prompts and the length of each list of ids are checked before their items. Raises an ApiError for
-    other values, empty prompts, and more prompts than the server accepts.
-    """
+    """Reads a string, a list of strings, token ids, or a list of lists of token ids. Raises an ApiError for other
+    values, empty prompts, and more prompts than the server accepts. Lengths are checked before items."""
 
     def ids(value: Any) -> Any:
         if not isinstance(value, list):
@@ -181,14 +178,11 @@ class _Lane:
     def _next(self) -> None:
         """Waits for a job and runs it. A separate function, so that no variable holds the result while waiting."""
         _, _, future, work = self._jobs.get()
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = work[0]()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work[0]())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class Tokenising:
@@ -200,21 +194,15 @@ class Tokenising:
         self._compiling = _Lane("specjax-tokenise-compile")
 
     def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
-        """Calls the function in a thread, unless the future is cancelled before.
-
-        Args:
-            size: `work` of the function.
-            compiles: True if the function compiles a grammar.
-        """
-        if compiles:
-            return self._compiling.put(time.monotonic() + size * ALLOWANCE, function)
-        if size <= SHORT:
+        """Calls the function in a thread, unless the future is cancelled before. `size`: `work` of the function."""
+        if size <= SHORT and not compiles:
             return self._short.put(0.0, function)
-        return self._long.put(time.monotonic() + size * ALLOWANCE, function)
+        lane = self._compiling if compiles else self._long
+        return lane.put(time.monotonic() + size * ALLOWANCE, function)
 
 
 def work(prompts: List[Any], choices: int) -> int:
-    """The approximate cost of tokenising these prompts, with `choices` each, in characters."""
+    """The approximate cost of tokenising these prompts, with `choices` for each, in characters."""
     return sum(_characters(prompt) for prompt in prompts) + len(prompts) * choices * PER_SEQUENCE
 
 

@@ -30,9 +30,7 @@ from specjax.serve.dialects.answer_items import (
     Grow,
     Part,
     Parts,
-    as_tool,
     assistant_turns,
-    choice_of,
     earlier_call,
     named_event,
 )
@@ -49,7 +47,7 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.message_format import AnswerForm, Reply
+from specjax.serve.message_format import Reply
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     FIELDS,
@@ -64,7 +62,16 @@ from specjax.serve.openai_requests import (
     with_tools,
 )
 from specjax.serve.tokenising import Rules, Task, refusal, work
-from specjax.serve.tools import MAX_TOOLS, FunctionName, FunctionTool, ToolFields, object_schema
+from specjax.serve.tools import (
+    MAX_TOOLS,
+    Choice,
+    FunctionChoice,
+    FunctionName,
+    FunctionTool,
+    Tool,
+    ToolFields,
+    object_schema,
+)
 
 PATH = "/v1/messages"
 ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
@@ -169,10 +176,11 @@ class AnthropicTool(Body):
     strict: Flag | None = Field(None, description="true = the input follows `input_schema`.")
     cache_control: Any = None  # not used
 
-    def as_function(self) -> FunctionTool:
-        return FunctionTool.model_construct(
+    def as_tool(self) -> Tool:
+        function = FunctionTool.model_construct(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
+        return Tool.model_construct(type="function", function=function)
 
 
 AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
@@ -215,12 +223,13 @@ class CountTokensRequest(Body):
 
     def functions(self) -> ToolFields:
         """The functions in the form of chat completions."""
-        choice = self.tool_choice
-        kinds = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
+        choice = self.tool_choice or AnthropicChoice(type="auto")
+        kind = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}[choice.type]
+        function = None if choice.name is None else FunctionChoice.model_construct(name=choice.name)
         return ToolFields.model_construct(
-            tools=None if self.tools is None else [as_tool(tool.as_function()) for tool in self.tools],
-            tool_choice=None if choice is None else choice_of(kinds[choice.type], choice.name),
-            parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+            tools=[tool.as_tool() for tool in self.tools or ()],
+            tool_choice=Choice.model_construct(type=kind, function=function),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
         )
 
     def chat(self) -> Chat:
@@ -231,10 +240,6 @@ class CountTokensRequest(Body):
         if self.thinking is not None:
             variables["enable_thinking"] = self.thinking.type == "adaptive"
         return Chat([*system, *messages], variables)
-
-    def prompt(self, form: AnswerForm) -> Chat:
-        """The chat for the model's template. Raises an ApiError if the model has no place for functions."""
-        return with_tools(self.chat(), form, self.functions().offered(form))
 
 
 with warnings.catch_warnings():
@@ -422,7 +427,8 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
     @app.post(f"{PATH}/count_tokens", tags=["Anthropic"])
     async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
         check_model(body.model, model)
-        chat, engine = body.prompt(generation.form), generation.runner.engine
+        form, engine = generation.form, generation.runner.engine
+        chat = with_tools(body.chat(), form, body.functions().offered(form))
         try:
             job = generation.tokenising.submit(work([chat], 1), lambda: len(engine.encode(chat)))
             count = await while_connected(request, asyncio.wrap_future(job))
