@@ -223,7 +223,7 @@ class CountTokensRequest(Body):
 
     def functions(self) -> ToolFields:
         """The functions in the form of chat completions."""
-        choice = self.tool_choice or AnthropicChoice(type="auto")
+        choice = self.tool_choice or AnthropicChoice(type="auto", name=None, disable_parallel_tool_use=None)
         kind = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}[choice.type]
         function = None if choice.name is None else FunctionChoice.model_construct(name=choice.name)
         return ToolFields.model_construct(
