@@ -53,6 +53,10 @@ ALIVE = 1.0  # seconds between two heartbeats
 JOIN = 300.0  # seconds in which all processes must have started
 NEVER = 30 * 24 * 3600  # seconds: JAX's heartbeat aborts processes that were suspended for as long
 FAREWELL = 2.0  # seconds for followers to end after the leader
+PER_PROCESS = ("mem_fraction", "max_total_tokens", "random_seed")
+"""Fields of `EngineConfig` that may differ. The processes agree on the size of the pool."""
+
+SAMPLE = 4096  # maximum number of compared bytes of a tensor
 _LENGTHS = struct.Struct("!II")
 _MAX_LENGTHS = (1 << 20, 1 << 30)  # bytes of a frame's object and of its array
 
@@ -228,7 +232,24 @@ class Group(ABC):
         self, target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int, tokens: int
     ) -> int:
         """The number of tokens of the smallest KV pool. Ends all processes if the engine of one differs."""
-        return self.agree(engine_facts(target, drafter, params, config, context_length), tokens)
+        folders = [Path(package.__file__ or "").parent for package in (specjax, specjax_kernels)]
+        files = sorted(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+        source = _digest(file.read_bytes() for file in files)
+        facts = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
+        facts["version of jax"] = jax.__version__
+        facts["model"] = repr(target.config)
+        facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
+        facts["context length"] = str(context_length)
+        facts |= {
+            f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in PER_PROCESS
+        }
+        leaves, tree = jax.tree.flatten(params)
+        shapes = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves]
+        facts["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
+        # Leaves that each device holds in full, such as norms, differ between two models of one shape.
+        weights = (np.asarray(x).tobytes() for x in leaves if isinstance(x, jax.Array) and x.is_fully_replicated)
+        facts["weights"] = f"digest {_digest(weights)}"
+        return self.agree(facts, tokens)
 
     @abstractmethod
     def agree(self, facts: Mapping[str, str], number: int) -> int:
@@ -412,33 +433,6 @@ class Follower(Group):
     def agree(self, facts: Mapping[str, str], number: int) -> int:
         self._connections[0].send("agree", facts=dict(facts), number=number)
         return int(self.receive().fields["number"])
-
-
-PER_PROCESS = ("mem_fraction", "max_total_tokens", "random_seed")
-"""Fields of `EngineConfig` that may differ. The processes agree on the size of the pool."""
-
-SAMPLE = 4096  # maximum number of compared bytes of a tensor
-
-
-def engine_facts(
-    target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
-) -> dict[str, str]:  # fmt: skip
-    """Maps names of properties, for errors, to their values."""
-    folders = [Path(package.__file__ or "").parent for package in (specjax, specjax_kernels)]
-    files = sorted(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
-    source = _digest(file.read_bytes() for file in files)
-    facts = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
-    facts["version of jax"] = jax.__version__
-    facts["model"] = repr(target.config)
-    facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
-    facts["context length"] = str(context_length)
-    facts |= {f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in PER_PROCESS}
-    leaves, tree = jax.tree.flatten(params)
-    shapes = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves]
-    facts["layout of the parameters"] = f"digest {_digest([str(tree), *shapes])}"
-    # Leaves that each device holds in full, such as norms, differ between two models of one shape.
-    weights = (np.asarray(x).tobytes() for x in leaves if isinstance(x, jax.Array) and x.is_fully_replicated)
-    return facts | {"weights": f"digest {_digest(weights)}"}
 
 
 def file_facts(files: ModelFiles) -> dict[str, str]:
