@@ -47,7 +47,7 @@ from specjax.engine.sequence import Sequence
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 from specjax.serve.delivery import Listener
-from specjax.serve.report import Report
+from specjax.serve.metrics import Report
 from specjax.serve.runner import Runner
 from specjax.state import FULL, RUNS, DecodeState, PrefillInput, StepInput, StepOutput
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs

@@ -61,17 +61,14 @@ def check_devices(chosen: Settings) -> None:
 def make_engines(chosen: Settings, *, progress: bool = True, **config: Any) -> list[Engine]:
     """Makes the engines of all replicas, in order of their devices; see `make_engine`, `check_devices`."""
     check_devices(chosen)
-    split, replicas = chosen.engine.tensor_parallel_size, chosen.server.data_parallel_size
-    firsts = [rank * split for rank in range(replicas)]
+    split = chosen.engine.tensor_parallel_size
+    firsts = range(0, split * chosen.server.data_parallel_size, split)
     return [make_engine(chosen, progress=progress, first_device=first, **config) for first in firsts]
 
 
 def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str, Any]:
-    """Returns keyword arguments of `Engine.from_pretrained`, including the model; `config`: see `make_engine`.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Keyword arguments of `Engine.from_pretrained`, including the model. `config`: see `make_engine`. Raises
+    ValueError for values out of range."""
     engine = chosen.engine
     values = vars(engine) | vars(chosen.speculative)
     for field in (*fields(engine), *fields(chosen.speculative)):
@@ -94,19 +91,15 @@ def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str
 
 
 def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
-    """Returns the verifier for accept thresholds below 1, and logs a warning; None: verification is lossless.
-
-    Raises:
-        ValueError: a threshold is below 1 without --allow-lossy-speculation.
-    """
-    speculative = chosen.speculative
+    """The verifier for accept thresholds below 1, with a warning; None: verification is lossless. Raises ValueError
+    for a threshold below 1 without --allow-lossy-speculation."""
     names = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-    values = {name: getattr(speculative, name) for name in names}
+    values = {name: getattr(chosen.speculative, name) for name in names}
     verifier = AcceptAbove(*values.values())
     if not verifier.lossy:
         return None
     below = " and ".join(f"{place_of(chosen, name)} {value:g}" for name, value in values.items() if value < 1)
-    if not speculative.allow_lossy_speculation:
+    if not chosen.speculative.allow_lossy_speculation:
         raise ValueError(f"{below} would change the text: leave it at 1, or give --allow-lossy-speculation as well")
     logger.warning(
         "LOSSY SPECULATION: with %s the text of requests that sample is not the model's own, and depends on more than "
@@ -117,13 +110,10 @@ def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
 
 
 def draft_options(chosen: Settings) -> DraftOptions | str:
-    """Returns the algorithm's options from its flags, or ``module:function``.
+    """The algorithm's options from its flags, or ``module:function``. A warning names flags without effect.
 
-    A warning names flags without effect. An algorithm on the command line overrides a file's options of other
-    algorithms.
-
-    Raises:
-        ValueError: a value is out of range, or the algorithm has no draft model.
+    An algorithm on the command line overrides a file's options of other algorithms. Raises ValueError if a value is out
+    of range, or the algorithm has no draft model.
     """
     speculative = chosen.speculative
     name = speculative.speculative_algorithm
@@ -152,7 +142,7 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
 
 
 def speculative_settings(draft: DraftOptions) -> dict[str, Any]:
-    """Returns the keys of a file that gives these options, without defaults. Inverse of `draft_options`."""
+    """The keys of a file that gives these options, without defaults. Inverse of `draft_options`."""
     settings: dict[str, Any] = {"speculative-algorithm": draft.algorithm}
     for field in fields(SpeculativeSettings):
         option = field.metadata["setting"].sets

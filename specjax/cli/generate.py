@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from collections.abc import Sequence as List
 from dataclasses import fields, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import line_files, parse_object, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import as_lines, doubt, drafting_summary, speculation_table
 from specjax.engine.programs import PhaseTimes
 from specjax.engine.sampling_params import later_seed
@@ -52,7 +53,6 @@ RESULT_FIELDS = (
     "spec_accept_length", "spec_accept_histogram", "seed",
 )  # fmt: skip
 
-DRAFT_COUNTERS = "drafted_steps", "own_steps", "own_accepted"
 
 Row = Mapping[str, Any]  # a line of the output
 
@@ -75,11 +75,8 @@ class BadLine(NamedTuple):
 
 
 def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT_FIELDS)) -> str:
-    """Returns the name of the field with the prompt; null counts as absent.
-
-    Raises:
-        ValueError: no prompt, several prompts, or a prompt of the wrong type.
-    """
+    """The name of the field with the prompt; null counts as absent. Raises ValueError unless there is one prompt of the
+    right type."""
     present = [name for name in allowed if row.get(name) is not None]
     if len(present) != 1:
         raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {' and '.join(present) or 'none'}")
@@ -105,10 +102,8 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
 
 
 def read_input(path: str) -> list[InputLine]:
-    """Reads the lines of a file, of a folder's files or, for "-", of stdin, without blank lines.
-
-    `place` counts through all files, so each line has its own seed. Errors: see `line_files`.
-    """
+    """Reads the lines of a file, of a folder's files or, for "-", of stdin, without blank lines. `place` counts through
+    all files, so each line has its own seed. Errors: see `line_files`."""
     lines = (line for file in line_files([path]) for line in read_lines(file))
     return [line._replace(place=place) for place, line in enumerate(lines)]
 
@@ -118,16 +113,8 @@ def bad_line(raw: InputLine, path: str, error: Exception | str) -> BadLine:
     return BadLine(raw.number, str(error) if raw.path in (path, "stdin") else f"{raw.path}: {error}")
 
 
-def parse_lines(lines: Iterable[InputLine], path: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-    """Parses the lines of the input `path`."""
-    for raw in lines:
-        parsed = raw.problem or parse_line(raw.number, raw.data, defaults, raw.place)
-        problem = parsed.reason if isinstance(parsed, BadLine) else parsed
-        yield bad_line(raw, path, problem) if isinstance(problem, str) else problem
-
-
 def line_writer(file: TextIO) -> Callable[[Row | None], None]:
-    """Returns a function that writes a row as a line of JSON and flushes; it ignores None."""
+    """A function that writes a row as a line of JSON and flushes; it ignores None."""
 
     def write(row: Row | None) -> None:
         if row is not None:
@@ -158,8 +145,8 @@ def run(
 
     Args:
         lines: requests; bad lines are reported on stderr, None is skipped.
-        others: replicas of the engine. One thread steps all engines in turn; an engine launches a step before it reads
-            the previous result, so all devices stay busy.
+        others: replicas of the engine. One thread steps all engines in turn, which launch a step before they read the
+            previous result.
         write: called for each line in input order, as soon as all earlier results exist; None: no result.
         total: number of lines for the progress bar; None: the length of `lines`, if it has one.
         describe: makes the result of a completed line; None counts as failed.
@@ -230,12 +217,8 @@ def run(
                 index, line, rank = unfinished.pop(sequence)
                 loads[rank] -= 1
                 done = completion(sequence)
-                count.update(
-                    settled=1,
-                    tokens=done.completion_tokens,
-                    steps=done.spec_verify_ct,
-                    drafted=sequence.output.verified_tokens,
-                )
+                count.update(settled=1, tokens=done.completion_tokens, steps=done.spec_verify_ct)
+                count["drafted"] += sequence.output.verified_tokens
                 row = describe(line, done)
                 put(index, row)
                 if row is None:
@@ -247,12 +230,10 @@ def run(
             feed()
             bar.update(count["settled"] - bar.n)
     seconds = time.perf_counter() - started
-    drafted_steps, model_steps, accepted = (
-        sum(getattr(replica.counters, name) for replica in engines) for name in DRAFT_COUNTERS
-    )
-    if problem := doubt(engine.drafter, model_steps, accepted):
+    counters = Counters.sum(replica.counters for replica in engines)
+    if problem := doubt(engine.drafter, counters.own_steps, counters.own_accepted):
         logger.warning("%s", problem)
-    drafted_steps -= drafted_before
+    drafted_steps = counters.drafted_steps - drafted_before
     return {
         "requests": count["requests"],
         "failed": count["failed"],
@@ -323,7 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the sampling flags, without unset flags whose default comes from the model."""
+    """The sampling flags, without unset flags whose default comes from the model."""
     names = (*SAMPLING, "stop", "stop_token_ids", "ignore_eos")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
@@ -358,10 +339,14 @@ def main(argv: list[str] | None = None) -> int:
         engine, *others = build.make_engines(chosen, progress=progress, **config)
         if progress:
             print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
-        requests = parse_lines(lines, args.input, {**engine.sampling_defaults, **sampling})
+        requests, defaults = [], {**engine.sampling_defaults, **sampling}
+        for raw in lines:
+            line = raw.problem or parse_line(raw.number, raw.data, defaults, raw.place)
+            problem = line.reason if isinstance(line, BadLine) else line
+            requests.append(bad_line(raw, args.input, problem) if isinstance(problem, str) else line)
         # Opened last: a run that cannot start keeps the old file.
         with Path(args.output).open("w", encoding="utf-8") as file:
-            return run(engine, list(requests), line_writer(file), others=others, progress=progress)
+            return run(engine, requests, line_writer(file), others=others, progress=progress)
 
     left = "the completions written so far are in the output file"
     return run_command("specjax generate", work, failed="failed", interrupted=left)

@@ -63,12 +63,8 @@ def parse_object(line: str | bytes) -> dict[str, Any]:
 
 
 def line_files(paths: Sequence[str], flag: str = "--input") -> list[str]:
-    """Lists input files in order. Folders give their .jsonl and .jsonl.gz files by name, without hidden files.
-
-    Raises:
-        ValueError: a folder has no such file, or a file occurs twice.
-        OSError: a file cannot be read.
-    """
+    """Lists input files in order. Folders give their .jsonl and .jsonl.gz files by name, without hidden files. Raises
+    ValueError for a folder without such files and for a file that occurs twice, OSError for an unreadable file."""
     files: list[str] = []
     for path in paths:
         if path != "-" and Path(path).is_dir():

@@ -32,16 +32,7 @@ from specjax.serve.app import Extension, create_app
 from specjax.serve.errors import ErrorForm
 from specjax.serve.profiling import make_folder
 from specjax.serve.runner import Runner, Service
-from specjax.serve.server import (
-    SIGNALS,
-    CertificateError,
-    PortError,
-    Server,
-    allow_files,
-    check_certificate,
-    listen,
-    url,
-)
+from specjax.serve.server import SIGNALS, Server, allow_files, check_certificate, listen, url
 from specjax.settings import Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
@@ -75,7 +66,7 @@ def make_app(runner: Service, settings: flags.ServerSettings, *, model: str) -> 
 
 
 class _LogHandler(logging.Handler):
-    """Writes to stderr without tearing progress bars. Lines from the thread of a replica name the replica."""
+    """Writes to stderr without tearing progress bars. Lines from a replica's thread name the replica."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
@@ -114,11 +105,11 @@ def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -
         weights, state = (local_bytes(tree) / 1e9 for tree in held)
         message = "Tensor parallel over %d devices; each holds %.3f GB of weights, and %.3f GB of KV pool and state"
         logger.info(message, engine.mesh.size, weights, state)
-    gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
-    pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target, "
-    pool += f"{draft / 1e9:.2f} GB for the draft"
-    most = engine.config.max_running_requests
-    logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
+    target = tokens * bytes_per_token(partial(init_cache, engine.target.pages))
+    pool = f"{tokens} tokens in pages of {engine.pool.page_size}"
+    pool += f", {target / 1e9:.2f} GB for the target, {draft / 1e9:.2f} GB for the draft"
+    requests = engine.config.max_running_requests
+    logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, requests)
     logger.info("Speculation:%s", as_lines(speculation_table(engine.drafter, engine.buckets)))
     return engine
 
@@ -168,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
                 return launch.run_follower(group, partial(load, settings, kind=kind))
         sock = listen(server.host, server.port)
         runner = make_service(settings, kind)
-    except (CertificateError, PortError, ValueError) as error:
+    except ValueError as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut

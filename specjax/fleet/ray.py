@@ -1,19 +1,14 @@
 """Ray Serve: a server class for `LLMConfig(server_cls=...)` of ray.serve.llm, and an application around it.
 
-    LLMConfig(server_cls="specjax.fleet.ray:SpecjaxServer", ...)    # for Ray's own builders
-    build_app(...)            # without ray.serve.llm, which needs vLLM or SGLang to be installed
-
     LLMConfig(
+        server_cls="specjax.fleet.ray:SpecjaxServer",   # for Ray's own builders, which need vLLM or SGLang
         model_loading_config={"model_id": "smol", "model_source": "folder or hub id"},   # --served-model-name, --model
         engine_kwargs={"max_running_requests": 16},                                      # all other flags
         accelerator_config={"kind": "cpu"},                                              # default: one GPU a replica
-        deployment_config={"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
     )
 
-Needs `pip install 'specjax[ray]'`. Ray is imported when an application is built, not before. In reading order:
-`settings_of` and `deployment_options` read a config by its attributes, `SpecjaxServer` is one replica of a deployment,
-`build_app` makes an application: `serve run specjax.fleet.ray:build_app model_loading_config=...`, or a Serve config
-file.
+`build_app` makes an application without ray.serve.llm: `serve run specjax.fleet.ray:build_app
+model_loading_config=...`. Needs `pip install 'specjax[ray]'`; Ray is imported when an application is built.
 """
 
 from __future__ import annotations
@@ -29,8 +24,7 @@ from typing import Any, get_args
 from specjax.cli.flags import Settings
 from specjax.cli.serve import load, make_app
 from specjax.engine import EngineConfig
-from specjax.fleet.in_process import Answer, call
-from specjax.fleet.ingress import Ingress
+from specjax.fleet.ray_ingress import Ingress, call
 from specjax.serve.errors import Pause, State
 from specjax.serve.runner import Runner
 from specjax.settings import from_mapping
@@ -63,12 +57,11 @@ def settings_of(llm_config: Any) -> Settings:
         place = getattr(source, "bucket_uri", source)
         raise ValueError(f"model_source must be a folder, a .gguf file, a hub id or an alias, got {place!r}")
     names = {name.replace("-", "_"): name for name in kwargs}
-    for name, field in MODEL_FIELDS.items():
-        if name in names:
-            raise ValueError(f"{PLACE}: {names[name]} is {field} in model_loading_config")
-    for name in SOCKET_SETTINGS:
-        if name in names:
-            raise ValueError(f"{PLACE}: {names[name]} has no effect under Ray Serve, which has its own settings for it")
+    for name, key in names.items():
+        if name in MODEL_FIELDS:
+            raise ValueError(f"{PLACE}: {key} is {MODEL_FIELDS[name]} in model_loading_config")
+        if name in SOCKET_SETTINGS:
+            raise ValueError(f"{PLACE}: {key} has no effect under Ray Serve, which has its own settings for it")
     if "max_model_len" in kwargs:  # Ray puts this key of vLLM's into the model card
         if "context_length" in names:
             raise ValueError(f"{PLACE}: max_model_len and {names['context_length']} are the same setting")
@@ -88,10 +81,9 @@ def settings_of(llm_config: Any) -> Settings:
 def deployment_options(llm_config: Any) -> dict[str, Any]:
     """Options of `serve.deployment` for replicas of the config.
 
-    By default a replica takes as many requests as can run and wait in its engine, so that Ray's router never gets a 503
-    for a full queue, and autoscaling aims at the number of requests that run in one batch.
-
-    Raises ValueError as `settings_of`, and for a placement of more than one bundle: a replica is one process.
+    By default a replica takes as many requests as can run and wait in its engine, so that Ray's router gets no 503 for
+    a full queue, and autoscaling aims at the number of requests in one batch. Raises ValueError as `settings_of`, and
+    for a placement of more than one bundle.
     """
     settings = settings_of(llm_config)
     options = copy.deepcopy(llm_config.deployment_config)
@@ -122,7 +114,15 @@ def _resources(llm_config: Any, devices: int) -> dict[str, Any]:
     kind = llm_config.accelerator_config.kind
     if kind not in ("gpu", "cpu"):
         raise ValueError(f"accelerator_config: kind must be gpu or cpu, got {kind!r}")
-    bundle = _bundle(llm_config.placement_group_config or {})
+    placement = llm_config.placement_group_config or {}
+    per_worker = placement.get("bundle_per_worker")
+    bundles = list(placement.get("bundles") or ([] if per_worker is None else [per_worker]))
+    if len(bundles) > 1:
+        raise ValueError(
+            f"placement_group_config: a replica is one process and takes one bundle, got {len(bundles)}; "
+            "num_replicas in deployment_config starts more replicas"
+        )
+    bundle = dict(bundles[0]) if bundles else {}
     resources: dict[str, Any] = {
         "num_cpus": bundle.pop("CPU", 1),
         "num_gpus": bundle.pop("GPU", devices * (kind == "gpu")),
@@ -136,24 +136,11 @@ def _resources(llm_config: Any, devices: int) -> dict[str, Any]:
     return resources
 
 
-def _bundle(placement: Mapping[str, Any]) -> dict[str, Any]:
-    per_worker = placement.get("bundle_per_worker")
-    bundles = list(placement.get("bundles") or ([] if per_worker is None else [per_worker]))
-    if len(bundles) > 1:
-        raise ValueError(
-            f"placement_group_config: a replica is one process and takes one bundle, got {len(bundles)}; "
-            "num_replicas in deployment_config starts more of them"
-        )
-    return dict(bundles[0]) if bundles else {}
-
-
 class SpecjaxServer:
-    """One replica of a deployment, with its own engine: `LLMConfig(server_cls="specjax.fleet.ray:SpecjaxServer")`.
+    """One replica of a deployment, with its own engine. Implements `LLMServerProtocol` of ray.serve.llm.
 
-    Implements `LLMServerProtocol` of ray.serve.llm. A request of Ray's OpenAI types goes, as JSON, through the
-    application that `specjax serve` has behind its socket, and the answer back into Ray's types. A field therefore has
-    the same meaning in both. Constructed as Ray's own `LLMServer`: `await SpecjaxServer(llm_config)` loads the model;
-    `sync_init` does not, `start` does later.
+    A request of Ray's OpenAI types goes, as JSON, through the application of `specjax serve`, and the answer back into
+    Ray's types. `await SpecjaxServer(llm_config)` loads the model; after `sync_init`, `start` loads it.
     """
 
     async def __init__(self, llm_config: Any) -> None:
@@ -243,7 +230,8 @@ class SpecjaxServer:
         answer = await call(self._app, "POST", path, headers=headers, body=body_of(request))
         async with contextlib.aclosing(answer.chunks) as chunks:
             if answer.status != 200:
-                yield await _error(answer)
+                error = json.loads(await answer.read())["error"]
+                yield _error_response(error["message"], error["type"], answer.status, error["param"])
             elif getattr(request, "stream", False):
                 async for chunk in chunks:
                     yield chunk.decode()
@@ -301,12 +289,10 @@ class SpecjaxServer:
 
 
 def _pickle_ingress_by_value() -> None:
-    """Make the ingress of ray.serve.llm answer requests with FastAPI 0.137 and later.
+    """Makes the ingress of ray.serve.llm answer requests with FastAPI 0.137 and later.
 
-    Ray marks the `self` of an ingress's routes as injected by setting `__signature__` of its methods. A method of an
-    installed module is pickled by reference, so its replica has the method without the mark. FastAPI < 0.137 carried
-    along the result of reading the mark; later versions read signatures in the replica, take `self` for a query
-    parameter, and refuse every request with a 400 (ray 2.60.0).
+    Ray marks the `self` of its routes in `__signature__`, which a replica loses because installed modules are pickled
+    by reference. FastAPI then takes `self` for a query parameter and refuses every request with a 400 (ray 2.60.0).
     """
     with contextlib.suppress(ImportError):  # without Ray, or without the types that the ingress needs
         from ray import cloudpickle  # type: ignore
@@ -318,13 +304,13 @@ def _pickle_ingress_by_value() -> None:
 def body_of(request: Any) -> bytes:
     """The JSON body of a request of Ray's types: the fields that the client set. Null fields, which the types add to
     messages, are left out."""
-    return json.dumps(_without_null(request.model_dump(mode="json", exclude_unset=True))).encode()
 
+    def without_null(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without_null(member) for name, member in value.items() if member is not None}
+        return [without_null(item) for item in value] if isinstance(value, list) else value
 
-def _without_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_null(member) for name, member in value.items() if member is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list) else value
+    return json.dumps(without_null(request.model_dump(mode="json", exclude_unset=True))).encode()
 
 
 def _types() -> Any:
@@ -335,28 +321,13 @@ def _types() -> Any:
     return openai_api_models
 
 
-def _error_response(message: str, kind: str, status: int, param: str | None = None) -> Any:
+def _error_response(message: str, type: str, code: int, param: str | None = None) -> Any:
     types = _types()
-    return types.ErrorResponse(error=types.ErrorInfo(message=message, type=kind, param=param, code=status))
-
-
-async def _error(answer: Answer) -> Any:
-    problem = json.loads(await answer.read())["error"]
-    return _error_response(problem["message"], problem["type"], answer.status, problem["param"])
+    return types.ErrorResponse(error=types.ErrorInfo(message=message, type=type, param=param, code=code))
 
 
 async def _unsupported(name: str) -> AsyncGenerator[Any, None]:
     yield _error_response(f"specjax has no {name}", "invalid_request_error", 501)
-
-
-def config_of(args: Any) -> Any:
-    """Ray's `LLMConfig` of its fields, or as it is. Raises ImportError without Ray, ValueError for wrong fields."""
-    try:
-        # ray.serve.llm has it, too, but can only be imported with vLLM or SGLang.
-        from ray.llm._internal.serve.core.configs.llm_config import LLMConfig  # type: ignore
-    except ImportError as error:
-        raise ImportError(NEEDS_RAY) from error
-    return LLMConfig(**{str(name): value for name, value in args.items()}) if isinstance(args, Mapping) else args
 
 
 def build_app(args: Any) -> Any:
@@ -372,13 +343,19 @@ def build_app(args: Any) -> Any:
         ImportError: Ray Serve is not installed.
         ValueError: the config asks for something unsupported; see `settings_of` and `deployment_options`.
     """
-    ingress: dict[str, Any] = {"max_ongoing_requests": 10_000}  # the replicas have the limit
-    if isinstance(args, Mapping):
-        ingress |= args.get("ingress_deployment_config", {})
-        args = {name: value for name, value in args.items() if name != "ingress_deployment_config"}
-    config = config_of(args)
-    from ray import serve  # type: ignore
+    try:
+        from ray import serve  # type: ignore
 
+        # ray.serve.llm has it, too, but can only be imported with vLLM or SGLang.
+        from ray.llm._internal.serve.core.configs.llm_config import LLMConfig  # type: ignore
+    except ImportError as error:
+        raise ImportError(NEEDS_RAY) from error
+    ingress: dict[str, Any] = {"max_ongoing_requests": 10_000}  # the replicas have the limit
+    config = args
+    if isinstance(args, Mapping):
+        fields = {str(name): value for name, value in args.items()}
+        ingress |= fields.pop("ingress_deployment_config", {})
+        config = LLMConfig(**fields)
     options = deployment_options(config) | {"name": deployment_name(config)}
     replicas: Any = serve.deployment(SpecjaxServer, **options)
     return serve.deployment(Ingress, **ingress).bind(replicas.bind(config))

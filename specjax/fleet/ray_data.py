@@ -26,6 +26,7 @@ from specjax.cli import build, flags
 from specjax.cli.generate import BadLine, parse_line, result
 from specjax.engine import SamplingParams
 from specjax.engine.generation import complete
+from specjax.serve.fields import whole
 from specjax.settings import from_mapping
 
 SETTINGS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
@@ -72,8 +73,8 @@ class Generate:
         import pandas  # type: ignore  # comes with Ray Data
 
         rows = self.complete(list(rows_of(batch)))
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        return pandas.DataFrame({name: _objects([row.get(name) for row in rows]) for name in columns})
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pandas.DataFrame({name: pandas.Series([row.get(name) for row in rows], dtype=object) for name in names})
 
     def complete(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """As `__call__`, for a list of rows."""
@@ -102,11 +103,7 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for values in zip(*batch.values(), strict=True):
         row = {name: _plain(value) for name, value in zip(names, values, strict=True)}
         # A column of integers with missing values consists of floats.
-        yield {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in row.items()
-            if value is not None
-        }
+        yield {name: whole(value) for name, value in row.items() if value is not None}
 
 
 def number_of(row: Mapping[str, Any]) -> int:
@@ -126,11 +123,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: inner for name, member in value.items() if (inner := _plain(member)) is not None}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    """A column of objects: numpy would make a matrix of lists of equal length."""
-    column = np.empty(len(values), object)
-    for index, value in enumerate(values):
-        column[index] = value
-    return column

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import partial
@@ -28,9 +28,8 @@ class Balance:
     """Chooses the replica of each sequence.
 
     The load of a replica is the number of its sequences that wait or run. Replicas with a load of at most
-    ``least + 1 + least // 4`` are candidates. The candidate that was sent the longest prefix of the prompt before, in
-    whole pages, is chosen; among equals the least loaded, then the one with the fewest sequences so far. A conversation
-    therefore stays with its pages, and no replica gets far ahead of the others.
+    ``lowest + 1 + lowest // 4`` are candidates. The candidate that has received the longest prefix of the prompt, in
+    whole pages, is chosen; among equals the least loaded, then the one with the fewest sequences so far.
 
     Worked example with two replicas: loads 4 and 2 allow at most 2 + 1 + 0 = 3, so the second replica is chosen for any
     prompt. With loads 3 and 2 both are candidates, and the prompt decides.
@@ -49,9 +48,9 @@ class Balance:
             if not (bits := self._ranks.get(page, 0)):
                 break
             shared = [depth if bits >> rank & 1 else pages for rank, pages in enumerate(shared)]
-        least = min(loads)
-        near = [rank for rank, load in enumerate(loads) if load <= least + 1 + least // 4]
-        chosen = min(near, key=lambda rank: (-shared[rank], loads[rank], self._chosen[rank]))
+        lowest = min(loads)
+        candidates = [rank for rank, load in enumerate(loads) if load <= lowest + 1 + lowest // 4]
+        chosen = min(candidates, key=lambda rank: (-shared[rank], loads[rank], self._chosen[rank]))
         self._chosen[chosen] += 1
         for page in pages:
             self._ranks[page] = self._ranks.pop(page, 0) | 1 << chosen  # the most recently used page is last
@@ -92,10 +91,6 @@ class Replicas(Service):
         self.places = Places(lambda: self.unfinished, lambda: self.capacity)
         self._balance: Balance | None = None
 
-    def start(self) -> None:
-        for rank in self.ranks:
-            rank.start()
-
     def _load(self, rank: int) -> Engine:
         with self._loading:
             if (failure := self.failure) is not None:
@@ -105,41 +100,6 @@ class Replicas(Service):
     @property
     def ranks(self) -> list[Runner]:
         return self._runners
-
-    @property
-    def state(self) -> State:
-        """READY once all replicas are."""
-        states = {rank.state for rank in self.ranks}
-        return next((s for s in (State.FAILED, State.DRAINING, State.LOADING) if s in states), State.READY)
-
-    @property
-    def failure(self) -> BaseException | None:
-        return next((rank.failure for rank in self.ranks if rank.failure is not None), None)
-
-    @property
-    def ready_at(self) -> float:
-        return max(rank.ready_at for rank in self.ranks)
-
-    @property
-    def loaded(self) -> bool:
-        return all(rank.loaded for rank in self.ranks)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine with the smallest pool: all replicas accept what it accepts."""
-        return min((rank.engine for rank in self.ranks), key=lambda engine: engine.intake.pool_tokens)
-
-    @property
-    def paused(self) -> bool:
-        return any(rank.paused for rank in self.ranks)
-
-    @property
-    def unfinished(self) -> int:
-        return sum(rank.unfinished for rank in self.ranks)
-
-    @property
-    def capacity(self) -> int:
-        return sum(rank.capacity for rank in self.ranks)
 
     def submit(self, listener: Listener) -> None:
         with self._lock:
@@ -162,28 +122,6 @@ class Replicas(Service):
             loads[rank] += 1
             chosen[sequence] = rank
         return [chosen[sequence] for sequence in sequences]
-
-    def abort(self, sequences: Iterable[Sequence]) -> None:
-        sequences = list(sequences)
-        for rank in self.ranks:
-            rank.abort(sequences)
-
-    def abort_named(self, name: str | None) -> int:
-        return sum(rank.abort_named(name) for rank in self.ranks)
-
-    def drain(self) -> None:
-        for rank in self.ranks:
-            rank.drain()
-
-    def end_all(self, message: str, failure: BaseException | None = None) -> None:
-        for rank in self.ranks:
-            rank.end_all(message, failure)
-
-    def stop(self, timeout: float | None = None) -> bool:
-        for rank in self.ranks:
-            rank.stop(0.0)  # request the end of all before waiting for the first
-        ended = [rank.stop(timeout) for rank in self.ranks]
-        return all(ended)
 
     def _changed(self) -> None:
         with self._lock:

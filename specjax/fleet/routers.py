@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from specjax.serve.answers import fingerprint
 from specjax.serve.app import Extension, Generation
 from specjax.serve.control import get
 from specjax.serve.metrics import read
-from specjax.serve.runner import Runner, Service
+from specjax.serve.openai_answers import fingerprint
+from specjax.serve.runner import Runner
 
 
 def load_of(runner: Runner, rank: int) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def load_of(runner: Runner, rank: int) -> dict[str, Any]:
     waiting requests. `grammar` is 0 because a grammar is compiled before its request is queued."""
     engine = runner.engine
     values = {metric.name: metric.value for metric in read([runner])}
-    waiting, most = list(engine.scheduler.waiting), engine.config.max_running_requests
+    waiting, capacity = list(engine.scheduler.waiting), engine.config.max_running_requests
     return {
         "dp_rank": rank,
         "num_running_reqs": values["num_running_reqs"],
@@ -30,8 +30,8 @@ def load_of(runner: Runner, rank: int) -> dict[str, Any]:
         "token_usage": values["token_usage"],
         "gen_throughput": values["gen_throughput"],
         "cache_hit_rate": values["cache_hit_rate"],
-        "utilization": values["num_running_reqs"] / most,
-        "max_running_requests": most,
+        "utilization": values["num_running_reqs"] / capacity,
+        "max_running_requests": capacity,
         "speculative": {"accept_length": values["spec_accept_length"], "accept_rate": values["spec_accept_rate"]},
         "queues": {
             "waiting": len(waiting),
@@ -42,55 +42,45 @@ def load_of(runner: Runner, rank: int) -> dict[str, Any]:
     }
 
 
-def rank_loads(runner: Service) -> list[dict[str, Any]]:
-    return [load_of(replica, rank) for rank, replica in enumerate(runner.ranks)]
-
-
-def loads(runner: Service) -> dict[str, Any]:
-    """The answer of `/v1/loads`."""
-    ranks = rank_loads(runner)
-
-    def total(name: str) -> Any:
-        return sum(load[name] for load in ranks)
-
-    running, waiting = total("num_running_reqs"), total("num_waiting_reqs")
-    return {
-        "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
-        "version": fingerprint(),
-        "dp_rank_count": len(ranks),
-        "loads": ranks,
-        "aggregate": {
-            "total_running_reqs": running,
-            "total_waiting_reqs": waiting,
-            "total_reqs": running + waiting,
-            "avg_token_usage": total("token_usage") / len(ranks),
-            "avg_throughput": total("gen_throughput") / len(ranks),
-            "avg_utilization": total("utilization") / len(ranks),
-        },
-    }
-
-
-def short_loads(runner: Service) -> list[dict[str, int]]:
-    """The answer of `/get_load`, which sglang-router reads for its policy power_of_two."""
-    return [
-        {
-            "dp_rank": load["dp_rank"],
-            "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
-            "num_waiting_reqs": load["num_waiting_reqs"],
-            "num_tokens": load["num_total_tokens"],
-        }
-        for load in rank_loads(runner)
-    ]
-
-
 def add_routes(app: FastAPI, generation: Generation) -> None:
+    def rank_loads() -> list[dict[str, Any]]:
+        return [load_of(replica, rank) for rank, replica in enumerate(generation.runner.ranks)]
+
     @get(app, "/v1/loads", tags=["SGLang"])
     async def get_loads() -> dict[str, Any]:
-        return loads(generation.runner)
+        ranks = rank_loads()
+
+        def total(name: str) -> Any:
+            return sum(load[name] for load in ranks)
+
+        running, waiting = total("num_running_reqs"), total("num_waiting_reqs")
+        return {
+            "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
+            "version": fingerprint(),
+            "dp_rank_count": len(ranks),
+            "loads": ranks,
+            "aggregate": {
+                "total_running_reqs": running,
+                "total_waiting_reqs": waiting,
+                "total_reqs": running + waiting,
+                "avg_token_usage": total("token_usage") / len(ranks),
+                "avg_throughput": total("gen_throughput") / len(ranks),
+                "avg_utilization": total("utilization") / len(ranks),
+            },
+        }
 
     @get(app, "/get_load", tags=["SGLang"])
     async def get_load() -> list[dict[str, int]]:
-        return short_loads(generation.runner)
+        # sglang-router reads it for its policy power_of_two.
+        return [
+            {
+                "dp_rank": load["dp_rank"],
+                "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
+                "num_waiting_reqs": load["num_waiting_reqs"],
+                "num_tokens": load["num_total_tokens"],
+            }
+            for load in rank_loads()
+        ]
 
 
 EXTENSIONS = (Extension(add_routes, in_drain=frozenset({"/v1/loads", "/get_load"})),)

@@ -1,14 +1,14 @@
 """The HTTP server: OpenAI's and SGLang's routes over an engine. In reading order:
 
-app       the routes for generation, `Generation.respond`, and `Extension`s with further routes
-fields    reading and checking request bodies; then `protocol`, `generate_request`, `messages`, `tools`, `structured`
-task      the engine's work for a request, which a body describes; `tokenising` runs it in threads
-runner    `Service` and `Runner`, the engine's thread; `delivery` carries its stream deltas to the event loop
-answers   answers of OpenAI's routes; `generate_answer` of `/generate`
-forms     the format of calls and reasoning; `calls` and `reply` parse them, `call_grammar` writes grammars
-control   routes about the server; `metrics`, `report`, `profiling`
-server    the process; `connection` and `middleware` limit requests, `server_settings` has the flags
-dialects  two further interfaces, which `specjax.cli.serve` adds
+app              routes for generation, `Generation.respond`, and `Extension`s with further routes
+fields           reads and checks request bodies; then `openai_requests` and `tools`
+tokenising       the sequences of a request, made in threads
+runner           `Service` and `Runner`, the engine's thread; `delivery` carries its stream deltas to the event loop
+openai_answers   answers of OpenAI's routes; `sglang_generate` has the body and the answer of `/generate`
+message_format   the format of calls and reasoning, and the parser of messages; `calls` parses calls
+control          other routes; `metrics` and `profiling` are their sources
+server           the process and its connections; `middleware` limits requests, `server_settings` has the flags
+dialects         two further interfaces, which `specjax.cli.serve` adds
 
 Only this package, `specjax.fleet` and `specjax.cli.serve` import a web framework.
 """

@@ -28,11 +28,11 @@ from specjax.checkpoint.prompts import begins_thinking
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import NO_SCORES, Sequence
-from specjax.serve.answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.control import add_control_routes, get
 from specjax.serve.delivery import Deadline, Listener
 from specjax.serve.errors import (
     ABORTED,
+    INVALID,
     SEND_AGAIN,
     ApiError,
     ErrorAnswer,
@@ -42,16 +42,14 @@ from specjax.serve.errors import (
     unavailable,
 )
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, BodyRoute
-from specjax.serve.forms import AnswerForm, answer_form
-from specjax.serve.generate_answer import GenerateAnswer
-from specjax.serve.generate_request import GenerateRequest
+from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import IN_DRAIN, INTERNAL, OPEN, Gate, check_state
-from specjax.serve.protocol import ChatRequest, CompletionRequest, TaskBody, check_model
+from specjax.serve.openai_answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
-from specjax.serve.structured import INVALID
-from specjax.serve.task import Rules, Task
-from specjax.serve.tokenising import Tokenising, work
+from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest
+from specjax.serve.tokenising import Rules, Task, Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
 
@@ -80,7 +78,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Queued:
-    """A request whose sequences have been queued: the input of an `Answer`."""
+    """A request with queued sequences, from which an `Answer` is made."""
 
     id: str
     task: Task
@@ -98,7 +96,7 @@ class Generation:
 
     @functools.cached_property
     def form(self) -> AnswerForm:
-        """The form of the model's answers. Only once the model is loaded."""
+        """The format of the model's messages. Only once the model is loaded."""
         return answer_form(
             self.runner.engine.tokenizer,
             tool_call_parser=self.settings.tool_call_parser,
@@ -159,7 +157,7 @@ class Generation:
         finally:
             runner.abort(sequences)
         if any(completion.scores for completion in completions):  # possibly thousands of numbers
-            return await in_thread(lambda: JSONResponse(answer.whole(completions)))
+            return await asyncio.to_thread(lambda: JSONResponse(answer.whole(completions)))
         return JSONResponse(answer.whole(completions))
 
 
@@ -328,7 +326,7 @@ async def _events(listener: Listener, task: Task, answer: Answer, deadline: Dead
                 )
             scores = chunk.scores or (chunk.completion and chunk.completion.scores)
             make = functools.partial(answer.events, chunk)
-            yield b"".join(await in_thread(make) if scores else make())
+            yield b"".join(await asyncio.to_thread(make) if scores else make())
         yield b"".join(answer.last_events())
     except ApiError as error:
         yield answer.error(error)
@@ -337,13 +335,7 @@ async def _events(listener: Listener, task: Task, answer: Answer, deadline: Dead
         yield answer.error(ApiError(500, INTERNAL))
 
 
-async def in_thread(function: Callable[[], Result]) -> Result:
-    """Runs a slow function in a thread, so that it does not block other requests."""
-    return await asyncio.get_running_loop().run_in_executor(None, function)
-
-
 async def all_completions(listener: Listener, deadline: Deadline, task: Task, answer: Answer) -> list[Completion]:
-    """The results of all sequences, after all have finished."""
     chunks = listener.chunks(deadline)
     done = {chunk.prompt_index: chunk.completion async for chunk in chunks if chunk.completion is not None}
     completions = [done[index] for index in sorted(done)]
@@ -353,26 +345,25 @@ async def all_completions(listener: Listener, deadline: Deadline, task: Task, an
 
 
 def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> None:
-    """Raises an ApiError if an error of the server ended the request, or the grammar of the field `grammar`, or
-    `/abort_request`, which `aborted` allows."""
-    if completion.finish_reason["type"] == "abort":
-        message = completion.finish_reason.get("message", "the request was aborted")
-        if message == ABORTED:
-            if aborted:
-                return
-            raise bad_request(message, code="aborted")
-        if message.startswith(GRAMMAR_FAILED):
-            raise bad_request(f"{grammar}: {message}", grammar, INVALID)
-        # Any other request would fail again.
-        if message in SEND_AGAIN:
-            raise unavailable(message, retry_after=1)
-        if message.startswith(NO_SCORES):  # there may be enough memory later
-            raise unavailable(message, retry_after=LATER)
-        raise ApiError(500, message)
+    """Raises an ApiError if the server, the grammar of the field `grammar`, or `/abort_request` ended the request.
+    `aborted`: the answer shows a request that `/abort_request` ended."""
+    reason = completion.finish_reason
+    message = reason.get("message", "the request was aborted")
+    if reason["type"] != "abort" or (aborted and message == ABORTED):
+        return
+    if message == ABORTED:
+        raise bad_request(message, code="aborted")
+    if message.startswith(GRAMMAR_FAILED):
+        raise bad_request(f"{grammar}: {message}", grammar, INVALID)
+    if message in SEND_AGAIN:
+        raise unavailable(message, retry_after=1)
+    if message.startswith(NO_SCORES):  # there may be enough memory later
+        raise unavailable(message, retry_after=LATER)
+    raise ApiError(500, message)
 
 
 async def while_connected(request: Request, future: asyncio.Future[Result]) -> Result:
-    """The result of `future`. If the client disconnects, cancels it and raises ClientDisconnect."""
+    """The result of `future`, which is cancelled if the client disconnects. Then raises ClientDisconnect."""
 
     async def until_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

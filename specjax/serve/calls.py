@@ -61,8 +61,6 @@ _HEAD = re.compile(
 """A call as an object, up to its arguments, with the members in the usual order."""
 _KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 _FIRST = re.compile(r'\{\s*(?:"(?P<key>[^"]*)(?P<closed>"\s*(?::\s*(?:"(?P<value>[^"\\]*)")?)?)?)?')
-
-
 _IN_STRING = re.compile(
     r'[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[\da-fA-F]{4}'
     r"|u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})"
@@ -161,7 +159,7 @@ class CallParser:
     """Parses the text of one answer, in pieces. This base class has no format: all of it is text.
 
     Args:
-        names: names of the functions that may be called.
+        names: functions that may be called.
         hidden: special tokens of the format, which never become text.
         most: maximum number of reported calls; None: all.
     """
@@ -254,10 +252,11 @@ class CallParser:
         rest = self._rest.lstrip()
         if not rest and not self._last:
             return False
-        if rest.startswith((",", "}")):
-            self._rest, self._json = rest, JsonObject("}")
-            return self._enter(self._members, keep=True)
-        return self._enter(self._close)
+        if not rest.startswith((",", "}")):
+            return self._enter(self._close)
+        self._enter(self._members)
+        self._rest, self._json = rest, JsonObject("}")
+        return True
 
     def _members(self) -> bool:
         _, count = self._json.read(self._rest, last=self._last)
@@ -284,10 +283,8 @@ class CallParser:
         self._raw = ""
         return self._enter(self._text)
 
-    def _enter(self, state: Callable[[], bool], *, keep: bool = False) -> bool:
-        self._state, self._at = state, 0
-        if not keep:
-            self._json = JsonObject()
+    def _enter(self, state: Callable[[], bool]) -> bool:
+        self._state, self._at, self._json = state, 0, JsonObject()
         return True
 
     # Heads
@@ -397,7 +394,22 @@ class Mistral(CallParser):
         return self._matched_head(self._NAMED)
 
 
-class DeepSeek(CallParser):
+class NamedCalls(CallParser):
+    """Calls that begin with a name, which `head` matches, and end with the first of `closers`."""
+
+    head: ClassVar[re.Pattern[str]]  # up to the arguments
+    separator: ClassVar[str]  # between name and arguments
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        return (*super().markers(), cls.separator)
+
+    def _find_head(self) -> Head | Literal[False] | None:
+        head = self._matched_head(self.head)
+        return False if head is None and self.closers[0] in self._rest else head
+
+
+class DeepSeek(NamedCalls):
     """Between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`: V3 and R1
 
         <｜tool▁call▁begin｜>function<｜tool▁sep｜>add\\n```json\\n{"a": 1}\\n```<｜tool▁call▁end｜>
@@ -405,21 +417,13 @@ class DeepSeek(CallParser):
     and V3.1 `<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`."""
 
     begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
-    closers = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+    closers = ("<｜tool▁call▁end｜>", "```", "<｜tool▁calls▁end｜>")
     joins = ("<｜tool▁call▁begin｜>",)
+    separator = "<｜tool▁sep｜>"
     text_arguments = True
-
-    _NAMED = re.compile(
+    head = re.compile(
         r"\s*(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```(?:json)?\s*|(?P<bare>[^\n<]+)<｜tool▁sep｜>\s*)" + _BEGUN
     )
-
-    @classmethod
-    def markers(cls) -> tuple[str, ...]:
-        return (*super().markers(), "<｜tool▁sep｜>")
-
-    def _find_head(self) -> Head | Literal[False] | None:
-        head = self._matched_head(self._NAMED)
-        return False if head is None and self.closers[1] in self._rest else head
 
 
 class MistralNamed(Mistral):
@@ -430,7 +434,7 @@ class DeepSeek31(DeepSeek):
     """V3.1. Both classes read both forms."""
 
 
-class KimiK2(CallParser):
+class KimiK2(NamedCalls):
     """Kimi K2, between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`
 
     <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>"""
@@ -438,17 +442,9 @@ class KimiK2(CallParser):
     begins = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     closers = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
     joins = ("<|tool_call_begin|>",)
+    separator = "<|tool_call_argument_begin|>"
     numbered_ids = True
-
-    _NAMED = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*" + _BEGUN)
-
-    @classmethod
-    def markers(cls) -> tuple[str, ...]:
-        return (*super().markers(), "<|tool_call_argument_begin|>")
-
-    def _find_head(self) -> Head | Literal[False] | None:
-        head = self._matched_head(self._NAMED)
-        return False if head is None and self.closers[0] in self._rest else head
+    head = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*" + _BEGUN)
 
 
 def begun(text: str, marks: Collection[str]) -> int:
@@ -490,11 +486,10 @@ def strict_json(text: str, *, partial: bool = False) -> Any:
 
 
 def _is_json(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         strict_json(text)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 class TaggedCalls(CallParser):

@@ -1,4 +1,4 @@
-"""Routes beside generation: state of the server, commands to it, and the page at `/`."""
+"""Routes other than generation: state of the server, commands to it, tokenising, and the page at `/`."""
 
 from __future__ import annotations
 
@@ -9,40 +9,101 @@ import functools
 import hashlib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import jax
 from fastapi import FastAPI, Request
+from pydantic import Field, SkipValidation
+from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from specjax.engine import SamplingParams
-from specjax.serve.answers import fingerprint
+from specjax.engine import Engine, SamplingParams
+from specjax.engine.batch import Counters
+from specjax.engine.draft_policy import drafting_summary
 from specjax.serve.delivery import Listener
-from specjax.serve.errors import bad_request, unavailable
+from specjax.serve.errors import Pause, bad_request, shown, unavailable
+from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import HEALTH, PAGE, check_state
-from specjax.serve.protocol import (
-    AbortRequest,
-    ContinueRequest,
-    DetokenizeRequest,
-    PauseRequest,
-    ProfileRequest,
-    TokenizeRequest,
-    check_model,
-)
-from specjax.serve.report import describe
+from specjax.serve.openai_answers import fingerprint
+from specjax.serve.openai_requests import Ids, Messages, TemplateFields, Texts, check_model
 from specjax.serve.runner import Runner, Service
-from specjax.serve.server_settings import ServerSettings
-from specjax.serve.task import refusal
-from specjax.serve.tokenising import Tokenising, work
+from specjax.serve.server_settings import MOST_TRACED, ServerSettings
+from specjax.serve.tokenising import Tokenising, refusal, work
+from specjax.thresholds import AcceptAbove
 
 Result = TypeVar("Result")
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 PLAYGROUND = Path(__file__).with_name("playground.html")
 HEALTH_SECONDS = 20.0  # time limit for a token of `/health_generate`
+
+
+class TokenizeRequest(TemplateFields):
+    """A text, several texts, or a chat for the model's template, as in SGLang and vLLM."""
+
+    model: Text | None = None
+    prompt: SkipValidation[Texts | None] = None
+    messages: Messages | None = None
+    add_special_tokens: Flag | None = Field(None, description="Only for texts. Default: true.")
+
+    def prompts(self) -> tuple[list[Any], bool]:
+        """The prompts, and True if the request has a list of prompts."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if self.messages is not None:
+            return [self.chat(self.messages)], False
+        several = isinstance(self.prompt, list)
+        prompts: Any = self.prompt if several else [self.prompt]
+        if not all(isinstance(text, str) for text in prompts):
+            raise bad_request(f"prompt must be a string or a list of strings, got {shown(self.prompt)}", "prompt")
+        return prompts, several
+
+
+class DetokenizeRequest(Body):
+    model: Text | None = None
+    tokens: SkipValidation[Ids]
+    skip_special_tokens: Flag | None = Field(None, description="Default: true.")
+
+    def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
+        """The lists of token ids, and True if the request has a list of lists."""
+        several = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
+        lists: Any = self.tokens if several else [self.tokens]
+        for ids in lists:
+            if not isinstance(ids, list) or not all(type(whole(token)) is int for token in ids):
+                problem = f"tokens must be a list of token ids or a list of such lists, got {shown(self.tokens)}"
+                raise bad_request(problem, "tokens")
+            if outside := [token for token in ids if not 0 <= token < vocab_size]:
+                problem = f"tokens holds {shown(outside[0])}; token ids of this model are 0 to {vocab_size - 1}"
+                raise bad_request(problem, "tokens")
+        return [[int(token) for token in ids] for ids in lists], several
+
+
+class AbortRequest(Body):
+    rid: Text | None = Field(None, description="Name of the request; all its choices and prompts end.")
+    abort_all: Flag | None = None
+    abort_message: Text | None = None  # accepted, and not used
+
+
+class PauseRequest(Body):
+    mode: Pause | None = Field(
+        None,
+        description="abort (the default): requests end with their text so far. retract: requests free their pages and "
+        "continue later. in_place: requests keep their pages and continue later.",
+    )
+
+
+class ContinueRequest(Body):
+    torch_empty_cache: Flag | None = None  # accepted, and not used
+
+
+class ProfileRequest(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"output_dir": ()}  # `--profile` names the folder
+
+    num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")
 
 
 def get(app: FastAPI, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
@@ -88,11 +149,6 @@ def _hash(text: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _progress(rank: Runner) -> int:
-    counters = rank.engine.counters
-    return counters.generated + counters.prefilled_tokens
-
-
 def rank_state(rank: Runner) -> dict[str, Any]:
     """The state of one engine, with SGLang's names."""
     engine = rank.engine
@@ -116,8 +172,44 @@ def rank_state(rank: Runner) -> dict[str, Any]:
     }
 
 
+def stored_in(params: Any) -> str:
+    """The formats of quantised matrices: int8, fp8, int4, several of these, or none."""
+    names = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "int4"}
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
+
+
+def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
+    """The answer of `/get_model_info`: sizes of one engine, counts of it and `others`, its replicas."""
+    config, engines = engine.target.config, (engine, *others)
+    counters, verify = Counters.sum(replica.counters for replica in engines), engine.verify
+    lossy = None
+    if isinstance(verify, AcceptAbove) and verify.lossy:
+        lossy = {"accept_threshold_single": verify.single, "accept_threshold_acc": verify.cumulative}
+    return {
+        "model_path": model,
+        "served_model_name": model,
+        "tokenizer_path": engine.tokenizer.name_or_path,
+        "is_generation": True,
+        "dtype": config.dtype,
+        "vocab_size": engine.vocab_size,
+        "context_length": engine.context_length,
+        "max_total_num_tokens": engine.intake.pool_tokens,
+        "max_running_requests": engine.config.max_running_requests,
+        "page_size": engine.pool.page_size,
+        "speculative_algorithm": engine.drafter.name,
+        "speculative_num_draft_tokens": engine.drafter.width,
+        "speculative_coupling": engine.drafter.coupling,
+        "speculative_lossy": lossy,
+        "speculative_draft_quantization": stored_in(engine.params.draft),
+        "verify_steps": counters.verifications,
+        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
+        "device": engine.device_name,
+        "compiling": sum(len(replica.programs.pending) for replica in engines),  # in the background
+    }
+
+
 def model_info(runner: Service, model: str) -> dict[str, Any]:
-    """The answer of `/get_model_info`: sizes of one engine, counts of all engines."""
     engine = runner.engine
     return describe(engine, model, *(rank.engine for rank in runner.ranks if rank.engine is not engine))
 
@@ -170,7 +262,11 @@ def add_control_routes(
             raise unavailable("no token is drawn until /continue_generation", retry_after=5)
         id = f"health-{secrets.token_hex(8)}"
         params, intake = SamplingParams(max_new_tokens=1), runner.engine.intake
-        busy = [(rank, _progress(rank)) for rank in runner.ranks if rank.unfinished]
+
+        def progress(rank: Runner) -> int:
+            return rank.engine.counters.generated + rank.engine.counters.prefilled_tokens
+
+        busy = [(rank, progress(rank)) for rank in runner.ranks if rank.unfinished]
         ranks = [rank for rank in runner.ranks if not rank.unfinished]
         with runner.places.reserve(len(ranks)):
             sequences = [intake.sequence([0], params, id=f"{id}-{number}") for number in range(len(ranks))]
@@ -183,7 +279,7 @@ def add_control_routes(
                     done = chunk.completion
                     if done is not None and done.finish_reason["type"] == "abort":
                         raise unavailable(f"no token could be drawn: {done.finish_reason}", retry_after=5)
-                while any(rank.unfinished and _progress(rank) == before for rank, before in busy):
+                while any(rank.unfinished and progress(rank) == before for rank, before in busy):
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise unavailable(f"no token came within {HEALTH_SECONDS:g} s", retry_after=5) from None

@@ -74,8 +74,7 @@ class Listener:
     def aborted(self, index: int, message: str) -> StreamChunk:
         """The last chunk of a sequence that ends with `message`. Does not read the sequence, because the engine's
         thread may be stuck while changing it."""
-        reason = {"type": "abort", "message": message}
-        id = self.sequences[index].id
+        id, reason = self.sequences[index].id, {"type": "abort", "message": message}
         return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
 
     async def chunks(self, deadline: Deadline = NO_DEADLINE) -> AsyncIterator[StreamChunk]:

@@ -1,14 +1,17 @@
-"""Metrics for Prometheus at `/metrics`: our own names, and SGLang's and vLLM's names for metrics of equal meaning.
+"""Metrics for Prometheus at `/metrics`, and log lines about steps in SGLang's form.
 
-Totals and gauges are read from the engine on request. The engine's thread records latencies after each step.
+Metrics have our own names, and SGLang's and vLLM's names if the meaning is equal. Totals and gauges are read from the
+engine on request. The engine's thread records latencies after each step.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -17,11 +20,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
+from specjax.engine.draft_policy import doubt, drafting_summary
+from specjax.engine.programs import PhaseTimes
 from specjax.engine.sequence import Sequence, Status
 
 OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
@@ -35,8 +39,8 @@ LATENCIES = {
 
 
 class Latencies:
-    """Durations, counted by bucket. The prometheus library's histogram takes one value at a time, with a lock for each
-    bucket: half a millisecond for 64 requests of 4 tokens."""
+    """Durations, counted by bucket. The prometheus library's histogram takes half a millisecond for 64 requests of 4
+    tokens, because it locks each bucket for each value."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
@@ -62,17 +66,12 @@ class Latencies:
 
 
 class Traffic:
-    """Counts and latencies of an engine's requests. Written by the engine's thread, except `arrived`.
-
-    Attributes:
-        latencies: by the names of `LATENCIES`.
-        model: name of the model, the label of all metrics.
-    """
+    """Counts and latencies of an engine's requests. Written by the engine's thread, except `arrived`."""
 
     def __init__(self) -> None:
         self.latencies = {name: Latencies() for name in LATENCIES}
         self._first, self._between, self._whole = self.latencies.values()
-        self.model = ""
+        self.model = ""  # the label of all metrics
         self.requests = 0
         self.aborted = 0
         self.throughput = 0.0  # tokens a second, as in the last log line about decoding
@@ -200,9 +199,8 @@ class _Everything(Collector):
             yield from _by_rank(self._replicas, label)
         for name, about in LATENCIES.items():
             total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
-            family = total.family(OURS + name, about, model)
             for prefix in (OURS, SGLANG, VLLM):
-                yield _renamed(family, prefix)
+                yield total.family(prefix + name, about, model)
 
 
 def _by_rank(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
@@ -235,12 +233,11 @@ def _adapters(label: list[str]) -> Iterator[Metric]:
 def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
     """vLLM's totals of speculation, for its `bench serve`. Absent without a drafter."""
     counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
-    width = drafter.width
-    if width == 1:
+    if drafter.width == 1:
         return
     totals = {
         "num_drafts": ("Steps of a request without a grammar that could draft.", counters.own_steps),
-        "num_draft_tokens": ("Places for drafts in their trees.", counters.own_steps * (width - 1)),
+        "num_draft_tokens": ("Places for drafts in their trees.", counters.own_steps * (drafter.width - 1)),
         "num_accepted_tokens": ("Drafts of these that became text.", counters.own_accepted),
     }
     for name, (about, value) in totals.items():
@@ -252,17 +249,10 @@ def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
         "Drafts that became text, by depth in the tree, from 0.",
         labels=["model_name", "position"],
     )
+    accepted = [*counters.accepted_at, *[0] * drafter.depth]
     for position in range(drafter.depth):
-        at = counters.accepted_at
-        family.add_metric([*label, str(position)], at[position] if position < len(at) else 0)
+        family.add_metric([*label, str(position)], accepted[position])
     yield family
-
-
-def _renamed(family: Metric, prefix: str) -> Metric:
-    """A copy of one of our families with another prefix."""
-    copy = Metric(family.name.replace(OURS, prefix, 1), family.documentation, family.type)
-    copy.samples = [Sample(sample.name.replace(OURS, prefix, 1), *sample[1:]) for sample in family.samples]
-    return copy
 
 
 def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
@@ -271,3 +261,68 @@ def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
     registry.register(_Everything(replicas))
     encode, kind = choose_encoder(accept)
     return encode(registry), kind
+
+
+logger = logging.getLogger("specjax.serve")
+
+
+class Report:
+    """Writes log lines about an engine after its steps. Never accesses the device."""
+
+    def __init__(self, engine: Engine, *, interval: int) -> None:
+        self._engine, self._interval = engine, interval
+        self._last = replace(engine.counters)  # after the last step
+        self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
+        self._retracted = 0
+        self._explained = False  # True after the line about why steps did not draft
+        self._doubted = False
+        self._idle = True
+        self.throughput = 0.0  # tokens a second in the last line about decoding
+        self._phases = PhaseTimes()
+
+    def after_step(self) -> None:
+        engine, now = self._engine, replace(self._engine.counters)
+        new = now.prefilled_tokens - self._last.prefilled_tokens
+        retracted = engine.scheduler.retractions - self._retracted
+        if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
+            self._write(now, new, retracted)
+        if not self._doubted and (problem := doubt(engine.drafter, now.own_steps, now.own_accepted)):
+            self._doubted = True
+            logger.warning("%s", problem)
+        self._last, self._idle = now, not engine.unfinished
+
+    def _write(self, now: Counters, new: int, retracted: int) -> None:
+        engine = self._engine
+        tokens = sum(max(slot.committed, slot.prefilled) for s in engine.scheduler.active if (slot := s.slot))
+        usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
+        running = f"#running-req: {len(engine.scheduler.running())}"
+        queue = f"#queue-req: {len(engine.scheduler.waiting)}"
+        if new > 0:
+            sequences = now.prefilled_sequences - self._last.prefilled_sequences
+            cached = now.cached_tokens - self._last.cached_tokens
+            counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
+            logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
+            if self._idle:  # exclude time without work
+                self._decoded, self._since = now, time.perf_counter()
+        if retracted:
+            self._retracted += retracted
+            problem = f"KV cache pool is full. Retract requests. #retracted_reqs: {retracted}"
+            logger.warning("%s, %s, %s", problem, running, queue)
+        before = self._decoded
+        if now.steps - before.steps >= self._interval:
+            steps = now.verifications - before.verifications
+            drafted = now.drafted_steps - before.drafted_steps
+            why = drafting_summary(engine.drafter, engine.buckets, steps, drafted)["not_drafted"]
+            if why and not self._explained:
+                self._explained = True
+                logger.info("%d of %d steps drafted: %s", drafted, steps, why)
+            length = (now.verified - before.verified) / steps if steps else 1.0
+            rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
+            self.throughput = rate
+            speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
+            logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
+            if (times := engine.programs.phase_times) is not None:
+                phases = times.since(self._phases).items()
+                logger.debug("Decode step. %s", ", ".join(f"{name}: {value:.2f} ms" for name, value in phases))
+                self._phases = replace(times)
+            self._decoded, self._since = now, time.perf_counter()

@@ -37,9 +37,8 @@ from specjax.serve.errors import (
     bad_request,
     unavailable,
 )
-from specjax.serve.metrics import Traffic
+from specjax.serve.metrics import Report, Traffic
 from specjax.serve.profiling import Profiler
-from specjax.serve.report import Report
 from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
@@ -89,13 +88,9 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(
-        self,
-        *,
-        timeout: float,
-        beat: Callable[[], int | None],
-        excused: Callable[[], bool],
+        self, *, timeout: float, beat: Callable[[], int | None], excused: Callable[[], bool],
         act: Callable[[float], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name="specjax-watchdog", daemon=True)
         self._beat, self._excused, self._act = beat, excused, act
         self._timeout, self._interval = timeout, min(1.0, timeout / 8)
@@ -130,81 +125,93 @@ class Watchdog(threading.Thread):
 
 
 class Service(ABC):
-    """One or several engines behind one queue. Call `start`, and wait for `state` to be READY."""
+    """One or several engines behind one queue. Call `start`, and wait for `state` to be READY.
+
+    The methods below combine those of `ranks`, the runner of each engine. A `Runner` is the service of one engine.
+    """
 
     on_change: Callable[[], None]  # called after changes of `state`, from any thread
     places: Places  # of sequences that are tokenised, wait or run
 
     @property
     @abstractmethod
-    def ranks(self) -> List[Runner]:
-        """The runner of each engine."""
-
-    @property
-    @abstractmethod
-    def engine(self) -> Engine:
-        """The engine whose limits all requests must keep. Read-only for other threads, and only once loaded."""
-
-    @property
-    @abstractmethod
-    def state(self) -> State: ...
-
-    @property
-    @abstractmethod
-    def failure(self) -> BaseException | None: ...
-
-    @property
-    @abstractmethod
-    def ready_at(self) -> float: ...
-
-    @property
-    @abstractmethod
-    def loaded(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def paused(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def unfinished(self) -> int:
-        """Number of sequences that wait or run."""
-
-    @property
-    @abstractmethod
-    def capacity(self) -> int:
-        """Maximum number of sequences that may wait or run."""
-
-    @abstractmethod
-    def start(self) -> None: ...
+    def ranks(self) -> List[Runner]: ...
 
     @abstractmethod
     def submit(self, listener: Listener) -> None:
         """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
 
-    @abstractmethod
-    def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Ends these sequences if they still run; their pages are free before the next step."""
+    @property
+    def engine(self) -> Engine:
+        """The engine with the smallest pool, whose limits all requests must keep. Read-only for other threads, and only
+        once loaded."""
+        return min((rank.engine for rank in self.ranks), key=lambda engine: engine.intake.pool_tokens)
 
-    @abstractmethod
+    @property
+    def state(self) -> State:
+        """READY once all engines are."""
+        states = {rank.state for rank in self.ranks}
+        return next((s for s in (State.FAILED, State.DRAINING, State.LOADING) if s in states), State.READY)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return next((rank.failure for rank in self.ranks if rank.failure is not None), None)
+
+    @property
+    def ready_at(self) -> float:
+        return max(rank.ready_at for rank in self.ranks)
+
+    @property
+    def loaded(self) -> bool:
+        return all(rank.loaded for rank in self.ranks)
+
+    @property
+    def paused(self) -> bool:
+        return any(rank.paused for rank in self.ranks)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of sequences that wait or run."""
+        return sum(rank.unfinished for rank in self.ranks)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of sequences that may wait or run."""
+        return sum(rank.capacity for rank in self.ranks)
+
+    def start(self) -> None:
+        for rank in self.ranks:
+            rank.start()
+
+    def abort(self, sequences: List[Sequence]) -> None:
+        """Ends these sequences if they still run; their pages are free before the next step."""
+        for rank in self.ranks:
+            rank.abort(sequences)
+
     def abort_named(self, name: str | None) -> int:
         """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
         get an answer. Returns the number of sequences."""
+        return sum(rank.abort_named(name) for rank in self.ranks)
 
-    @abstractmethod
     def drain(self) -> None:
         """Accepts no new requests."""
+        for rank in self.ranks:
+            rank.drain()
 
-    @abstractmethod
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
         """Ends all requests, with `message` as the reason, and accepts no more. The engine is not used again.
 
         Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
         """
+        for rank in self.ranks:
+            rank.end_all(message, failure)
 
-    @abstractmethod
     def stop(self, timeout: float | None = None) -> bool:
         """Ends the threads after the current step, and background work. Returns True if all have ended."""
+        for rank in self.ranks:
+            rank.stop(0.0)  # request the end of all before waiting for the first
+        ended = [rank.stop(timeout) for rank in self.ranks]
+        return all(ended)
 
 
 class Runner(threading.Thread, Service):
@@ -299,7 +306,7 @@ class Runner(threading.Thread, Service):
     def ranks(self) -> list[Runner]:
         return [self]
 
-    def abort(self, sequences: Iterable[Sequence]) -> None:
+    def abort(self, sequences: List[Sequence]) -> None:
         if running := [sequence for sequence in sequences if sequence in self._listeners]:
             self._command(lambda: self._abort(running))
 
@@ -412,7 +419,7 @@ class Runner(threading.Thread, Service):
                 self._engine.programs.close(0.0)
 
     def _allocate(self, engine: Engine) -> None:
-        """Waits for the KV pool, so that READY means that it is allocated."""
+        """Waits until the KV pool is allocated."""
         try:
             engine.wait_until_allocated()
         except Exception as error:
@@ -478,8 +485,7 @@ class Runner(threading.Thread, Service):
         for sequence in gone:
             self._forget(sequence)
 
-    def _text_failed(self, sequence: Sequence) -> None:
-        """Also called from the delivery's thread."""
+    def _text_failed(self, sequence: Sequence) -> None:  # also called from the delivery's thread
         with self._wake:
             if self._listeners.pop(sequence, None) is not None:
                 self._command(lambda: self._forget(sequence))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specjax.serve.forms import AUTO, NONE, PARSERS
+from specjax.serve.message_format import AUTO, NONE, PARSERS
 from specjax.settings import setting
 
 MOST_TRACED = 10_000  # steps in a trace; a step takes tens of kilobytes

@@ -1,8 +1,9 @@
-"""Tokenisation in threads, so that a huge prompt delays neither streams nor other clients' short prompts.
+"""A request's prompts on their way to the engine: `Task` describes its sequences, `Tokenising` makes them in threads.
 
-One thread handles short requests in order of arrival, one handles requests with a grammar to compile, one all others.
-The last two sort requests by arrival time plus an allowance for their size: smaller requests overtake larger ones, but
-no request waits for ever. `tokenizers` and the compiler of grammars release Python's lock.
+A huge prompt must delay neither streams nor other clients' short prompts. One thread handles short requests in order of
+arrival, one handles requests with a grammar to compile, one all others. The last two sort requests by arrival time plus
+an allowance for their size: smaller requests overtake larger ones, but no request waits for ever. `tokenizers` and the
+compiler of grammars release Python's lock.
 """
 
 from __future__ import annotations
@@ -12,9 +13,140 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from specjax.checkpoint.prompts import Prompt
+from specjax.engine.intake import Intake
+from specjax.engine.sampling_params import SamplingParams, later_seed
+from specjax.engine.sequence import Sequence
+from specjax.limits import ParameterError
+from specjax.serve.errors import INVALID, ApiError, bad_request, shown
+from specjax.serve.fields import whole
+from specjax.serve.message_format import PLAIN, AnswerForm, ReplyOptions
+
+MAX_SCORES = 2**20
+"""Maximum number of log-probabilities of prompts in an answer, including the most likely tokens. The answer is made in
+memory, and JSON takes up to 50 bytes for each."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The served model and the limits that requests are checked against."""
+
+    model: str
+    capacity: int  # maximum number of choices that run or wait
+    context_length: int
+    room: int  # maximum number of tokens after a prompt of one token
+    defaults: Mapping[str, Any]  # default values of `SamplingParams`
+    trees: bool = False  # the engine keeps the trees of its steps
+    form: AnswerForm = PLAIN  # form of the model's answers
+
+
+@dataclass(frozen=True)
+class Task:
+    """n sequences for each prompt."""
+
+    prompts: list[Prompt]
+    sampling: list[SamplingParams]  # one for each prompt
+    n: int = 1
+    names: Mapping[str, str] = field(default_factory=dict)  # names of `SamplingParams` to names of the request
+    prompt_field: str = "prompt"
+    ids: list[str] | None = None  # one for each prompt
+    most: int | None = None  # new tokens if the request gives no number; fewer if they do not fit
+    reply: ReplyOptions | None = None  # None: the text is not parsed
+    trees: int = 0  # number of last trees that each sequence keeps, if the engine keeps any
+    names_of: List[Mapping[str, str]] = ()  # `names` of each prompt, if they differ
+
+    def grammar_field(self, choice: int) -> str:
+        """The request's field with the grammar of a choice; `choice` counts over all prompts."""
+        names = self.names_of[choice // self.n] if self.names_of else self.names
+        return names.get("grammar", "grammar")
+
+    def sequences(self, intake: Intake, id: str) -> list[Sequence]:
+        """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
+        ApiError for prompts and parameters that the engine refuses."""
+        sequences: list[Sequence] = []
+        scores, names = 0, self.names
+        try:
+            for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
+                names = self.names_of[index] if self.names_of else self.names
+                name = self.ids[index] if self.ids else f"{id}-{index}"
+                first = intake.sequence(prompt, sampling, id=name)
+                sequences.append(first)
+                first_scores = first.output.prompt_logprobs
+                for i in range(1, self.n):
+                    choice = replace(sampling, seed=later_seed(first.request.seed, i))
+                    sequences.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
+                    if first_scores is not None:  # computed once for all choices
+                        sequences[-1].output.prompt_logprobs, sequences[-1].leader = first_scores, first
+                limit = first.request.limit
+                if self.most is not None and sampling.max_new_tokens is None:
+                    limit = min(limit, self.most)
+                    if sampling.min_new_tokens > limit:
+                        problem = f"must be at most the limit of new tokens ({limit}), got {sampling.min_new_tokens}"
+                        raise ParameterError("min_new_tokens", problem)
+                # The choices share the salt, because they share their prompt.
+                common = {"salt": first.request.salt, "limit": limit, "most_trees": self.trees}
+                for sequence in sequences[-self.n :]:
+                    sequence.request = replace(sequence.request, **common)
+                if first_scores is not None:
+                    scores += (len(first.prompt) - first_scores.start) * first_scores.each * self.n
+                    if scores > MAX_SCORES:
+                        problem = f"the answer may hold at most {MAX_SCORES} log-probabilities of prompts"
+                        raise ValueError(f"{problem}, including the most likely tokens: send fewer prompts")
+        except ValueError as error:
+            raise refusal(error, names, self.prompt_field) from error
+        return sequences
+
+
+def refusal(error: ValueError, names: Mapping[str, str], prompt_field: str | None = None) -> ApiError:
+    """The answer to a `ParameterError`, or to another error of the prompt in `prompt_field`."""
+    if isinstance(error, ParameterError):
+        is_grammar = error.name == "grammar"
+        error = error.renamed(names)
+        prompt_field = error.name
+        if is_grammar:
+            return bad_request(str(error)[:600], prompt_field, INVALID)
+    code = "context_length_exceeded" if "the context" in str(error) else None
+    return bad_request(str(error)[:400], prompt_field, code)  # a number may have thousands of digits
+
+
+def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None:
+    """Raises an ApiError if `prompts` with `choices` for each exceed the server's capacity."""
+    if (count := choices * prompts) > rules.capacity:
+        problem = f"{count} choices in one request; this server takes {rules.capacity}"
+        raise bad_request(problem, "n" if choices > 1 else field)
+
+
+def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Prompt]:
+    """Reads a string, a list of strings, token ids, or a list of lists of token ids. Raises an ApiError for other
+    values, empty prompts, and more prompts than the server accepts. Lengths are checked before items."""
+
+    def ids(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        if len(value) > rules.context_length:
+            problem = f"the prompt has {len(value)} tokens, but the context is {rules.context_length}"
+            raise bad_request(problem, field, "context_length_exceeded")
+        return [whole(token) for token in value] if float in set(map(type, value)) else value
+
+    single = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) in (int, float))
+    prompts: list[Any] = [prompt] if single else prompt if isinstance(prompt, list) else []
+    check_capacity(choices, len(prompts), rules, field)
+    prompts = list(map(ids, prompts))
+    texts = bool(prompts) and all(isinstance(item, str) for item in prompts)
+    lists = bool(prompts) and all(isinstance(item, list) for item in prompts)
+    if prompt in ("", []) or ((texts or lists) and not all(prompts)):
+        raise bad_request(f"{field} is empty: there is nothing to continue", field)
+    if not (texts or (lists and all(set(map(type, item)) == {int} for item in prompts))):
+        forms = "a string, a list of strings, a list of token ids or a list of such lists"
+        raise bad_request(f"{field} must be {forms}, got {shown(prompt)}", field)
+    return cast(list[Prompt], prompts)
+
 
 SHORT = 16_384  # maximum number of characters of a short request: some 10 ms of work
 ALLOWANCE = 1e-5  # seconds a character by which larger requests are delayed: ten times the time to tokenise it
@@ -46,14 +178,11 @@ class _Lane:
     def _next(self) -> None:
         """Waits for a job and runs it. A separate function, so that no variable holds the result while waiting."""
         _, _, future, work = self._jobs.get()
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = work[0]()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work[0]())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class Tokenising:
@@ -65,21 +194,15 @@ class Tokenising:
         self._compiling = _Lane("specjax-tokenise-compile")
 
     def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
-        """Calls the function in a thread, unless the future is cancelled before.
-
-        Args:
-            size: `work` of the function.
-            compiles: True if the function compiles a grammar.
-        """
-        if compiles:
-            return self._compiling.put(time.monotonic() + size * ALLOWANCE, function)
-        if size <= SHORT:
+        """Calls the function in a thread, unless the future is cancelled before. `size`: `work` of the function."""
+        if size <= SHORT and not compiles:
             return self._short.put(0.0, function)
-        return self._long.put(time.monotonic() + size * ALLOWANCE, function)
+        lane = self._compiling if compiles else self._long
+        return lane.put(time.monotonic() + size * ALLOWANCE, function)
 
 
-def work(prompts: Sequence[Any], choices: int) -> int:
-    """The approximate cost of tokenising these prompts, with `choices` each, in characters."""
+def work(prompts: List[Any], choices: int) -> int:
+    """The approximate cost of tokenising these prompts, with `choices` for each, in characters."""
     return sum(_characters(prompt) for prompt in prompts) + len(prompts) * choices * PER_SEQUENCE
 
 

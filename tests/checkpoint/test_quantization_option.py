@@ -28,7 +28,7 @@ from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.gpu import DEVICES
 from specjax.hardware.dry_run import Case, make_plan, outline
 from specjax.limits import ParameterError
-from specjax.serve.report import describe
+from specjax.serve.control import describe
 from specjax.settings import Parser, SettingsError, add_flags, read
 from specjax.train import run
 from specjax.train.options import TrainOptions

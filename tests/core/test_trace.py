@@ -21,7 +21,7 @@ from toy_models import Runner, as_arrays, random_table, table_model
 from specjax.cli import generate
 from specjax.drafters import none_drafter
 from specjax.engine import SamplingParams
-from specjax.serve.report import Report
+from specjax.serve.metrics import Report
 from specjax.state import StepOutput, Trace
 from specjax.trace import StepTree, render, step_trees
 from specjax.tree import NO_TOKEN

@@ -22,7 +22,7 @@ from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
 from specjax.drafters.factories import make_drafter
 from specjax.drafters.options import options_of
 from specjax.models.draft_head import with_token_map
-from specjax.serve.report import describe
+from specjax.serve.control import describe
 from specjax.step import StepConfig
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)

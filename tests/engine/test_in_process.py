@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specjax.fleet.in_process import call
+from specjax.fleet.ray_ingress import call
 
 
 async def echo(scope, receive, send):

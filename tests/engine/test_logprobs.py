@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
 from specjax.engine.sequence import NO_SCORES, Status
-from specjax.serve import task as task_module
-from specjax.serve.answers import echo_of
+from specjax.serve import tokenising as task_module
 from specjax.serve.app import LATER
+from specjax.serve.openai_answers import echo_of
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

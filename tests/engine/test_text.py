@@ -20,7 +20,7 @@ from specjax.engine.generation import DeltaReader
 from specjax.engine.intake import Intake
 from specjax.engine.sequence import RawLogprob, Status
 from specjax.engine.text import Detokenizer, TextStream, Thoughts
-from specjax.serve.reply import ReplyOptions
+from specjax.serve.message_format import ReplyOptions
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = [

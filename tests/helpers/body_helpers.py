@@ -7,9 +7,9 @@ from typing import Any
 
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import Reading
-from specjax.serve.generate_request import GenerateRequest
-from specjax.serve.protocol import ChatRequest, CompletionRequest
-from specjax.serve.task import Rules, Task
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest
+from specjax.serve.sglang_generate import GenerateRequest
+from specjax.serve.tokenising import Rules, Task
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -20,7 +20,7 @@ from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.programs import Key
-from specjax.serve.forms import PARSERS
+from specjax.serve.message_format import PARSERS
 
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
 MARKERS = tuple(

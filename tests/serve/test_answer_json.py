@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.engine import Completion, StreamChunk
-from specjax.serve.answers import Answer, OpenAIAnswer, TokenNames
 from specjax.serve.dialects.anthropic import MessagesAnswer, MessagesRequest
 from specjax.serve.dialects.responses import ResponsesAnswer, ResponsesRequest
-from specjax.serve.forms import PARSERS, AnswerForm
-from specjax.serve.generate_answer import GenerateAnswer
-from specjax.serve.generate_request import GenerateRequest
-from specjax.serve.protocol import ChatRequest, CompletionRequest
+from specjax.serve.message_format import PARSERS, AnswerForm
+from specjax.serve.openai_answers import Answer, OpenAIAnswer, TokenNames
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest
+from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 NAMES = ("add", "noop")

@@ -15,10 +15,9 @@ from grammar_helpers import follows
 from tool_helpers import WEATHER, tool_tokenizer
 
 from specjax.engine.grammar import WORD, Constraint, Grammar, GrammarError, Grammars
-from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
-from specjax.serve.forms import answer_form
-from specjax.serve.reply import ReplyOptions
+from specjax.serve.message_format import ReplyOptions, answer_form
+from specjax.serve.tools import any_arguments, call_grammar
 
 FORMATS = (Hermes, Llama3, Mistral, MistralNamed, DeepSeek, DeepSeek31, KimiK2)
 PLAN = {
@@ -167,7 +166,7 @@ def test_markers_that_are_no_tokens():
     draws = map(random.Random, range(9))
     text = next(text for draw in draws if (text := written(source, draw, tokenizer=plain_tokenizer())))
     assert message(Hermes, text)["tool_calls"]
-    with pytest.raises(ValueError, match="no token"):
+    with pytest.raises(ValueError, match="not a token"):
         call_grammar(Hermes, TOOLS, {}, text=True)
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.serve.calls import Arguments, Call, CallParser, Hermes, Text, typed_value
-from specjax.serve.forms import PARSERS
-from specjax.serve.reply import Reply, ReplyOptions
+from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
 
 NAMES = ("add", "get_weather", "noop")
 STRING: dict[str, Any] = {"type": "string"}

@@ -16,7 +16,7 @@ from specjax.engine.intake import Intake
 from specjax.limits import ParameterError
 from specjax.serve.calls import DeepSeek, DeepSeek31, Glm, Hermes, KimiK2, Llama3, Mistral, MistralNamed, QwenCoder
 from specjax.serve.fields import Reading
-from specjax.serve.forms import answer_form, short_id
+from specjax.serve.message_format import answer_form, short_id
 from specjax.serve.tools import Tool
 
 TELLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"

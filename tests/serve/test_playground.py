@@ -12,8 +12,8 @@ from engine_helpers import NGRAM, make_engine, reluctant_engine, shared_engine, 
 from server_helpers import Running, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve.answers import OpenAIAnswer
 from specjax.serve.errors import State
+from specjax.serve.openai_answers import OpenAIAnswer
 
 pytestmark = [
     pytest.mark.process,

@@ -16,7 +16,7 @@ from server_helpers import MODEL, Running, running
 from specjax.engine import SamplingParams
 from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import MIN_DOUBTED_STEPS, doubt, drafting_summary
-from specjax.serve.report import Report
+from specjax.serve.metrics import Report
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

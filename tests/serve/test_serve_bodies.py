@@ -17,8 +17,8 @@ from server_helpers import Running, running
 from specjax.serve import fields
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import INLINE_BYTES, MAX_NODES, MAX_VALUES, Reading, count_values
-from specjax.serve.generate_request import GenerateRequest, SamplingBody
-from specjax.serve.protocol import ChatRequest, CompletionRequest
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest
+from specjax.serve.sglang_generate import GenerateRequest, SamplingBody
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),

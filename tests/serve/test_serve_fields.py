@@ -17,14 +17,12 @@ from specjax.engine import Completion, SamplingParams, StreamChunk
 from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
 from specjax.engine.sequence import TokenLogprob
 from specjax.serve import fields
-from specjax.serve.answers import TokenNames
 from specjax.serve.errors import ApiError, shown
 from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading
-from specjax.serve.generate_answer import GenerateAnswer, generate_logprobs
-from specjax.serve.generate_request import GenerateRequest
-from specjax.serve.messages import Message
-from specjax.serve.protocol import ChatRequest, CompletionRequest
-from specjax.serve.task import Rules, Task
+from specjax.serve.openai_answers import TokenNames
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest, Message
+from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest, generate_logprobs
+from specjax.serve.tokenising import Rules, Task
 
 LEAST: dict[type, dict[str, Any]] = {
     ChatRequest: {"messages": HELLO},

@@ -17,13 +17,12 @@ from tool_helpers import TOOLS, WEATHER, ask, tool_engine
 
 from specjax.checkpoint.prompts import END_THINK
 from specjax.serve.calls import Hermes
+from specjax.serve.dialects.answer_items import Begin, End, Parts, assistant_turns
 from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
-from specjax.serve.dialects.parts import Begin, End, Parts, assistant_turns
 from specjax.serve.dialects.responses import ResponsesRequest
 from specjax.serve.errors import ApiError
-from specjax.serve.forms import AnswerForm
-from specjax.serve.protocol import ChatRequest
-from specjax.serve.reply import Reply, ReplyOptions
+from specjax.serve.message_format import AnswerForm, Reply, ReplyOptions
+from specjax.serve.openai_requests import ChatRequest
 
 FLAT: list[Any] = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 THEIRS: list[Any] = [

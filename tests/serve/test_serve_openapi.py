@@ -13,11 +13,12 @@ from server_helpers import running
 
 from specjax.cli.flags import ServerSettings
 from specjax.cli.serve import make_app
+from specjax.serve.control import PauseRequest, TokenizeRequest
 from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
 from specjax.serve.dialects.responses import ResponsesRequest
-from specjax.serve.generate_request import GenerateRequest, SamplingBody
-from specjax.serve.protocol import ChatRequest, CompletionRequest, PauseRequest, TokenizeRequest
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest
 from specjax.serve.runner import Runner
+from specjax.serve.sglang_generate import GenerateRequest, SamplingBody
 from specjax.serve.tools import FunctionTool
 
 BODIES: dict[str, tuple[type, dict[str, Any]]] = {

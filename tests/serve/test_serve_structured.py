@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from server_helpers import MODEL, SECONDS, Running, running
 
 from specjax.engine.grammar import GRAMMAR_FAILED, MAX_SOURCE, Grammar
-from specjax.serve.structured import INVALID
+from specjax.serve.errors import INVALID
 from specjax.serve.tokenising import Tokenising
 
 WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

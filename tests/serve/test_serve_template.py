@@ -14,7 +14,7 @@ from server_helpers import running
 
 from specjax.checkpoint.prompts import Chat
 from specjax.engine.intake import Intake
-from specjax.serve.messages import MAX_NAMES, MAX_VARIABLES
+from specjax.serve.openai_requests import MAX_NAMES, MAX_VARIABLES
 
 WITH_VARIABLES = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"

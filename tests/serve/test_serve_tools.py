@@ -20,7 +20,7 @@ from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.limits import ParameterError
-from specjax.serve.structured import INVALID
+from specjax.serve.errors import INVALID
 
 
 @pytest.fixture(scope="module")

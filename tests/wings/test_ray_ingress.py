@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from specjax.fleet.ingress import ATTEMPTS, Ingress
+from specjax.fleet.ray_ingress import ATTEMPTS, Ingress
 
 
 class RayActorError(Exception):

@@ -1,11 +1,11 @@
 """Two further interfaces of the server. In reading order:
 
-parts      an answer as a list of reasoning, text and calls; helpers for their requests
-responses  OpenAI's Responses interface, `/v1/responses`
-anthropic  Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`
+answer_items  an answer as a list of reasoning, text and calls; helpers for requests
+responses     OpenAI's Responses interface, `/v1/responses`
+anthropic     Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`
 
-Each module holds the bodies of its requests, the task that they describe, the answer and the routes. `EXTENSIONS` are
-for `specjax.serve.app.create_app`; the rest of the server does not depend on this package.
+Each module holds the bodies of its requests, their tasks, the answer and the routes. `EXTENSIONS` are for
+`specjax.serve.app.create_app`; the rest of the server does not depend on this package.
 """
 
 from specjax.serve.dialects.anthropic import EXTENSION as ANTHROPIC

@@ -21,20 +21,16 @@ from starlette.responses import Response
 from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
-from specjax.serve import structured
-from specjax.serve.answers import Answer
 from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
 from specjax.serve.calls import strict_json
-from specjax.serve.dialects.parts import (
+from specjax.serve.dialects.answer_items import (
     Begin,
     Change,
     End,
     Grow,
     Part,
     Parts,
-    as_tool,
     assistant_turns,
-    choice_of,
     earlier_call,
     named_event,
 )
@@ -51,10 +47,13 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.forms import AnswerForm
-from specjax.serve.messages import MAX_MESSAGES
-from specjax.serve.protocol import (
+from specjax.serve.message_format import Reply
+from specjax.serve.openai_answers import Answer
+from specjax.serve.openai_requests import (
+    FIELDS,
+    MAX_MESSAGES,
     MISPLACED,
+    UNSUPPORTED_FORMATS,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -62,11 +61,17 @@ from specjax.serve.protocol import (
     check_model,
     with_tools,
 )
-from specjax.serve.reply import Reply
-from specjax.serve.structured import FIELDS
-from specjax.serve.task import Rules, Task, refusal
-from specjax.serve.tokenising import work
-from specjax.serve.tools import MAX_TOOLS, FunctionName, FunctionTool, ToolFields, object_schema
+from specjax.serve.tokenising import Rules, Task, refusal, work
+from specjax.serve.tools import (
+    MAX_TOOLS,
+    Choice,
+    FunctionChoice,
+    FunctionName,
+    FunctionTool,
+    Tool,
+    ToolFields,
+    object_schema,
+)
 
 PATH = "/v1/messages"
 ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
@@ -171,10 +176,11 @@ class AnthropicTool(Body):
     strict: Flag | None = Field(None, description="true = the input follows `input_schema`.")
     cache_control: Any = None  # not used
 
-    def as_function(self) -> FunctionTool:
-        return FunctionTool.model_construct(
+    def as_tool(self) -> Tool:
+        function = FunctionTool.model_construct(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
+        return Tool.model_construct(type="function", function=function)
 
 
 AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
@@ -217,12 +223,13 @@ class CountTokensRequest(Body):
 
     def functions(self) -> ToolFields:
         """The functions in the form of chat completions."""
-        choice = self.tool_choice
-        kinds = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
+        choice = self.tool_choice or AnthropicChoice(type="auto", name=None, disable_parallel_tool_use=None)
+        kind = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}[choice.type]
+        function = None if choice.name is None else FunctionChoice.model_construct(name=choice.name)
         return ToolFields.model_construct(
-            tools=None if self.tools is None else [as_tool(tool.as_function()) for tool in self.tools],
-            tool_choice=None if choice is None else choice_of(kinds[choice.type], choice.name),
-            parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+            tools=[tool.as_tool() for tool in self.tools or ()],
+            tool_choice=Choice.model_construct(type=kind, function=function),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
         )
 
     def chat(self) -> Chat:
@@ -233,10 +240,6 @@ class CountTokensRequest(Body):
         if self.thinking is not None:
             variables["enable_thinking"] = self.thinking.type == "adaptive"
         return Chat([*system, *messages], variables)
-
-    def prompt(self, form: AnswerForm) -> Chat:
-        """The chat for the model's template. Raises an ApiError if the model has no place for functions."""
-        return with_tools(self.chat(), form, self.functions().offered(form))
 
 
 with warnings.catch_warnings():
@@ -262,7 +265,7 @@ class OutputConfig(Body):
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     asked = FIELDS | {"output_config": OutputConfig.chosen, "output_format": OutputFormat.chosen}
-    unsupported = UNSUPPORTED | structured.UNSUPPORTED | NOT_BUILT | {"json_schema": ()}
+    unsupported = UNSUPPORTED | UNSUPPORTED_FORMATS | NOT_BUILT | {"json_schema": ()}
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = MISPLACED | {
         "max_completion_tokens": ("it is called max_tokens", ()),
         "min_tokens": ("chats and completions have it", (0,)),
@@ -424,7 +427,8 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
     @app.post(f"{PATH}/count_tokens", tags=["Anthropic"])
     async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
         check_model(body.model, model)
-        chat, engine = body.prompt(generation.form), generation.runner.engine
+        form, engine = generation.form, generation.runner.engine
+        chat = with_tools(body.chat(), form, body.functions().offered(form))
         try:
             job = generation.tokenising.submit(work([chat], 1), lambda: len(engine.encode(chat)))
             count = await while_connected(request, asyncio.wrap_future(job))

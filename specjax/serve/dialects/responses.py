@@ -23,36 +23,38 @@ from starlette.responses import Response
 from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
-from specjax.serve import structured
-from specjax.serve.answers import Answer, reasoning_tokens
 from specjax.serve.app import STREAM, Extension, Generation, Queued
-from specjax.serve.dialects.parts import (
+from specjax.serve.dialects.answer_items import (
     Begin,
     Change,
     End,
     Grow,
     Part,
     Parts,
-    as_tool,
     assistant_turns,
     earlier_call,
     named_event,
 )
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
-from specjax.serve.messages import MAX_MESSAGES, CallArguments
-from specjax.serve.protocol import (
+from specjax.serve.openai_answers import Answer, reasoning_tokens
+from specjax.serve.openai_requests import (
+    FIELDS,
+    MAX_MESSAGES,
     MISPLACED,
+    UNSUPPORTED_FORMATS,
+    CallArguments,
+    JsonSchema,
     NewTokens,
     SamplingFields,
     TaskBody,
     UnusedFields,
     chat_task,
     check_model,
+    grammar_of_type,
 )
-from specjax.serve.structured import FIELDS, JsonSchema, grammar_of_type
-from specjax.serve.task import Rules, Task
-from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, FunctionTool, ToolFields
+from specjax.serve.tokenising import Rules, Task
+from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, FunctionTool, Tool, ToolFields
 
 
 class InputPart(Body):
@@ -197,7 +199,7 @@ class TextOptions(Body):
 
 class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
     asked = FIELDS | {"text": TextOptions.chosen}
-    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | structured.UNSUPPORTED | {
+    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | UNSUPPORTED_FORMATS | {
         "json_schema": (),
         "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
         "max_tool_calls": (), "moderation": (), "previous_response_id": (),
@@ -237,10 +239,9 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
 
     def task(self, rules: Rules) -> Task:
         check_model(self.model, rules.model)
+        tools = [Tool.model_construct(type="function", function=tool) for tool in self.tools or ()]
         functions = ToolFields.model_construct(
-            tools=None if self.tools is None else [as_tool(tool) for tool in self.tools],
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls,
+            tools=tools, tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls
         )
         make = functools.partial(self.params, rules, max_new_tokens=self.max_output_tokens, logprobs=None)
         return chat_task(self, functions, self._chat, rules, make, "input")
@@ -252,6 +253,7 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
 
 
 PREFIXES = {"text": "msg", "call": "fc", "thoughts": "rs"}  # prefixes of the ids of items
+NAMES = {"text": "output_text", "call": "function_call_arguments", "thoughts": "reasoning_text"}  # in event types
 
 
 @dataclass
@@ -293,13 +295,7 @@ class ResponsesAnswer(Answer):
         index, part = change.number, change.part
         at: dict[str, Any] = {"output_index": index, "item_id": self._item_id(index, part)}
         inside = at | {"content_index": 0}
-        match part.kind:
-            case "call":
-                name, about = "function_call_arguments", at
-            case "text":
-                name, about = "output_text", inside
-            case "thoughts":
-                name, about = "reasoning_text", inside
+        name, about = NAMES[part.kind], at if part.kind == "call" else inside
         has_logprobs = {"logprobs": []} if part.kind == "text" else {}
         match change:
             case Begin():
@@ -328,15 +324,14 @@ class ResponsesAnswer(Answer):
     def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(index, part), "status": status}
         begun = status == "in_progress"
+        content = [] if begun else [_content(part, part.text)]
         match part.kind:
             case "call":
                 arguments = "" if begun else part.text
                 return item | {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": arguments}
             case "text":
-                content = [] if begun else [_content(part, part.text)]
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "thoughts":
-                content = [] if begun else [_content(part, part.text)]
                 return item | {"type": "reasoning", "summary": [], "content": content}
 
     def _part_status(self, part: Part, done: Completion | None) -> str:
@@ -353,6 +348,13 @@ class ResponsesAnswer(Answer):
         if done is not None:
             items = [self._item(i, part, self._part_status(part, done)) for i, part in enumerate(self._parts.items)]
         sent = body.model_dump(mode="json", include={"tools"}, exclude_none=True)
+        format: dict[str, Any] = {"type": "text"}
+        if body.text is not None and body.text.format is not None:
+            format = body.text.format.model_dump(mode="json", exclude_none=True)
+            format = format if format["type"] != "json_schema" else {"name": "", **format}
+        choice: Any = "auto" if body.tool_choice is None else body.tool_choice.type
+        if body.tool_choice is not None and body.tool_choice.function is not None:
+            choice = {"type": "function", "name": body.tool_choice.function.name}
         return {
             "id": self.id,
             "object": "response",
@@ -370,8 +372,8 @@ class ResponsesAnswer(Answer):
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": _format(body)},
-            "tool_choice": _choice(body),
+            "text": {"format": format},
+            "tool_choice": choice,
             "tools": [tool | {"strict": tool.get("strict", False)} for tool in sent.get("tools", ())],
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -399,20 +401,6 @@ def _content(part: Part, text: str) -> dict[str, Any]:
 
 def _status(done: Completion) -> str:
     return "incomplete" if done.finish_reason["type"] == "length" else "completed"
-
-
-def _format(body: ResponsesRequest) -> dict[str, Any]:
-    if body.text is None or body.text.format is None:
-        return {"type": "text"}
-    format = body.text.format.model_dump(mode="json", exclude_none=True)
-    return format if format["type"] != "json_schema" else {"name": "", **format}
-
-
-def _choice(body: ResponsesRequest) -> Any:
-    choice = body.tool_choice
-    if choice is None:
-        return "auto"
-    return choice.type if choice.function is None else {"type": "function", "name": choice.function.name}
 
 
 def add_routes(app: FastAPI, generation: Generation) -> None:

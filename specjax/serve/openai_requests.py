@@ -1,19 +1,23 @@
-"""Request bodies of OpenAI's routes and of the control routes, and the tasks that they describe."""
+"""Request bodies of OpenAI's routes: chat messages, sampling parameters, and the tasks that they describe."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, SkipValidation
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
+from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
+from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
 from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
 from specjax.limits import ParameterError
-from specjax.serve.errors import ApiError, Pause, bad_request, shown
+from specjax.serve.errors import INVALID, ApiError, bad_request, shown
 from specjax.serve.fields import (
     UNSUPPORTED,
     Bias,
@@ -28,25 +32,262 @@ from specjax.serve.fields import (
     StopIds,
     Text,
     Values,
-    whole,
+    at_most,
+    texts,
 )
-from specjax.serve.forms import AnswerForm
-from specjax.serve.messages import Messages, TemplateFields
-from specjax.serve.server_settings import MOST_TRACED
-from specjax.serve.structured import (
-    FIELDS,
-    Choices,
-    Convert,
-    JsonSchema,
-    ResponseFormat,
-    Source,
-    StructuredOutputs,
-    chosen,
-)
-from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
+from specjax.serve.message_format import AnswerForm
+from specjax.serve.tokenising import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.serve.tools import ToolFields
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
+
+MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
+MAX_CALLS = 2**10  # tool calls of a message
+MAX_NAMES = 64  # variables of the chat template
+MAX_VARIABLES = 2**14  # characters of all variables as JSON
+
+
+def _arguments(value: Any, info: Any) -> Any:
+    """Arguments of a call as an object, the form for templates. OpenAI's clients send the JSON text of a model.
+
+    Text that is not a JSON object stays unchanged: a model's mistake must not end the conversation.
+    """
+    if not isinstance(value, str | dict | None):
+        raise PydanticCustomError("arguments", "must be an object or a string")
+    if not isinstance(value, str):
+        return value or {}
+    try:
+        arguments = info.context.parse(value.encode()) if value.strip() else {}  # a function without parameters
+    except ApiError as error:
+        if error.status != 400:
+            raise
+        return value
+    return arguments if isinstance(arguments, dict) else value
+
+
+CallArguments = Annotated[
+    Any,
+    BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None),
+    Field(validate_default=True, description="An object, or its JSON text."),
+]
+
+
+class ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Text
+    arguments: CallArguments = None
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    function: ToolFunction
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
+Content = Annotated[
+    Parts, texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Parts)
+]
+
+
+class Message(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {
+        "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "tools": ([],), "prefix": (False,),
+        "partial": (False,),
+    }  # fmt: skip
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(None, description="Null only beside tool_calls.")
+    name: Text | None = None
+    reasoning_content: Text | None = Field(None, description="Reasoning of the assistant; templates may omit it.")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
+    annotations: Any = None  # part of an answer that a client sends back; not used
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            problem = "has tool_calls, which belong to the assistant, not to {role}"
+            raise PydanticCustomError("tool_calls", problem, {"role": self.role})
+        if self.reasoning_content and self.role != "assistant":
+            problem = "has reasoning_content, which belongs to the assistant, not to {role}"
+            raise PydanticCustomError("reasoning_content", problem, {"role": self.role})
+        if self.content is None and not self.tool_calls:
+            problem = "needs a content: a string, a list of text parts, or null beside tool_calls"
+            raise PydanticCustomError("content", problem)
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with a string as content. `developer` is OpenAI's newer name of `system`."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content or ())}
+        others = ("name", "tool_call_id", "reasoning_content")
+        message |= {name: value for name in others if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+def _few_characters(value: Any) -> Any:
+    """Checks the length of the template variables as JSON."""
+    if isinstance(value, dict) and len(text := json.dumps(value)) > MAX_VARIABLES:
+        numbers = {"length": len(text), "most": MAX_VARIABLES}
+        problem = "has {length} characters of JSON; at most {most} are supported"
+        raise PydanticCustomError("too_long_json", problem, numbers)
+    return value
+
+
+class TemplateFields(Body):
+    """Arguments of the chat template."""
+
+    add_generation_prompt: Flag | None = Field(
+        None, description="Begin a message of the assistant. Default: true, false with `continue_final_message`."
+    )
+    continue_final_message: Flag | None = Field(
+        None, description="Continue the last message, which is the assistant's."
+    )
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(max_length=MAX_NAMES), at_most(MAX_NAMES), AfterValidator(_few_characters)]
+        | None
+    ) = Field(None, description=f"Variables of the chat template; at most {MAX_VARIABLES} characters of JSON.")
+
+    def chat(self, messages: list[Message]) -> Chat:
+        """The prompt. Raises an ApiError if fields exclude each other, or the last message cannot continue."""
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                problem = "and add_generation_prompt exclude each other: continue the last message, or begin a new one"
+                raise bad_request(f"continue_final_message {problem}", "continue_final_message")
+            if messages[-1].role != "assistant" or messages[-1].content is None:
+                problem = f"needs an assistant's message with content at the end, not one of the {messages[-1].role}"
+                raise bad_request(f"continue_final_message {problem}", "continue_final_message")
+        fields = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        variables = self.chat_template_kwargs or {}
+        if taken := next((name for name in (*fields, "tools") if name in variables), None):
+            raise bad_request(f"chat_template_kwargs may not set {taken}, a field of the body", "chat_template_kwargs")
+        fields = {name: value for name, value in fields.items() if value is not None}
+        return Chat([message.for_template() for message in messages], {**variables, **fields})
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
+
+
+MAX_CHOICES = 1024
+
+Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
+
+
+def _is_schema(value: Any) -> Any:
+    if value is None or (isinstance(value, dict | str) and value != ""):
+        return value
+    raise PydanticCustomError("json_schema", "must be a JSON schema, as an object or a text")
+
+
+# `Grammar.json` checks the schema itself.
+JsonSchema = Annotated[Any, BeforeValidator(_is_schema, json_schema_input_type=dict[str, Any] | str | None)]
+Choices = Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)]
+
+
+with warnings.catch_warnings():
+    # pydantic's base class has deprecated methods of these names.
+    warnings.filterwarnings("ignore", message='Field name "(json|schema)"')
+
+    class JsonSchemaFormat(Body):
+        name: Text | None = None
+        description: Text | None = None
+        schema: JsonSchema = Field(None, description="Default: any object.")  # type: ignore[assignment]
+        strict: Flag | None = Field(None, description="Schemas are always followed.")
+
+    class StructuredOutputs(Body):
+        """vLLM's field: exactly one member."""
+
+        unsupported: ClassVar[Mapping[str, Values]] = {
+            "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (True,),
+            "disable_additional_properties": (False,), "disable_fallback": (True,),
+        }  # fmt: skip
+
+        json: JsonSchema = None  # type: ignore[assignment]
+        regex: Source | None = None
+        choice: Choices | None = None
+        grammar: Source | None = Field(None, description="As `ebnf`.")
+        json_object: Flag | None = None
+
+        def chosen(self) -> Grammar | None:
+            return chosen(self, OUTPUTS, "structured_outputs.")[1]
+
+
+# For bodies of SGLang.
+UNSUPPORTED_FORMATS: dict[str, Values] = {
+    "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structured_outputs": (),
+}  # fmt: skip
+
+
+def grammar_of_type(name: str, schema: Any) -> Grammar | None:
+    """The grammar of a format's `type`. Without a schema it is any JSON object."""
+    if name == "text":
+        return None
+    return Grammar("json_schema") if name == "json_object" or schema is None else Grammar.json(schema)
+
+
+class ResponseFormat(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"schema": ()}
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="Needs the type `json_schema`.")
+
+    def chosen(self) -> Grammar | None:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise bad_request("response_format.json_schema is required", "response_format")
+        return grammar_of_type(self.type, None if self.json_schema is None else self.json_schema.schema)
+
+
+Convert = Callable[[Any], Grammar | None]
+OUTPUTS: dict[str, Convert] = {
+    "json": Grammar.json,
+    "regex": lambda text: Grammar("regex", text),
+    "choice": Grammar.choice,
+    "grammar": lambda text: Grammar("ebnf", text),
+    "json_object": lambda wanted: Grammar("json_schema") if wanted else None,
+}
+"""Maps fields to their grammar."""
+
+FIELDS: dict[str, Convert] = {
+    "response_format": ResponseFormat.chosen,
+    "json_schema": Grammar.json,
+    "regex": OUTPUTS["regex"],
+    "ebnf": OUTPUTS["grammar"],
+    "guided_json": Grammar.json,
+    "guided_regex": OUTPUTS["regex"],
+    "guided_choice": OUTPUTS["choice"],
+    "guided_grammar": OUTPUTS["grammar"],
+    "structured_outputs": StructuredOutputs.chosen,
+}
+
+
+def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") -> tuple[str | None, Grammar | None]:
+    """The field that requests structured output, and its grammar. Raises an ApiError, a 400, if a field is wrong, or
+    there are several."""
+    grammars, root = dict[str, Grammar](), place.partition(".")[0]
+    for name, convert in fields.items():
+        if (value := getattr(body, name, None)) is None or name not in type(body).model_fields:
+            continue
+        try:
+            grammar = convert(value)
+        except GrammarError as error:
+            raise bad_request(f"{place}{name} {error}", root or name, INVALID) from error
+        if grammar is not None:
+            grammars[name] = grammar
+    if len(grammars) > 1:
+        several = ", ".join(place + name for name in grammars)
+        raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(grammars)))
+    return next(iter(grammars.items()), (None, None))
+
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 MAX_TIMEOUT = 1e6  # seconds
@@ -69,7 +310,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """Fields with the same name in all interfaces, and in `SamplingParams`."""
+    """Fields whose names are equal in all interfaces, and in `SamplingParams`."""
 
     asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that request structured output
     place: ClassVar[str] = ""  # prefix of the fields in messages
@@ -299,9 +540,8 @@ def chat_task(
 
     Args:
         functions: the functions of `body`, in the form of chat completions.
-        chat: makes the prompt.
         make: makes the sampling parameters; called with the grammar and the special tokens that the text keeps.
-        field: name of the field with the prompt.
+        field: name of the field with the prompt, which `chat` makes.
     """
     form, hide = rules.form, body.skip_special_tokens is not False
     offered = functions.offered(form)
@@ -344,67 +584,3 @@ class CompletionRequest(OpenAIRequest):
         prompts = read_prompts(self.prompt, "prompt", choices, rules)
         sampling = [sampling] * len(prompts)
         return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS, trees=self.trees)
-
-
-class TokenizeRequest(TemplateFields):
-    """A text, several texts, or a chat for the model's template, as in SGLang and vLLM."""
-
-    model: Text | None = None
-    prompt: SkipValidation[Texts | None] = None
-    messages: Messages | None = None
-    add_special_tokens: Flag | None = Field(None, description="Only for texts. Default: true.")
-
-    def prompts(self) -> tuple[list[Any], bool]:
-        """The prompts, and True if the request has a list of prompts."""
-        if (self.prompt is None) == (self.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
-        if self.messages is not None:
-            return [self.chat(self.messages)], False
-        several = isinstance(self.prompt, list)
-        prompts: Any = self.prompt if several else [self.prompt]
-        if not all(isinstance(text, str) for text in prompts):
-            raise bad_request(f"prompt must be a string or a list of strings, got {shown(self.prompt)}", "prompt")
-        return prompts, several
-
-
-class DetokenizeRequest(Body):
-    model: Text | None = None
-    tokens: SkipValidation[Ids]
-    skip_special_tokens: Flag | None = Field(None, description="Default: true.")
-
-    def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
-        """The lists of token ids, and True if the request has a list of lists."""
-        several = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
-        lists: Any = self.tokens if several else [self.tokens]
-        for ids in lists:
-            if not isinstance(ids, list) or not all(type(whole(token)) is int for token in ids):
-                problem = f"tokens must be a list of token ids or a list of such lists, got {shown(self.tokens)}"
-                raise bad_request(problem, "tokens")
-            if outside := [token for token in ids if not 0 <= token < vocab_size]:
-                problem = f"tokens holds {shown(outside[0])}; token ids of this model are 0 to {vocab_size - 1}"
-                raise bad_request(problem, "tokens")
-        return [[int(token) for token in ids] for ids in lists], several
-
-
-class AbortRequest(Body):
-    rid: Text | None = Field(None, description="Name of the request; all its choices and prompts end.")
-    abort_all: Flag | None = None
-    abort_message: Text | None = None  # accepted, and not used
-
-
-class PauseRequest(Body):
-    mode: Pause | None = Field(
-        None,
-        description="abort (the default): requests end with their text so far. retract: requests free their pages and "
-        "continue later. in_place: requests keep their pages and continue later.",
-    )
-
-
-class ContinueRequest(Body):
-    torch_empty_cache: Flag | None = None  # accepted, and not used
-
-
-class ProfileRequest(Body):
-    unsupported: ClassVar[Mapping[str, Values]] = {"output_dir": ()}  # `--profile` names the folder
-
-    num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")

@@ -1,4 +1,4 @@
-"""Response bodies of chat completions and completions, whole and as events of a stream."""
+"""Answers of OpenAI's routes, whole and as events of a stream; `Answer` is the interface of all answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin
 from specjax.engine.text import TextStream, token_bytes
 from specjax.serve.errors import ApiError
-from specjax.serve.protocol import ChatRequest, CompletionRequest
-from specjax.serve.reply import Reply
-from specjax.serve.task import Task
+from specjax.serve.message_format import Reply
+from specjax.serve.openai_requests import ChatRequest, CompletionRequest
+from specjax.serve.tokenising import Task
 from specjax.trace import StepTree
 from specjax.tree import NO_TOKEN
 
@@ -163,8 +163,8 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames, off
 def echo_logprobs(
     logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Echo, count: int | None
 ) -> dict[str, Any] | None:
-    """As `completion_logprobs`, for the prompt; null for its first token. `count`: number of most likely tokens; None:
-    no log-probabilities were requested."""
+    """`completion_logprobs` for the prompt; null for its first token. `count`: number of most likely tokens; None: no
+    log-probabilities were requested."""
     if count is None:
         return None
 
@@ -335,8 +335,8 @@ class OpenAIAnswer(Answer):
         elif self._chat:
             deltas = [{"content": text} for text in deltas]
         for number, delta in enumerate(deltas):
-            about = {} if number else {"logprobs": self._logprobs(index, chunk.logprobs), "more": more}
-            events.append(self._event(index, delta, **about))
+            members = {} if number else {"logprobs": self._logprobs(index, chunk.logprobs), "more": more}
+            events.append(self._event(index, delta, **members))
         if chunk.completion is not None:
             self._finished[index] = chunk.completion
             events.append(self._event(index, {} if self._chat else "", chunk.completion))

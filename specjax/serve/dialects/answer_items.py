@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from specjax.serve.answers import event
-from specjax.serve.reply import Delta, Reply, is_whole
-from specjax.serve.tools import Choice, FunctionChoice, FunctionTool, Tool
+from specjax.serve.message_format import Delta, Reply, is_whole
+from specjax.serve.openai_answers import event
 
 Kind: TypeAlias = Literal["thoughts", "text", "call"]
 
@@ -62,7 +61,6 @@ class Parts:
 
     @property
     def has_called(self) -> bool:
-        """See `Reply.has_called`."""
         return self._reply is not None and self._reply.has_called
 
     def feed(self, text: str, *, last: bool = False) -> list[Change]:
@@ -129,18 +127,5 @@ def assistant_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def earlier_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
     """A message with a call that the assistant made."""
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": id, "type": "function", "function": function}],
-    }
-
-
-def as_tool(function: FunctionTool) -> Tool:
-    return Tool.model_construct(type="function", function=function)
-
-
-def choice_of(kind: str, name: str | None = None) -> Choice:
-    function = None if name is None else FunctionChoice.model_construct(name=name)
-    return Choice.model_construct(type=kind, function=function)
+    call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,0 +1,336 @@
+"""The format of a model's messages, and the parser of an answer's text into a message.
+
+    <think>\\n2 + 2 is 4.\\n</think>\\n\\nIt is 4.<tool_call>{"name": ...
+           reasoning_content          content   tool_calls
+
+`AnswerForm` is the format of calls and reasoning, from flags or from words of the chat template. `Reply` parses text
+that comes in pieces: the concatenated deltas of a stream are the message of a whole answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+from specjax.checkpoint.prompts import END_THINK, THINK
+from specjax.engine.text import Thoughts
+from specjax.serve.calls import (
+    Arguments,
+    Call,
+    CallParser,
+    DeepSeek,
+    DeepSeek31,
+    Glm,
+    Hermes,
+    JsonObject,
+    KimiK2,
+    Llama3,
+    Mistral,
+    MistralNamed,
+    QwenCoder,
+    TaggedCalls,
+    Text,
+)
+
+AUTO, NONE = "auto", "none"
+PARSERS: dict[str, type[CallParser]] = {
+    "qwen": Hermes,
+    "qwen25": Hermes,
+    "hermes": Hermes,
+    "qwen3_coder": QwenCoder,
+    "glm": Glm,
+    "glm45": Glm,
+    "kimi_k2": KimiK2,
+    "llama3": Llama3,
+    "mistral": Mistral,
+    "deepseekv3": DeepSeek,
+    "deepseekv31": DeepSeek31,
+}
+"""The formats of function calls by SGLang's names."""
+# Words of a template, and the parser for a template that has them all; None: an unsupported format.
+_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
+    (("<tool_call>", "<function=", "<parameter="), QwenCoder),
+    (("<function=",), None),  # other models
+    (("<tool_call>", "<arg_key>", "<arg_value>"), Glm),
+    (("<|tool_call_argument_begin|>",), KimiK2),
+    (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"), DeepSeek),
+    (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"), DeepSeek31),
+    (("[TOOL_CALLS]", "[ARGS]"), MistralNamed),
+    (("[TOOL_CALLS]",), Mistral),
+    (("<tool_call>", '"arguments"'), Hermes),
+    (("<|python_tag|>",), Llama3),
+    (("ipython",), Llama3),  # Llama 3.2
+)
+_PROBE = {"name": "specjax_probe", "description": "d", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Parts of a model's answers other than plain text.
+
+    Attributes:
+        parser: reads function calls; None: their format is unsupported.
+        takes_tools: True if the chat template writes functions into the prompt.
+        thinks: True if the model may reason before it answers.
+        special: markers of calls and reasoning that are special tokens.
+        tokens: ids of the markers that are tokens.
+    """
+
+    parser: type[CallParser] | None = None
+    takes_tools: bool = False
+    thinks: bool = False
+    special: frozenset[str] = frozenset()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def end_think(self) -> int | None:
+        """The token that ends reasoning, if there is one."""
+        return self.tokens.get(END_THINK)
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why requests cannot have functions; None if they can."""
+        if not self.takes_tools:
+            return "the chat template of this model has no place for functions; use another one (--chat-template)"
+        if self.parser is None:
+            return "the format of this model's calls is unknown; set it with --tool-call-parser"
+        return None
+
+    def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Messages with earlier calls in the form of the model's template."""
+        if self.parser is None:
+            return list(messages)
+        ids = dict[str, str]()
+        return [_adapted(message, self.parser, ids) for message in messages]
+
+
+PLAIN = AnswerForm()  # text without calls and reasoning
+
+
+def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerForm:
+    """The format of a model's messages. The parsers are values of the flags of these names."""
+    if not getattr(tokenizer, "chat_template", None):
+        return AnswerForm()
+    try:
+        source = tokenizer.get_chat_template(tools=[_PROBE])
+    except Exception:  # several templates and no default
+        source = str(tokenizer.chat_template)
+    vocabulary = tokenizer.get_added_vocab()
+    thinks = reasoning_parser != NONE
+    if reasoning_parser == AUTO:
+        thinks = END_THINK in source or END_THINK in vocabulary
+    parser = PARSERS.get(tool_call_parser)
+    if tool_call_parser == AUTO:
+        parser = next((kind for words, kind in _FORMATS if all(word in source for word in words)), None)
+    markers = {*(parser.markers() if parser else ()), *((THINK, END_THINK) if thinks else ())}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return AnswerForm(
+        parser=parser,
+        takes_tools=_takes_tools(tokenizer, source),
+        thinks=thinks,
+        special=frozenset(markers & special),
+        tokens={marker: vocabulary[marker] for marker in sorted(markers) if marker in vocabulary},
+    )
+
+
+def _takes_tools(tokenizer: Any, source: str) -> bool:
+    messages = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": _PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception:  # a template is a program, and may refuse the example
+        return "tools" in source
+    return _PROBE["name"] in text
+
+
+def _adapted(message: Mapping[str, Any], parser: type[CallParser], ids: dict[str, str]) -> Mapping[str, Any]:
+    """A message for the template. `ids`: ids of earlier calls, and the ids in the template, which are added here."""
+
+    def new_id(id: Any) -> Any:
+        return short_id(id, parser.id_length) if parser.id_length is not None and isinstance(id, str) else id
+
+    message, calls = dict(message), []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if parser.text_arguments and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        id = f"functions.{function['name']}:{len(ids)}" if parser.numbered_ids else new_id(call.get("id"))
+        calls.append({**call, "function": function, **({} if id is None else {"id": id})})
+        if parser.numbered_ids:
+            ids[str(call.get("id"))] = id
+    if calls:
+        message["tool_calls"] = calls
+    if (id := message.get("tool_call_id")) is not None:
+        message["tool_call_id"] = ids.get(id, new_id(id))
+    return message
+
+
+def short_id(id: str, length: int) -> str:
+    """The id if it has `length` letters and digits, else `length` digits of its hash."""
+    if len(id) == length and id.isascii() and id.isalnum():
+        return id
+    return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()[:length]
+
+
+Delta: TypeAlias = dict[str, Any]
+
+
+class _Trimmed:
+    """Removes white space at the start and the end of a text that comes in pieces."""
+
+    def __init__(self, *, start: bool, end: bool) -> None:
+        self.start, self._end = start, end
+        self._space = ""  # at the end so far, or before a part that was cut out
+
+    def add(self, text: str) -> str:
+        if self.start:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self.start = False
+        text = self._space + text
+        self._space = text[len(text.rstrip()) :] if self._end else ""
+        return text[: len(text) - len(self._space)]
+
+    def cut(self) -> None:
+        """Marks the place of a part that is cut out. White space after it is dropped; white space before it is kept
+        if more text follows."""
+        self.start = True
+
+    def end(self) -> str:
+        return "" if self.start else self._space
+
+
+class Reply:
+    """The message of one choice.
+
+    Args:
+        reasoning: separate reasoning from content.
+        thinking: the prompt ends inside reasoning.
+        gathered: send reasoning as one delta, once it has ended.
+    """
+
+    def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False, gathered: bool = False) -> None:
+        self._parser, self._gathered = parser, gathered
+        self._split = Thoughts(thinking) if reasoning else None
+        self._thoughts = _Trimmed(start=True, end=True)
+        self._text = _Trimmed(start=False, end=True)
+        self._deltas: list[Delta] = []
+        self._content = ""
+        self._thought = ""
+        self._calls: list[dict[str, Any]] = []
+
+    @property
+    def has_thought(self) -> bool:
+        return self._split is not None and self._split.begun
+
+    @property
+    def has_called(self) -> bool:
+        """True if there are calls, the last one is complete, and the text does not end where another one begins."""
+        return bool(self._calls) and not self._parser.is_cut and is_whole(self._calls[-1]["function"]["arguments"])
+
+    def feed(self, text: str, *, last: bool = False) -> list[Delta]:
+        """Adds text, and returns new deltas of the message. `last`: no text follows."""
+        if self._split is not None:
+            thoughts, text = self._split.split(text, last=last)
+            self._emit("reasoning_content", self._thoughts.add(thoughts))
+        answering = self._split is None or self._split.ended
+        if self._gathered and self._thought and (last or answering):
+            self._deltas.append({"reasoning_content": self._thought})
+            self._gathered = False
+        if answering:
+            self._answer(text, last)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def message(self) -> dict[str, Any]:
+        """The whole message, after the last text."""
+        content = None if self._calls and not self._content else self._content
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._split is not None:
+            message["reasoning_content"] = self._thought or None
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def _answer(self, text: str, last: bool) -> None:
+        for part in self._parser.feed(text, last=last):
+            match part:
+                case Text():
+                    self._emit("content", self._text.add(part.text))
+                case Call():
+                    self._text.cut()
+                    self._call(part.name)
+                case Arguments():
+                    self._argue(part.text)
+        if last:
+            self._emit("content", self._text.end())
+
+    def _emit(self, field: str, text: str) -> None:
+        if not text:
+            return
+        if field == "content":
+            self._content += text
+        else:
+            self._thought += text
+            if self._gathered:
+                return
+        if self._deltas and field in self._deltas[-1]:
+            self._deltas[-1][field] += text
+        else:
+            self._deltas.append({field: text})
+
+    def _call(self, name: str) -> None:
+        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+        self._deltas.append({"tool_calls": [{"index": len(self._calls), **copy.deepcopy(call)}]})
+        self._calls.append(call)
+
+    def _argue(self, text: str) -> None:
+        self._calls[-1]["function"]["arguments"] += text
+        piece = {"index": len(self._calls) - 1, "function": {"arguments": text}}
+        before = self._deltas[-1].get("tool_calls", [{}])[0] if self._deltas else {}
+        if before.get("index") == piece["index"] and "id" not in before:
+            before["function"]["arguments"] += text
+        else:
+            self._deltas.append({"tool_calls": [piece]})
+
+
+def is_whole(arguments: str) -> bool:
+    """True if the JSON object of a call's arguments is closed, not cut off."""
+    reader = JsonObject()
+    reader.read(arguments)
+    return reader.ended
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """How the answers to one request become messages.
+
+    Attributes:
+        parser: parser of calls in the model's format; None: no functions were offered.
+        names: names of the offered functions.
+        most: maximum number of reported calls; None: all.
+        hidden: special tokens that the text keeps for the parsers, and that never become content.
+        reasoning, gathered: as `Reply`.
+        schemas: maps functions to the JSON schemas of their parameters.
+    """
+
+    parser: type[CallParser] | None = None
+    names: tuple[str, ...] = ()
+    most: int | None = None
+    hidden: frozenset[str] = frozenset()
+    reasoning: bool = False
+    gathered: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def reply(self, *, thinking: bool) -> Reply:
+        more: dict[str, Any] = {"hidden": self.hidden, "most": self.most}
+        if self.parser is not None and issubclass(self.parser, TaggedCalls):
+            more["schemas"] = self.schemas
+        parser = (self.parser or CallParser)(self.names, **more)
+        return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered)
