@@ -49,219 +49,146 @@ class Case(NamedTuple):
     reasoning: str | None = None
 
 
-CASES: dict[str, Case] = {
-    **{text: Case(parser, text, text) for parser, texts in TEXTS.items() for text in texts},
-    "hermes": Case(
-        "qwen25", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}\n</tool_call>', None,
-        BRACKETS,
-    ),
-    "hermes: text, two calls, text": Case(
-        "hermes", 'Let me see.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
-        '<tool_call>{"name": "noop", "arguments": {}}</tool_call>\nDone.', "Let me see.\n\nDone.",
-        (("get_weather", '{"city": "Köln"}'), ("noop", "{}")),
-    ),
-    "hermes: members in another order": Case(
-        "qwen", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', None, ONE,
-    ),
-    "hermes: no arguments": Case("qwen", '<tool_call>{"name": "noop"}</tool_call>', None, NOOP),
-    "hermes: arguments as text": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', None, ONE,
-    ),
-    "hermes: OpenAI's form": Case(
-        "qwen", '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',
-        None, ONE,
-    ),
-    "hermes: more members": Case(
-        "qwen", '<tool_call>{"name": "noop", "arguments": {}, "id": "}"}</tool_call>!', "!", NOOP,
-    ),
-    "hermes: the marker in a string": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>\\"}"}}</tool_call>', None,
-        (("add", '{"a": "</tool_call>\\"}"}'),),
-    ),
-    "hermes: a line break in a string": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": {"a": "x\n\ty"}}</tool_call>', None,
-        (("add", '{"a": "x\\n\\ty"}'),),
-    ),
-    "hermes: the last bracket is missing": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', None, ONE,
-    ),
-    "hermes: the end is missing": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}', None, BRACKETS,
-    ),
-    "hermes: cut off in the arguments": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": {"a": "x', None, (("add", '{"a": "x'),),
-    ),
-    "hermes: wrong after the first value": Case(
-        "qwen", '<tool_call>{"name": "add", "arguments": {"a": 1, b}}</tool_call>', None, (("add", '{"a": 1, b}'),),
-    ),
-    "hermes: two markers": Case(
-        "qwen", '<tool_call><tool_call>{"name": "noop", "arguments": {}}</tool_call>', "<tool_call>", NOOP,
-    ),
-    "llama": Case("llama3", '{"name": "add", "parameters": {"a": 1}}', None, ONE),
-    "llama: a type, a tag": Case(
-        "llama3", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}', None, ONE,
-    ),
-    "llama: two": Case(
-        "llama3", '\n{"name": "add", "parameters": {"a": 1}}; {"name": "noop", "parameters": {}}\n'
-        '{"name": "noop", "parameters": {"b": 2}}', None, (("add", '{"a": 1}'), ("noop", "{}"), ("noop", '{"b": 2}')),
-    ),
-    "llama: text after it": Case("llama3", '{"name": "noop", "parameters": {}}, and so on', ", and so on", NOOP),
-    "llama: text before the tag": Case("llama3", 'So: <|python_tag|>{"name": "noop", "parameters": {}}', "So:", NOOP),
-    "llama: code": Case("llama3", '<|python_tag|>print("hi")', 'print("hi")'),
-    "mistral": Case(
-        "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}, "id": "abcdef123"}, {"name": "noop", "argu'
-        'ments": {}}]', None, (("add", '{"a": [1]}'), ("noop", "{}")),
-    ),
-    "mistral: text before": Case("mistral", 'Hm. [TOOL_CALLS][{"name": "noop", "arguments": {}}]', "Hm.", NOOP),
-    "mistral: newer": Case("mistral", '[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1}[TOOL_CALLS]noop{}', None, TWO),
-    "mistral: the list is not closed": Case(
-        "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}', None, ONE,
-    ),
-    "mistral: no call": Case("mistral", "[TOOL_CALLS] maybe not", " maybe not"),
-    "mistral: an empty list": Case("mistral", "[TOOL_CALLS] []", " []"),
-    "deepseek": Case(
-        "deepseekv3", 'Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": "```"}\n'
-        "```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>noop\n```json\n{}\n```<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>", "Ok.", (("add", '{"a": "```"}'), ("noop", "{}")),
-    ),
-    "deepseek V3.1": Case(
-        "deepseekv31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
-        "<｜tool▁call▁begin｜>noop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", None, TWO,
-    ),
-    "deepseek: no call": Case(
-        "deepseekv3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜> x",
-        "add x",
-    ),
-    "deepseek: a section of nothing": Case("deepseekv3", "a<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>b", "ab"),
-    "kimi": Case(
-        "kimi_k2", "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-        '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
-        "<|tool_calls_section_end|>", "Ok.", TWO,
-    ),
-    "kimi: a bare name": Case(
-        "kimi_k2", "<|tool_call_begin|>noop\n<|tool_call_argument_begin|> {}<|tool_call_end|>", None, NOOP,
-    ),
-    "kimi: an unknown function": Case(
-        "kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>"
-        "{}<|tool_call_end|><|tool_calls_section_end|>x", "functions.rm:0{}x",
-    ),
-    "kimi: no arguments": Case(
-        "kimi_k2", "<|tool_call_begin|>functions.noop:0<|tool_call_end|>y", "functions.noop:0y",
-    ),
-    "kimi: cut off": Case(
-        "kimi_k2", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": "x', None,
-        (("add", '{"a": "x'),),
-    ),
-    "coder": Case(
-        "qwen3_coder", 'Hm.\n<tool_call>\n<function=add>\n<parameter=a>\n[1, {"c": null}]\n</parameter>\n'
-        "<parameter=s>\n12\n</parameter>\n</function>\n</tool_call>", "Hm.",
-        (("add", '{"a": [1, {"c": null}], "s": "12"}'),),
-    ),
-    "coder: two": Case(
-        "qwen3_coder", "<tool_call>\n<function=noop>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>"
-        "\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>\nDone", "Done",
-        (("noop", "{}"), ("get_weather", '{"city": "Köln"}')),
-    ),
-    "coder: without the outer tag": Case(
-        "qwen3_coder", "<function=add>\n<parameter=a>\nTrue\n</parameter>\n</function>", None,
-        (("add", '{"a": true}'),),
-    ),
-    "coder: a text of several lines": Case(
-        "qwen3_coder", '<tool_call><function=add><parameter=s>\n\n if a < b:\n\treturn "</tool_call>"\n\n</parameter>'
-        "</function></tool_call>", None, (("add", '{"s": "\\n if a < b:\\n\\treturn \\"</tool_call>\\"\\n"}'),),
-    ),
-    "coder: cut off in a text": Case(
-        "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nPar", None, (("add", '{"s": "Par'),),
-    ),
-    "coder: cut off after an argument": Case(
-        "qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n<par", None, (("add", '{"a": 1'),),
-    ),
-    "coder: garbage between arguments": Case(
-        "qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>", "and </function>", ONE,
-    ),
-    "coder: an end is missing before an argument": Case(
-        "qwen3_coder", "<function=add>\n<parameter=a>\n1\n<parameter=s>\n2\n</parameter>\n</function>", None,
-        (("add", '{"a": 1, "s": "2"}'),),
-    ),
-    "coder: the last end is missing": Case(
-        "qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>2</function></tool_call> so\n"
-        "<tool_call><function=get_weather><parameter=city>\nRom\n</parameter></function></tool_call>!", "so\n!",
-        (("add", '{"a": 1, "s": "2"}'), ("get_weather", '{"city": "Rom"}')),
-    ),
-    "coder: all ends are missing": Case(
-        "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\n1\n<parameter=a>\n2\n</tool_call>\nDone", "Done",
-        (("add", '{"s": "1", "a": 2}'),),
-    ),
-    "coder: tags in a text": Case(
-        "qwen3_coder", "<function=add><parameter=s>\nx = '<parameter=a>'\n<parameter=b>\n  <parameter=s>\nprint(1)\n"
-        "</parameter>\n</function>", None,
-        (("add", '{"s": "x = \'<parameter=a>\'\\n<parameter=b>\\n  <parameter=s>\\nprint(1)"}'),),
-    ),
-    "coder: tags in a text, without a schema": Case(
-        "qwen3_coder", "<function=noop><parameter=s>\nx = '<parameter=b>'\n</parameter><parameter=t>\n1\n"
-        "\t<parameter=u>2</function>", None, (("noop", '{"s": "x = \'<parameter=b>\'", "t": "1", "u": "2"}'),),
-    ),
-    "coder: an empty value without an end": Case(
-        "qwen3_coder", "<function=add><parameter=s><parameter=a>1</parameter></function>", None,
-        (("add", '{"s": "", "a": 1}'),),
-    ),
-    "coder: a call in a text": Case(
-        "qwen3_coder", "<function=add><parameter=s>\n</tool_call> <function=nope>\n<parameter=city>\n</parameter>"
-        "</function>", None, (("add", '{"s": "</tool_call> <function=nope>\\n<parameter=city>"}'),),
-    ),
-    "coder: a wrong first tag": Case(
-        "qwen3_coder", "<function=add><parameter=>1</parameter></function>", "<parameter=>1</parameter></function>",
-        (("add", "{}"),),
-    ),
-    "coder: ends in a text": Case(
-        "qwen3_coder", "<function=add><parameter=s>\n</function> <parameter= </tool_call>\n</parameter></function>",
-        None, (("add", '{"s": "</function> <parameter= </tool_call>"}'),),
-    ),
-    "coder: the end of the function is missing": Case(
-        "qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>!", "!", ONE,
-    ),
-    "glm": Case(
-        "glm45", "Hm.<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, 2]</arg_value>\n<arg_key>s</arg_key>\n"
-        "<arg_value>1\n</arg_value>\n</tool_call>\n<tool_call>noop\n</tool_call>", "Hm.",
-        (("add", '{"a": [1, 2], "s": "1\\n"}'), ("noop", "{}")),
-    ),
-    "glm: ends are missing": Case(
-        "glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>s</arg_key>\n<arg_value>2\n</tool_call>"
-        ", <tool_call>add\n<arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>.", ", .",
-        (("add", '{"a": 1, "s": "2"}'), ("add", '{"s": "</tool_call>"}')),
-    ),
-    "glm: tags in a text": Case(
-        "glm", "<tool_call>add<arg_key>s</arg_key><arg_value>x = '<arg_key>b</arg_key><arg_value>'\n<arg_key>"
-        "s</arg_key><arg_value>\n</arg_value></tool_call>", None,
-        (("add", '{"s": "x = \'<arg_key>b</arg_key><arg_value>\'\\n<arg_key>s</arg_key><arg_value>\\n"}'),),
-    ),
-    "glm: tags in a text, without a schema": Case(
-        "glm", "<tool_call>noop<arg_key>s</arg_key><arg_value>'<arg_key>b</arg_key><arg_value>'\n <arg_key>"
-        "t</arg_key><arg_value>1</arg_value></tool_call>", None,
-        (("noop", '{"s": "\'<arg_key>b</arg_key><arg_value>\'", "t": "1"}'),),
-    ),
-    "glm: cut off": Case(
-        "glm", '<tool_call>add\n<arg_key>s</arg_key>\n<arg_value>a"b', None, (("add", '{"s": "a\\"b'),),
-    ),
-    "glm: cut off in a key": Case("glm", "<tool_call>add\n<arg_key>s</arg_k", None, (("add", ""),)),
-    "thoughts": Case("qwen", "<think>\n2 + 2?\n</think>\n\nIt is 4.\n", "It is 4.\n", (), "2 + 2?"),
-    "thoughts, then a call": Case(
-        "qwen", '<think>\nHm <tool_call> hm\n</think>\n\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, {"'
-        'c": "}]"}]}}</tool_call>', None, BRACKETS, "Hm <tool_call> hm",
-    ),
-    "thoughts without an end": Case("qwen", "<think>\nWell, </thin", "", (), "Well, </thin"),
-    **{f"coder: a wrong tag, {tag:.20} {end:.4}": Case(
-        "qwen3_coder",
-        f"<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n{tag}\n2\n</function>\n</tool_call> {end}",
-        f"{tag}\n2\n</function>\n</tool_call> {end}", ONE,
-    ) for tag in ("<parameter=bad", "<parameter=a<b>", "<parameter=>", "<parameters>", f"<parameter={'x' * 257}>")
-      for end in ("tail", "x" * 600)},
-    **{f"glm: a wrong tag, {tag} {end:.4}": Case(
-        "glm", f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>\n{tag}</tool_call> {end}",
-        f"{tag}</tool_call> {end}", ONE,
-    ) for tag in ("<arg_key>n\n", "<arg_key>n</arg_key>2", "<arg_key></arg_key><arg_value>2</arg_value>", "<arg_keys>")
-      for end in ("tail", "x" * 600)},
-}  # fmt: skip
+CASES: list[Case] = [
+    *(Case(parser, text, text) for parser, texts in TEXTS.items() for text in texts),
+    # Qwen2.5, Qwen3, MiMo, Hermes.
+    Case("qwen25", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}\n</tool_call>', None,
+         BRACKETS),
+    # text, two calls, text
+    Case("hermes", 'Let me see.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+         '\n<tool_call>{"name": "noop", "arguments": {}}</tool_call>\nDone.', "Let me see.\n\nDone.",
+         (("get_weather", '{"city": "Köln"}'), ("noop", "{}"))),
+    # members in another order
+    Case("qwen", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', None, ONE),
+    Case("qwen", '<tool_call>{"name": "noop"}</tool_call>', None, NOOP),  # no arguments
+    # arguments as text
+    Case("qwen", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', None, ONE),
+    # OpenAI's form
+    Case("qwen", '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',
+         None, ONE),
+    Case("qwen", '<tool_call>{"name": "noop", "arguments": {}, "id": "}"}</tool_call>!', "!", NOOP),  # more members
+    # the marker in a string
+    Case("qwen", '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>\\"}"}}</tool_call>', None,
+         (("add", '{"a": "</tool_call>\\"}"}'),)),
+    # a line break in a string
+    Case("qwen", '<tool_call>{"name": "add", "arguments": {"a": "x\n\ty"}}</tool_call>', None,
+         (("add", '{"a": "x\\n\\ty"}'),)),
+    # the last bracket is missing
+    Case("qwen", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', None, ONE),
+    # cut off in the arguments
+    Case("qwen", '<tool_call>{"name": "add", "arguments": {"a": "x', None, (("add", '{"a": "x'),)),
+    # wrong after the first value
+    Case("qwen", '<tool_call>{"name": "add", "arguments": {"a": 1, b}}</tool_call>', None, (("add", '{"a": 1, b}'),)),
+    # two markers
+    Case("qwen", '<tool_call><tool_call>{"name": "noop", "arguments": {}}</tool_call>', "<tool_call>", NOOP),
+    # Llama 3.
+    Case("llama3", '{"name": "add", "parameters": {"a": 1}}', None, ONE),
+    # a type, a tag
+    Case("llama3", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}', None, ONE),
+    # two
+    Case("llama3", '\n{"name": "add", "parameters": {"a": 1}}; {"name": "noop", "parameters": {}}\n'
+         '{"name": "noop", "parameters": {"b": 2}}', None,
+         (("add", '{"a": 1}'), ("noop", "{}"), ("noop", '{"b": 2}'))),
+    Case("llama3", '{"name": "noop", "parameters": {}}, and so on', ", and so on", NOOP),  # text after it
+    Case("llama3", 'So: <|python_tag|>{"name": "noop", "parameters": {}}', "So:", NOOP),  # text before the tag
+    Case("llama3", '<|python_tag|>print("hi")', 'print("hi")'),  # code
+    # Mistral.
+    Case("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}, "id": "abcdef123"}, {"name": "noop", "arg'
+         'uments": {}}]', None, (("add", '{"a": [1]}'), ("noop", "{}"))),
+    Case("mistral", 'Hm. [TOOL_CALLS][{"name": "noop", "arguments": {}}]', "Hm.", NOOP),  # text before
+    Case("mistral", '[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1}[TOOL_CALLS]noop{}', None, TWO),  # newer
+    Case("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}', None, ONE),  # the list is not closed
+    Case("mistral", "[TOOL_CALLS] maybe not", " maybe not"),  # no call
+    Case("mistral", "[TOOL_CALLS] []", " []"),  # an empty list
+    # DeepSeek.
+    Case("deepseekv3", 'Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": '
+         '"```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>noop\n```json\n{}\n```'
+         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Ok.", (("add", '{"a": "```"}'), ("noop", "{}"))),
+    # V3.1
+    Case("deepseekv31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+         "<｜tool▁call▁begin｜>noop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", None, TWO),
+    # no call
+    Case("deepseekv3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜> x",
+         "add x"),
+    Case("deepseekv3", "a<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>b", "ab"),  # a section of nothing
+    # Kimi K2.
+    Case("kimi_k2", "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+         '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+         "<|tool_calls_section_end|>", "Ok.", TWO),
+    # an unknown function
+    Case("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>"
+         "{}<|tool_call_end|><|tool_calls_section_end|>x", "functions.rm:0{}x"),
+    Case("kimi_k2", "<|tool_call_begin|>functions.noop:0<|tool_call_end|>y", "functions.noop:0y"),  # no arguments
+    # cut off
+    Case("kimi_k2", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": "x', None,
+         (("add", '{"a": "x'),)),
+    # Qwen3-Coder.
+    Case("qwen3_coder", 'Hm.\n<tool_call>\n<function=add>\n<parameter=a>\n[1, {"c": null}]\n</parameter>\n'
+         "<parameter=s>\n12\n</parameter>\n</function>\n</tool_call>", "Hm.",
+         (("add", '{"a": [1, {"c": null}], "s": "12"}'),)),
+    # two
+    Case("qwen3_coder", "<tool_call>\n<function=noop>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>"
+         "\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>\nDone", "Done",
+         (("noop", "{}"), ("get_weather", '{"city": "Köln"}'))),
+    # without the outer tag
+    Case("qwen3_coder", "<function=add>\n<parameter=a>\nTrue\n</parameter>\n</function>", None,
+         (("add", '{"a": true}'),)),
+    # a text of several lines
+    Case("qwen3_coder", '<tool_call><function=add><parameter=s>\n\n if a < b:\n\treturn "</tool_call>"\n\n'
+         "</parameter></function></tool_call>", None,
+         (("add", '{"s": "\\n if a < b:\\n\\treturn \\"</tool_call>\\"\\n"}'),)),
+    # cut off in a text
+    Case("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nPar", None, (("add", '{"s": "Par'),)),
+    # cut off after an argument
+    Case("qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n<par", None, (("add", '{"a": 1'),)),
+    # garbage between arguments
+    Case("qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>", "and </function>", ONE),
+    # the last end is missing
+    Case("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>2</function></tool_call>"
+         " so\n<tool_call><function=get_weather><parameter=city>\nRom\n</parameter></function></tool_call>!",
+         "so\n!", (("add", '{"a": 1, "s": "2"}'), ("get_weather", '{"city": "Rom"}'))),
+    # all ends are missing
+    Case("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\n1\n<parameter=a>\n2\n</tool_call>\nDone",
+         "Done", (("add", '{"s": "1", "a": 2}'),)),
+    # tags in a text
+    Case("qwen3_coder", "<function=add><parameter=s>\nx = '<parameter=a>'\n<parameter=b>\n  <parameter=s>\nprint(1)\n"
+         "</parameter>\n</function>", None,
+         (("add", '{"s": "x = \'<parameter=a>\'\\n<parameter=b>\\n  <parameter=s>\\nprint(1)"}'),)),
+    # tags in a text, without a schema
+    Case("qwen3_coder", "<function=noop><parameter=s>\nx = '<parameter=b>'\n</parameter><parameter=t>\n1\n"
+         "\t<parameter=u>2</function>", None, (("noop", '{"s": "x = \'<parameter=b>\'", "t": "1", "u": "2"}'),)),
+    # a call in a text
+    Case("qwen3_coder", "<function=add><parameter=s>\n</tool_call> <function=nope>\n<parameter=city>\n</parameter>"
+         "</function>", None, (("add", '{"s": "</tool_call> <function=nope>\\n<parameter=city>"}'),)),
+    # a wrong first tag
+    Case("qwen3_coder", "<function=add><parameter=>1</parameter></function>", "<parameter=>1</parameter></function>",
+         (("add", "{}"),)),
+    # the end of the function is missing
+    Case("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>!", "!", ONE),
+    # GLM.
+    Case("glm45", "Hm.<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, 2]</arg_value>\n<arg_key>s</arg_key>\n"
+         "<arg_value>1\n</arg_value>\n</tool_call>\n<tool_call>noop\n</tool_call>", "Hm.",
+         (("add", '{"a": [1, 2], "s": "1\\n"}'), ("noop", "{}"))),
+    Case("glm", '<tool_call>add\n<arg_key>s</arg_key>\n<arg_value>a"b', None, (("add", '{"s": "a\\"b'),)),  # cut off
+    Case("glm", "<tool_call>add\n<arg_key>s</arg_k", None, (("add", ""),)),  # cut off in a key
+    # Thoughts.
+    Case("qwen", "<think>\n2 + 2?\n</think>\n\nIt is 4.\n", "It is 4.\n", (), "2 + 2?"),
+    # then a call
+    Case("qwen", "<think>\nHm <tool_call> hm\n</think>\n\n<tool_call>"
+         '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}</tool_call>', None, BRACKETS,
+         "Hm <tool_call> hm"),
+    Case("qwen", "<think>\nWell, </thin", "", (), "Well, </thin"),  # without an end
+    # Wrong tags after an argument.
+    *(Case("qwen3_coder",
+           f"<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n{tag}\n2\n</function>\n</tool_call> {end}",
+           f"{tag}\n2\n</function>\n</tool_call> {end}", ONE)
+      for tag in ("<parameter=bad", "<parameter=a<b>", "<parameter=>", "<parameters>", f"<parameter={'x' * 257}>")
+      for end in ("tail", "x" * 600)),
+    *(Case("glm", f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>\n{tag}</tool_call> {end}",
+           f"{tag}</tool_call> {end}", ONE)
+      for tag in ("<arg_key>n\n", "<arg_key>n</arg_key>2", "<arg_key></arg_key><arg_value>2</arg_value>", "<arg_keys>")
+      for end in ("tail", "x" * 600)),
+]  # fmt: skip
 
 
 def hidden(name: str) -> frozenset[str]:
@@ -315,17 +242,16 @@ def check(case: Case, pieces: list[str]) -> None:
     assert (message["content"], calls, message["reasoning_content"]) == (case.content, case.calls, case.reasoning)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_formats_whole_and_by_character(name):
-    text = CASES[name].text
-    for pieces in ([text], [*text], [text[:-1], text[-1:]]):
-        check(CASES[name], pieces)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parser} {case.text:.40}")
+def test_formats_whole_and_by_character(case):
+    for pieces in ([case.text], [*case.text], [case.text[:-1], case.text[-1:]]):
+        check(case, pieces)
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(sorted(CASES)), st.lists(st.integers(0, 200), max_size=12))
-def test_formats_in_random_pieces(name, cuts):
-    check(CASES[name], divided(CASES[name].text, cuts))
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=12))
+def test_formats_in_random_pieces(case, cuts):
+    check(case, divided(case.text, cuts))
 
 
 PIECES = (

@@ -14,16 +14,7 @@ from body_helpers import COMPLETE, GENERATE, HELLO
 from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
-from server_helpers import (
-    SECONDS,
-    Running,
-    braked,
-    check_error,
-    in_background,
-    running,
-    slow_down,
-    wait_until,
-)
+from server_helpers import SECONDS, Running, braked, check_error, in_background, running, slow_down, wait_until
 
 from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings

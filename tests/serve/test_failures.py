@@ -235,21 +235,6 @@ def test_waiting_for_the_compiler_is_not_stuck(monkeypatch):
 # Engines that cannot be allocated or reset.
 
 
-def test_ready_means_allocated(monkeypatch):
-    engine, asked, let_go = make_engine(toy(), "NONE"), threading.Event(), threading.Event()
-
-    def allocate():
-        asked.set()
-        assert let_go.wait(SECONDS)
-
-    monkeypatch.setattr(engine, "wait_until_allocated", allocate)
-    with running(engine, load=lambda: engine) as server:
-        assert asked.wait(SECONDS)
-        assert server.get("/health").status_code == 503 and server.runner.state is State.LOADING
-        let_go.set()
-        wait_until(lambda: server.get("/health").status_code == 200)
-
-
 def test_failed_allocation(monkeypatch):
     engine = make_engine(toy(), "NONE")
 

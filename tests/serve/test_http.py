@@ -420,20 +420,29 @@ def test_unusable_certificate_is_refused_first(authority, certificate, key, text
 # Start and shutdown.
 
 
-def test_requests_while_loading():
-    engine, gate = make_engine(toy(), "NONE"), threading.Event()
+def test_requests_while_loading(monkeypatch):
+    """Also while the engine is allocated."""
+    engine, gate, allocates, allocated = make_engine(toy(), "NONE"), *(threading.Event() for _ in range(3))
 
     def load():
         assert gate.wait(SECONDS)
         return engine
 
+    def allocate():
+        allocates.set()
+        assert allocated.wait(SECONDS)
+
+    monkeypatch.setattr(engine, "wait_until_allocated", allocate)
     with running(engine, load=load) as server, server.client() as client:
         for answer in (client.get("/health"), client.get("/v1/models"), client.post(COMPLETE, json=BODY)):
             assert "loading" in check_error(answer, 503)["message"] and int(answer.headers["retry-after"]) > 0
         server.runner.drain()
         assert client.get("/metrics").status_code == 503, "there are no metrics yet"
-        server.runner.state = State.LOADING
+        server.runner._state = State.LOADING
         gate.set()
+        assert allocates.wait(SECONDS)
+        assert client.get("/health").status_code == 503 and server.runner.state is State.LOADING
+        allocated.set()
         wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post(COMPLETE, json=BODY).status_code == 200
 

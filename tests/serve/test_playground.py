@@ -108,8 +108,8 @@ def expected(server: Running, turns: list[str], **fields: Any) -> tuple[str, lis
 
 
 def test_conversation_by_keyboard(page: Browser, server: Running):
-    fields = {"temperature": 0, "max_tokens": 40, "seed": 5}
-    fill(page, temperature=0, most=40, seed=5)
+    fields = {"temperature": 0, "max_tokens": 40, "seed": 5, "system": "be brief"}
+    fill(page, temperature=0, most=40, seed=5, system="be brief")
     say(page, QUESTION)
     answered(page)
     text, tokens, metrics = expected(server, [QUESTION], **fields)
@@ -129,35 +129,15 @@ def test_conversation_by_keyboard(page: Browser, server: Running):
     answered(page, 2)
     turns = [QUESTION, text, "b\nc"]
     text, tokens, _ = expected(server, turns, **fields)
-    assert spans(page) == tokens, "the whole conversation is sent back"
+    assert spans(page) == tokens, "the request has the whole conversation"
+    page.click("#again")
+    answered(page, 2)
+    assert spans(page) == tokens and len(page.texts("article")) == 4, "the same seed, the same text"
+    page.click("#marked")
+    assert page.script("return !document.querySelector('.origins')")
     assert page.texts("article.user > div") == [QUESTION, "b\nc"]
     page.click("#clear")
     assert page.texts("article") == [] and page.text("#tokens") == "0"
-
-
-def test_bars_of_the_histogram(page: Browser):
-    widths = page.script(
-        """const drafting = new Drafting();
-        const steps = [0, 2, 2, 4, 2, 2]; // the first token, then accepted drafts of each step
-        for (const count of steps) drafting.add([...Array(count).fill({drafted: true}), {drafted: false}], 1);
-        show(drafting);
-        return [...document.querySelectorAll("#histogram .bar")].map((bar) => bar.style.width);"""
-    )
-    assert widths == ["0%", "0%", "100%", "0%", "25%"]
-
-
-def test_settings(page: Browser, server: Running):
-    fill(page, temperature=1, most=12, seed=3, system="be brief")
-    say(page, "hello")
-    answered(page)
-    fields = {"temperature": 1, "max_tokens": 12, "seed": 3, "system": "be brief"}
-    _, tokens, _ = expected(server, ["hello"], **fields)
-    assert spans(page) == tokens
-    page.click("#again")
-    answered(page)
-    assert spans(page) == tokens and len(page.texts("article")) == 2, "the same seed, the same text"
-    page.click("#marked")
-    assert page.script("return !document.querySelector('.origins')")
 
 
 def test_draft_limit_of_0(page: Browser, server: Running):

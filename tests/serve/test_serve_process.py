@@ -365,36 +365,6 @@ def test_failed_start_names_the_reason(launch, model, flags, message):
     assert failed.out == ""
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--dtype", "float64"], "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
-        (["--log-level", "loud"], "--log-level must be one of debug, info, warning, error, got 'loud'"),
-        (["--port", "65536"], "--port must be an integer from 0 to 65535, got 65536"),
-        (["--no-such-flag"], "unrecognized argument --no-such-flag; see --help."),
-        (["--config", "/no/such.toml"], "--config /no/such.toml cannot be read: No such file or directory"),
-        (["--config", "my.toml"], "unknown key [server] prot; did you mean port?"),
-    ],
-)
-def test_wrong_flag_or_key(capsys, tmp_path, monkeypatch, flags, message):
-    monkeypatch.chdir(tmp_path)
-    Path("my.toml").write_text("[server]\nprot = 1\n")
-    with pytest.raises(SystemExit) as end:
-        serve.main(flags)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as end:
-        serve.main(["--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    for group in ("configuration file", "model", "engine", "speculative", "server"):
-        assert f"\n{group}:\n" in text
-    assert "specjax serve" in text
-
-
 def test_broken_log_ends_no_request(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text: str) -> int:

@@ -149,14 +149,6 @@ def test_algorithms_and_a_killed_leader(start, cases):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_two_processes_with_two_devices(start):
-    both = start(program(2, 2, "agrees", "eagle3"))
-    check_texts(both, ["eagle3"], 4)
-    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
-
-
-@pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 2])
 def test_four_processes_and_a_killed_one(start, dead):
     four = start(program(4, 1, "agrees", "none"), 4)

@@ -188,7 +188,7 @@ def test_loads_and_aborts_at_both_replicas(server, engines):
         for brake in brakes:
             brake.wait()
         loads = server.get("/v1/loads").json()
-        assert [load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"]] == [2, 2]
+        assert all(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
         assert loads["aggregate"]["total_reqs"] == 4
         again = server.post("/generate", {"text": "x", "sampling_params": params, "rid": "mine"})
         assert again.status_code == 400 and "is running" in again.text
@@ -230,7 +230,7 @@ def test_commands_reach_all_replicas(server, engines):
         wait_until(lambda: server.runner.unfinished == 4)
         assert server.get("/health_generate").status_code == 503
         assert server.post("/flush_cache", {}).json()["error"]["code"] == "busy"
-        assert [rank.unfinished for rank in server.runner.ranks] == [2, 2]
+        assert all(rank.unfinished for rank in server.runner.ranks)
         assert server.post("/continue_generation", {}).status_code == 200
         assert all(job.result(SECONDS).status_code == 200 for job in asked)
 
@@ -259,12 +259,14 @@ def test_failed_step_ends_the_requests_of_its_replica(server, engines, monkeypat
 
     server.post("/pause_generation", {"mode": "in_place"})
     jobs = [in_background(server.complete, prompt, **FIELDS) for prompt in PROMPTS[:4]]
-    wait_until(lambda: [rank.unfinished for rank in server.runner.ranks] == [2, 2])
+    wait_until(lambda: server.runner.unfinished == 4)
+    failing = server.runner.ranks[1].unfinished
+    assert 0 < failing < 4
     monkeypatch.setattr(engines[1], "step", fail)
     server.post("/continue_generation", {})
     answers = [job.result(SECONDS) for job in jobs]
-    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
-    assert sum(FAILED_STEP in answer.text for answer in answers) == 2
+    assert sorted(answer.status_code for answer in answers) == [200] * (4 - failing) + [503] * failing
+    assert sum(FAILED_STEP in answer.text for answer in answers) == failing
     monkeypatch.undo()
     assert server.get("/health").status_code == 200
     assert server.complete(["a"] * 4, max_tokens=2).status_code == 200

@@ -38,14 +38,6 @@ def test_replicas_of_one_device_and_of_two(alone):
     assert drafted["algorithm"] == "EAGLE3" and drafted["accepted"] > 0
 
 
-@pytest.mark.slow
-def test_every_drafter(alone):
-    cases = ("ngram", "eagle", "eagle3", "token_map", "standalone", "mtp")
-    for result in run(*([case, 2, 1, True] for case in cases), program=PROGRAM):
-        check(result, alone["texts"], 2, 1)
-    check(run(["none", 4, 1], program=PROGRAM)[0], alone["texts"], 4, 1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("replicas")
