@@ -146,3 +146,25 @@ def tool_engine() -> Engine:
 def ask(last: str, **more: Any) -> dict[str, Any]:
     """Fields of a greedy chat whose answer is the script of this name."""
     return {"model": "toy", "messages": [{"role": "user", "content": f"Say {last}"}], "temperature": 0} | more
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a chat's deltas."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for field in ("content", "reasoning_content"):
+            message[field] += delta.get(field) or ""
+        for piece in delta.get("tool_calls", ()):
+            if piece["index"] == len(calls):
+                assert piece["id"].startswith("call_") and piece["type"] == "function"
+                assert piece["function"]["name"] and piece["function"]["arguments"] == ""
+                calls.append({name: value for name, value in piece.items() if name != "index"})
+                calls[-1]["function"] = dict(piece["function"])
+            else:
+                assert list(piece) == ["index", "function"] and list(piece["function"]) == ["arguments"]
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    message["reasoning_content"] = message["reasoning_content"] or None
+    if calls:
+        message |= {"tool_calls": calls, "content": message["content"] or None}
+    return message

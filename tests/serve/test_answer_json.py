@@ -14,6 +14,7 @@ from engine_helpers import tokenizer
 from fastapi.responses import JSONResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_helpers import joined
 
 from specjax.engine import Completion, StreamChunk
 from specjax.serve.answers import Answer, OpenAIAnswer, TokenNames
@@ -89,12 +90,7 @@ def whole(route: str, parser: str, text: str) -> list[tuple[str, Any]]:
             return [("text", body["text"])]
         case "/v1/completions":
             return [("text", body["choices"][0]["text"])]
-    message = body["choices"][0]["message"]
-    return message_parts(
-        message["content"] or "",
-        message["reasoning_content"] or "",
-        [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())],
-    )
+    return message_parts(body["choices"][0]["message"])
 
 
 def items(output: list[Any]) -> list[tuple[str, Any]]:
@@ -102,8 +98,9 @@ def items(output: list[Any]) -> list[tuple[str, Any]]:
             (item["type"], item["content"][0]["text"]) for item in output]  # fmt: skip
 
 
-def message_parts(content: str, thoughts: str, calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
-    return [("thoughts", thoughts), ("text", content), *calls]
+def message_parts(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return [("thoughts", message["reasoning_content"] or ""), ("text", message["content"] or ""), *calls]
 
 
 def streamed(route: str, parser: str, pieces: list[str]) -> list[tuple[str, Any]]:
@@ -124,15 +121,7 @@ def streamed(route: str, parser: str, pieces: list[str]) -> list[tuple[str, Any]
             return [("text", events[-1]["text"])]
         case "/v1/completions":
             return [("text", "".join(event["choices"][0]["text"] for event in events))]
-    deltas = [event["choices"][0]["delta"] for event in events]
-    calls: list[tuple[str, str]] = []
-    for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
-        if "id" in piece:
-            calls.append((piece["function"]["name"], ""))
-        name, before = calls.pop()
-        calls.append((name, before + piece["function"]["arguments"]))
-    content, thoughts = ("".join(d.get(key, "") for d in deltas) for key in ("content", "reasoning_content"))
-    return message_parts(content, thoughts, calls)
+    return message_parts(joined([event["choices"][0]["delta"] for event in events]))
 
 
 def responses_parts(events: list[Any]) -> list[tuple[str, Any]]:
@@ -154,7 +143,7 @@ def messages_parts(events: list[Any]) -> list[tuple[str, Any]]:
             blocks.append((event["content_block"]["name"], [""]) if kind == "tool_use" else (kind, ""))
         elif event["type"] == "content_block_delta":
             kind, before = blocks.pop()
-            (text,) = (each for key, each in event["delta"].items() if key != "type")
+            (text,) = (value for key, value in event["delta"].items() if key != "type")
             blocks.append((kind, [*before, text] if isinstance(before, list) else before + text))
     return [(kind, parsed("".join(text)) if isinstance(text, list) else text) for kind, text in blocks]
 
@@ -247,27 +236,27 @@ def test_values_between_tags_that_are_not_strict_json_become_text(format):
 def test_deeply_nested_arguments(route):
     """Anthropic's input is an object, so arguments of hundreds of levels become a text within it."""
     for depth in (5, 150, 700, 5000):
-        given = '{"a": ' + "[" * depth + "]" * depth + "}"
-        result = both(route, "qwen25", FORMATS["hermes"][1](given))[-1][1]
-        assert result == (given if route != MESSAGES else strict(given) if depth < 199 else {"INVALID_JSON": given})
+        text = '{"a": ' + "[" * depth + "]" * depth + "}"
+        result = both(route, "qwen25", FORMATS["hermes"][1](text))[-1][1]
+        assert result == (text if route != MESSAGES else strict(text) if depth < 199 else {"INVALID_JSON": text})
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("written", "expected"),
     [('{"a": 1, b}', {"INVALID_JSON": '{"a": 1, b}'}), ('{"a": 1,}', {"INVALID_JSON": '{"a": 1,}'}),
      ('{"a": 1, "s": "x', {"a": 1}), ('{"s": "x', {}), ('{"s": "\\ud83d', {}),
      ('{"a": 1e999', {"INVALID_JSON": '{"a": 1e999'}), ('{"a": tru', {}),
-     *((given, {"INVALID_JSON": given}) for given in (
+     *((written, {"INVALID_JSON": written}) for written in (
          '{"s": "/tmp/x" "b": true}', '{"s": "/tmp/x" "b": tr', '{"a": [1 2], "b": 3}', '{"s": "say "hi" now"}',
          '{"s": "x", "a": new york}', '{"a": 2024-01-01T10:00}', '{"a": 10:00, "b": 1}', '{"a": not sure, "b": 1}',
          '{"a": [x y]}', '{"a": {"c": new "york"}}', '{"a": "10":00}', '{"a": {"c": 1}:NaN}', '{"a": 1, "s": ne'))],
 )  # fmt: skip
-def test_input_of_wrong_or_cut_off_arguments(given, expected):
+def test_input_of_wrong_or_cut_off_arguments(written, expected):
     """OpenAI's clients get the text unchanged."""
-    text = FORMATS["deepseek V3.1"][1](given)
-    text = text if given.endswith("}") else text.removesuffix(END)
+    text = FORMATS["deepseek V3.1"][1](written)
+    text = text if written.endswith("}") else text.removesuffix(END)
     assert both(MESSAGES, "deepseekv31", text, 1)[-1] == ("add", expected)
-    assert both(CHAT, "deepseekv31", text, 1)[-1] == both(RESPONSES, "deepseekv31", text, 1)[-1] == ("add", given)
+    assert both(CHAT, "deepseekv31", text, 1)[-1] == both(RESPONSES, "deepseekv31", text, 1)[-1] == ("add", written)
 
 
 PIECES = (

@@ -22,20 +22,9 @@ from specjax.engine.grammar import WORD, Grammar, GrammarError, Grammars
 from specjax.engine.intake import Intake
 from specjax.limits import ParameterError
 from specjax.serve.call_grammar import any_arguments, call_grammar
-from specjax.serve.calls import (
-    CallParser,
-    DeepSeek,
-    DeepSeek31,
-    Glm,
-    Hermes,
-    KimiK2,
-    Llama3,
-    Mistral,
-    MistralNamed,
-    QwenCoder,
-)
+from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.fields import Reading
-from specjax.serve.forms import answer_form, short_id
+from specjax.serve.forms import PARSERS, answer_form, short_id
 from specjax.serve.reply import ReplyOptions
 from specjax.serve.tools import Tool
 
@@ -81,8 +70,8 @@ FAMILIES: dict[str, tuple[str, type | None, bool, str]] = {
         "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}{{ m.tool_call_id }}{% endfor %}",
         KimiK2, False, 2 * "functions.f:0",
     ),
-    "qwen coder, whole": (TELLS + "<tool_call><function=x><parameter=y>", QwenCoder, False, ""),
-    "glm": (TELLS + "<tool_call>x<arg_key>y</arg_key><arg_value>z</arg_value>", Glm, False, ""),
+    "qwen coder, whole": (TELLS + "<tool_call><function=x><parameter=y>", PARSERS["qwen3_coder"], False, ""),
+    "glm": (TELLS + "<tool_call>x<arg_key>y</arg_key><arg_value>z</arg_value>", PARSERS["glm45"], False, ""),
     "unknown marker": (TELLS + "<tool_call><name>", None, False, ""),
     "qwen coder": (TELLS + "<tool_call><function=", None, False, ""),
     "no marker": (TELLS, None, False, ""),
@@ -275,7 +264,7 @@ def test_grammar_of_text_with_calls(parser):
 def test_grammar_of_calls_or_structured_content():
     texts = random_texts(call_grammar(Hermes, TOOLS, tokens_of(Hermes), answer=ANSWER), 12)
     messages = [message(Hermes, text) for text in texts]
-    answers = [json.loads(each["content"]) for each in messages if not each.get("tool_calls")]
+    answers = [json.loads(answer["content"]) for answer in messages if not answer.get("tool_calls")]
     assert 0 < len(answers) < len(messages) and all(set(answer) == {"x"} for answer in answers)
 
 

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_helpers import joined
 
 from specjax.serve.calls import Arguments, Call, CallParser, Text, typed_value
 from specjax.serve.forms import PARSERS
@@ -202,31 +203,9 @@ def read(case: Case, pieces: list[str], *, thinking: bool = False, most: int | N
     reply = options.reply(thinking=thinking)
     deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
     message = reply.message()
+    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
     assert joined(deltas) == message
     assert reply.has_called <= ("tool_calls" in message)
-    return message
-
-
-def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of deltas."""
-    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
-    calls: list[dict[str, Any]] = []
-    for delta in deltas:
-        assert len(delta) == 1 and all(delta.values())
-        for field in ("content", "reasoning_content"):
-            message[field] += delta.get(field, "")
-        for piece in delta.get("tool_calls", ()):
-            piece = dict(piece)
-            if piece.pop("index") == len(calls):
-                assert piece["id"].startswith("call_") and piece["type"] == "function"
-                assert piece["function"]["name"] and piece["function"]["arguments"] == ""
-                calls.append(json.loads(json.dumps(piece)))
-            else:
-                assert list(piece) == ["function"] and list(piece["function"]) == ["arguments"]
-                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-    message["reasoning_content"] = message["reasoning_content"] or None
-    if calls:
-        message |= {"tool_calls": calls, "content": message["content"] or None}
     return message
 
 
@@ -271,9 +250,8 @@ def test_message_does_not_depend_on_pieces(parser, parts, thinking, data):
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     for pieces in ([*text], divided(text, cuts)):
         again = read(case, pieces, thinking=thinking)
-        for each in (message, again):
-            for call in each.get("tool_calls", ()):
-                call["id"] = ""
+        for call in (*message.get("tool_calls", ()), *again.get("tool_calls", ())):
+            call["id"] = ""
         assert again == message
     content = message["content"] or ""
     assert not any(marker in content for marker in hidden(parser))

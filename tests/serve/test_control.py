@@ -54,7 +54,7 @@ def test_tokenize_and_detokenize(server, prefix):
     single = server.post(f"{prefix}/tokenize", {"prompt": texts[0], "model": "toy"}).json()
     assert single == {"tokens": ids[0], "count": len(ids[0]), "max_model_len": 128}
     several = server.post(f"{prefix}/tokenize", {"prompt": texts}).json()
-    assert several["tokens"] == ids and several["count"] == [len(each) for each in ids]
+    assert several["tokens"] == ids and several["count"] == [*map(len, ids)]
     bare = server.post(f"{prefix}/tokenize", {"prompt": "hello", "add_special_tokens": False}).json()
     assert bare["tokens"] == tokenizer()("hello", add_special_tokens=False)["input_ids"]
 
@@ -276,7 +276,7 @@ def test_latencies_equal_the_histogram_of_the_library():
         for _ in range(times):
             library.labels("m").observe(seconds)
     samples = [family.samples for family in (ours.family("specjax:x", "About.", "m"), *library.collect())]
-    values, expected = ({(s.name, s.labels.get("le")): s.value for s in each} for each in samples)
+    values, expected = ({(s.name, s.labels.get("le")): s.value for s in family} for family in samples)
     assert values == pytest.approx({key: value for key, value in expected.items() if not key[0].endswith("_created")})
 
 

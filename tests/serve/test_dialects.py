@@ -366,7 +366,7 @@ def test_tool_choice(clients, choice):
 
 
 def test_conversation_with_a_function(clients):
-    """Clients send back what they get; the prompt equals that of the same conversation as a chat."""
+    """Clients send back what they get; the prompt equals the prompt of the same conversation as a chat."""
     response = respond(clients, "g", tools=FLAT)
     result = {"type": "function_call_output", "call_id": response.output[-1].call_id, "output": "22 b"}
     answer = respond(clients, "g", tools=FLAT, input=[*say("g"), *response.output, result])

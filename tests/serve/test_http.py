@@ -108,9 +108,9 @@ def test_request_ids(server, caplog):
     caplog.set_level("INFO", "specjax.serve")
     ids = {"abc-1": True, "x" * 128: True, "x" * 129: False, "a\tb": False, "": False, 'x" 200, request y': True}
     with server.client() as client:
-        for id, kept in ids.items():
+        for id, used in ids.items():
             answer = client.get("/health", headers={"X-Request-Id": id})
-            assert (answer.headers["X-Request-Id"] == id) == kept and answer.headers["X-Request-Id"]
+            assert (answer.headers["X-Request-Id"] == id) == used and answer.headers["X-Request-Id"]
         client.get("/%0a[2026] forged", headers={"X-Request-Id": "plain-1"})
     lines = [record.getMessage() for record in caplog.records if record.name == "specjax.serve"]
     assert '"GET /health HTTP/1.1" 200, request abc-1' in lines[0]

@@ -177,7 +177,7 @@ def test_reason_for_no_drafts_and_always_draft(window: Browser):
         window.click("#always")
         window.click("#again")
         window.wait(lambda: window.texts(".why"))
-        assert spans(window) == plain, "the switch is that of one request"
+        assert spans(window) == plain, "the switch applies to one request"
 
 
 def test_line_about_drafting(page: Browser):
@@ -369,9 +369,9 @@ def test_tree_of_the_last_step(page: Browser, server: Running):
     path = [node for node in nodes if node["accepted"]]
     assert page.texts("#nodes .node.root") == [shown(nodes[0])]
     assert page.texts("#nodes .node.drafted") == [shown(node) for node in path[1:]]
-    own = [shown(path[-1]["drawn"])] if emitted == len(path) else []
-    assert page.texts("#nodes .node.drawn") == own
-    assert len(page.texts("#nodes .node")) == len(nodes) + len(own)
+    drawn = [shown(path[-1]["drawn"])] if emitted == len(path) else []
+    assert page.texts("#nodes .node.drawn") == drawn
+    assert len(page.texts("#nodes .node")) == len(nodes) + len(drawn)
     assert len([text for text in page.texts("#nodes li") if "after the end" in text]) <= max(len(path) - emitted, 0)
     page.press(ESCAPE)
     assert not page.script("return document.getElementById('tree').open")

@@ -309,10 +309,13 @@ def test_generate(server):
     assert cached == [0, (len(server.engine.encode(long)) - 1) // 4 * 4]
     events = server.events(GENERATE, {"text": long, "sampling_params": params})
     assert {event["meta_info"]["cached_tokens"] for event in events} == {cached[1]} and len(events) > 1
-    assert [each["text"] for each in generate(text=["hello", "other"])] == [text, alone("other", max_new_tokens=12)[0]]
+    assert [answer["text"] for answer in generate(text=["hello", "other"])] == [
+        text,
+        alone("other", max_new_tokens=12)[0],
+    ]
     assert generate(input_ids=prompt)["text"] == generate(input_ids=[prompt])[0]["text"] == text
     mixed = generate(text=["hello", "other"], sampling_params=[params, {"max_new_tokens": 1}])
-    assert [len(each["output_ids"]) for each in mixed] == [12, 1]
+    assert [len(answer["output_ids"]) for answer in mixed] == [12, 1]
     first, second = generate(text="hello", sampling_params=params | {"n": 2, "temperature": 1.0})
     assert first["text"] != second["text"]
 

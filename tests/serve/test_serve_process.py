@@ -198,7 +198,7 @@ def test_second_server(shared, second, config, folder):
 
     def files() -> dict[Path, int]:
         paths = [path for path in (folder / "cache").rglob("*") if "starts" not in path.parts]
-        # The time of a stored program is that of its last use.
+        # The time of a stored program is the time of its last use.
         return {path: 0 if path.parent.name == "programs" else path.stat().st_mtime_ns for path in paths}
 
     before = files()

@@ -14,7 +14,7 @@ from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, MESSAGES, RESPONSES, R
 from engine_helpers import END, TEMPLATE, byte_ids, shared_engine, toy
 from engine_helpers import tokenizer as plain_tokenizer
 from server_helpers import Running, check_error, running
-from tool_helpers import ANTHROPIC, FLAT, NOOP, SCRIPTS, TOOLS, WEATHER, ask, tool_engine, tool_tokenizer
+from tool_helpers import ANTHROPIC, FLAT, NOOP, SCRIPTS, TOOLS, WEATHER, ask, joined, tool_engine, tool_tokenizer
 
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import make_drafter
@@ -49,60 +49,35 @@ def by_server(cases: dict[str, Any], place: int) -> list[str]:
     return sorted(cases, key=lambda name: cases[name][place])
 
 
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
-
-
-def streamed(server: Running, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a stream put together."""
-    choices: dict[int, dict[str, Any]] = {}
-    usage: Any = None
-    options: Any = {"include_usage": True}
-    for chunk in client(server).chat.completions.create(**fields, stream=True, stream_options=options):
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            empty = {"content": "", "reasoning": "", "calls": [], "finish": None, "tokens": [], "pieces": 0}
-            sums = choices.setdefault(choice.index, empty)
-            assert sums["finish"] is None, "nothing follows the finish reason"
-            sums["finish"] = choice.finish_reason
-            sums["content"] += choice.delta.content or ""
-            sums["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
-            if choice.logprobs is not None:
-                sums["tokens"] += [entry.token for entry in choice.logprobs.content or ()]
-            for piece in choice.delta.tool_calls or ():
-                assert piece.function is not None
-                if piece.index == len(sums["calls"]):
-                    assert piece.id and piece.id.startswith("call_") and piece.type == "function"
-                    sums["calls"].append([piece.function.name, ""])
-                sums["calls"][piece.index][1] += piece.function.arguments or ""
-                sums["pieces"] += 1
-    return [sums | {"usage": usage.model_dump()} for _, sums in sorted(choices.items())]
-
-
-def whole(server: Running, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of an answer that is not a stream, in the form of `streamed`."""
-    answer = client(server).chat.completions.create(**fields)
-    assert answer.usage is not None
-    return [
-        {
-            "content": choice.message.content or "",
-            "reasoning": getattr(choice.message, "reasoning_content", None) or "",
-            "calls": [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()],
-            "finish": choice.finish_reason,
-            "tokens": [entry.token for entry in choice.logprobs.content or ()] if choice.logprobs else [],
-            "usage": answer.usage.model_dump(),
-        }
-        for choice in answer.choices
-    ]
+def summary(choice: dict[str, Any], message: dict[str, Any], entries: list[Any]) -> dict[str, Any]:
+    """`entries`: log-probabilities of the choice."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning_content") or "",
+        "calls": calls,
+        "finish": choice["finish_reason"],
+        "tokens": [entry["token"] for entry in entries],
+    }
 
 
 def both(server: Running, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a stream, which equal those of a whole answer."""
-    stream, answer = streamed(server, **fields), whole(server, **fields)
-    for choice in (*stream, *answer):
-        choice["usage"].pop("prompt_tokens_details")  # the second prompt is cached
-    assert [{key: value for key, value in choice.items() if key != "pieces"} for choice in stream] == answer
-    return stream
+    """Summaries of the choices of a stream, which equal those of a whole answer, and its usage."""
+    *events, last = server.events(CHAT, fields | {"stream_options": {"include_usage": True}})
+    answer = server.post(CHAT, fields).json()
+    usages = [{name: value for name, value in body["usage"].items() if name != "prompt_tokens_details"}
+              for body in (last, answer)]  # fmt: skip
+    assert usages[0] == usages[1], "except cached tokens"
+    summaries = []
+    for choice in answer["choices"]:
+        parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert not any(part["finish_reason"] for part in parts[:-1]), "nothing follows the finish reason"
+        entries = [entry for part in parts if part.get("logprobs") for entry in part["logprobs"]["content"]]
+        streamed = summary(parts[-1], joined([part["delta"] for part in parts]), entries)
+        assert streamed == summary(choice, choice["message"], (choice.get("logprobs") or {"content": []})["content"])
+        pieces = sum(len(part["delta"].get("tool_calls", ())) for part in parts)
+        summaries.append(streamed | {"usage": usages[0], "pieces": pieces})
+    return summaries
 
 
 # Calls and thoughts. By script: parser, content, calls, thoughts.
@@ -193,7 +168,7 @@ def test_require_reasoning_of_a_model_that_does_not_think():
 def test_calls_are_text_without_functions(servers):
     prompts = set()
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}):
-        (choice,) = both(servers(), **ask("c"), extra_body=fields)
+        (choice,) = both(servers(), **ask("c"), **fields)
         assert (choice["content"], choice["calls"], choice["finish"]) == ("".join(SCRIPTS["c"]), [], "stop")
         prompts.add(choice["usage"]["prompt_tokens"])
     (choice,) = both(servers(), **ask("c"), tools=TOOLS)
@@ -206,7 +181,7 @@ def test_conversation_with_a_function(servers):
     """The client's message goes back, and the template writes its call and thoughts."""
     fields: dict[str, Any] = {"model": "toy", "tools": TOOLS, "temperature": 0}
     messages: list[Any] = ask("g")["messages"]
-    completions = client(servers()).chat.completions
+    completions = openai.OpenAI(base_url=f"{servers().base}/v1", api_key="none").chat.completions
     message = completions.create(**fields, messages=messages).choices[0].message
     assert message.tool_calls
     messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "22 b"}]
@@ -221,7 +196,7 @@ def test_conversation_with_a_function(servers):
 
 def test_other_fields_with_functions(servers):
     server = servers()
-    choices = both(server, **ask("a"), tools=TOOLS, n=3, extra_body={"return_speculative_metrics": True})
+    choices = both(server, **ask("a"), tools=TOOLS, n=3, return_speculative_metrics=True)
     assert [choice["calls"] for choice in choices] == [ANSWERS["a"][2]] * 3
     answer = server.post(CHAT, ask("a", tools=TOOLS, return_speculative_metrics=True)).json()
     assert answer["metadata"]["speculative"]["spec_verify_ct"] > 0
@@ -283,9 +258,9 @@ def test_strict_functions(servers):
 
 
 def test_special_tokens_in_content(servers):
-    (choice,) = both(servers("mistral"), **ask("h"), tools=TOOLS, extra_body={"skip_special_tokens": False})
+    (choice,) = both(servers("mistral"), **ask("h"), tools=TOOLS, skip_special_tokens=False)
     assert choice["content"] == "[TOOL_CALLS] none [ARGS] needed"
-    (choice,) = both(servers("mistral"), **ask("d"), tools=TOOLS, extra_body={"skip_special_tokens": False})
+    (choice,) = both(servers("mistral"), **ask("d"), tools=TOOLS, skip_special_tokens=False)
     assert choice["calls"] == ANSWERS["d"][2]
     (choice,) = both(servers("mistral"), **ask("h"))
     assert choice["content"] == " none  needed"
@@ -407,39 +382,26 @@ def ended(server: Running, path: str, mode: str, stream: bool, **fields: Any) ->
     opened = mode == "template"
     body: dict[str, Any] = ask("s") | fields
     messages = body.pop("messages")
-    match path:
-        case "/v1/chat/completions":
-            body |= {"messages": messages, "chat_template_kwargs": {"enable_thinking": opened}}
-            events = answered(server, path, body, stream=stream)
-            choices = [event["choices"][0] for event in (events if stream else [events])]
-            messages = [choice["delta" if stream else "message"] for choice in choices]
-            texts = ["".join(m.get(key) or "" for m in messages) for key in ("reasoning_content", "content")]
-            return texts[0], texts[1], choices[-1]["matched_stop"] or choices[-1]["finish_reason"]
-        case "/v1/responses":
-            events = answered(server, path, body | {"input": messages}, stream=stream)
-            response = events[-1]["response"] if stream else events
-            texts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
-            return texts["reasoning"], texts.get("message", ""), response["status"]
-        case "/v1/messages":
-            body = {"max_tokens": 50, "messages": messages, "stop_sequences": body.pop("stop", None)} | body
-            body |= {"thinking": {"type": "adaptive" if opened else "disabled"}}
-            events = answered(server, path, body, stream=stream)
-            parts, end = events if stream else events["content"], events
-            if stream:
-                parts = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-                end = next(event["delta"] for event in events if event["type"] == "message_delta")
-            texts = ["".join(part.get(key, "") for part in parts) for key in ("thinking", "text")]
-            return texts[0], texts[1], end["stop_sequence"] or end["stop_reason"]
-        case _:
-            sampling = {name: value for name, value in body.items() if name not in ("model", "max_tokens")}
-            sampling["max_new_tokens"] = body.get("max_tokens", 50)
-            text = PROMPT.format("s") + "<think>" * opened
-            body = {"text": text, "sampling_params": sampling, "require_reasoning": True}
-            events = answered(server, path, body, stream=stream)
-            last = events[-1] if stream else events
-            thoughts, _, content = last["text"].removeprefix("<think>").partition("</think>")
-            reason = last["meta_info"]["finish_reason"]
-            return thoughts.strip(), content.lstrip(), reason.get("matched") or reason["type"]
+    if path == CHAT:
+        body |= {"messages": messages, "chat_template_kwargs": {"enable_thinking": opened}}
+        events = answered(server, path, body, stream=stream)
+        choices = [event["choices"][0] for event in (events if stream else [events])]
+        messages = [choice["delta" if stream else "message"] for choice in choices]
+        texts = ["".join(m.get(key) or "" for m in messages) for key in ("reasoning_content", "content")]
+        return texts[0], texts[1], choices[-1]["matched_stop"] or choices[-1]["finish_reason"]
+    if path == RESPONSES:
+        events = answered(server, path, body | {"input": messages}, stream=stream)
+        response = events[-1]["response"] if stream else events
+        texts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
+        return texts["reasoning"], texts.get("message", ""), response["status"]
+    sampling = {name: value for name, value in body.items() if name not in ("model", "max_tokens")}
+    sampling["max_new_tokens"] = body.get("max_tokens", 50)
+    body = {"text": PROMPT.format("s") + "<think>" * opened, "sampling_params": sampling, "require_reasoning": True}
+    events = answered(server, path, body, stream=stream)
+    last = events[-1] if stream else events
+    thoughts, _, content = last["text"].removeprefix("<think>").partition("</think>")
+    reason = last["meta_info"]["finish_reason"]
+    return thoughts.strip(), content.lstrip(), reason.get("matched") or reason["type"]
 
 
 # By name: fields, thoughts, content, what ended the answer.
@@ -457,11 +419,10 @@ STOPS: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "thoughts without an end": ({"stop": ["Ask:"], "max_tokens": 2}, "The Ask:", "", "length"),
     "after a grammar": ({"stop": [": ", "s"], "regex": "four: [0-9]{3}"}, THOUGHTS, "four", ": "),
 }  # fmt: skip
-# The responses route sets no variable of the template. The chat has all stops, the other routes some.
-ROUTES = [(RESPONSES, "own"), *((path, mode) for path in (MESSAGES, GENERATE) for mode in ("own", "template"))]
+# Chats are tested with all stops, other routes with some. `/v1/responses` sets no variable of the template.
 STOP_CASES = [(CHAT, mode, name) for mode in ("own", "template") for name in STOPS] + [
     (path, mode, name)
-    for path, mode in ROUTES
+    for path, mode in ((RESPONSES, "own"), (GENERATE, "own"), (GENERATE, "template"))
     for name in ("in both", "across the end of the thoughts", "pattern", "token", "thoughts without an end")
 ]
 
@@ -473,8 +434,6 @@ def test_stops_match_after_the_thoughts(servers, name, path, mode, stream):
     if path == RESPONSES:
         fields = {("max_output_tokens" if key == "max_tokens" else key): value for key, value in fields.items()}
         end = "incomplete" if end == "length" else "completed"
-    if path == MESSAGES and (end == "length" or isinstance(end, int)):
-        end = "max_tokens" if end == "length" else "end_turn"
     if name == "thoughts without an end" and mode == "template":  # neither of the two tokens is <think>
         thoughts = THOUGHTS
     assert ended(servers(), path, mode, stream, **fields) == (thoughts, content, end)
@@ -498,9 +457,9 @@ def test_stops_match_in_raw_text(servers):
             (CHAT, ask("s", stop="Ask:", separate_reasoning=False)),
         ):
             assert text_of(answered(servers(), path, body, stream=stream)) == "<think>The ", path
-    (choice,) = both(servers(), **ask("i"), extra_body={"separate_reasoning": False})
+    (choice,) = both(servers(), **ask("i"), separate_reasoning=False)
     assert (choice["content"], choice["reasoning"]) == ("<think>Nothing to do.</think>Fine.", "")
-    assert choice["usage"]["completion_tokens_details"] is None
+    assert "completion_tokens_details" not in choice["usage"]
 
 
 def test_choices_and_log_probabilities_end_at_the_stop(servers):

@@ -184,11 +184,11 @@ SAMPLED = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed":
 
 def served(folder: str, *more: Any) -> Callable[[int, str], list[str]]:
     """The command of a server on two processes, for `start`."""
-    given = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
-    given += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
+    arguments = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
+    arguments += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
 
     def command(rank: int, address: str) -> list[str]:
-        return ["-m", "specjax.serve", *map(str, given), "--dist-init-addr", address, "--node-rank", str(rank)]
+        return ["-m", "specjax.serve", *map(str, arguments), "--dist-init-addr", address, "--node-rank", str(rank)]
 
     return command
 
@@ -205,7 +205,7 @@ def check_answers(both: Together, folder: str) -> None:
     expected = [alone.generate(prompt, SamplingParams(**SAMPLED)).output_ids for prompt in prompts]
     with httpx.Client(base_url=url(both), timeout=SECONDS) as client:
         answer = client.post("/generate", json={"text": prompts, "sampling_params": SAMPLED})
-        assert [each["output_ids"] for each in answer.json()] == expected, answer.text
+        assert [row["output_ids"] for row in answer.json()] == expected, answer.text
         assert client.post("/flush_cache").status_code == 200
         answer = client.post("/generate", json={"text": prompts[0], "sampling_params": SAMPLED})
         assert answer.json()["output_ids"] == expected[0]
@@ -298,7 +298,7 @@ def ends(monkeypatch) -> list[str]:
     return messages
 
 
-def group(size: int, ranks: Sequence[int] = (1,), leader: Any = None, follower: Any = None) -> tuple[Leader, list]:
+def new_group(size: int, ranks: Sequence[int] = (1,), leader: Any = None, follower: Any = None) -> tuple[Leader, list]:
     """A leader and followers at a free address, with these settings."""
     address = Address.parse(free_address())
     followers = [Follower(Place(address, size, rank), follower or {}) for rank in ranks]
@@ -308,17 +308,16 @@ def group(size: int, ranks: Sequence[int] = (1,), leader: Any = None, follower: 
 @contextlib.contextmanager
 def closing(*groups: Group) -> Iterator[None]:
     yield
-    for each in groups:
-        each._leaving = True
-    for each in groups:
-        for connection in each._connections.values():
-            connection.close()
+    for group in groups:
+        group._leaving = True
+    for connection in (connection for group in groups for connection in group._connections.values()):
+        connection.close()
 
 
 @pytest.fixture
 def joined(ends) -> Iterator[tuple[Leader, Follower, list[str]]]:
     """A leader and a follower in this process, and `ends`."""
-    leader, (follower,) = group(2)
+    leader, (follower,) = new_group(2)
     joining = threading.Thread(target=follower.join)
     with socket.create_connection(leader.place.address.next) as stray:  # refused
         stray.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -336,7 +335,7 @@ def test_refused_followers(ends):
         ([1], plain | {"--page-size": "32"}, "other settings than the leader: --page-size 32 there, 16 on the leader"),
         ([1, 1], plain, "two processes were started with --node-rank 1"),
     ):
-        leader, followers = group(3, ranks, plain, settings)
+        leader, followers = new_group(3, ranks, plain, settings)
         for follower in followers:
             follower.join()
         with closing(leader, *followers), pytest.raises(SystemExit):
@@ -349,7 +348,7 @@ def test_missing_processes(ends, monkeypatch):
     address = Address.parse(free_address())
     with pytest.raises(TimeoutError, match=f"no leader at {address.next} within 1 s: .*refused"):
         Follower(Place(address, 3, 1)).join()
-    leader, (follower,) = group(3)
+    leader, (follower,) = new_group(3)
     follower.join()
     with closing(leader, follower):
         with pytest.raises(TimeoutError, match="--node-rank 2 did not join within 1 s"):
@@ -368,7 +367,7 @@ def test_follower_stopped_before_it_joins(monkeypatch):
 
 def test_leader_that_accepts_late(ends, monkeypatch):
     """It listens before it prepares its device, so a follower connects and then waits."""
-    leader, (follower,) = group(2)
+    leader, (follower,) = new_group(2)
     monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 1.5)
     with closing(leader, follower):
         follower.join()

@@ -197,7 +197,7 @@ def test_loads_and_aborts_at_both_replicas(server, engines):
         for brake in brakes:
             brake.release()
         ends = {
-            name: {each["meta_info"]["finish_reason"]["type"] for each in job.result(SECONDS).json()}
+            name: {choice["meta_info"]["finish_reason"]["type"] for choice in job.result(SECONDS).json()}
             for name, job in asked.items()
         }
     assert ends == {"mine": {"abort"}, "other": {"length"}}
