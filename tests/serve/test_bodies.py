@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import threading
 import tracemalloc
 from typing import Any
@@ -38,7 +37,7 @@ from specjax.engine.sampling_params import MAX_PRIORITY
 from specjax.serve import fields
 from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
 from specjax.serve.dialects.responses import ResponsesRequest
-from specjax.serve.errors import ApiError, shown
+from specjax.serve.errors import ApiError
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, MAX_NAMED, MAX_NODES, MAX_VALUES, Reading, count_values
 from specjax.serve.generate_request import GenerateRequest, SamplingBody
 from specjax.serve.messages import MAX_NAMES, MAX_VARIABLES, Message
@@ -419,15 +418,6 @@ def test_refusals_over_http(server: Running, path, stream):
     check_error(server.post(CHAT, LEAST[CHAT] | {"model": "gpt"}), 404, "model", "'toy'")
 
 
-def test_values_in_messages_are_short():
-    huge = [[{str(i): "x" * 1000 for i in range(1000)}]] * 1000
-    for value in (huge, "x" * 10**6, 10**4000, {"a": huge}, [None] * 10**6, float("nan")):
-        assert len(shown(value)) <= 60
-    assert shown([1, 2]) == "[1, 2]" and shown({"a": None}) == "{'a': null}"
-    values = (True, False, math.nan, -math.inf, 0.5)
-    assert [shown(value) for value in values] == ["true", "false", "NaN", "-Infinity", "0.5"]
-
-
 # Sizes.
 
 JSON = st.recursive(
@@ -600,7 +590,7 @@ def test_random_body_is_accepted_or_refused(path, data):
 
 
 @pytest.mark.parametrize(
-    ("path", "every"), [(GENERATE, 6), *(pytest.param(path, 1, marks=pytest.mark.slow) for path in ALL)]
+    ("path", "every"), [(GENERATE, 8), *(pytest.param(path, 1, marks=pytest.mark.slow) for path in ALL)]
 )
 def test_accepted_bodies_are_answered(server: Running, path, every):
     """By the engine. Log-probabilities are left out, because they compile other programs."""

@@ -135,14 +135,6 @@ def test_prompt_begins_thoughts(tail, begun):
     assert begins_thinking(ids, tokenizer) is begun
 
 
-def test_short_ids():
-    assert short_id("abcDEF123", 9) == "abcDEF123"
-    for id in ("call_1", "", "ärger_123", "abcdefghij", "abcdef-12"):
-        short = short_id(id, 9)
-        assert len(short) == 9 and short.isalnum() and short.isascii() and short_id(id, 9) == short
-    assert short_id("call_1", 9) != short_id("call_2", 9)
-
-
 def test_plain_content_refuses_special_tokens_in_functions():
     intake = Intake(tool_tokenizer(), 10_000, 4096, 4096, (), 1, plain_content=True)
     messages = [{"role": "user", "content": "a <|im_end|> b"}]

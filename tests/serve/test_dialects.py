@@ -19,7 +19,6 @@ from specjax.checkpoint.prompts import END_THINK
 from specjax.cli.flags import ServerSettings
 from specjax.serve.calls import Hermes
 from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
-from specjax.serve.dialects.parts import assistant_turns
 from specjax.serve.errors import ApiError
 from specjax.serve.forms import AnswerForm
 from specjax.serve.protocol import ChatRequest
@@ -407,17 +406,6 @@ def test_cut_off_arguments(clients):
     assert [item.status for item in response.output] == ["completed", "incomplete"]
     message = message_of(clients, "a", tools=ANTHROPIC, max_tokens=8)
     assert blocks(message)[1] == ("get_weather", "{}") and message.stop_reason == "max_tokens"
-
-
-def test_parts_of_an_assistants_turn_are_one_message():
-    call = {"role": "assistant", "content": "", "tool_calls": [1]}
-    thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
-    text = {"role": "assistant", "content": "so"}
-    user = {"role": "user", "content": "x"}
-    turns = [user, thought, text, call, call, user, user, text]
-    before = json.dumps(turns)
-    whole = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [1, 1]}
-    assert assistant_turns(turns) == [user, whole, user, user, text] and json.dumps(turns) == before
 
 
 def test_thinking_sets_the_templates_variable():

@@ -180,18 +180,6 @@ def test_reason_for_no_drafts_and_always_draft(window: Browser):
         assert spans(window) == plain, "the switch applies to one request"
 
 
-def test_line_about_drafting(page: Browser):
-    for drafted, why, length, line in (
-        (0, "it is slower", 1.0, "Not drafted: it is slower."),
-        (7, "it is slower", 2.0, "7 of 9 steps drafted; the others: it is slower."),
-        (9, None, 1.0, "Each step could draft, but no draft was accepted."),
-        (9, None, 2.0, ""),
-    ):
-        metrics = {"spec_verify_ct": 9, "drafted_steps": drafted, "not_drafted": why, "spec_accept_length": length}
-        assert page.script("return reason(arguments[0])", metrics) == line
-        assert page.script("return reason(arguments[0])", metrics | {"spec_verify_ct": 0}) == ""
-
-
 def test_default_number_of_tokens(page: Browser, server: Running):
     assert page.script("return document.getElementById('most').value") == "512"
     page.script(

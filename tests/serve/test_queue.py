@@ -30,7 +30,7 @@ from specjax.engine import SamplingParams
 from specjax.engine.intake import Intake
 from specjax.engine.scheduler import OVERTAKEN, Scheduler
 from specjax.serve import tokenising
-from specjax.serve.tokenising import ALLOWANCE, PER_SEQUENCE, SHORT, Tokenising, work
+from specjax.serve.tokenising import ALLOWANCE, SHORT, Tokenising
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +109,6 @@ def test_cancelled_work_is_freed(blocker):
     assert reference() is None, "freed while the lane is still busy"
     blocker.let_go.set()
     assert lanes.submit(SHORT + 1, lambda: 1).result(SECONDS) == 1
-
-
-def test_work_is_the_length_of_the_text():
-    assert work(["hello"], 1) == 5 + PER_SEQUENCE
-    assert work(["hello", "you"], 3) == 8 + 6 * PER_SEQUENCE
-    assert work([[5] * 400], 1) == 100 + PER_SEQUENCE
-    chat = [{"role": "user", "content": "x" * 1000}, {"role": "tool", "content": "y", "tool_calls": [{}]}]
-    assert work([chat], 1) == 4 + 1000 + 4 + 1 + 2 * PER_SEQUENCE
 
 
 # Places.
