@@ -108,8 +108,8 @@ def expected(server: Running, turns: list[str], **fields: Any) -> tuple[str, lis
 
 
 def test_conversation_by_keyboard(page: Browser, server: Running):
-    fields = {"temperature": 0, "max_tokens": 40, "seed": 5, "system": "be brief"}
-    fill(page, temperature=0, most=40, seed=5, system="be brief")
+    fields = {"temperature": 0, "max_tokens": 40, "seed": 5}
+    fill(page, temperature=0, most=40, seed=5)
     say(page, QUESTION)
     answered(page)
     text, tokens, metrics = expected(server, [QUESTION], **fields)
@@ -141,7 +141,7 @@ def test_conversation_by_keyboard(page: Browser, server: Running):
 
 
 def test_draft_limit_of_0(page: Browser, server: Running):
-    fill(page, temperature=0, most=40)
+    fill(page, temperature=0, most=40, system="be brief")
     page.script("document.getElementById('limit').focus()")
     assert page.text("#limit-shown") == "all 3"
     page.press(HOME)
@@ -149,7 +149,7 @@ def test_draft_limit_of_0(page: Browser, server: Running):
     page.script("document.getElementById('prompt').focus()")
     say(page, QUESTION)
     answered(page)
-    text, _, _ = expected(server, [QUESTION], temperature=0, max_tokens=40)
+    text, _, _ = expected(server, [QUESTION], temperature=0, max_tokens=40, system="be brief")
     tokens = spans(page)
     assert "".join(token for token, _ in tokens) == text and not any(drafted for _, drafted in tokens)
     assert page.text("#length") == "1.00" and "draft_limit: 0" in page.text(".why")
@@ -273,7 +273,7 @@ def test_stopping_ends_the_request(page: Browser, server: Running, monkeypatch, 
     wait_until(lambda: not server.runner.unfinished)
     answered(page)
     assert "stopped" in page.text("article.assistant footer") and page.texts(".error") == []
-    assert page.script("return document.activeElement.id") == "prompt"
+    assert page.script("return document.activeElement.id") == ("always" if way == "escape" else "prompt")
     assert 2 < len(spans(page)) < 60, "the tokens so far stay"
 
 
