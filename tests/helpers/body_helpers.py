@@ -1,10 +1,12 @@
-"""Request bodies without a server: the least of each kind, values at the edges, and what becomes of them."""
+"""Request bodies without a server: the smallest of each route, values at the limits, and how they are read."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from specjax.serve.dialects.anthropic import MessagesRequest
+from specjax.serve.dialects.responses import ResponsesRequest
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import Reading
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest
@@ -12,12 +14,16 @@ from specjax.serve.sglang_generate import GenerateRequest
 from specjax.serve.tokenising import Rules, Task
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
 LEAST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}}
-KINDS: dict[str, type] = {CHAT: ChatRequest, COMPLETE: CompletionRequest, GENERATE: GenerateRequest}
+KINDS: dict[str, type] = {
+    CHAT: ChatRequest, COMPLETE: CompletionRequest, GENERATE: GenerateRequest, RESPONSES: ResponsesRequest,
+    MESSAGES: MessagesRequest,
+}  # fmt: skip
 RULES = Rules("toy", 516, 128, 127, {})
 STRICT = Rules("toy", 516, 128, 127, {})
-"""For `read_request`: unknown fields are refused, as with `--strict-fields`."""
+"""For `read_request`: refuse unknown fields, as with `--strict-fields`."""
 
 EDGES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 3.0, 2.5, 127, 128, 129, 2**31, 2**53, 2**63 - 1, 2**63, 10**400, 1e-320, 1e4,
@@ -28,7 +34,7 @@ EDGES: list[Any] = [
     [{"role": "system", "content": [{"type": "text", "text": ""}], "name": "n", "tool_calls": []}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
 ]  # fmt: skip
-"""Members of requests at, just inside and just outside of what some field allows."""
+"""Values of fields at, just inside and just outside the limits of some field."""
 
 
 def read_request(kind: type, data: bytes, rules: Rules) -> tuple[Any, Task, Reading]:
@@ -43,11 +49,11 @@ def task(path: str, body: Any, rules: Rules = RULES) -> Task:
 
 
 def refusal(path: str, body: Any, intake: Any = None, rules: Rules = RULES) -> ApiError | None:
-    """What a body is refused with; with an `intake` up to the sequences that an engine would run."""
+    """The error of a body. With an `intake` also errors of the sequences that an engine would run."""
     try:
-        found = task(path, body, rules)
+        request = task(path, body, rules)
         if intake is not None:
-            found.sequences(intake, "r")
+            request.sequences(intake, "r")
     except ApiError as error:
         return error
     return None

@@ -1,4 +1,4 @@
-"""Headless Chromium over the WebDriver protocol: what a test of a page needs, and nothing to install from PyPI."""
+"""Headless Chromium over the WebDriver protocol, without a package from PyPI."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MISSING = "Debian's packages chromium and chromium-driver are not installed"
 
 ENTER, ESCAPE, TAB, SHIFT, HOME, END = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue011", "\ue010"  # WebDriver's keys
 SECONDS = 60.0
-"""Most that anything here waits for."""
+"""Time limit of every wait in seconds."""
 
-# Without these Chromium looks for hosts of its maker's. Its sandbox does not work for root.
+# Without these flags Chromium connects to its vendor's hosts. Its sandbox does not work for root.
 FLAGS = (
     "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb",
@@ -31,7 +31,7 @@ FLAGS = (
 
 
 class Browser:
-    """One window. Elements are named by CSS selectors."""
+    """One window. CSS selectors name elements."""
 
     def __init__(self, client: httpx.Client, session: str) -> None:
         self._client, self._session = client, session
@@ -45,11 +45,11 @@ class Browser:
         self.call("POST", "/url", {"url": url})
 
     def script(self, code: str, *arguments: Any) -> Any:
-        """Runs the body of a function in the page; returns what it returns."""
+        """Runs the body of a function in the page, and returns its result."""
         return self.call("POST", "/execute/sync", {"script": code, "args": [*arguments]})
 
     def press(self, *keys: str) -> None:
-        """Types into whatever has the focus. One key after another."""
+        """Types keys one after another into the focused element."""
         actions = [
             {"type": kind, "value": key} for text in keys for key in text for kind in ("keyDown", "keyUp")
         ]  # fmt: skip
@@ -64,8 +64,8 @@ class Browser:
         self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
     def click(self, selector: str) -> None:
-        found = self.call("POST", "/element", {"using": "css selector", "value": selector})
-        self.call("POST", f"/element/{next(iter(found.values()))}/click", {})
+        element = self.call("POST", "/element", {"using": "css selector", "value": selector})
+        self.call("POST", f"/element/{next(iter(element.values()))}/click", {})
 
     def hover(self, selector: str) -> None:
         """Moves the pointer onto the middle of an element, after scrolling it into view."""
@@ -82,8 +82,8 @@ class Browser:
         return self.script("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
 
     def text(self, selector: str) -> str:
-        (found,) = self.texts(selector)
-        return found
+        (text,) = self.texts(selector)
+        return text
 
     def command(self, name: str, **parameters: Any) -> Any:
         """A command of the DevTools protocol."""
@@ -100,26 +100,25 @@ class Browser:
         file.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
     def log(self, kind: str) -> list[Any]:
-        """What was logged since the last call: `browser` is the console, `performance` the DevTools' events."""
+        """Entries since the last call: `browser` is the console, `performance` the events of DevTools."""
         return self.call("POST", "/se/log", {"type": kind})
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for since the last call."""
+        """Requested addresses since the last call."""
         messages = (json.loads(entry["message"])["message"] for entry in self.log("performance"))
-        sent = (each["params"] for each in messages if each["method"] == "Network.requestWillBeSent")
-        return [each["request"]["url"] for each in sent]
+        sent = (message["params"] for message in messages if message["method"] == "Network.requestWillBeSent")
+        return [params["request"]["url"] for params in sent]
 
-    def wait(self, true: Callable[[], Any]) -> Any:
+    def wait(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + SECONDS
-        while not (found := true()):
+        while not condition():
             assert time.monotonic() < deadline, self.script("return document.body.innerText")
             time.sleep(0.02)
-        return found
 
 
 @contextlib.contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A new browser with an empty profile, ended at the end."""
+    """A new browser with an empty profile."""
     assert CHROMIUM and DRIVER, MISSING
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

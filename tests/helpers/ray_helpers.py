@@ -1,4 +1,4 @@
-"""What the tests of Ray share: configs, a small model, and Ray's types, written out where Ray is not installed."""
+"""Settings of a quick engine, and Ray's types, written out because Ray may not be installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUICK: dict[str, Any] = {
     "speculative_num_draft_tokens": 4, "speculative_ngram_max_match_window_size": 4,
     "speculative_ngram_capacity": 4096, "speculative_adaptive": False,
 }  # fmt: skip
-"""Settings of an engine that compiles little."""
+"""Settings of an engine with few programs to compile."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class CPUConfig:
 
 @dataclass
 class LLMConfig:
-    """The fields of `ray.serve.llm.LLMConfig` that are read, ray 2.60, and their defaults."""
+    """The used fields of `ray.serve.llm.LLMConfig`, ray 2.60, with their defaults."""
 
     model_loading_config: ModelLoadingConfig = field(default_factory=ModelLoadingConfig)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class RawRequestInfo:
 
 
 class Request(BaseModel):
-    """As the request types of ray.serve.llm: many fields with defaults, of which the client gave some."""
+    """Like request types of ray.serve.llm: fields with defaults, some of them set by the client."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None
@@ -76,7 +76,7 @@ class ErrorResponse(BaseModel):
 
 
 class Types:
-    """Stands for ray.llm's module openai_api_models."""
+    """Replaces ray.llm's module openai_api_models."""
 
     ChatCompletionResponse = CompletionResponse = TokenizeResponse = DetokenizeResponse = Response
     ErrorInfo, ErrorResponse = ErrorInfo, ErrorResponse

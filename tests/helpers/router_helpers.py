@@ -1,4 +1,4 @@
-"""Two workers and a router in front of them, as processes; and what a client sees of its requests through it."""
+"""Two workers behind a router, as processes, and requests of clients through the router."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from generate_helpers import saved_model
 from train_helpers import environment
 
 HERE = Path(__file__).resolve().parents[2]
-SECONDS = 600.0  # most that anything here waits for: only what hangs takes so long, however busy the machine is
+SECONDS = 600.0  # time limit of every wait; even on a busy machine only a hang takes so long
 REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
-"""During which a worker is killed; `make routers` sends 500."""
-TOKENS, AT_ONCE = 24, 12  # of each of them, and how many are under way
-STOPPED = 0.5  # seconds that the worker stands still before it is killed
+"""Number of requests during which a worker is killed; `make routers` sends 500."""
+TOKENS, AT_ONCE = 24, 12  # tokens of each request, and number of concurrent requests
+STOPPED = 0.5  # seconds from stopping the worker until it is killed
 
 
 def router_python(name: str) -> Path | None:
-    """The Python of a router's own environment (`make routers`); None: it is not installed. $SPECJAX_ROUTERS names
-    another folder of environments than .routers."""
-    found = Path(os.environ.get("SPECJAX_ROUTERS", HERE / ".routers")) / name / "bin" / "python"
-    return found if found.exists() else None
+    """The Python of a router's environment (`make routers`); None if it is not installed. $SPECJAX_ROUTERS is the
+    folder of environments, default .routers."""
+    python = Path(os.environ.get("SPECJAX_ROUTERS", HERE / ".routers")) / name / "bin" / "python"
+    return python if python.exists() else None
 
 
 def free_port() -> int:
-    """A port that nothing listens on, for a server that is to come back at the same address."""
+    """A free port, for a server that restarts at the same address."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
 
 
 def plain() -> dict[str, str]:
-    """The environment of programs that are not ours."""
+    """The environment of programs of other projects."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def wait_for(true: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
-    """Errors of HTTP count as not yet."""
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
+    """Waits until `condition` is true. An HTTP error counts as false."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
-            if true():
+            if condition():
                 return
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.1)
@@ -104,18 +104,18 @@ class Worker:
 
     def total(self, name: str) -> float:
         """A metric of the worker, by SGLang's name without the prefix."""
-        found = re.search(rf"^sglang:{name}{{[^}}]*}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
-        assert found, name
-        return float(found[1])
+        sample = re.search(rf"^sglang:{name}{{[^}}]*}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert sample, name
+        return float(sample[1])
 
 
 @dataclass
 class Seen:
-    """What a client saw of a request."""
+    """A request and its answer, as seen by the client."""
 
     prompt: str
     streams: bool
-    sent: float  # when
+    sent: float  # time
     ended: float = 0.0
     status: int | None = None  # None: the connection broke before an answer
     text: str = ""
@@ -125,7 +125,7 @@ class Seen:
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
-    """Lines as server-sent events have them. `aiter_lines` also breaks them at U+0085 and U+2028."""
+    """Lines of server-sent events. `aiter_lines` would also end lines at U+0085 and U+2028."""
     rest = ""
     async for text in answer.aiter_text():
         *lines, rest = (rest + text).split("\n")
@@ -165,37 +165,37 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, streams: bool
 async def ask_all(
     base: str, prompts: list[str], *, tokens: int, at_once: int, at: dict[int, Callable[[], None]]
 ) -> list[Seen]:
-    """Completions of all prompts, every second one streamed. `at`: what is done when so many requests have ended."""
+    """Completions of all prompts, half of them streamed. `at`: functions, by the number of ended requests before."""
     gate, ended = asyncio.Semaphore(at_once), 0
 
-    async def one(index: int, prompt: str) -> Seen:
+    async def ask_one(index: int, prompt: str) -> Seen:
         nonlocal ended
         async with gate:
-            found = await asyncio.wait_for(ask(client, prompt, tokens, index % 2 == 0), SECONDS)  # or it hangs
-            found.ended = time.monotonic()
+            seen = await asyncio.wait_for(ask(client, prompt, tokens, index % 2 == 0), SECONDS)
+            seen.ended = time.monotonic()
             ended += 1
             if ended in at:
                 at[ended]()
-            return found
+            return seen
 
-    # A connection for each request: one that is kept may be closed by the router just when a request is sent on it.
+    # A new connection for each request: the router may close a kept connection while a request is sent on it.
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=base, timeout=SECONDS, limits=limits, trust_env=False) as client:
-        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+        return await asyncio.gather(*(ask_one(index, prompt) for index, prompt in enumerate(prompts)))
 
 
 @contextlib.contextmanager
 def stopping(*running: Any) -> Iterator[None]:
-    """Ends programs and workers at the end."""
+    """Kills programs and workers at the end."""
     try:
         yield
     finally:
-        for each in running:
-            (each.program if isinstance(each, Worker) else each).stop(signal.SIGKILL)
+        for process in running:
+            (process.program if isinstance(process, Worker) else process).stop(signal.SIGKILL)
 
 
-def nothing_is_held(workers: list[Worker]) -> None:
-    """No request runs or waits, and no page is held but by the prefix cache, which can be emptied."""
+def check_idle(workers: list[Worker]) -> None:
+    """Checks that no request runs or waits, and that only the prefix cache holds pages, until it is flushed."""
     for worker in workers:
         wait_for(lambda worker=worker: worker.load()["num_used_tokens"] == 0, f"free pages: {worker.load()}")
         load = worker.load()
@@ -206,24 +206,24 @@ def nothing_is_held(workers: list[Worker]) -> None:
 
 
 def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[str, int]:
-    """Every request is answered with the text of an undisturbed worker, or has failed with a clear error before its
-    first token; only a stream that had begun before the kill may break off. Returns how many there are of each kind."""
-    answered = [each for each in seen if each.done]
-    for each in answered:
-        assert (each.status, each.text) == (200, expected[each.prompt])
-    broken = [each for each in seen if not each.done and each.begun]
-    for each in broken:
-        assert each.streams and each.sent < killed_at
-        assert expected[each.prompt].startswith(each.text)
-    refused = [each for each in seen if not each.done and not each.begun]
-    for each in refused:
-        assert each.error and each.status is not None and each.status >= 500, each
+    """Checks that each request has the text of an undisturbed worker, or has failed with an error before its first
+    token, or is a stream that had begun before the kill. Returns the number of requests of each kind."""
+    answered = [request for request in seen if request.done]
+    for request in answered:
+        assert (request.status, request.text) == (200, expected[request.prompt])
+    broken = [request for request in seen if not request.done and request.begun]
+    for request in broken:
+        assert request.streams and request.sent < killed_at
+        assert expected[request.prompt].startswith(request.text)
+    refused = [request for request in seen if not request.done and not request.begun]
+    for request in refused:
+        assert request.error and request.status is not None and request.status >= 500, request
     return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}
 
 
 @contextlib.contextmanager
 def two_workers(folder: Path) -> Iterator[list[Worker]]:
-    """Of one tiny model, ready."""
+    """Two workers with the same tiny model, both ready."""
     (folder / "model").mkdir()
     model = saved_model(folder / "model", max_position_embeddings=256)
     workers = [Worker(folder, name, model) for name in ("one", "two")]
@@ -234,14 +234,14 @@ def two_workers(folder: Path) -> Iterator[list[Worker]]:
 
 
 def killed_under_load(base: str, workers: list[Worker]) -> tuple[list[str], list[Seen], dict[str, int]]:
-    """Sends `REQUESTS` requests, and kills the first worker after a third of them. Returns the prompts, what was seen,
-    and what `check` says of it."""
+    """Sends `REQUESTS` requests, and kills the first worker after a third of them. Returns the prompts, the requests,
+    and the counts of `check`."""
     victim, other = workers
     prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
     state: dict[str, Any] = {}
 
     def stop() -> None:
-        """So that the kill finds requests in the middle of their answers, however fast the worker is."""
+        """Stops the worker before the kill, so that requests are under way even on a fast machine."""
         victim.program.popen.send_signal(signal.SIGSTOP)
         state["stopped"] = time.monotonic()
         asyncio.get_running_loop().call_later(STOPPED, kill)
@@ -253,9 +253,9 @@ def killed_under_load(base: str, workers: list[Worker]) -> tuple[list[str], list
 
     seen = asyncio.run(ask_all(base, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: stop}))
     alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
-    assert all(each.done for each in alone)
-    caught = [each for each in seen if each.sent < state["stopped"] and each.ended > state["killed"]]
+    assert all(request.done for request in alone)
+    caught = [request for request in seen if request.sent < state["stopped"] and request.ended > state["killed"]]
     assert caught, "no request was under way at the killed worker"
-    counts = check(seen, {each.prompt: each.text for each in alone}, state["killed"])
+    counts = check(seen, {request.prompt: request.text for request in alone}, state["killed"])
     print(counts, f"{len(caught)} of them under way at the killed worker")
     return prompts, seen, counts

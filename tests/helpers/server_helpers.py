@@ -1,4 +1,4 @@
-"""A real server (uvicorn, a socket, the engine's thread) over a table model, in the test's own process."""
+"""A real server (uvicorn, a socket, the engine's thread) over a table model, in the test's process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +27,12 @@ from specjax.serve.server import Server, listen, url
 
 MODEL = "toy"
 SECONDS = 240.0
-"""Most that anything here waits for: only what hangs takes so long, however busy the machine is."""
+"""Time limit of every wait in seconds. Even on a busy machine only a hang takes so long."""
 
 
 @dataclass
 class Running:
-    """A server that runs, and the engine behind it."""
+    """A running server and its engine."""
 
     base: str
     engine: Engine
@@ -40,6 +41,10 @@ class Running:
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.base, timeout=SECONDS, **options)
+
+    def get(self, path: str) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.client() as client:
@@ -52,29 +57,72 @@ class Running:
         return self.post("/v1/completions", {"prompt": prompt, **fields})
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The parsed events of a stream; the last must be [DONE]."""
+        """The parsed events of a stream, which ends with [DONE]."""
         with self.client() as client, client.stream("POST", path, json=body | {"stream": True}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             return parse_events(response.read())
 
+    @contextlib.contextmanager
+    def connected(self, data: bytes = b"") -> Iterator[socket.socket]:
+        """A connection on which `data` was sent."""
+        host, port = self.base.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
+            sock.sendall(data)
+            yield sock
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Runs no step and no command inside the block."""
+        let_go = threading.Event()
+        self.runner.call(lambda engine: let_go.wait(SECONDS))
+        try:
+            yield
+        finally:
+            let_go.set()
+
     def wait_for_command(self) -> None:
-        """Until an engine that stands still has something to do before its next step: to end a request, say."""
+        """Waits until a stopped engine has a command to execute before its next step, such as an abort."""
         wait_until(lambda: self.runner._commands)
 
     def wait_idle(self) -> None:
-        """Until nothing runs; then every page and slot must be back."""
+        """Waits until nothing runs, and checks that all pages and slots are free."""
         wait_until(lambda: not self.runner.unfinished)
         for rank in self.runner.ranks:
             wait_until(lambda rank=rank: not rank.engine.unfinished)
             rank.call(check_idle).result(SECONDS)
 
 
-def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of what a raw connection gets until its end."""
+def check_error(response: httpx.Response, status: int, param: str | None = None, text: str = "") -> dict[str, Any]:
+    """Checks an error in OpenAI's form. Returns the error."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
+    error = body["error"]
+    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+    assert param is None or error["param"] == param, error
+    assert text in error["message"], error
+    return error
+
+
+def request(path: str, body: Any, *, length: int | None = None, headers: str = "") -> bytes:
+    """The bytes of a POST. `length`: the Content-Length, if not the body's own length."""
+    data = json.dumps(body).encode()
+    lines = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{lines}Content-Length: {len(data) if length is None else length}\r\n\r\n".encode() + data
+
+
+def received(sock: socket.socket) -> bytes:
+    """All bytes until the end of a connection."""
     data = b""
     while part := sock.recv(65536):
         data += part
+    return data
+
+
+def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and JSON of the answer on a connection that then ends."""
+    data = received(sock)
     head, _, body = data.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -83,7 +131,7 @@ def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
 
 
 def parse_events(data: bytes) -> list[Any]:
-    """What a stream holds, checked to the byte: events of one line of JSON each, then [DONE]."""
+    """The events of a stream. Each must be one line of JSON, and the last [DONE]."""
     assert data.endswith(b"\n\n")
     lines = data.decode("utf-8").removesuffix("\n\n").split("\n\n")
     assert all(line.startswith("data: ") and "\n" not in line for line in lines), lines
@@ -92,18 +140,26 @@ def parse_events(data: bytes) -> list[Any]:
 
 
 def begun(send: Callable[[], httpx.Response]) -> httpx.Response:
-    """A stream of a request with a short timeout. Where that was over before the stream began, as it may be on a busy
-    machine, the answer is a 408, and the request is sent again."""
+    """Sends a request with a short timeout again until its stream begins: on a busy machine the timeout may end before,
+    and the answer is a 408."""
     for _ in range(50):
         if (answer := send()).status_code != 408:
             break
     return answer
 
 
-def wait_until(true: Callable[[], Any], seconds: float = SECONDS) -> None:
+def in_background(function: Callable[..., Any], *arguments: Any, **options: Any) -> Future:
+    """Calls a function in a new thread."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *arguments, **options)
+    pool.shutdown(wait=False)
+    return future
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
     deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never became true"
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {seconds:g} s"
         time.sleep(0.005)
 
 
@@ -117,10 +173,12 @@ def running(
     service: Callable[[ServerSettings], Service] | None = None,
     idle_at_end: bool = True,
 ) -> Iterator[Running]:
-    """A server over `engine`, stopped at the end; then nothing may be left in the engine.
+    """A server over `engine`, stopped at the end.
 
-    With `load` it is not waited for: that is called in its thread to get the engine. `service`: makes what drives the
-    engine, for others than a `Runner`.
+    Args:
+        load: called in the runner's thread to get the engine; without it, the server is ready at once.
+        service: makes the `Service`; default a `Runner`.
+        idle_at_end: at the end, wait until the engine is idle, and check that its pages are free.
     """
     settings = replace(settings or ServerSettings(), shutdown_timeout=1.0)
     sock = listen("127.0.0.1", 0)
@@ -141,7 +199,7 @@ def running(
 
 
 class InThread(Server):
-    """Signals go to the main thread, so this one is told by hand."""
+    """A server in a thread. Python handles signals in the main thread, so tests call `signal`."""
 
     def __init__(self, app: Any, runner: Runner, sock: socket.socket, settings: ServerSettings) -> None:
         super().__init__(app, runner, sock, settings)
@@ -175,10 +233,10 @@ class InThread(Server):
 
 
 class Brake:
-    """Holds an engine before a step, with its requests where they are, for as long as a test looks at them.
+    """Stops an engine before a step while a test looks at its requests.
 
     Args:
-        after: steps that may run at first.
+        after: number of steps that may run before.
     """
 
     def __init__(self, step: Callable[[], Any], after: int) -> None:
@@ -193,12 +251,12 @@ class Brake:
         return self._step()
 
     def wait(self) -> None:
-        """Until the engine stands before a step that may not run."""
+        """Waits until the engine is stopped before a step."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._asked > self._allowed, SECONDS), "nothing runs"
 
     def allow(self, steps: float) -> None:
-        """Lets so many more steps run. Commands to the engine, aborts among them, run between two steps."""
+        """Allows more steps. Commands to the engine, such as aborts, run between two steps."""
         with self._changed:
             self._allowed += steps
             self._changed.notify_all()
@@ -209,7 +267,7 @@ class Brake:
 
 @contextlib.contextmanager
 def braked(engine: Engine, *, after: int) -> Iterator[Brake]:
-    """An engine that stands still after so many steps that had something to do; it runs on at the end."""
+    """Stops an engine after a number of steps; it continues at the end of the block."""
     brake = Brake(engine.step, after)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "step", brake.step)
@@ -220,7 +278,7 @@ def braked(engine: Engine, *, after: int) -> Iterator[Brake]:
 
 
 def slow_down(engine: Engine, monkeypatch: Any, seconds: float = 0.1) -> None:
-    """Steps that take a while, so that something is running when a test looks."""
+    """Slows the steps down, so that requests run while a test looks at them."""
     step = engine.step
 
     def slow() -> Any:

@@ -1,8 +1,7 @@
-"""A model that answers from a script, over a tokenizer with the markers of all formats of function calls.
+"""A model that answers from a script, and a tokenizer with the markers of all formats of function calls.
 
-The last character of the last message, after a space, chooses the answer: the template ends with that message. The
-model is a table (`toy_models.table_model`): the last four tokens decide the next one, and after an answer comes the end
-token. So the pieces of an answer are tokens whose contexts differ.
+The last character of the last message, after a space, selects the answer. The model is a table
+(`toy_models.table_model`): the last four tokens decide the next token, and after an answer comes the end token.
 """
 
 from __future__ import annotations
@@ -53,8 +52,15 @@ WEATHER = {
 }
 NOOP = {"type": "function", "function": {"name": "noop"}}
 TOOLS = [WEATHER, NOOP]
+FLAT: list[Any] = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+"""The tools in the form of `/v1/responses`."""
+ANTHROPIC: list[Any] = [
+    {"name": function["name"], "input_schema": function.get("parameters", {"type": "object"})}
+    for function in (tool["function"] for tool in TOOLS)
+]
+"""The tools in the form of `/v1/messages`."""
 
-# The answers, by the last character of the message before; between tokens stands "¦".
+# The answers, by the last character of the message before; "¦" separates tokens.
 _SCRIPTS = {
     "a": 'Let me ¦look.¦\n¦<tool_call>¦\n{"name": ¦"get_weather", "ar¦guments": {"ci¦ty": "Par¦is"¦}}\n¦</tool_call>',
     "b": "It is ¦22 degrees¦ in Paris.",
@@ -77,27 +83,27 @@ SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _S
 
 @functools.cache
 def tool_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges; the markers, and the pieces of the scripts, are tokens."""
+    """Byte-level BPE without merges. Markers and the pieces of the scripts are tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({word: i for i, word in enumerate([*SPECIAL, *letters])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([*SPECIAL, *MARKERS])
     pieces = dict.fromkeys(piece for script in SCRIPTS.values() for piece in script if piece not in MARKERS)
-    core.add_tokens([AddedToken(each, special=False, normalized=False) for each in (*PLAIN_MARKERS, *pieces)])
+    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in (*PLAIN_MARKERS, *pieces)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
     )
 
 
 def scripted_model() -> Toy:
-    """Its most likely text is the script, whatever stands before the last four tokens."""
+    """A table model whose most likely text is the script, whatever comes before the last four tokens."""
     tokenizer = tool_tokenizer()
 
     def ids(pieces: list[str]) -> list[int]:
-        found = tokenizer.convert_tokens_to_ids(pieces)
-        assert isinstance(found, list)
-        return found
+        tokens = tokenizer.convert_tokens_to_ids(pieces)
+        assert isinstance(tokens, list)
+        return tokens
 
     vocabulary = len(tokenizer)
     texts = [(ids(["Ġ", key, "<|im_end|>", "<|im_start|>"]), [*ids(script), END]) for key, script in SCRIPTS.items()]
@@ -115,7 +121,7 @@ def scripted_model() -> Toy:
         else:
             table = np.zeros((ROWS, vocabulary), np.float32)
             for preference, token in enumerate(ids([",", "]", "}", '"', "<|im_end|>"])):
-                table[:, token] = preference * 4  # so that a grammar is soon at its end
+                table[:, token] = preference * 4  # ends the text of a grammar soon
             for row, token in following.items():
                 table[row] = 0
                 table[row, token] = 20
@@ -125,7 +131,7 @@ def scripted_model() -> Toy:
 
 @functools.cache
 def tool_engine() -> Engine:
-    """It drafts n-grams; context enough for the functions in the prompt."""
+    """An engine with n-gram drafts, and a context that is large enough for functions in the prompt."""
     model = scripted_model()
     config = EngineConfig(
         max_running_requests=4, page_size=16, max_total_tokens=8192, context_length=2048, chunked_prefill_size=256
@@ -138,5 +144,27 @@ def tool_engine() -> Engine:
 
 
 def ask(last: str, **more: Any) -> dict[str, Any]:
-    """The fields of a greedy chat that is answered with the script of this name."""
+    """Fields of a greedy chat whose answer is the script of this name."""
     return {"model": "toy", "messages": [{"role": "user", "content": f"Say {last}"}], "temperature": 0} | more
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a chat's deltas."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for field in ("content", "reasoning_content"):
+            message[field] += delta.get(field) or ""
+        for piece in delta.get("tool_calls", ()):
+            if piece["index"] == len(calls):
+                assert piece["id"].startswith("call_") and piece["type"] == "function"
+                assert piece["function"]["name"] and piece["function"]["arguments"] == ""
+                calls.append({name: value for name, value in piece.items() if name != "index"})
+                calls[-1]["function"] = dict(piece["function"])
+            else:
+                assert list(piece) == ["index", "function"] and list(piece["function"]) == ["arguments"]
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    message["reasoning_content"] = message["reasoning_content"] or None
+    if calls:
+        message |= {"tool_calls": calls, "content": message["content"] or None}
+    return message

@@ -1,4 +1,4 @@
-"""The page at `/` in headless Chromium, over a real server: what a person sees is what the API says."""
+"""The page at `/` in headless Chromium over a real server: the page shows what the API answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import State
 from specjax.serve.openai_answers import OpenAIAnswer
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING),
-]
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)]
 
 PHONE, DESK = (360, 740), (1280, 800)
 ASKED = {"return_speculative_tokens": True, "return_speculative_metrics": True}
@@ -39,8 +36,8 @@ def window(tmp_path_factory):
 
 @pytest.fixture
 def page(window: Browser, server: Running):
-    """A new visit. At its end nothing may have gone to another host, and the console must be empty, but for the
-    answers that are errors, which Chromium lists there."""
+    """A new visit. At its end, checks that nothing was sent to another host, and that the console is empty, except for
+    errors of the API, which Chromium lists there."""
     yield visit(window, server)
     asked = window.requests()
     assert f"{server.base}/get_server_info" in asked
@@ -73,13 +70,13 @@ def fill(browser: Browser, **values: Any) -> None:
 
 
 def say(browser: Browser, text: str) -> None:
-    """By keyboard alone; the focus is in the message's field."""
+    """Types a message and Enter; the focus is in the message's field."""
     assert browser.script("return document.activeElement.id") == "prompt"
     browser.press(text, ENTER)
 
 
 def answered(browser: Browser, count: int = 1) -> None:
-    """Waits for so many answers, or errors."""
+    """Waits for this number of answers or errors."""
     ended = "return document.querySelectorAll('article.assistant footer span, .error').length"
     browser.wait(lambda: browser.script(ended) >= count and not running_now(browser))
 
@@ -89,17 +86,17 @@ def running_now(browser: Browser) -> bool:
 
 
 def spans(browser: Browser) -> list[tuple[str, bool]]:
-    """The tokens of the last answer, and whether they are marked."""
-    found = browser.script(
+    """The tokens of the last answer, and whether they are marked as drafted."""
+    tokens = browser.script(
         """const last = [...document.querySelectorAll("article.assistant")].at(-1);
         return [...last.querySelectorAll(":scope > div > span")].map((e) => [e.textContent, e.className]);"""
     )
-    assert {kind for _, kind in found} <= {"drafted", "own"}
-    return [(text, kind == "drafted") for text, kind in found]
+    assert {kind for _, kind in tokens} <= {"drafted", "own"}
+    return [(text, kind == "drafted") for text, kind in tokens]
 
 
 def expected(server: Running, turns: list[str], **fields: Any) -> tuple[str, list[tuple[str, bool]], dict[str, Any]]:
-    """What the API answers to a conversation: text, tokens and metrics. `turns` begin with the person's."""
+    """Text, tokens and metrics of the API's answer to a conversation. `turns` begin with the user's."""
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": role, "content": content} for role, content in zip(roles, turns, strict=False)]
     if system := fields.pop("system", None):
@@ -110,7 +107,7 @@ def expected(server: Running, turns: list[str], **fields: Any) -> tuple[str, lis
     return choice["message"]["content"], tokens, answer["metadata"]["speculative"]
 
 
-def test_a_conversation_by_keyboard(page: Browser, server: Running):
+def test_conversation_by_keyboard(page: Browser, server: Running):
     fields = {"temperature": 0, "max_tokens": 40, "seed": 5}
     fill(page, temperature=0, most=40, seed=5)
     say(page, QUESTION)
@@ -132,39 +129,19 @@ def test_a_conversation_by_keyboard(page: Browser, server: Running):
     answered(page, 2)
     turns = [QUESTION, text, "b\nc"]
     text, tokens, _ = expected(server, turns, **fields)
-    assert spans(page) == tokens, "the whole conversation is sent back"
+    assert spans(page) == tokens, "the request has the whole conversation"
+    page.click("#again")
+    answered(page, 2)
+    assert spans(page) == tokens and len(page.texts("article")) == 4, "the same seed, the same text"
+    page.click("#marked")
+    assert page.script("return !document.querySelector('.origins')")
     assert page.texts("article.user > div") == [QUESTION, "b\nc"]
     page.click("#clear")
     assert page.texts("article") == [] and page.text("#tokens") == "0"
 
 
-def test_bars_where_a_number_of_accepted_drafts_never_came(page: Browser):
-    widths = page.script(
-        """const drafting = new Drafting();
-        const steps = [0, 2, 2, 4, 2, 2]; // the first token, then accepted drafts of each step
-        for (const count of steps) drafting.add([...Array(count).fill({drafted: true}), {drafted: false}], 1);
-        show(drafting);
-        return [...document.querySelectorAll("#histogram .bar")].map((bar) => bar.style.width);"""
-    )
-    assert widths == ["0%", "0%", "100%", "0%", "25%"]
-
-
-def test_settings_reach_the_server(page: Browser, server: Running):
-    fill(page, temperature=1, most=12, seed=3, system="be brief")
-    say(page, "hello")
-    answered(page)
-    fields = {"temperature": 1, "max_tokens": 12, "seed": 3, "system": "be brief"}
-    _, tokens, _ = expected(server, ["hello"], **fields)
-    assert spans(page) == tokens
-    page.click("#again")
-    answered(page)
-    assert spans(page) == tokens and len(page.texts("article")) == 2, "the same seed, the same text"
-    page.click("#marked")
-    assert page.script("return !document.querySelector('.origins')")
-
-
-def test_a_limit_of_no_drafts(page: Browser, server: Running):
-    fill(page, temperature=0, most=40)
+def test_draft_limit_of_0(page: Browser, server: Running):
+    fill(page, temperature=0, most=40, system="be brief")
     page.script("document.getElementById('limit').focus()")
     assert page.text("#limit-shown") == "all 3"
     page.press(HOME)
@@ -172,14 +149,14 @@ def test_a_limit_of_no_drafts(page: Browser, server: Running):
     page.script("document.getElementById('prompt').focus()")
     say(page, QUESTION)
     answered(page)
-    text, _, _ = expected(server, [QUESTION], temperature=0, max_tokens=40)
-    found = spans(page)
-    assert "".join(token for token, _ in found) == text and not any(drafted for _, drafted in found)
+    text, _, _ = expected(server, [QUESTION], temperature=0, max_tokens=40, system="be brief")
+    tokens = spans(page)
+    assert "".join(token for token, _ in tokens) == text and not any(drafted for _, drafted in tokens)
     assert page.text("#length") == "1.00" and "draft_limit: 0" in page.text(".why")
     assert page.script("return document.getElementById('always').disabled"), "it would contradict the limit"
 
 
-def test_an_answer_without_drafts_says_why_and_always_draft_drafts(window: Browser):
+def test_reason_for_no_drafts_and_always_draft(window: Browser):
     with running(reluctant_engine(toy(rows=5), NGRAM, isolate_ngrams=True)) as served:
         visit(window, served)
         fill(window, temperature=0, most=40)
@@ -200,36 +177,10 @@ def test_an_answer_without_drafts_says_why_and_always_draft_drafts(window: Brows
         window.click("#always")
         window.click("#again")
         window.wait(lambda: window.texts(".why"))
-        assert spans(window) == plain, "the switch is that of one request"
+        assert spans(window) == plain, "the switch applies to one request"
 
 
-def test_a_server_that_cannot_draft(window: Browser):
-    with running(shared_engine("NONE")) as served:
-        visit(window, served)
-        assert window.script("return document.getElementById('always').disabled")
-        fill(window, temperature=0, most=4)
-        window.script("document.getElementById('prompt').focus()")
-        say(window, QUESTION)
-        answered(window)
-        assert window.texts(".why") == ["Not drafted: there is no drafter (the speculative algorithm is NONE)."]
-
-
-@pytest.mark.parametrize(
-    ("drafted", "why", "length", "line"),
-    [
-        (0, "it is slower", 1.0, "Not drafted: it is slower."),
-        (7, "it is slower", 2.0, "7 of 9 steps drafted; the others: it is slower."),
-        (9, None, 1.0, "Each step could draft, but no draft was accepted."),
-        (9, None, 2.0, ""),
-    ],
-)
-def test_the_line_about_drafting(page: Browser, drafted, why, length, line):
-    found = {"spec_verify_ct": 9, "drafted_steps": drafted, "not_drafted": why, "spec_accept_length": length}
-    assert page.script("return reason(arguments[0])", found) == line
-    assert page.script("return reason(arguments[0])", found | {"spec_verify_ct": 0}) == ""
-
-
-def test_most_tokens_are_512_or_what_fits(page: Browser, server: Running):
+def test_default_number_of_tokens(page: Browser, server: Running):
     assert page.script("return document.getElementById('most').value") == "512"
     page.script(
         """window.asked = [];
@@ -280,14 +231,14 @@ def tips(browser: Browser) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-def test_words_are_explained_by_hovering_and_by_keyboard(window: Browser, server: Running, size):
+def test_explanations_by_pointer_and_keyboard(window: Browser, server: Running, size):
     visit(window, server, size)
     window.script("document.getElementById('settings').open = true")
     names = window.script("return [...document.querySelectorAll('[data-tip]')].map((e) => e.dataset.tip)")
     assert sorted(names) == sorted(f"{name}-tip" for name in EXPLAINED)
     for name, words in EXPLAINED.items():
         window.hover(f"[data-tip={name}-tip]")
-        window.wait(lambda words=words: len(found := tips(window)) == 1 and words in found[0])
+        window.wait(lambda words=words: len(shown := tips(window)) == 1 and words in shown[0])
         window.press(ESCAPE)
         assert tips(window) == []
     window.hover("h1")
@@ -295,28 +246,14 @@ def test_words_are_explained_by_hovering_and_by_keyboard(window: Browser, server
     seen = {}
     for _ in range(30):
         window.press(TAB)
-        if found := tips(window):
+        if shown := tips(window):
             tip = window.script("return document.activeElement.getAttribute('aria-describedby')")
-            (seen[tip],) = found
-            assert window.text(f"#{tip}") == found[0]
-    assert {tip: EXPLAINED[tip.removesuffix("-tip")] in text for tip, text in seen.items()} == dict.fromkeys(
-        names, True
-    )
+            (seen[tip],) = shown
+            assert window.text(f"#{tip}") == shown[0]
+    assert sorted(seen) == sorted(names)
+    assert all(EXPLAINED[tip.removesuffix("-tip")] in text for tip, text in seen.items())
     window.script("document.getElementById('prompt').focus()")
     assert tips(window) == []
-
-
-def test_escape_closes_an_explanation_before_it_stops_the_answer(page: Browser, server: Running, monkeypatch):
-    slow_down(server.engine, monkeypatch, 0.05)
-    say(page, "hello")
-    page.wait(lambda: len(spans(page)) > 2)
-    page.script("document.getElementById('always').focus()")
-    assert len(tips(page)) == 1
-    page.press(ESCAPE)
-    assert tips(page) == [] and running_now(page)
-    page.press(ESCAPE)
-    answered(page)
-    assert "stopped" in page.text("article.assistant footer")
 
 
 @pytest.mark.parametrize("way", ["escape", "button"])
@@ -324,28 +261,30 @@ def test_stopping_ends_the_request(page: Browser, server: Running, monkeypatch, 
     slow_down(server.engine, monkeypatch, 0.05)
     say(page, "hello")
     page.wait(lambda: len(spans(page)) > 2)
-    assert server.runner.unfinished == 1 and int(page.text("#tokens")) > 2, "it counts as tokens come"
+    assert server.runner.unfinished == 1 and int(page.text("#tokens")) > 2, "the counter is live"
     if way == "escape":
+        page.script("document.getElementById('always').focus()")
+        assert len(tips(page)) == 1
+        page.press(ESCAPE)
+        assert tips(page) == [] and running_now(page), "the first Escape closes an explanation"
         page.press(ESCAPE)
     else:
         page.click("#stop")
     wait_until(lambda: not server.runner.unfinished)
     answered(page)
     assert "stopped" in page.text("article.assistant footer") and page.texts(".error") == []
-    assert page.script("return document.activeElement.id") == "prompt"
-    assert 2 < len(spans(page)) < 60, "what came is kept"
+    assert page.script("return document.activeElement.id") == ("always" if way == "escape" else "prompt")
+    assert 2 < len(spans(page)) < 60, "the tokens so far stay"
 
 
-def test_an_error_is_shown_and_the_text_is_kept(page: Browser, server: Running):
+def test_errors_keep_the_message(page: Browser, server: Running):
     fill(page, temperature=99999)
     say(page, "precious words")
     answered(page)
     asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 99999}
     message = server.post("/v1/chat/completions", asked).json()["error"]["message"]
-    assert (
-        page.text(".error") == f"400: {message}"
-        and page.script("return document.getElementById('prompt').value") == "precious words"
-    )
+    assert page.text(".error") == f"400: {message}"
+    assert page.script("return document.getElementById('prompt').value") == "precious words"
     assert page.texts("article.user") == []
     fill(page, temperature=0, most=5)
     page.press(ENTER)
@@ -365,12 +304,12 @@ def test_an_error_is_shown_and_the_text_is_kept(page: Browser, server: Running):
     server.runner._state = State.READY
 
 
-def test_a_stream_that_breaks(page: Browser, server: Running, monkeypatch):
+def test_broken_stream(page: Browser, server: Running, monkeypatch):
     fill(page, temperature=0, most=8)
     monkeypatch.setattr(OpenAIAnswer, "last_events", lambda self: [])
     say(page, "hello")
     answered(page)
-    assert "broke" in page.text(".error") and len(spans(page)) == 8, "what came is kept"
+    assert "broke" in page.text(".error") and len(spans(page)) == 8, "the tokens so far stay"
     monkeypatch.undo()
     slow_down(server.engine, monkeypatch, 0.05)
     fill(page, most="")
@@ -381,9 +320,9 @@ def test_a_stream_that_breaks(page: Browser, server: Running, monkeypatch):
     assert len(page.texts("article.assistant")) == 1
 
 
-def test_the_key(window: Browser):
+def test_api_key(window: Browser):
     settings = ServerSettings(api_key=("open-sesame",))
-    with running(shared_engine("NGRAM"), settings) as locked:
+    with running(shared_engine("NONE"), settings) as locked:
         visit(window, locked)
         assert window.text("#server").startswith("401: this server needs its API key")
         window.wait(lambda: window.script("return document.activeElement.id") == "key")
@@ -394,12 +333,14 @@ def test_the_key(window: Browser):
         say(window, "hello")
         answered(window)
         assert len(spans(window)) == 4
+        assert window.script("return document.getElementById('always').disabled")
+        assert window.texts(".why") == ["Not drafted: there is no drafter (the speculative algorithm is NONE)."]
         assert window.texts("article.assistant footer button") == [], "this server keeps no trees"
         assert window.script("return localStorage.length + document.cookie.length") == 0
         window.script("sessionStorage.clear()")
 
 
-def test_the_last_steps_tree(page: Browser, server: Running):
+def test_tree_of_the_last_step(page: Browser, server: Running):
     fill(page, temperature=0, most=30)
     say(page, QUESTION)
     answered(page)
@@ -416,24 +357,16 @@ def test_the_last_steps_tree(page: Browser, server: Running):
     path = [node for node in nodes if node["accepted"]]
     assert page.texts("#nodes .node.root") == [shown(nodes[0])]
     assert page.texts("#nodes .node.drafted") == [shown(node) for node in path[1:]]
-    own = [shown(path[-1]["drawn"])] if emitted == len(path) else []
-    assert page.texts("#nodes .node.drawn") == own
-    assert len(page.texts("#nodes .node")) == len(nodes) + len(own)
+    drawn = [shown(path[-1]["drawn"])] if emitted == len(path) else []
+    assert page.texts("#nodes .node.drawn") == drawn
+    assert len(page.texts("#nodes .node")) == len(nodes) + len(drawn)
     assert len([text for text in page.texts("#nodes li") if "after the end" in text]) <= max(len(path) - emitted, 0)
     page.press(ESCAPE)
     assert not page.script("return document.getElementById('tree').open")
 
 
-def test_texts_are_no_markup(page: Browser, server: Running):
-    evil = "<img src=x onerror=alert(1)><b id=evil>"
-    fill(page, temperature=0, most=3)
-    say(page, evil)
-    answered(page)
-    assert page.text("article.user > div") == evil and page.texts("#evil, article img") == []
-
-
 def answer_with(browser: Browser, *answers: tuple[int, dict[str, str], str]) -> None:
-    """The page's next requests get these: status, headers, body. Later ones reach the server again."""
+    """The page's next requests get these answers (status, headers, body); later requests reach the server."""
     browser.script(
         """const [answers, real] = [arguments[0], window.fetch];
         window.fetch = async (...given) => {
@@ -445,23 +378,22 @@ def answer_with(browser: Browser, *answers: tuple[int, dict[str, str], str]) -> 
     )
 
 
-def test_an_answer_that_is_evil_or_only_thoughts(page: Browser):
+def test_texts_are_not_markup(page: Browser):
+    """Also an answer that has only thoughts."""
     evil = "<img src=x onerror=alert(1)><b id=evil>"
-    told = [{"text": evil, "drafted": False}, {"text": "hm", "drafted": True}, {"text": "\n", "drafted": False}]
-    choice = {"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None, "speculative": {"tokens": told}}
-    end = {"index": 0, "delta": {}, "finish_reason": "stop", "seed": 4}
-    body = "".join(f"data: {json.dumps({'choices': [each]})}\n\n" for each in (choice, end)) + "data: [DONE]\n\n"
+    tokens = [{"text": evil, "drafted": False}, {"text": "hm", "drafted": True}, {"text": "\n", "drafted": False}]
+    delta = {"delta": {"reasoning_content": "hm"}, "finish_reason": None, "speculative": {"tokens": tokens}}
+    choices = ({"index": 0, **delta}, {"index": 0, "delta": {}, "finish_reason": "stop", "seed": 4})
+    body = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
     answer_with(page, (200, {"Content-Type": "text/event-stream"}, body))
-    say(page, "hello")
+    say(page, evil)
     answered(page)
-    assert spans(page) == [(evil, False), ("hm", True), ("\n", False)] and page.texts("#evil, article img") == []
-    assert (
-        page.texts("article.user > div") == ["hello"]
-        and page.script("return document.getElementById('prompt').value") == ""
-    )
+    assert spans(page) == [(evil, False), ("hm", True), ("\n", False)]
+    assert page.texts("article.user > div") == [evil] and page.texts("#evil, article img") == []
+    assert page.script("return document.getElementById('prompt').value") == ""
 
 
-def test_a_server_that_loads_is_asked_again(page: Browser):
+def test_loading_server_is_asked_again(page: Browser):
     problem = json.dumps({"error": {"message": "the model is loading"}})
     answer_with(page, *[(503, {"Retry-After": "0.2"}, problem)] * 2)
     fill(page, key="")
@@ -506,9 +438,8 @@ return [count, low, light(behind(document.body))];
 """
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-def test_it_fits_and_can_be_read(window: Browser, server: Running, size, dark, tmp_path):
+@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (PHONE, False), (DESK, True)])
+def test_layout_and_contrast(window: Browser, server: Running, size, dark, tmp_path):
     visit(window, server, size, dark=dark)
     fill(window, temperature=0, most=40)
     say(window, "W" * 60)
@@ -533,7 +464,7 @@ def test_it_fits_and_can_be_read(window: Browser, server: Running, size, dark, t
     window.press(ESCAPE)
 
 
-def test_everything_has_a_name_and_a_place_in_the_order(page: Browser):
+def test_controls_have_names_and_a_tab_order(page: Browser):
     unnamed = page.script(
         """return [...document.querySelectorAll("input, textarea, button, summary")]
             .filter((e) => !(e.labels?.length || e.textContent.trim())).map((e) => e.outerHTML)"""
@@ -544,22 +475,8 @@ def test_everything_has_a_name_and_a_place_in_the_order(page: Browser):
     for _ in range(40):
         page.press(TAB)
         reached.add(page.script("return document.activeElement.id || document.activeElement.tagName"))
-        ring = page.script(
-            "const e = document.activeElement; return e === document.body || getComputedStyle(e).outlineStyle"
-        )
-        assert ring is True or ring != "none"
-    assert reached >= {
-        "prompt",
-        "send",
-        "clear",
-        "system",
-        "temperature",
-        "most",
-        "seed",
-        "limit",
-        "key",
-        "marked",
-        "always",
-        "log",
-    }
+        outline = "const e = document.activeElement; return e === document.body || getComputedStyle(e).outlineStyle"
+        assert page.script(outline) not in ("none", False)
+    controls = "prompt send clear system temperature most seed limit key marked always log"
+    assert reached >= set(controls.split())
     assert page.script("return document.getElementById('log').getAttribute('aria-live')") == "polite"

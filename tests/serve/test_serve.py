@@ -1,24 +1,24 @@
-"""The server as an OpenAI client sees it: what works, and that it is the engine's own text."""
+"""Generation over HTTP as clients of OpenAI and SGLang see it: texts equal those of the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-from dataclasses import replace
+import math
+import random
 
-import httpx
 import openai
 import pytest
-from engine_helpers import outcome, shared_engine
-from server_helpers import MODEL, Running, running
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST
+from engine_helpers import make_engine, outcome, shared_engine, tokenizer, toy
+from server_helpers import MODEL, Running, parse_events, running
 
-from specjax.engine import SamplingParams
-from specjax.engine.batch import Counters
-from specjax.engine.draft_policy import MIN_DOUBTED_STEPS, doubt, drafting_summary
-from specjax.serve.metrics import Report
-
-MESSAGES = [{"role": "user", "content": "hello"}]
+from specjax.engine import Completion, SamplingParams, StreamChunk
+from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
+from specjax.engine.sequence import TokenLogprob
+from specjax.serve.openai_answers import TokenNames
+from specjax.serve.sglang_generate import GenerateAnswer, generate_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,17 @@ def server():
 
 @pytest.fixture
 def client(server: Running):
-    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        yield client
     server.wait_idle()
 
 
 def alone(prompt, **params) -> tuple:
-    """What the engine writes without a server and without drafts."""
+    """Text, tokens and finish reason of an engine without a server and without drafts."""
     return outcome(shared_engine("NONE").generate(prompt, SamplingParams(**params)))
 
+
+# OpenAI's chat and completions.
 
 CASES = {
     "greedy": {"temperature": 0.0},
@@ -48,93 +50,91 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_chat_is_the_engines_text(server, client, case):
-    fields = CASES[case]
-    httpx.post(f"{server.base}/flush_cache")
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=30, **fields)
-    text, ids, reason = alone(MESSAGES, max_new_tokens=30, **fields)
+def test_chat_equals_the_engine(server, client, case):
+    server.post("/flush_cache", {})
+    fields = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 30, **CASES[case]}
+    answer = client.chat.completions.create(**fields)
+    text, ids, reason = alone(HELLO, max_new_tokens=30, **CASES[case])
     choice = answer.choices[0]
     assert choice.message.content == text and choice.message.role == "assistant" and len(ids) == 30
     assert choice.finish_reason == reason["type"] == "length"
-    prompt = len(server.engine.encode(MESSAGES))
+    prompt = len(server.engine.encode(HELLO))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 30)
     assert answer.usage.total_tokens == prompt + 30 and answer.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == MODEL
     assert answer.system_fingerprint
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_stream_is_the_whole_in_pieces(client, case):
-    fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 30} | CASES[case]
-    client.chat.completions.create(**fields)  # then as much of the prompt is cached for the next two
-    whole = client.chat.completions.create(**fields)
     chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
-    *said, usage = chunks
-    assert len(said) > 5, "piece by piece"
+    *deltas, usage = chunks
+    assert len(deltas) > 5
     assert {(c.id, c.created, c.model, c.object) for c in chunks} == {
         (chunks[0].id, chunks[0].created, MODEL, "chat.completion.chunk")
     }
-    assert said[0].choices[0].delta.role == "assistant" and said[0].choices[0].delta.content == ""
-    assert all(c.choices[0].delta.role is None for c in said[1:])
-    assert "".join(c.choices[0].delta.content or "" for c in said) == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in said] == [None] * (len(said) - 1) + ["length"]
-    assert said[-1].choices[0].delta.content is None
-    assert usage.choices == [] and usage.usage == whole.usage
-    assert all(c.usage is None for c in said)
+    assert deltas[0].choices[0].delta.role == "assistant" and deltas[0].choices[0].delta.content == ""
+    assert all(c.choices[0].delta.role is None for c in deltas[1:])
+    assert "".join(c.choices[0].delta.content or "" for c in deltas) == text
+    assert [c.choices[0].finish_reason for c in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert deltas[-1].choices[0].delta.content is None
+    assert usage.choices == [] and usage.usage.completion_tokens == 30 and usage.usage.prompt_tokens == prompt
+    assert all(c.usage is None for c in deltas)
+    chunks = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=4, stream=True)
+    assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks), "without include_usage"
 
 
-def test_without_include_usage_there_is_no_usage(client):
-    chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4, stream=True))
-    assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks)
-
-
-def test_the_prompts_of_completions(server, client):
+def test_forms_of_prompts(server, client):
     ids = server.engine.encode("hello")
-    greedy = {"model": MODEL, "temperature": 0, "max_tokens": 8}
     expected = alone("hello", max_new_tokens=8)[0]
     for prompt in ("hello", ["hello"], ids, [ids]):
-        answer = client.completions.create(prompt=prompt, **greedy)
+        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8)
         assert [choice.text for choice in answer.choices] == [expected]
         assert answer.object == "text_completion" and answer.usage.prompt_tokens == len(ids)
-    assert client.completions.create(model=MODEL, prompt="hello").usage.completion_tokens == 16, "the default"
 
 
-def test_choices_are_prompt_by_prompt_each_with_its_seed(server, client):
+def test_choices_have_consecutive_seeds(server, client):
     fields = {"model": MODEL, "prompt": ["hello", "other"], "n": 3, "max_tokens": 10, "seed": 5, "best_of": 3}
     answer = client.completions.create(**fields)
     assert [choice.index for choice in answer.choices] == list(range(6))
     expected = [
-        alone(prompt, max_new_tokens=10, temperature=1.0, seed=5 + i)[0]
-        for prompt in ("hello", "other")
-        for i in range(3)
+        alone(prompt, max_new_tokens=10, temperature=1.0, seed=seed)[0]
+        for prompt, seed in itertools.product(("hello", "other"), (5, 6, 7))
     ]
     assert [choice.text for choice in answer.choices] == expected and len(set(expected)) == 6
     assert [choice.seed for choice in answer.choices] == [5, 6, 7, 5, 6, 7]
     assert answer.usage.completion_tokens == 60
     assert answer.usage.prompt_tokens == sum(len(server.engine.encode(p)) for p in ("hello", "other")), (
-        "each counts once"
+        "each prompt counts once"
     )
 
-    texts = dict.fromkeys(range(6), "")
-    endings = dict.fromkeys(range(6), 0)
+    texts, endings = [""] * 6, [0] * 6
     for chunk in client.completions.create(**fields, stream=True):
         (choice,) = chunk.choices
         assert not endings[choice.index], "nothing comes after the reason"
         texts[choice.index] += choice.text
         endings[choice.index] += choice.finish_reason is not None
-    assert list(texts.values()) == expected and set(endings.values()) == {1}
+    assert texts == expected and endings == [1] * 6
 
 
-def test_no_seed_means_another_text_and_the_answer_tells_which(client):
-    fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20, "temperature": 2.0}
+def test_answer_names_the_seed_that_was_drawn(client):
+    fields = {"model": MODEL, "messages": HELLO, "max_tokens": 20, "temperature": 2.0}
     first, second = (client.chat.completions.create(**fields).choices[0] for _ in range(2))
     assert first.message.content != second.message.content
     again = client.chat.completions.create(**fields, seed=first.seed).choices[0]
     assert again.message.content == first.message.content
 
 
-def test_a_stop_string_is_never_shown(client):
-    fields = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 60}
+def test_drawn_seeds_are_exact_in_json():
+    limit = 2**53
+    assert 0 < later_seed(GENERATED_SEEDS - 1, 127) < limit
+    engine = make_engine(toy(), warm=False, random_seed=3)
+    assert isinstance(engine.intake.seeds, random.Random)
+    seeds = [engine.intake.sequence("a", SamplingParams(max_new_tokens=1)).request.seed for _ in range(200)]
+    assert max(seeds) > 2**50 and all(later_seed(seed, 127) < limit for seed in seeds)
+    params = SamplingParams(max_new_tokens=1, seed=2**63 - 1)
+    assert engine.intake.sequence("a", params).request.seed == 2**63 - 1
+
+
+def test_stop_strings(client, server):
+    fields = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 60}
     text = client.chat.completions.create(**fields).choices[0].message.content
     stop = text[11:15]
     at = text.find(stop)
@@ -145,236 +145,222 @@ def test_a_stop_string_is_never_shown(client):
     pieces = [c.choices[0] for c in client.chat.completions.create(**fields, stop=stop, stream=True)]
     assert "".join(piece.delta.content or "" for piece in pieces) == text[:at]
     assert pieces[-1].finish_reason == "stop" and pieces[-1].matched_stop == stop
+    trimmed = server.complete(temperature=0, max_tokens=50, stop="e", no_stop_trim=True).json()["choices"][0]
+    assert trimmed["text"].endswith("e") and trimmed["finish_reason"] == "stop"
+    token = alone("hello", max_new_tokens=6)[1][5]
+    body = server.complete(temperature=0, max_tokens=50, stop_token_ids=[token]).json()
+    assert body["choices"][0]["finish_reason"] == "stop" and body["choices"][0]["matched_stop"] == token
+    longer = server.complete(temperature=0, max_tokens=50, stop_token_ids=[token], min_tokens=20).json()
+    assert longer["usage"]["completion_tokens"] >= 20
 
 
-def test_text_that_may_become_a_stop_string_is_held_back(server):
+def test_beginning_of_a_stop_string_is_held_back(server):
     fields = {"prompt": "hello", "temperature": 0, "max_tokens": 40}
     text = server.complete(**fields).json()["choices"][0]["text"]
-    begins = text[9] + "\u0001\u0002"  # its first letter comes, the rest never does
-    held = server.events("/v1/completions", fields | {"stop": begins})
-    assert "".join(e["choices"][0]["text"] for e in held) == text
-    for event in held[:-1]:
-        if event["choices"][0]["finish_reason"] is None and event is not held[-2]:
-            assert not event["choices"][0]["text"].endswith(begins[0])
+    stop = text[9] + "\u0001\u0002"  # its first letter comes, the rest never does
+    events = server.events(COMPLETE, fields | {"stop": stop})
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    for event in events[:-2]:
+        assert not event["choices"][0]["text"].endswith(stop[0])
 
 
-def test_half_a_character_is_never_sent(server):
-    """Emoji of four bytes, one token a byte: forced by a bias too large to lose."""
+def test_deltas_hold_whole_characters(server):
+    """Emoji of four bytes, a token each; the bias forces each byte once, because the penalty then excludes it."""
     ids = server.engine.encode("😀")
     assert len(ids) == 4
-    # Each byte may come once in turn: the penalty takes away what has been said.
     bias = {str(token): 60 - i for i, token in enumerate(ids)}
     fields = {"prompt": "x", "temperature": 0, "max_tokens": 7, "logit_bias": bias, "frequency_penalty": 2.0}
-    events = server.events("/v1/completions", fields)
-    assert all("\ufffd" not in e["choices"][0]["text"] for e in events[:-2])
-    assert "".join(e["choices"][0]["text"] for e in events) == server.complete(**fields).json()["choices"][0]["text"]
-
-
-def test_extensions(server):
-    end = shared_engine("NONE").generate("hello", SamplingParams(max_new_tokens=6)).output_ids[5]
-    body = server.complete(temperature=0, max_tokens=50, stop_token_ids=[end]).json()
-    assert body["choices"][0]["finish_reason"] == "stop" and body["choices"][0]["matched_stop"] == end
-    more = server.complete(temperature=0, max_tokens=50, stop_token_ids=[end], min_tokens=20).json()
-    assert more["usage"]["completion_tokens"] >= 20
-    kept = server.complete(temperature=0, max_tokens=50, stop="e", no_stop_trim=True).json()["choices"][0]
-    assert kept["text"].endswith("e") and kept["finish_reason"] == "stop"
+    events = server.events(COMPLETE, fields)
+    assert all("\ufffd" not in event["choices"][0]["text"] for event in events[:-2])
+    text = server.complete(**fields).json()["choices"][0]["text"]
+    assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
 def test_echo(server):
     plain = server.complete("hello", temperature=0).json()["choices"][0]["text"]
     assert server.complete("hello", temperature=0, echo=True).json()["choices"][0]["text"] == "hello" + plain
     ids = server.engine.encode("hello")
-    events = server.events("/v1/completions", {"prompt": [ids, "x"][:1], "temperature": 0, "echo": True, "n": 2})
-    texts = {i: "".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)}
-    assert texts == {0: "hello" + plain, 1: "hello" + plain}
+    events = server.events(COMPLETE, {"prompt": [ids], "temperature": 0, "echo": True, "n": 2})
+    for index in (0, 1):
+        parts = [event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(parts) == "hello" + plain
+    body = {"prompt": "é\u2028", "echo": True, "max_tokens": 2, "stream": True}
+    data = server.post(COMPLETE, body).content
+    assert data.isascii() and parse_events(data)[0]["choices"][0]["text"] == "é\u2028"
 
 
-def test_what_speculation_did(server):
-    body = server.chat(temperature=0, max_tokens=30, return_speculative_metrics=True).json()
-    metrics = body["metadata"]["speculative"]
+def test_speculative_metrics(server):
+    fields = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "return_speculative_metrics": True}
+    metrics = server.post(CHAT, fields).json()["metadata"]["speculative"]
     steps, histogram = metrics["spec_verify_ct"], metrics["spec_accept_histogram"]
     assert sum(histogram) == steps and sum(i * count for i, count in enumerate(histogram)) + steps == 29
     assert metrics["spec_accept_length"] == pytest.approx(29 / steps, abs=1e-4)
     width = server.engine.drafter.width
     assert metrics["spec_accept_rate"] == pytest.approx((29 - steps) / (steps * (width - 1)), abs=1e-4)
-    last = server.events(
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "temperature": 0, "max_tokens": 30, "return_speculative_metrics": True},
-    )[-1]
+    last = server.events(CHAT, fields)[-1]
     assert sum(last["metadata"]["speculative"]["spec_accept_histogram"]) > 0
     assert "metadata" not in server.chat(max_tokens=2).json()
 
 
-def test_messages_of_every_kind(server):
-    def text(messages, **fields):
-        body = server.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 5} | fields)
-        assert body.status_code == 200, body.text
-        return body.json()["usage"]["prompt_tokens"]
+def test_forms_of_messages(server, client):
+    def prompt_tokens(messages) -> int:
+        answer = server.post(CHAT, {"messages": messages, "temperature": 0, "max_tokens": 5})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens"]
 
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    assert text([{"role": "user", "content": parts}]) == text(MESSAGES)
-    system, user = {"role": "system", "content": "be"}, MESSAGES[0]
-    assert text([{"role": "developer", "content": "be"}, user]) == text([system, user])
+    assert prompt_tokens([{"role": "user", "content": parts}]) == prompt_tokens(HELLO)
+    system, user = {"role": "system", "content": "be"}, HELLO[0]
+    assert prompt_tokens([{"role": "developer", "content": "be"}, user]) == prompt_tokens([system, user])
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
-    assert text([user, answer, {"role": "tool", "content": "2", "tool_call_id": "c1"}]) > text([user])
-    # What our own client library makes of an answer goes back as it is.
-    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none") as client:
-        said = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=5).choices[0].message
-        client.chat.completions.create(model=MODEL, messages=[*MESSAGES, said, *MESSAGES], max_tokens=5)
+    assert prompt_tokens([user, answer, {"role": "tool", "content": "2", "tool_call_id": "c1"}]) > prompt_tokens([user])
+    # OpenAI's client can send its own message back.
+    message = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=5).choices[0].message
+    client.chat.completions.create(model=MODEL, messages=[*HELLO, message, *HELLO], max_tokens=5)
 
 
-def test_fields_that_ask_for_nothing_pass(server):
-    nothing = {
-        "response_format": {"type": "text"}, "tools": None, "tool_choice": "none", "user": "me", "metadata": {"a": "b"},
-        "store": False, "service_tier": "auto", "logprobs": False, "top_logprobs": None, "stop": None, "n": None,
-        "logit_bias": {}, "max_tokens": 2, "stream": False, "stream_options": None, "seed": None, "temperature": None,
-    }  # fmt: skip
-    assert server.chat(**nothing).status_code == 200
-    nothing = {"suffix": None, "logprobs": None, "best_of": 1, "echo": False, "max_tokens": None}
-    assert server.complete(**nothing).json()["usage"]["completion_tokens"] == 16
-
-
-def test_max_tokens_absent_is_the_rest_of_the_context(server):
-    body = server.chat(temperature=0).json()
-    assert body["usage"]["total_tokens"] == server.engine.context_length
+def test_default_max_tokens(server):
+    assert server.complete("hello").json()["usage"]["completion_tokens"] == 16
+    assert server.complete("x" * 120).json()["usage"]["completion_tokens"] == 8, "the default fits the context"
+    assert server.chat(temperature=0).json()["usage"]["total_tokens"] == server.engine.context_length
     assert server.chat(temperature=0, max_tokens=3, max_completion_tokens=5).json()["usage"]["completion_tokens"] == 5
+    assert len(server.post(GENERATE, {"text": "hello"}).json()["output_ids"]) > 16, "128, or what fits"
 
 
-def test_async_clients_share_the_batch_and_get_their_own_texts(server):
-    """16 streams at once over 4 rows: every text is the one that the request alone gets."""
+@pytest.mark.parametrize("path", LEAST)
+def test_sampling_defaults_of_the_model(server, monkeypatch, path):
+    monkeypatch.setattr(server.engine, "sampling_defaults", {"temperature": 0.0})
+    body = LEAST[path] | ({"sampling_params": {"max_new_tokens": 8}} if path == GENERATE else {"max_tokens": 8})
+
+    def text() -> str:
+        answer = server.post(path, body).json()
+        return answer["text"] if path == GENERATE else str(answer["choices"][0]).partition("seed")[0]
+
+    assert text() == text(), "greedy"
+
+
+def test_concurrent_streams_share_steps(server):
+    """16 streams over 4 rows have the texts that each request has alone."""
     prompts = [f"prompt {i}" for i in range(16)]
     params = [{"temperature": 0.0 if i % 2 else 0.9, "seed": i} for i in range(16)]
 
-    async def one(client, prompt, fields):
-        pieces = []
+    async def ask(client, prompt, fields):
         stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=25, stream=True, **fields)
-        async for chunk in stream:
-            pieces.append(chunk.choices[0].text)
-        return "".join(pieces)
+        return "".join([chunk.choices[0].text async for chunk in stream])
 
-    async def all_of_them():
+    async def ask_all():
         async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none") as client:
-            return await asyncio.gather(*(one(client, p, f) for p, f in zip(prompts, params, strict=True)))
+            return await asyncio.gather(*(ask(client, p, f) for p, f in zip(prompts, params, strict=True)))
 
     before = server.engine.counters.steps
-    texts = asyncio.run(all_of_them())
+    texts = asyncio.run(ask_all())
     assert texts == [alone(p, max_new_tokens=25, **f)[0] for p, f in zip(prompts, params, strict=True)]
-    assert server.engine.counters.steps - before < 16 * 24, "they shared steps"
+    assert server.engine.counters.steps - before < 16 * 24
     server.wait_idle()
 
 
-def test_generate(server):
-    params = {"max_new_tokens": 12, "temperature": 0}
-    body = server.post("/generate", {"text": "hello", "sampling_params": params, "rid": "mine"}).json()
-    text, ids, reason = alone("hello", max_new_tokens=12)
-    assert (body["text"], body["output_ids"]) == (text, ids)
-    meta = body["meta_info"]
-    assert meta["id"] == "mine" and meta["finish_reason"] == reason == {"type": "length", "length": 12}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (
-        len(server.engine.encode("hello")),
-        12,
-        0,
-    )
-    long = {"text": "hello " * 9, "sampling_params": params}
-    cached = [server.post("/generate", long).json()["meta_info"]["cached_tokens"] for _ in range(2)]
-    assert cached == [0, (len(server.engine.encode("hello " * 9)) - 1) // 4 * 4]
-    events = server.events("/generate", long)
-    counts = [event["meta_info"]["cached_tokens"] for event in events]
-    assert set(counts) == {cached[1]} and len(counts) > 1
-    assert sum(meta["spec_accept_histogram"]) == meta["spec_verify_ct"] and meta["e2e_latency"] > 0
-    both = server.post("/generate", {"text": ["hello", "other"], "sampling_params": params}).json()
-    assert [b["text"] for b in both] == [text, alone("other", max_new_tokens=12)[0]]
-    prompt_ids = server.engine.encode("hello")
-    assert server.post("/generate", {"input_ids": prompt_ids, "sampling_params": params}).json()["text"] == text
-    assert server.post("/generate", {"input_ids": [prompt_ids], "sampling_params": params}).json()[0]["text"] == text
-    mixed = server.post("/generate", {"text": ["hello", "other"], "sampling_params": [params, {"max_new_tokens": 1}]})
-    assert [len(b["output_ids"]) for b in mixed.json()] == [12, 1]
-    assert len(server.post("/generate", {"text": "hello"}).json()["output_ids"]) > 16, "128, or what fits"
-    two = server.post("/generate", {"text": "hello", "sampling_params": params | {"n": 2, "temperature": 1.0}}).json()
-    assert len(two) == 2 and two[0]["text"] != two[1]["text"]
-
-
-def test_generate_streams_the_text_so_far(server):
-    params = {"max_new_tokens": 12, "temperature": 0, "stop": "q"}
-    events = server.events("/generate", {"text": "hello", "sampling_params": params})
-    whole = server.post("/generate", {"text": "hello", "sampling_params": params}).json()
-    texts = [event["text"] for event in events]
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts)) and len(texts) > 2
-    assert texts[-1] == whole["text"] and events[-1]["output_ids"] == whole["output_ids"]
-    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
-    batch = server.events("/generate", {"text": ["hello", "other"], "sampling_params": params})
-    assert {event["index"] for event in batch} == {0, 1}
-
-
-def test_models_health_and_info(server, client):
+def test_models_and_exceptions_of_the_client(client, server):
     (card,) = client.models.list().data
     assert card.id == MODEL and card.max_model_len == server.engine.context_length
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    assert server.complete(max_tokens=8).status_code == 200
-    with server.client() as http:
-        assert http.get("/health").status_code == 200
-        info = http.get("/get_model_info").json()
-        assert info == http.get("/model_info").json()
-        assert info["context_length"] == 128 and info["speculative_algorithm"] == "NGRAM"
-        assert http.get("/openapi.json").status_code == 200 and http.get("/docs").status_code == 200
-        assert info["verify_steps"] >= info["drafted_steps"] > 0
-        assert (info["not_drafted"] is None) == (info["verify_steps"] == info["drafted_steps"])
-        for method in ("GET", "POST"):
-            flushed = http.request(method, "/flush_cache")
-            assert flushed.status_code == 200 and flushed.json()["success"] is True
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt", messages=HELLO)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=HELLO, temperature=-1)
+    assert caught.value.param == "temperature" and "temperature" in str(caught.value)
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, n=0)
+    assert server.complete(model=None, max_tokens=1).json()["model"] == MODEL
 
 
-def test_reports_say_why_steps_did_not_draft():
-    engine = shared_engine("NGRAM")
-    limited = replace(engine.buckets, block_tokens=1)
-    found = drafting_summary(engine.drafter, limited, 10, 4)
-    assert found["drafted_steps"] == 4 and "batches of more than 1 requests" in found["not_drafted"]
-    assert "number of draft tokens" in found["not_drafted"]
-    assert "speculate: false" in drafting_summary(engine.drafter, engine.buckets, 10, 4)["not_drafted"]
-    assert drafting_summary(engine.drafter, engine.buckets, 10, 10)["not_drafted"] is None
-    plain = shared_engine("NONE")
-    assert drafting_summary(plain.drafter, plain.buckets, 10, 0) == {"drafted_steps": 0, "not_drafted": None}
+def test_first_log_probabilities_compile_nothing():
+    """They are part of every step."""
+    engine = make_engine(toy(), max_running_requests=2)
+    with running(engine) as server:
+        plain = server.complete("hello", max_tokens=5, temperature=0).json()["choices"][0]
+        compiled = engine.programs.compiled()
+        scored = server.complete("hello", max_tokens=5, temperature=0, logprobs=1).json()["choices"][0]
+        assert engine.programs.compiled() == compiled
+        assert scored["text"] == plain["text"] and len(scored["logprobs"]["tokens"]) == 5
 
 
-def test_a_draft_model_of_which_nothing_is_accepted_is_reported_once(caplog, monkeypatch):
-    """N-grams may find nothing; a model that never agrees was made for another target."""
-    engine = shared_engine("NONE")
-    model = engine.drafter._replace(name="EAGLE3", features="final")
-    assert doubt(model, MIN_DOUBTED_STEPS - 1, 0) is None and doubt(model, 10 * MIN_DOUBTED_STEPS, 1) is None
-    assert doubt(engine.drafter, 10 * MIN_DOUBTED_STEPS, 0) is None
-    problem = doubt(model, MIN_DOUBTED_STEPS, 0)
-    assert problem is not None and "EAGLE3" in problem and "another model" in problem
-    monkeypatch.setattr(engine, "drafter", model)
-    monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300, own_steps=300))
-    report = Report(engine, interval=40)
-    with caplog.at_level("WARNING"):
-        for _ in range(3):
-            report.after_step()
-    assert [record.getMessage() for record in caplog.records] == [doubt(model, 300, 0)]
+# SGLang's `/generate`.
 
 
-def test_tokens_that_a_grammar_forces_say_nothing_of_the_draft_model():
-    counters = Counters()
-    counters.count(3, verified=True, drafted=True, free=False)
-    counters.count(1, verified=True, drafted=True, free=True)
-    counters.count(2, verified=True, drafted=False, free=True)
-    assert (counters.drafted_steps, counters.accepted) == (2, 3)
-    assert (counters.own_steps, counters.own_accepted) == (1, 0)
+def test_generate(server):
+    server.post("/flush_cache", {})
+    params = {"max_new_tokens": 12, "temperature": 0}
+
+    def generate(**body):
+        return server.post(GENERATE, {"sampling_params": params} | body).json()
+
+    body = generate(text="hello", rid="mine")
+    text, ids, reason = alone("hello", max_new_tokens=12)
+    assert (body["text"], body["output_ids"]) == (text, ids)
+    meta, prompt = body["meta_info"], server.engine.encode("hello")
+    assert meta["id"] == "mine" and meta["finish_reason"] == reason == {"type": "length", "length": 12}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (len(prompt), 12, 0)
+    assert sum(meta["spec_accept_histogram"]) == meta["spec_verify_ct"] and meta["e2e_latency"] > 0
+    long = "hello " * 9
+    cached = [generate(text=long)["meta_info"]["cached_tokens"] for _ in range(2)]
+    assert cached == [0, (len(server.engine.encode(long)) - 1) // 4 * 4]
+    events = server.events(GENERATE, {"text": long, "sampling_params": params})
+    assert {event["meta_info"]["cached_tokens"] for event in events} == {cached[1]} and len(events) > 1
+    assert [answer["text"] for answer in generate(text=["hello", "other"])] == [
+        text,
+        alone("other", max_new_tokens=12)[0],
+    ]
+    assert generate(input_ids=prompt)["text"] == generate(input_ids=[prompt])[0]["text"] == text
+    mixed = generate(text=["hello", "other"], sampling_params=[params, {"max_new_tokens": 1}])
+    assert [len(answer["output_ids"]) for answer in mixed] == [12, 1]
+    first, second = generate(text="hello", sampling_params=params | {"n": 2, "temperature": 1.0})
+    assert first["text"] != second["text"]
 
 
-def test_request_ids_are_echoed_if_they_are_sane(server):
-    with server.client() as http:
-        assert http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
-        other = http.get("/health", headers={"X-Request-Id": "x" * 500}).headers["x-request-id"]
-        assert len(other) == 24 and http.get("/nothing").headers["x-request-id"] != other
+def test_generate_streams_all_text_so_far(server):
+    params = {"max_new_tokens": 12, "temperature": 0, "stop": "q"}
+    events = server.events(GENERATE, {"text": "hello", "sampling_params": params})
+    whole = server.post(GENERATE, {"text": "hello", "sampling_params": params}).json()
+    texts = [event["text"] for event in events]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts)) and len(texts) > 2
+    assert texts[-1] == whole["text"] and events[-1]["output_ids"] == whole["output_ids"]
+    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
+    batch = server.events(GENERATE, {"text": ["hello", "other"], "sampling_params": params})
+    assert {event["index"] for event in batch} == {0, 1}
 
 
-def test_streams_are_one_line_of_ascii_each(server):
-    with server.client() as http, http.stream("POST", "/v1/completions", json={
-        "prompt": "é\u2028", "echo": True, "max_tokens": 2, "stream": True,
-    }) as response:  # fmt: skip
-        data = response.read()
-    assert data.isascii() and json.loads(data.split(b"\n\n")[0][6:])["choices"][0]["text"] == "é\u2028"
+LOGPROBS = (
+    TokenLogprob(70, "a", -0.5, ((70, -0.5), (71, -1.0))),
+    TokenLogprob(71, "b", -1.0, ((71, -1.0), (9, -math.inf))),
+)
+
+
+def test_texts_of_log_probabilities():
+    """JSON has no infinity: -9999, as SGLang."""
+    fields = generate_logprobs(LOGPROBS, TokenNames(tokenizer()))
+    a, b, c = (tokenizer().decode([token]) for token in (70, 71, 9))
+    assert fields["output_token_logprobs"] == [[-0.5, 70, a], [-1.0, 71, b]]
+    assert fields["output_top_logprobs"] == [[[-0.5, 70, a], [-1.0, 71, b]], [[-1.0, 71, b], [-9999.0, 9, c]]]
+    assert generate_logprobs(LOGPROBS, None)["output_token_logprobs"] == [[-0.5, 70, None], [-1.0, 71, None]]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_log_probabilities_of_events(incremental):
+    """All tokens so far, or with incremental output only the new ones."""
+    reason = {"type": "length", "length": 2}
+    done = Completion("r", "ab", [70, 71], 1, reason, 1, 1.0, [1, 0], 7, logprobs=list(LOGPROBS))
+    answer = GenerateAnswer(
+        2, False, ["r"], [1], thoughts=lambda index, output: 0, scored=[True], incremental=incremental,
+        names=TokenNames(tokenizer()),
+    )  # fmt: skip
+    chunks = [StreamChunk(0, "", [70], None, ()), StreamChunk(0, "a", [], None, LOGPROBS[:1])]
+    chunks.append(StreamChunk(0, "b", [71], done, LOGPROBS[1:]))
+    events = [event for chunk in chunks for event in answer.events(chunk)]
+    empty, first, last = (json.loads(event.removeprefix(b"data: "))["meta_info"] for event in events)
+    whole = answer.whole([done])["meta_info"]
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        assert empty.get(name, []) == [] and first[name] == whole[name][:1]
+        assert last[name] == (whole[name][1:] if incremental else whole[name])

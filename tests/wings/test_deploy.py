@@ -1,4 +1,4 @@
-"""`deploy/`: what the files name exists, and the times in them fit together. `make deploy-check` runs the linters."""
+"""The files in `deploy/`: names exist, and times fit together. `make deploy-check` runs linters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LABEL = "app.kubernetes.io/name"
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
-    """Of a Dockerfile, continued lines joined."""
+    """Names and arguments of a Dockerfile's instructions."""
     text = re.sub(r"^#.*\n", "", file.read_text(), flags=re.M).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
@@ -39,10 +39,21 @@ def objects(file: str) -> list[dict[str, Any]]:
 
 
 def deployment(file: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(its spec, the pod's spec, the container) of the Deployment in a manifest."""
-    (found,) = [each for each in objects(file) if each["kind"] == "Deployment"]
-    (container,) = found["spec"]["template"]["spec"]["containers"]
-    return found["spec"], found["spec"]["template"]["spec"], container
+    """(spec, the pod's spec, the container) of the Deployment in a manifest."""
+    spec = spec_of(file, "Deployment")
+    (container,) = spec["template"]["spec"]["containers"]
+    return spec, spec["template"]["spec"], container
+
+
+def spec_of(file: str, kind: str) -> dict[str, Any]:
+    """The spec of the only object of a kind in a manifest; the object itself if it has none."""
+    (manifest,) = [manifest for manifest in objects(file) if manifest["kind"] == kind]
+    return manifest.get("spec", manifest)
+
+
+def after(arguments: list[str], flag: str) -> int:
+    """The number after a flag."""
+    return int(arguments[arguments.index(flag) + 1])
 
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -56,30 +67,27 @@ COMMANDS = {
 
 
 def parsed(command: list[str]) -> flags.Settings:
-    """By the server's own parser, which exits on a flag that it does not have."""
+    """The settings by the server's parser, which exits on an unknown flag."""
     parser = argparse.ArgumentParser()
     settings.add_flags(parser, flags.Settings())
-    return settings.parse(parser, [re.sub(r"\$\{\w+:-(.*)\}", r"\1", each) for each in command], flags.Settings())[1]
+    return settings.parse(parser, [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in command], flags.Settings())[1]
 
 
 @pytest.mark.parametrize("place", COMMANDS)
 def test_flags_of_the_server(place):
-    found = parsed(COMMANDS[place])
-    assert (found.server.host, found.server.port) == ("0.0.0.0", 30000)
-
-
-def test_a_flag_that_does_not_exist_is_found():
+    server = parsed(COMMANDS[place]).server
+    assert (server.host, server.port) == ("0.0.0.0", 30000)
     with pytest.raises(SystemExit):
-        parsed([*COMMANDS["kubernetes"], "--no-such-flag"])
+        parsed([*COMMANDS[place], "--no-such-flag"])
 
 
-# The images.
+# Images.
 
 
-def test_what_the_images_copy_is_there_and_sent():
+def test_files_of_the_images():
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     sources = [value.split() for name, value in instructions(DEPLOY / "Dockerfile") if name == "COPY"]
-    names = [each for words in sources if not words[0].startswith("--from") for each in words[:-1]]
+    names = [name for words in sources if not words[0].startswith("--from") for name in words[:-1]]
     assert names
     for name in names:
         assert (ROOT / name).exists() and f"!{name}" in ignored
@@ -89,15 +97,12 @@ def test_what_the_images_copy_is_there_and_sent():
     cuda = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text())["services"]
     assert targets | {service["build"]["target"] for service in cuda.values()} == {"cpu", "cuda", "router"} <= {*stages}
     assert set(cuda) < set(SERVICES)
+    (extras,) = re.findall(r"'\.\[([\w,-]+)\]'", (DEPLOY / "Dockerfile").read_text())
+    defined = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= set(defined)
 
 
-def test_extras_of_the_images():
-    extras = re.findall(r"'\.\[([\w,-]+)\]'", (DEPLOY / "Dockerfile").read_text())
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert len(extras) == 1 and {name for found in extras for name in found.split(",")} <= set(known)
-
-
-def test_a_wheel_is_built_of_what_is_copied(tmp_path):
+def test_wheel_of_the_copied_files(tmp_path):
     names = [name[1:] for name in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if name[0] == "!"]
     for name in names:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -107,16 +112,16 @@ def test_a_wheel_is_built_of_what_is_copied(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "is absent from" not in done.stdout + done.stderr, "a package that pyproject.toml does not list"
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    held = zipfile.ZipFile(wheel).namelist()
-    assert {"specjax/serve/__main__.py", "specjax/serve/playground.html", "specjax_kernels/attention.py"} <= set(held)
+    files = set(zipfile.ZipFile(wheel).namelist())
+    assert {"specjax/serve/__main__.py", "specjax/serve/playground.html", "specjax_kernels/attention.py"} <= files
 
 
-def test_the_router_is_the_one_that_is_tested():
+def test_version_of_the_router():
     pins = [re.findall(r"sglang-router==(\S+)", (ROOT / name).read_text())
             for name in ("deploy/Dockerfile", "Makefile", "docs/serving.md")]  # fmt: skip
-    assert all(pins) and len({pin for found in pins for pin in found}) == 1
+    assert all(pins) and len({pin for versions in pins for pin in versions}) == 1
     kustomization = yaml.safe_load((DEPLOY / "kubernetes" / "base" / "kustomization.yaml").read_text())
-    tags = {each["name"]: each["newTag"] for each in kustomization["images"]}
+    tags = {image["name"]: image["newTag"] for image in kustomization["images"]}
     assert {SERVICES["router"]["image"].partition(":")[2], tags["specjax-router"]} == {pins[0][0]}
 
 
@@ -125,7 +130,7 @@ def test_the_router_is_the_one_that_is_tested():
 
 def test_compose():
     router, workers = SERVICES["router"], [name for name in SERVICES if name != "router"]
-    urls = [each for each in router["command"] if each.startswith("http://")]
+    urls = [word for word in router["command"] if word.startswith("http://")]
     port = parsed(COMMANDS["compose"]).server.port
     assert urls == [f"http://{name}:{port}" for name in workers] and len(urls) == 2
     assert router["depends_on"] == {name: {"condition": "service_healthy"} for name in workers}
@@ -135,8 +140,8 @@ def test_compose():
         assert grace > parsed(SERVICES[name]["command"]).server.shutdown_timeout + FORCED_GRACE
         assert {volume.partition(":")[0] for volume in SERVICES[name]["volumes"]} <= set(COMPOSE["volumes"])
     assert all(service["deploy"]["resources"]["limits"] for service in SERVICES.values())
-    # Compose stops the router first: it must be there until the last answer has passed.
-    drain = int(router["command"][router["command"].index("--shutdown-grace-period-secs") + 1])
+    # Compose stops the router first; it must run until the last answer has passed.
+    drain = after(router["command"], "--shutdown-grace-period-secs")
     assert int(router["stop_grace_period"].removesuffix("s")) > drain
     assert drain > parsed(SERVICES["worker-1"]["command"]).server.shutdown_timeout
 
@@ -147,10 +152,10 @@ def test_compose():
 @pytest.mark.parametrize("folder", ["base", "cuda"])
 def test_files_that_kustomize_reads(folder):
     place = DEPLOY / "kubernetes" / folder
-    found = yaml.safe_load((place / "kustomization.yaml").read_text())
-    named = [*found["resources"], *(patch["path"] for patch in found.get("patches", ()))]
-    assert all((place / name).exists() for name in named)
-    assert {path.name for path in place.glob("*.yaml")} - {"kustomization.yaml"} == {n for n in named if "/" not in n}
+    document = yaml.safe_load((place / "kustomization.yaml").read_text())
+    names = [*document["resources"], *(patch["path"] for patch in document.get("patches", ()))]
+    assert all((place / name).exists() for name in names)
+    assert {path.name for path in place.glob("*.yaml")} - {"kustomization.yaml"} == {n for n in names if "/" not in n}
 
 
 def test_probes_of_a_worker():
@@ -164,7 +169,7 @@ def test_probes_of_a_worker():
     assert WORKER["ports"][0]["containerPort"] == parsed(COMMANDS["kubernetes"]).server.port
 
 
-def test_times_of_a_worker_that_ends():
+def test_times_of_a_shutdown():
     _, pod, _ = deployment("worker.yaml")
     name, seconds = WORKER["lifecycle"]["preStop"]["exec"]["command"]
     drain = parsed(COMMANDS["kubernetes"]).server.shutdown_timeout
@@ -173,30 +178,27 @@ def test_times_of_a_worker_that_ends():
     readiness = WORKER["readinessProbe"]
     assert int(seconds) >= readiness["periodSeconds"] * readiness["failureThreshold"]
     _, pod, router = deployment("router.yaml")
-    grace = int(router["args"][router["args"].index("--shutdown-grace-period-secs") + 1])
+    grace = after(router["args"], "--shutdown-grace-period-secs")
     assert pod["terminationGracePeriodSeconds"] > int(router["lifecycle"]["preStop"]["exec"]["command"][1]) + grace
     assert grace > drain
 
 
-def test_the_router_finds_the_workers():
+def test_labels_and_rights_of_the_router():
     spec, _, container = deployment("worker.yaml")
     labels = spec["template"]["metadata"]["labels"]
     assert spec["selector"]["matchLabels"].items() <= labels.items()
-    _, pod, router = deployment("router.yaml")
-    args = dict(zip(router["args"][:-1], router["args"][1:], strict=True))
-    assert args["--selector"] == f"{LABEL}={labels[LABEL]}"
-    assert int(args["--service-discovery-port"]) == container["ports"][0]["containerPort"]
-    (budget,) = [each["spec"] for each in objects("worker.yaml") if each["kind"] == "PodDisruptionBudget"]
+    router_spec, pod, router = deployment("router.yaml")
+    assert router["args"][router["args"].index("--selector") + 1] == f"{LABEL}={labels[LABEL]}"
+    assert after(router["args"], "--service-discovery-port") == container["ports"][0]["containerPort"]
+    budget = spec_of("worker.yaml", "PodDisruptionBudget")
     assert budget["selector"]["matchLabels"].items() <= labels.items()
     assert 0 < budget["minAvailable"] < spec["replicas"]
-    (role,) = [each for each in objects("router.yaml") if each["kind"] == "Role"]
+    role, binding = spec_of("router.yaml", "Role"), spec_of("router.yaml", "RoleBinding")
     assert {"get", "list", "watch"} <= set(role["rules"][0]["verbs"]) and role["rules"][0]["resources"] == ["pods"]
-    (binding,) = [each for each in objects("router.yaml") if each["kind"] == "RoleBinding"]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"][0]["name"] == pod["serviceAccountName"]
-    (service,) = [each["spec"] for each in objects("router.yaml") if each["kind"] == "Service"]
-    router_labels = deployment("router.yaml")[0]["template"]["metadata"]["labels"]
-    assert service["selector"].items() <= router_labels.items()
+    service = spec_of("router.yaml", "Service")
+    assert service["selector"].items() <= router_spec["template"]["metadata"]["labels"].items()
     assert service["ports"][0]["targetPort"] == router["ports"][0]["name"]
 
 
@@ -218,11 +220,11 @@ def test_a_gpu_for_each_worker():
     assert {volume["name"] for volume in patch["spec"]["template"]["spec"]["volumes"]} <= volumes
 
 
-def test_commands_of_the_page_name_files_that_exist():
+def test_commands_in_the_documentation():
     text = (ROOT / "docs" / "serving.md").read_text()
-    named = set(re.findall(r"\bdeploy/[\w./-]*\w", text))
-    assert {"deploy/Dockerfile", "deploy/compose.yaml", "deploy/kubernetes/base"} <= named
-    assert all((ROOT / name).exists() for name in named)
+    names = set(re.findall(r"\bdeploy/[\w./-]*\w", text))
+    assert {"deploy/Dockerfile", "deploy/compose.yaml", "deploy/kubernetes/base"} <= names
+    assert all((ROOT / name).exists() for name in names)
     for line in re.findall(r"^docker build .*$", text, flags=re.M):
         words = shlex.split(line)
         assert f"AS {words[words.index('--target') + 1]}\n" in (DEPLOY / "Dockerfile").read_text()

@@ -1,4 +1,4 @@
-"""Several processes that share a model write what one writes, and end together."""
+"""Several processes that share a model give the texts of one process, and end together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 from engine_helpers import tokenizer
 from family_helpers import save_family
 from mesh_helpers import environment, run
-from server_helpers import SECONDS, wait_until
+from server_helpers import SECONDS, in_background, wait_until
 from tiny_checkpoints import save_llama
 
 from specjax.checkpoint.weights import read_folder
@@ -39,13 +38,13 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "hosts_program.py"
 ALGORITHMS = {
     "none": "NONE", "ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "standalone": "STANDALONE", "mtp": "MTP"
 }  # fmt: skip
-MOST = 900.0  # seconds for all that a pair computes: only what hangs takes so long, however busy the machine is
+MOST = 900.0  # time limit of all work of a group in seconds; even on a busy machine only a hang takes so long
 ENDS = 60.0
-"""Seconds in which a process must have ended after another; on an idle machine it takes less than one."""
+"""Time limit in seconds from the end of one process to the end of the others; usually less than one."""
 
 
 def free_address() -> str:
-    """Of which the next port is free as well."""
+    """An address whose port and next port are free."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
@@ -72,25 +71,25 @@ class Together:
         return (self.folder / f"err{rank}").read_text(errors="replace")
 
     def lines(self) -> list[Any]:
-        """JSON that the leader has printed; other libraries print, too."""
-        found = (self.folder / "out0").read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in found if line.startswith("{") and line.endswith("\n")]
+        """The JSON lines that the leader has printed; other libraries print text."""
+        lines = (self.folder / "out0").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
     def running(self) -> None:
         for rank, process in enumerate(self.processes):
             assert process.poll() is None, self.log(rank)
 
-    def wait_for(self, true: Callable[[], Any]) -> None:
+    def wait_for(self, condition: Callable[[], Any]) -> None:
         def done() -> Any:
-            found = true()
-            if not found:
+            result = condition()
+            if not result:
                 self.running()
-            return found
+            return result
 
         wait_until(done, MOST)
 
     def kill(self, rank: int) -> dict[int, str]:
-        """The logs of the others, by rank, after one was killed and they have ended with a status that is not 0."""
+        """Kills a process, and waits until the others have failed. Returns their logs by rank."""
         self.running()
         self.processes[rank].kill()
         others = {other: process for other, process in enumerate(self.processes) if other != rank}
@@ -101,18 +100,17 @@ class Together:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Together]]:
-    """Starts `count` processes; `command` of each gets its rank and the address."""
-    made: list[Together] = []
+    """Starts `count` processes; `command` gets the rank and the address."""
+    groups: list[Together] = []
 
     def start(command: Callable[[int, str], list[str]], count: int = 2) -> Together:
-        made.append(Together(tmp_path / f"group{len(made)}", count, command))
-        return made[-1]
+        groups.append(Together(tmp_path / f"group{len(groups)}", count, command))
+        return groups[-1]
 
     yield start
-    for each in made:
-        for process in each.processes:
-            process.kill()
-            process.wait()
+    for process in (process for group in groups for process in group.processes):
+        process.kill()
+        process.wait()
 
 
 def program(count: int, devices: int, *mode_and_cases: str) -> Callable[[int, str], list[str]]:
@@ -121,18 +119,18 @@ def program(count: int, devices: int, *mode_and_cases: str) -> Callable[[int, st
 
 
 def check_texts(together: Together, cases: Sequence[str], devices: int) -> None:
-    """Waits until the leader has written what one process does, with each case."""
+    """Waits until the leader has printed the texts of one process, for each case."""
     (alone,) = run(["none", 1])
     together.wait_for(lambda: len(together.lines()) == len(cases))
-    for found, case in zip(together.lines(), cases, strict=True):
-        assert found["algorithm"] == ALGORITHMS[case]
-        assert found["texts"] == alone["texts"], case
-        assert found["pool shares"] == [1 / devices] and found["aliased"] == found["state"]
-        assert found["cached"] == alone["cached"] > 0
+    for line, case in zip(together.lines(), cases, strict=True):
+        assert line["algorithm"] == ALGORITHMS[case]
+        assert line["texts"] == alone["texts"], case
+        assert line["pool shares"] == [1 / devices] and line["aliased"] == line["state"]
+        assert line["cached"] == alone["cached"] > 0
 
 
 def names_the_leader(log: str) -> bool:
-    """Whether a follower's log says that the leader is gone. JAX may notice it first."""
+    """True if a follower's log reports that the leader is gone. JAX may report it first."""
     return bool(re.search("Node rank 0 of . is gone", log)) or "JAX distributed service" in log
 
 
@@ -142,8 +140,8 @@ def names_the_leader(log: str) -> bool:
     [("none", "eagle3"), pytest.param(("ngram", "eagle", "standalone", "mtp"), marks=pytest.mark.slow)],
     ids=["plain and EAGLE-3", "others"],
 )
-def test_algorithms_then_a_dead_leader(start, cases):
-    """Biased, sampled and penalised requests, a grammar, and a prompt of which pages are reused."""
+def test_algorithms_and_a_killed_leader(start, cases):
+    """Biased, sampled and penalised requests, a grammar, and a prompt with cached pages."""
     both = start(program(2, 1, "agrees", *cases))
     check_texts(both, cases, 2)
     log = both.kill(0)[1]
@@ -152,16 +150,8 @@ def test_algorithms_then_a_dead_leader(start, cases):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_two_processes_with_two_devices_each(start):
-    both = start(program(2, 2, "agrees", "eagle3"))
-    check_texts(both, ["eagle3"], 4)
-    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
-
-
-@pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 2])
-def test_four_processes_then_a_dead_one(start, dead):
+def test_four_processes_and_a_killed_one(start, dead):
     four = start(program(4, 1, "agrees", "none"), 4)
     check_texts(four, ["none"], 4)
     logs = four.kill(dead)
@@ -173,7 +163,7 @@ def test_four_processes_then_a_dead_one(start, dead):
 
 
 @pytest.mark.process
-def test_a_divergence_ends_both(start):
+def test_divergence_ends_both(start):
     both = start(program(2, 1, "diverges", "none"))
     assert [process.wait(MOST) for process in both.processes] == [1, 1]
     assert "Node rank 1 has diverged: a step of 1 requests" in both.log(0)
@@ -195,11 +185,11 @@ SAMPLED = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed":
 
 def served(folder: str, *more: Any) -> Callable[[int, str], list[str]]:
     """The command of a server on two processes, for `start`."""
-    given = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
-    given += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
+    arguments = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
+    arguments += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
 
     def command(rank: int, address: str) -> list[str]:
-        return ["-m", "specjax.serve", *map(str, given), "--dist-init-addr", address, "--node-rank", str(rank)]
+        return ["-m", "specjax.serve", *map(str, arguments), "--dist-init-addr", address, "--node-rank", str(rank)]
 
     return command
 
@@ -210,13 +200,13 @@ def url(both: Together) -> str:
 
 
 def check_answers(both: Together, folder: str) -> None:
-    """The leader answers what one process does, also from pages that it has kept."""
+    """Checks that the leader's answers equal those of one process, also with cached pages."""
     prompts = ["hello hello hello", "a b a b a"]
     alone = Engine.from_pretrained(folder, config=EngineConfig(**SIZES), compilation_cache=False, progress=False)
     expected = [alone.generate(prompt, SamplingParams(**SAMPLED)).output_ids for prompt in prompts]
     with httpx.Client(base_url=url(both), timeout=SECONDS) as client:
         answer = client.post("/generate", json={"text": prompts, "sampling_params": SAMPLED})
-        assert [one["output_ids"] for one in answer.json()] == expected, answer.text
+        assert [row["output_ids"] for row in answer.json()] == expected, answer.text
         assert client.post("/flush_cache").status_code == 200
         answer = client.post("/generate", json={"text": prompts[0], "sampling_params": SAMPLED})
         assert answer.json()["output_ids"] == expected[0]
@@ -224,7 +214,7 @@ def check_answers(both: Together, folder: str) -> None:
 
 @pytest.mark.process
 def test_servers(start, folder):
-    """With adaptive n-grams; SIGTERM to a follower ends both with 0, and a dead one ends the leader."""
+    """With adaptive n-grams. SIGTERM to a follower ends both with status 0; a killed follower ends the leader."""
     command = served(folder)
     both = start(command)
     check_answers(both, folder)
@@ -240,7 +230,7 @@ def test_servers(start, folder):
 @pytest.mark.process
 @pytest.mark.slow
 def test_servers_with_experts(start, tmp_path):
-    """Each process has half of the experts."""
+    """Expert parallelism: each process has half of the experts."""
     folder = tmp_path / "qwen3_moe"
     sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
     save_family(folder, "qwen3_moe", num_key_value_heads=4, **sizes)
@@ -250,48 +240,42 @@ def test_servers_with_experts(start, tmp_path):
     assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
 
 
-# What needs no processes.
+# Groups within one process.
 
 
-def group_of(*given: Any) -> Any:
+def group_of(*arguments: Any) -> Any:
     parser = Parser(prog="program")
     add_flags(parser, flags.Settings())
-    return make_group(parse(parser, list(map(str, given)), flags.Settings())[1])
+    return make_group(parse(parser, list(map(str, arguments)), flags.Settings())[1])
 
 
 ADDRESS = ("--dist-init-addr", "127.0.0.1:5000")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (ADDRESS, "--dist-init-addr 127.0.0.1:5000 needs --nnodes of at least 2"),
         (("--node-rank", 1), "--node-rank 1 needs --nnodes of at least 2"),
         (("--nnodes", 2, "--tp", 2), "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         (("--nnodes", 2, "--tp", 2, "--node-rank", 2, *ADDRESS), "--node-rank 2 must be from 0 to 1, with --nnodes 2"),
-        (
-            ("--nnodes", 2, "--node-rank", 1, *ADDRESS),
-            "--tensor-parallel-size 1 must be the number of devices of all 2",
-        ),
+        (("--nnodes", 2, *ADDRESS), "--tensor-parallel-size 1 must be the number of devices of all 2"),
         (("--nnodes", 2, "--node-rank", 1, "--tp", 3, *ADDRESS), "--tensor-parallel-size 3 must be"),
         (("--nnodes", 2, "--tp", 2, "--dist-init-addr", "here"), "--dist-init-addr 'here' is not HOST:PORT"),
         (("--nnodes", 2, "--tp", 2, "--dist-init-addr", "203.0.113.1:5000"), "the leader cannot listen at 203.0.113.1"),
     ],
 )
-def test_flags_that_are_refused(given, message):
+def test_refused_flags(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        group_of(*given)
+        group_of(*arguments)
 
 
-def test_flags():
+def test_flags_and_addresses():
     assert group_of("--tp", 2) is None
-    found = group_of("--tp", 4, "--nnodes", 2, "--node-rank", 1, *ADDRESS)
-    assert isinstance(found, Follower) and found.place == (("127.0.0.1", 5000), 2, 1)
-    assert found.settings["--tensor-parallel-size"] == "4" and found.settings["--context-length"] == "not set"
-    assert found.settings["--speculative-adaptive"] == "not set" and "--model" not in found.settings
-
-
-def test_addresses():
+    group = group_of("--tp", 4, "--nnodes", 2, "--node-rank", 1, *ADDRESS)
+    assert isinstance(group, Follower) and group.place == (("127.0.0.1", 5000), 2, 1)
+    assert group.settings["--tensor-parallel-size"] == "4" and group.settings["--context-length"] == "not set"
+    assert group.settings["--speculative-adaptive"] == "not set" and "--model" not in group.settings
     assert Address.parse("host-0.pods:5000") == ("host-0.pods", 5000)
     six = Address.parse("[fd00::1]:80")
     assert six == ("fd00::1", 80) and str(six) == "[fd00::1]:80" and str(six.next) == "[fd00::1]:81"
@@ -302,17 +286,24 @@ def test_addresses():
 
 @pytest.fixture
 def ends(monkeypatch) -> list[str]:
-    """The messages with which groups of this process, which have no devices, would end it."""
-    found: list[str] = []
+    """Messages of groups that would end this process; they have no devices."""
+    messages: list[str] = []
 
     def end(self: Group, message: str) -> None:
-        found.append(message)
+        messages.append(message)
         raise SystemExit
 
     monkeypatch.setattr(Group, "_connect_devices", lambda self: None)
     monkeypatch.setattr(Group, "end", end)
     monkeypatch.setattr("specjax.fleet.hosts.JOIN", SECONDS)
-    return found
+    return messages
+
+
+def new_group(size: int, ranks: Sequence[int] = (1,), leader: Any = None, follower: Any = None) -> tuple[Leader, list]:
+    """A leader and followers at a free address, with these settings."""
+    address = Address.parse(free_address())
+    followers = [Follower(Place(address, size, rank), follower or {}) for rank in ranks]
+    return Leader(Place(address, size, 0), leader or {}), followers
 
 
 @contextlib.contextmanager
@@ -320,18 +311,16 @@ def closing(*groups: Group) -> Iterator[None]:
     yield
     for group in groups:
         group._leaving = True
-    for group in groups:
-        for connection in group._connections.values():
-            connection.close()
+    for connection in (connection for group in groups for connection in group._connections.values()):
+        connection.close()
 
 
 @pytest.fixture
 def joined(ends) -> Iterator[tuple[Leader, Follower, list[str]]]:
     """A leader and a follower in this process, and `ends`."""
-    address = Address.parse(free_address())
-    leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
+    leader, (follower,) = new_group(2)
     joining = threading.Thread(target=follower.join)
-    with socket.create_connection(address.next) as stray:  # it is turned away
+    with socket.create_connection(leader.place.address.next) as stray:  # refused
         stray.sendall(b"GET / HTTP/1.1\r\n\r\n")
         joining.start()
         leader.join()
@@ -340,16 +329,14 @@ def joined(ends) -> Iterator[tuple[Leader, Follower, list[str]]]:
         yield leader, follower, ends
 
 
-def test_followers_that_are_refused(ends):
+def test_refused_followers(ends):
     """Before a model is loaded."""
     plain = {"--page-size": "16", "--context-length": "not set"}
     for ranks, settings, message in (
         ([1], plain | {"--page-size": "32"}, "other settings than the leader: --page-size 32 there, 16 on the leader"),
         ([1, 1], plain, "two processes were started with --node-rank 1"),
     ):
-        address = Address.parse(free_address())
-        leader = Leader(Place(address, 3, 0), plain)
-        followers = [Follower(Place(address, 3, rank), settings) for rank in ranks]
+        leader, followers = new_group(3, ranks, plain, settings)
         for follower in followers:
             follower.join()
         with closing(leader, *followers), pytest.raises(SystemExit):
@@ -357,12 +344,12 @@ def test_followers_that_are_refused(ends):
         assert ends.pop().endswith(message)
 
 
-def test_processes_that_do_not_come(ends, monkeypatch):
-    address = Address.parse(free_address())
+def test_missing_processes(ends, monkeypatch):
     monkeypatch.setattr("specjax.fleet.hosts.JOIN", 1.0)
+    address = Address.parse(free_address())
     with pytest.raises(TimeoutError, match=f"no leader at {address.next} within 1 s: .*refused"):
         Follower(Place(address, 3, 1)).join()
-    leader, follower = Leader(Place(address, 3, 0)), Follower(Place(address, 3, 1))
+    leader, (follower,) = new_group(3)
     follower.join()
     with closing(leader, follower):
         with pytest.raises(TimeoutError, match="--node-rank 2 did not join within 1 s"):
@@ -371,7 +358,7 @@ def test_processes_that_do_not_come(ends, monkeypatch):
     assert not ends
 
 
-def test_a_follower_that_is_stopped_before_it_finds_its_leader(monkeypatch):
+def test_follower_stopped_before_it_joins(monkeypatch):
     statuses: list[int] = []
     monkeypatch.setattr("specjax.fleet.hosts.os._exit", lambda status: (statuses.append(status), sys.exit()))
     with pytest.raises(SystemExit):
@@ -379,19 +366,20 @@ def test_a_follower_that_is_stopped_before_it_finds_its_leader(monkeypatch):
     assert statuses == [0]
 
 
-def test_a_leader_that_is_slow_to_accept(ends, monkeypatch):
-    """It listens before it prepares its device, so a follower's connection is made, and nothing comes."""
-    address = Address.parse(free_address())
-    leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
+def test_leader_that_accepts_late(ends, monkeypatch):
+    """It listens before it prepares its device, so a follower connects and then waits."""
+    leader, (follower,) = new_group(2)
     monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 1.5)
     with closing(leader, follower):
         follower.join()
-        time.sleep(4)
+        time.sleep(3)
         leader.join()
     assert not ends
 
 
-def test_files_are_compared_before_weights_are_read(folder, monkeypatch):
+def test_files_are_compared_before_weights_are_read(folder, tmp_path, monkeypatch):
+    """Two models of one shape with equal norms differ in any tensor."""
+
     class Compared(Exception):
         pass
 
@@ -403,35 +391,31 @@ def test_files_are_compared_before_weights_are_read(folder, monkeypatch):
             raise Compared(*facts)
 
     monkeypatch.setattr("specjax.engine.engine.load", None)
+    alone = Alone(Place(Address("", 1), 1, 0))
     with pytest.raises(Compared, match="files of the weights"):
-        shared_by(Alone(Place(Address("", 1), 1, 0))).from_pretrained(folder, compilation_cache=False, progress=False)
+        shared_by(alone).from_pretrained(folder, compilation_cache=False, progress=False)
 
-
-def test_facts_of_files(tmp_path):
-    """Two models of one shape and with the same norms differ, whichever tensor does."""
-    save_llama(tmp_path / "a", shard="60KB")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    one, other = (read_folder(name, tmp_path / name) for name in "ab")
-    assert len(one.weights) > 1 and file_facts(one) == file_facts(other)
-    entry = one.headers["model.layers.1.mlp.up_proj.weight"]
+    for name in "ab":
+        shutil.copytree(folder, tmp_path / name)
+    first, second = (read_folder(name, tmp_path / name) for name in "ab")
+    assert len(first.weights) > 1 and file_facts(first) == file_facts(second)
+    entry = first.headers["model.layers.1.mlp.up_proj.weight"]
     with (tmp_path / "b" / entry.file.name).open("r+b") as file:
         file.seek(entry.start + 100)
         file.write(b"\x77")
-    found = file_facts(other)
-    assert found.keys() == file_facts(one).keys() == {"files of the weights"} and found != file_facts(one)
+    assert file_facts(second).keys() == file_facts(first).keys() == {"files of the weights"}
+    assert file_facts(second) != file_facts(first)
 
 
 def test_agreement(joined):
     leader, follower, ends = joined
-    for own, other in ((7, 5), (5, 7)):
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(follower.agree, {"model": "a"}, other)
-            assert leader.agree({"model": "a"}, own) == found.result() == 5
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(follower.agree, {"model": "a", "weights": "x"}, 1)
-        with pytest.raises(SystemExit):
-            leader.agree({"model": "a", "weights": "y"}, 1)
-        leader.send("agree", number=1)
+    for numbers in ((7, 5), (5, 7)):
+        number = in_background(follower.agree, {"model": "a"}, numbers[1])
+        assert leader.agree({"model": "a"}, numbers[0]) == number.result(SECONDS) == 5
+    in_background(follower.agree, {"model": "a", "weights": "x"}, 1)
+    with pytest.raises(SystemExit):
+        leader.agree({"model": "a", "weights": "y"}, 1)
+    leader.send("agree", number=1)
     assert ends == ["Node rank 1 differs from the leader: weights x there, y on the leader"]
 
 
@@ -443,8 +427,8 @@ def test_messages_and_digests(joined):
     assert (kind, fields) == ("run", {"key": ["step", 1]})
     assert array is not None and array.dtype == np.int32
     np.testing.assert_array_equal(array, sent)
-    for each in ("a", "b", "c"):
-        follower.report(each)
+    for digest in ("a", "b", "c"):
+        follower.report(digest)
     leader.compare("a", "a step")
     leader.compare("b", "a step")
     with pytest.raises(SystemExit):
@@ -452,13 +436,12 @@ def test_messages_and_digests(joined):
     assert ends == ["Node rank 1 has diverged: a prefill gave other tokens there (digest c) than on the leader (d)"]
 
 
-def test_silence(joined, monkeypatch):
-    """A connection that stays open, and on which nothing comes."""
+def test_silent_connections_are_lost(joined, monkeypatch):
     assert joined
     lost: list[tuple[int, str]] = []
     monkeypatch.setattr(Group, "_lost", lambda self, rank, reason: lost.append((rank, reason)))
     monkeypatch.setattr("specjax.fleet.hosts.SILENCE", 2.5)
-    time.sleep(4)
+    time.sleep(3)
     assert not lost
     monkeypatch.setattr("specjax.fleet.hosts._Connection.send", lambda *_, **__: None)
     wait_until(lambda: len(lost) == 2)

@@ -1,4 +1,4 @@
-"""The real Ray: replicas of a tiny model, one of them killed, more of them under load; Ray Data. `make ray` runs it."""
+"""Ray itself (`make ray`): replicas of a tiny model, a killed replica, autoscaling, Ray Data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from generate_helpers import saved_model
 from ray_helpers import QUICK
 
-# Ray Serve gives up a proxy that takes longer than 5 s to start, as it may on a busy machine. Read at the import.
+# Ray Serve gives up a proxy that takes longer than 5 s to start. Ray reads these variables at its import.
 os.environ |= {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
 ray = pytest.importorskip("ray", reason="Ray is not installed: make ray")
 from ray import serve  # noqa: E402
@@ -64,7 +64,7 @@ def plain_app(model: str) -> Any:
 
 
 def llm_app(model: str) -> Any:
-    """One replica, or two under load, behind the application of ray.serve.llm, which Ray's own builder makes."""
+    """One replica, or two under load, in the application of Ray's builder in ray.serve.llm."""
     llm = pytest.importorskip("ray.serve.llm", reason="neither vLLM nor SGLang is installed", exc_type=ImportError)
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "metrics_interval_s": 0.5,
                "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0}  # fmt: skip
@@ -78,7 +78,7 @@ APPS = {"plain": plain_app, "llm": llm_app}
 
 @pytest.fixture(scope="module")
 def client(request, cluster, model) -> Iterator[httpx.Client]:
-    """Of an application, which ends before another one starts."""
+    """A client of an application, which ends before the next one starts."""
     name = request.param
     serve.run(APPS[name](model), name=name, route_prefix=f"/{name}")
     with httpx.Client(base_url=f"{cluster}/{name}", timeout=SECONDS) as client:
@@ -91,24 +91,24 @@ def behind(*apps: str) -> pytest.MarkDecorator:
 
 
 def replicas(app: str) -> set[int]:
-    """The processes of the model's replicas, of those that this process has started."""
-    found = set()
-    for each in psutil.Process().children(recursive=True):
+    """The processes of the model's replicas."""
+    pids = set()
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if re.match(rf"ray::ServeReplica:{app}:SpecjaxServer:", " ".join(each.cmdline())):
-                found.add(each.pid)
-    return found
+            if re.match(rf"ray::ServeReplica:{app}:SpecjaxServer:", " ".join(process.cmdline())):
+                pids.add(process.pid)
+    return pids
 
 
 def ready(app: str) -> int:
-    """How many of the model's replicas take requests, as Ray Serve says."""
+    """Number of replicas that are running, according to Ray Serve."""
     deployments = serve.status().applications[app].deployments
     return deployments["SpecjaxServer:tiny"].replica_states.get("RUNNING", 0)
 
 
-def wait_for(true: Callable[[], Any], what: str) -> None:
+def wait_for(condition: Callable[[], Any], what: str) -> None:
     deadline = time.monotonic() + SECONDS
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
         time.sleep(0.2)
 
@@ -118,7 +118,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def streamed(client: httpx.Client, path: str = "/v1/completions", fields: Any = None) -> list[dict[str, Any]]:
-    """The events of `fields`, by default of `body()`, but for the last, which is [DONE]."""
+    """The events of a stream without the last, [DONE]. `fields`: default `body()`."""
     with client.stream("POST", path, json=(fields or body()) | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -127,7 +127,7 @@ def streamed(client: httpx.Client, path: str = "/v1/completions", fields: Any = 
 
 
 def expected_text(model: str) -> str:
-    """Of `body()`, by an engine of its own."""
+    """The text of `body()` by an engine."""
     (row,) = Generate(QUICK | {"model": model}, {"max_new_tokens": 8, "temperature": 0.7}).complete(
         [{"input_ids": body()["prompt"], "seed": 3}]
     )
@@ -157,9 +157,8 @@ def test_answers_streams_and_errors(client, model):
 
 
 @behind("llm")
-def test_a_second_replica_under_load(client):
-    """`autoscaling_config`: more requests under way than `target_ongoing_requests` start a replica, which answers; it
-    ends when they do."""
+def test_autoscaling(client):
+    """More requests than `target_ongoing_requests` start a second replica, which ends when they end."""
     before = replicas("llm")
     assert len(before) == ready("llm") == 1
     texts, done = [], threading.Event()
@@ -180,15 +179,15 @@ def test_a_second_replica_under_load(client):
         for thread in threads:
             thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
-    assert len(set(texts)) == 1, "both give the same text, and no request fails while the replica starts"
+    assert len(set(texts)) == 1, "both replicas give the same text, and no request fails"
     wait_for(lambda: len(replicas("llm")) == 1, "one replica again")
     assert client.post("/v1/completions", json=body()).status_code == 200
 
 
 @behind("plain")
-def test_a_killed_replica(client):
-    """Under load, kill -9 of one of two: every request is answered, but for streams that had begun, which say so."""
-    wanted = client.post("/v1/completions", json=body(max_tokens=60)).json()["choices"][0]["text"]
+def test_killed_replica(client):
+    """After kill -9 of one of two replicas under load, only streams that had begun get an error."""
+    expected = client.post("/v1/completions", json=body(max_tokens=60)).json()["choices"][0]["text"]
     results: list[str] = []
 
     def ask(index: int) -> None:
@@ -202,7 +201,7 @@ def test_a_killed_replica(client):
                 events = [json.loads(line) for line in lines if line != "[DONE]"]
                 broken = [event for event in events if "error" in event]
                 parts = [event["choices"][0]["text"] for event in events if event.get("choices")]
-                assert wanted.startswith("".join(parts))
+                assert expected.startswith("".join(parts))
                 text = "broken" if broken and parts else "".join(parts)
             results.append(text)
 
@@ -217,20 +216,20 @@ def test_a_killed_replica(client):
         thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
     assert len(results) == 24
-    assert set(results) <= {wanted, "broken"}, results
+    assert set(results) <= {expected, "broken"}, results
     wait_for(lambda: len(now := replicas("plain")) == 2 and now != before, "another replica for the killed one")
 
 
 def test_data(cluster, model, tmp_path):
-    """Two actors: every row once, with the text of one engine, its own columns and the objects of its fields."""
+    """Two actors return each row once, with the text of one engine and the columns of `keep`."""
     rows = [{"id": f"r{i}", "prompt": "abc" * (1 + i % 3), "label": i} for i in range(12)]
     constructor = {"settings": QUICK | {"model": model}, "sampling": {"max_new_tokens": 6}, "keep": ["label"]}
-    found = ray.data.from_items(rows).map_batches(
+    answers = ray.data.from_items(rows).map_batches(
         Generate, fn_constructor_kwargs=constructor, concurrency=2, num_cpus=1, batch_size=3
     )
-    found.write_json(str(tmp_path / "answers"))
+    answers.write_json(str(tmp_path / "answers"))
     lines = [json.loads(line) for file in (tmp_path / "answers").iterdir() for line in file.read_text().splitlines()]
-    wanted = {row["id"]: row["text"] for row in Generate(**constructor).complete(rows)}
+    expected = {row["id"]: row["text"] for row in Generate(**constructor).complete(rows)}
     assert len(lines) == 12
-    assert {line["id"]: line["text"] for line in lines} == wanted
+    assert {line["id"]: line["text"] for line in lines} == expected
     assert {line["id"]: line["label"] for line in lines} == {row["id"]: row["label"] for row in rows}

@@ -1,4 +1,4 @@
-"""Data parallelism: which replica a request goes to, what the routes say of several, and how they end."""
+"""Data parallelism: the choice of a replica, routes of several replicas, failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_helpers import make_engine, shared_engine, toy
 from prometheus_client.parser import text_string_to_metric_families
-from server_helpers import SECONDS, Running, braked, running, wait_until
+from server_helpers import SECONDS, Running, braked, in_background, running, wait_until
 
 from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
@@ -41,46 +41,38 @@ def serving(engines: list[Engine], settings: ServerSettings | None = None, **opt
     return running(engines[0], settings, service=service, **options)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(engines) -> Iterator[Running]:
-    with serving(engines) as found:
-        yield found
-
-
-def get(server: Running, path: str) -> Any:
-    with server.client() as client:
-        return client.get(path)
+    with serving(engines) as served:
+        yield served
 
 
 def text_of(answer: Any) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-# The choice
+# The choice of a replica.
 
 
 def test_balance_by_load_and_prefix():
     balance = Balance(2, page_size=4)
     first, second, long = [1] * 8, [2] * 8, [1] * 8 + [3] * 20
     assert balance.choose(first, None, [0, 0]) == 0
-    assert balance.choose(second, None, [0, 0]) == 1, "the one with the fewest so far"
-    assert balance.choose(long, None, [1, 0]) == 0, "its beginning is there"
-    assert balance.choose(long, None, [2, 0]) == 1, "that one is too far ahead"
-    assert balance.choose(long, None, [1, 0]) == 1, "both have it now, and the load decides"
+    assert balance.choose(second, None, [0, 0]) == 1, "the fewest requests so far"
+    assert balance.choose(long, None, [1, 0]) == 0, "its prefix is cached there"
+    assert balance.choose(long, None, [2, 0]) == 1, "too much load at the other"
+    assert balance.choose(long, None, [1, 0]) == 1, "cached at both: the load decides"
     assert balance.choose(long, None, [5, 4]) == 1
     assert balance.choose(second, "salt", [1, 0]) == balance.choose(second, "other", [1, 0]) == 1
     assert balance.choose(first[:3], None, [0, 3]) == 0, "less than a page"
 
 
-def test_balance_keeps_loads_together():
-    """Whatever the prompts have in common, as in the rule: at most a quarter and two more than the least."""
+def test_balance_bounds_the_load(monkeypatch):
+    """For any prompts, at most a quarter and two requests more than the smallest load. Memory is bounded, too."""
     balance, loads = Balance(3, page_size=2), [0, 0, 0]
     for count in range(200):
         loads[balance.choose([7] * (count % 9), None, loads)] += 1
         assert max(loads) <= min(loads) + 2 + min(loads) // 4, loads
-
-
-def test_balance_forgets(monkeypatch):
     monkeypatch.setattr(replicas, "MAX_PAGES", 5)
     balance = Balance(2, page_size=1)
     for token in range(50):
@@ -89,70 +81,67 @@ def test_balance_forgets(monkeypatch):
 
 
 def test_sums():
-    """Of counters and of latencies: those of one engine are as they were."""
-    one, other = Counters(generated=3, accepted_at=[2, 1]), Counters(generated=4, accepted_at=[1])
-    both = Counters.sum([one, other])
-    assert (both.generated, both.accepted_at, one.accepted_at) == (7, [3, 1], [2, 1])
-    assert Counters.sum([one]) == one
+    """Sums of counters and latencies do not change their terms."""
+    first, second = Counters(generated=3, accepted_at=[2, 1]), Counters(generated=4, accepted_at=[1])
+    both = Counters.sum([first, second])
+    assert (both.generated, both.accepted_at, first.accepted_at) == (7, [3, 1], [2, 1])
+    assert Counters.sum([first]) == first
     slow, fast = Latencies(), Latencies()
     slow.observe(9.0, 2)
     fast.observe(0.002)
-    samples = {each.name: each.value for each in Latencies.sum([slow, fast]).family("x", "About.", "m").samples}
+    samples = {s.name: s.value for s in Latencies.sum([slow, fast]).family("x", "About.", "m").samples}
     assert (samples["x_count"], samples["x_sum"]) == (3, pytest.approx(18.002))
 
 
 def test_too_few_devices():
-    given = {"engine": EngineSettings(tensor_parallel_size=2), "server": ServerSettings(data_parallel_size=30)}
-    with pytest.raises(
-        ValueError, match=r"^--data-parallel-size 30 with --tensor-parallel-size 2 needs 60 devices, an"
-    ):
-        build.check_devices(Settings(**given))
-    with pytest.raises(
-        ValueError, match=r"^--data-parallel-size 30 needs 30 devices, .*; at most \d+ replicas fit; XLA"
-    ):
-        build.check_devices(Settings(server=ServerSettings(data_parallel_size=30)))
+    many = ServerSettings(data_parallel_size=30)
+    for settings, text in (
+        (Settings(engine=EngineSettings(tensor_parallel_size=2), server=many),
+         "--data-parallel-size 30 with --tensor-parallel-size 2 needs 60 devices, an"),
+        (Settings(server=many), r"--data-parallel-size 30 needs 30 devices, .*; at most \d+ replicas fit; XLA"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{text}"):
+            build.check_devices(settings)
 
 
-# Requests
+# Requests.
 
 
 def test_requests_over_both_replicas(server, engines):
-    """Each writes what one engine writes, and `/metrics` counts each once."""
-    expected = [engines[0].generate(prompt, {**one(), "seed": 5}).text for prompt in PROMPTS]
+    """Texts equal those of one engine, and `/metrics` counts each request once."""
+    sampling = {"max_new_tokens": 24} | {name: value for name, value in FIELDS.items() if name != "max_tokens"}
+    alone = shared_engine("NONE")
+    expected = [alone.generate(prompt, sampling).text for prompt in PROMPTS]
     before, marks = sums(server), [engine.counters.generated for engine in engines]
     with ThreadPoolExecutor(8) as clients:
-        found = list(clients.map(lambda prompt: text_of(server.complete(prompt, **FIELDS)), PROMPTS))
-    assert found == expected
+        texts = list(clients.map(lambda prompt: text_of(server.complete(prompt, **FIELDS)), PROMPTS))
+    assert texts == expected
     server.wait_idle()
     drawn = [engine.counters.generated - mark for engine, mark in zip(engines, marks, strict=True)]
     after = sums(server)
     assert all(drawn) and sum(drawn) == 24 * len(PROMPTS)
     assert after["sglang:generation_tokens_total"] - before["sglang:generation_tokens_total"] == sum(drawn)
     assert after["sglang:num_requests_total"] - before["sglang:num_requests_total"] == len(PROMPTS)
-    each = "specjax:e2e_request_latency_seconds_count"
-    assert after[each] - before[each] == len(PROMPTS)
+    latencies = "specjax:e2e_request_latency_seconds_count"
+    assert after[latencies] - before[latencies] == len(PROMPTS)
     assert after["specjax:rank_generation_tokens_total"] == after["specjax:generation_tokens_total"]
     assert after["specjax:max_total_num_tokens"] == 2 * engines[0].intake.pool_tokens
 
 
-def one() -> dict[str, Any]:
-    return {"max_new_tokens": FIELDS["max_tokens"], "ignore_eos": True, "temperature": FIELDS["temperature"]}
-
-
 def sums(server: Running) -> dict[str, float]:
-    """The sum of each metric's series, buckets of histograms left out."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(get(server, "/metrics").text):
+    """The sum of each metric's series, without buckets of histograms."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
             if "le" not in sample.labels:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
 
 
 def test_choices_and_streams_of_one_request(server):
-    """Its sequences are spread, and their answers come together in order."""
+    """The sequences of one request run at both replicas."""
     body = {"prompt": PROMPTS[:3], "n": 2, **FIELDS}
-    whole = [each["text"] for each in server.post("/v1/completions", body).json()["choices"]]
+    whole = [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
     singles = [
         text_of(server.complete(prompt, **FIELDS | {"seed": 5 + choice})) for prompt in PROMPTS[:3] for choice in (0, 1)
     ]
@@ -167,17 +156,17 @@ def test_choices_and_streams_of_one_request(server):
     assert first["prompt_logprobs"] == second["prompt_logprobs"] is not None
 
 
-def test_the_prefix_cache_of_the_replica_that_has_it(server, engines):
+def test_requests_go_to_a_cached_prefix(server, engines):
     text = "once upon a time there was a table model that wrote letters"
     for _ in range(3):
         server.complete(text, max_tokens=2)
-    found = server.complete(text, max_tokens=2).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert found > len(engines[0].encode(text)) - 2 * engines[0].pool.page_size
+    cached = server.complete(text, max_tokens=2).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > len(engines[0].encode(text)) - 2 * engines[0].pool.page_size
 
 
-def test_what_is_said_of_each_replica(server, engines):
+def test_info_and_loads_of_replicas(server, engines):
     server.wait_idle()
-    info, loads, old = (get(server, path).json() for path in ("/server_info", "/v1/loads", "/get_load"))
+    info, loads, old = (server.get(path).json() for path in ("/server_info", "/v1/loads", "/get_load"))
     assert info["dp_size"] == len(info["internal_states"]) == 2
     for engine, state in zip(engines, info["internal_states"], strict=True):
         assert state["generated_tokens"] == engine.counters.generated
@@ -186,8 +175,7 @@ def test_what_is_said_of_each_replica(server, engines):
     assert [load["dp_rank"] for load in old] == [0, 1]
 
 
-def test_loads_and_aborts_at_both(server, engines):
-    """Requests run at both replicas; an abort by name ends some, and all pages come back."""
+def test_loads_and_aborts_at_both_replicas(server, engines):
     server.wait_idle()
     params = {"max_new_tokens": 100, "ignore_eos": True, "n": 2}
     with ExitStack() as stack, ThreadPoolExecutor(4) as clients:
@@ -199,8 +187,8 @@ def test_loads_and_aborts_at_both(server, engines):
         wait_until(lambda: server.runner.unfinished == 4)
         for brake in brakes:
             brake.wait()
-        loads = get(server, "/v1/loads").json()
-        assert [load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"]] == [2, 2]
+        loads = server.get("/v1/loads").json()
+        assert all(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
         assert loads["aggregate"]["total_reqs"] == 4
         again = server.post("/generate", {"text": "x", "sampling_params": params, "rid": "mine"})
         assert again.status_code == 400 and "is running" in again.text
@@ -209,14 +197,14 @@ def test_loads_and_aborts_at_both(server, engines):
         for brake in brakes:
             brake.release()
         ends = {
-            name: {each["meta_info"]["finish_reason"]["type"] for each in job.result(SECONDS).json()}
+            name: {choice["meta_info"]["finish_reason"]["type"] for choice in job.result(SECONDS).json()}
             for name, job in asked.items()
         }
     assert ends == {"mine": {"abort"}, "other": {"length"}}
     server.wait_idle()
 
 
-def test_a_client_that_leaves(server, engines):
+def test_leaving_client(server, engines):
     server.wait_idle()
     body = {"prompt": PROMPTS[:4], "max_tokens": 100, "stream": True, "ignore_eos": True}
     with ExitStack() as stack, server.client() as client:
@@ -227,10 +215,10 @@ def test_a_client_that_leaves(server, engines):
     server.wait_idle()
 
 
-def test_commands_reach_all(server, engines):
+def test_commands_reach_all_replicas(server, engines):
     server.wait_idle()
     marks = [engine.counters.generated for engine in engines]
-    assert get(server, "/health_generate").json() == {"status": "ok"}
+    assert server.get("/health_generate").json() == {"status": "ok"}
     server.wait_idle()
     assert [engine.counters.generated for engine in engines] == [mark + 1 for mark in marks]
     assert any(engine.scheduler.prefix.evictable for engine in engines)
@@ -240,15 +228,15 @@ def test_commands_reach_all(server, engines):
     with ThreadPoolExecutor(4) as clients:
         asked = [clients.submit(server.complete, prompt, max_tokens=3) for prompt in PROMPTS[:4]]
         wait_until(lambda: server.runner.unfinished == 4)
-        assert get(server, "/health_generate").status_code == 503
+        assert server.get("/health_generate").status_code == 503
         assert server.post("/flush_cache", {}).json()["error"]["code"] == "busy"
-        assert [rank.unfinished for rank in server.runner.ranks] == [2, 2]
+        assert all(rank.unfinished for rank in server.runner.ranks)
         assert server.post("/continue_generation", {}).status_code == 200
         assert all(job.result(SECONDS).status_code == 200 for job in asked)
 
 
-def test_the_queue_of_all(engines):
-    """As many requests as all replicas hold are taken, and no more."""
+def test_capacity_is_that_of_all_replicas():
+    engines = [make_engine(toy(), "NONE") for _ in range(2)]
     with serving(engines, ServerSettings(max_queued_requests=1)) as server:
         assert server.runner.capacity == 10
         assert server.complete(["a"] * 10, max_tokens=1).status_code == 200
@@ -262,70 +250,60 @@ def test_the_queue_of_all(engines):
             assert asked.result(SECONDS).status_code == 200
 
 
-# How they end
+# Failures.
 
 
-def test_a_step_that_fails_ends_the_requests_of_its_replica(engines, monkeypatch):
-    with serving(engines) as server, ThreadPoolExecutor(4) as clients:
-        server.post("/pause_generation", {"mode": "in_place"})
-        asked = [clients.submit(server.complete, prompt, **FIELDS) for prompt in PROMPTS[:4]]
-        wait_until(lambda: [rank.unfinished for rank in server.runner.ranks] == [2, 2])
-        monkeypatch.setattr(engines[1], "step", fail)
-        server.post("/continue_generation", {})
-        answers = [job.result(SECONDS) for job in asked]
-        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
-        assert sum(FAILED_STEP in answer.text for answer in answers) == 2
-        monkeypatch.undo()
-        assert get(server, "/health").status_code == 200
-        assert server.complete(["a"] * 4, max_tokens=2).status_code == 200
+def test_failed_step_ends_the_requests_of_its_replica(server, engines, monkeypatch):
+    def fail() -> Any:
+        raise RuntimeError("a step fails, for a test")
+
+    server.post("/pause_generation", {"mode": "in_place"})
+    jobs = [in_background(server.complete, prompt, **FIELDS) for prompt in PROMPTS[:4]]
+    wait_until(lambda: server.runner.unfinished == 4)
+    failing = server.runner.ranks[1].unfinished
+    assert 0 < failing < 4
+    monkeypatch.setattr(engines[1], "step", fail)
+    server.post("/continue_generation", {})
+    answers = [job.result(SECONDS) for job in jobs]
+    assert sorted(answer.status_code for answer in answers) == [200] * (4 - failing) + [503] * failing
+    assert sum(FAILED_STEP in answer.text for answer in answers) == failing
+    monkeypatch.undo()
+    assert server.get("/health").status_code == 200
+    assert server.complete(["a"] * 4, max_tokens=2).status_code == 200
 
 
-def fail() -> Any:
-    raise RuntimeError("a step fails, for a test")
-
-
-def test_a_replica_that_hangs_ends_all(engines):
-    """As a server of one engine does: everybody is told, and the state is FAILED."""
+def test_stuck_replica_ends_all():
+    """As in a server of one engine, all requests get an error, and the state is FAILED."""
+    engines = [make_engine(toy(), "NONE") for _ in range(2)]
     with ExitStack() as stack:
         server = stack.enter_context(serving(engines, QUICK, idle_at_end=False))
-        clients = stack.enter_context(ThreadPoolExecutor(4))
         for engine in engines:
             stack.enter_context(braked(engine, after=engine is engines[0]))
-        asked = [clients.submit(server.complete, prompt, **FIELDS) for prompt in PROMPTS[:4]]
-        answers = [job.result(SECONDS) for job in asked]
+        jobs = [in_background(server.complete, prompt, **FIELDS) for prompt in PROMPTS[:4]]
+        answers = [job.result(SECONDS) for job in jobs]
         assert {answer.status_code for answer in answers} == {503}
         assert any(answer.json()["error"]["message"] == ENGINE_STUCK for answer in answers)
         wait_until(lambda: all(rank.state is State.FAILED for rank in server.runner.ranks))
         assert isinstance(server.runner.failure, EngineStuck) and server.runner.places.taken == 0
-        assert get(server, "/health").status_code == 503
-    for engine in engines:
-        engine.reset("the test has ended")
+        assert server.get("/health").status_code == 503
 
 
-def test_a_replica_that_cannot_be_loaded(engines):
-    """The others end, too, and those that have not begun are not loaded."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_starts_of_replicas(engines, fails):
+    """READY is reported once. If an engine cannot be loaded, the others end, and later ones are not loaded."""
     loaded, changes = [], []
 
-    def make(rank: int) -> Engine:
+    def load(rank: int) -> Engine:
         loaded.append(rank)
-        if rank == 1:
+        if rank == 1 and fails:
             raise ValueError("no room for this one")
-        return engines[0]
+        return make_engine(toy(), "NONE", warm=False)
 
-    service = Replicas(make, ServerSettings(), 3, warm_up=False)
+    service = Replicas(load, ServerSettings(), 3 if fails else 2, warm_up=False)
     service.on_change = lambda: changes.append(service.state)
     service.start()
-    wait_until(lambda: all(rank.state is State.FAILED for rank in service.ranks))
-    assert service.stop(SECONDS)
-    assert str(service.failure) == "no room for this one" and not service.loaded
-    assert changes == [State.FAILED] and service.state is State.FAILED
-    assert loaded.count(1) == 1
-
-
-def test_ready_is_told_once(engines):
-    changes: list[State] = []
-    service = Replicas(lambda rank: engines[rank], ServerSettings(), 2, warm_up=False)
-    service.on_change = lambda: changes.append(service.state)
-    service.start()
-    wait_until(lambda: changes)
-    assert service.stop(SECONDS) and changes == [State.READY]
+    wait_until(lambda: all(rank.state is State.FAILED for rank in service.ranks) if fails else changes)
+    assert service.stop(SECONDS) and changes == [State.FAILED if fails else State.READY]
+    if fails:
+        assert str(service.failure) == "no room for this one" and not service.loaded
+        assert loaded.count(1) == 1 and service.state is State.FAILED

@@ -1,4 +1,4 @@
-"""Replicas behind routers of other projects, unchanged, as processes: `make routers` installs and runs them.
+"""Two replicas behind routers of other projects, as processes: `make routers` installs and runs them.
 
 SPECJAX_ROUTER_REQUESTS is the number of requests during which a worker is killed (120; `make routers` sends 500).
 """
@@ -21,9 +21,9 @@ from router_helpers import (
     Worker,
     ask,
     ask_all,
+    check_idle,
     free_port,
     killed_under_load,
-    nothing_is_held,
     plain,
     router_python,
     stopping,
@@ -31,21 +31,24 @@ from router_helpers import (
     wait_for,
 )
 
-PYTHON = router_python("sglang-router")
+ROUTER, LITELLM = router_python("sglang-router"), router_python("litellm")
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+SETTINGS = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(PYTHON is None, reason="sglang-router is not installed (make routers)"),
-]
+pytestmark = pytest.mark.process
+needs_router = pytest.mark.skipif(ROUTER is None, reason="sglang-router is not installed (make routers)")
+needs_litellm = pytest.mark.skipif(LITELLM is None, reason="LiteLLM's proxy is not installed (make routers)")
 
 
 class Router(Program):
-    """sglang-router over workers, with health checks that are quick enough for a test."""
+    """sglang-router over workers, with frequent health checks."""
 
     def __init__(self, folder: Path, workers: list[Worker]) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [str(PYTHON), "-m", "sglang_router.launch_router", "--worker-urls", *(w.url for w in workers),
+        command = [str(ROUTER), "-m", "sglang_router.launch_router", "--worker-urls", *(w.url for w in workers),
                    "--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port),
                    "--prometheus-port", str(free_port()), "--health-check-interval-secs", "1",
                    "--health-failure-threshold", "2", "--health-success-threshold", "1",
@@ -56,11 +59,34 @@ class Router(Program):
         return httpx.get(self.url + path, timeout=30)
 
     def healthy(self) -> set[str]:
-        return {each["url"] for each in self.get("/workers").json()["workers"] if each["is_healthy"]}
+        return {worker["url"] for worker in self.get("/workers").json()["workers"] if worker["is_healthy"]}
+
+
+class Proxy(Program):
+    """LiteLLM's proxy as docs/serving.md configures it, with shorter times.
+
+    It selects a worker at random, sends a failed request to the other worker, and then excludes the failed worker for
+    the time of its cooldown.
+    """
+
+    def __init__(self, folder: Path, workers: list[Worker]) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        params = {"model": "text-completion-openai/tiny", "api_key": "none"}
+        models = [
+            {"model_name": "tiny", "litellm_params": params | {"api_base": f"{worker.url}/v1"}} for worker in workers
+        ]
+        settings = {"num_retries": 3, "allowed_fails": 0, "cooldown_time": 2}
+        (folder / "litellm.yaml").write_text(yaml.safe_dump({"model_list": models, "router_settings": settings}))
+        command = [str(Path(str(LITELLM)).with_name("litellm")), "--config", str(folder / "litellm.yaml"),
+                   "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+        super().__init__([str(LITELLM), *command], folder / "litellm.log", plain() | SETTINGS)
+
+    def ready(self) -> bool:
+        return httpx.get(f"{self.url}/health/readiness", timeout=30).status_code == 200
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory):
+def routed(tmp_path_factory):
     """(workers, router), all ready."""
     folder = tmp_path_factory.mktemp("routers")
     with two_workers(folder) as workers:
@@ -70,47 +96,46 @@ def replicas(tmp_path_factory):
             yield workers, router
 
 
-def test_what_the_deployment_files_use(replicas):
-    """Flags of the router in deploy/, by the router's own parser, and the paths of its probes."""
-    _, router = replicas
+@needs_router
+def test_flags_and_probes_of_the_deployment(routed):
+    """The router's parser accepts the flags in deploy/, and its probes exist."""
+    _, router = routed
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["router"]["command"]
     text = (DEPLOY / "kubernetes" / "base" / "router.yaml").read_text()
-    deployment = next(each for each in yaml.safe_load_all(text) if each["kind"] == "Deployment")
+    deployment = next(manifest for manifest in yaml.safe_load_all(text) if manifest["kind"] == "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     parse = "import sys; from sglang_router.launch_router import parse_router_args as p; print(p(sys.argv[1:]))"
     for command in (compose, container["args"]):
-        done = subprocess.run([str(PYTHON), "-c", parse, *command], capture_output=True, text=True, env=plain())
+        done = subprocess.run([str(ROUTER), "-c", parse, *command], capture_output=True, text=True, env=plain())
         assert done.returncode == 0 and "port=30000" in done.stdout, done.stderr
     for probe in ("readinessProbe", "livenessProbe"):
         assert router.get(container[probe]["httpGet"]["path"]).status_code == 200
 
 
-def test_a_worker_is_registered_as_itself(replicas):
-    """The router knows the worker's model by the answers of the worker, and merges the metrics of both."""
-    workers, router = replicas
-    found = router.get("/workers").json()["workers"]
-    assert {each["url"] for each in found} == {worker.url for worker in workers}
-    for each in found:
-        assert each["model_id"] == "tiny" and each["connection_mode"] == "HTTP"
-        assert (each["metadata"]["dp_size"], each["metadata"]["served_model_name"]) == ("1", "tiny")
+@needs_router
+def test_registration_and_merged_metrics(routed):
+    workers, router = routed
+    registered = router.get("/workers").json()["workers"]
+    assert {worker["url"] for worker in registered} == {worker.url for worker in workers}
+    for worker in registered:
+        assert worker["model_id"] == "tiny" and worker["connection_mode"] == "HTTP"
+        assert (worker["metadata"]["dp_size"], worker["metadata"]["served_model_name"]) == ("1", "tiny")
     assert [model["id"] for model in router.get("/v1/models").json()["data"]] == ["tiny"]
     assert router.get("/health_generate").status_code == 200
-    loads = router.get("/get_loads").json()["workers"]
-    assert sorted(each["load"] for each in loads) == [0, 0], "-1: the router could not read the load"
-    metrics = router.get("/engine_metrics").text
-    for name in ("token_usage", "num_running_reqs", "num_queue_reqs"):
-        for worker in workers:
-            assert any(
-                line.startswith(f"sglang_{name}{{") and f'worker_addr="{worker.url}"' in line
-                for line in metrics.splitlines()
-            ), name
+    loads = [worker["load"] for worker in router.get("/get_loads").json()["workers"]]
+    assert loads == [0, 0], "-1: the router could not read the load"
+    lines = router.get("/engine_metrics").text.splitlines()
+    for name, worker in itertools.product(("token_usage", "num_running_reqs", "num_queue_reqs"), workers):
+        address = f'worker_addr="{worker.url}"'
+        assert any(line.startswith(f"sglang_{name}{{") and address in line for line in lines), name
     flushed = httpx.post(f"{router.url}/flush_cache", timeout=30).json()
     assert flushed["status"] == "success" and flushed["workers_flushed"] == 2
 
 
-def test_a_conversation_stays_with_its_worker(replicas):
-    """The cache-aware policy: turns of one conversation go where its prefix is, and take it from the cache there."""
-    workers, router = replicas
+@needs_router
+def test_conversation_stays_with_its_worker(routed):
+    """The cache-aware policy sends turns of a conversation to the worker that has its prefix in the cache."""
+    workers, router = routed
     before = [(worker.total("num_requests_total"), worker.total("cached_tokens_total")) for worker in workers]
 
     async def talk() -> None:
@@ -122,36 +147,55 @@ def test_a_conversation_stays_with_its_worker(replicas):
                 text += seen.text + " and more "
 
     asyncio.run(talk())
-    asked = [worker.total("num_requests_total") - old for worker, (old, _) in zip(workers, before, strict=True)]
+    requests = [worker.total("num_requests_total") - old for worker, (old, _) in zip(workers, before, strict=True)]
     cached = [worker.total("cached_tokens_total") - old for worker, (_, old) in zip(workers, before, strict=True)]
-    assert sorted(asked) == [0, 5]
-    assert sum(cached) >= 4 * 40, "each turn but the first finds the pages of the one before"
-    nothing_is_held(workers)
+    assert sorted(requests) == [0, 5]
+    assert sum(cached) >= 4 * 40, "each turn except the first reads cached pages"
+    check_idle(workers)
 
 
-def test_a_worker_is_killed_under_load_and_comes_back(replicas):
-    workers, router = replicas
+def restart(victim: Worker, url: str, prompts: itertools.count) -> None:
+    """Starts the killed worker at its address, and waits until it gets requests. `prompts` makes them new: the
+    cache-aware policy spreads only prompts that are in no cache."""
+    victim.start()
+    victim.wait_ready()
+
+    def used() -> bool:
+        texts = [f"{chr(ord('a') + i)} {next(prompts)} the hell" for i in range(24)]
+        asyncio.run(ask_all(url, texts, tokens=2, at_once=AT_ONCE, at={}))
+        return victim.total("num_requests_total") > 0
+
+    wait_for(used, "requests for the restarted worker")
+
+
+@needs_router
+def test_killed_worker_of_the_router(routed):
+    workers, router = routed
     victim, other = workers
     prompts, seen, counts = killed_under_load(router.url, workers)
     assert counts["broken"] + counts["refused"] <= AT_ONCE, f"more than were in flight: {counts}"
     assert counts["answered"] >= REQUESTS - AT_ONCE
-    # It leaves: what comes now goes to the other alone.
     wait_for(lambda: router.healthy() == {other.url}, "the router to drop the killed worker")
     seen = asyncio.run(ask_all(router.url, prompts[:20], tokens=TOKENS, at_once=AT_ONCE, at={}))
-    assert all(each.done for each in seen)
-    nothing_is_held([other])
-    # It comes back at its address, and gets requests.
-    victim.start()
-    victim.wait_ready()
-    wait_for(lambda: len(router.healthy()) == 2, "the router to take the worker back")
+    assert all(request.done for request in seen)
+    check_idle([other])
+    restart(victim, router.url, itertools.count())
+    assert len(router.healthy()) == 2
+    check_idle(workers)
 
-    rounds = itertools.count()
 
-    def taken_up() -> bool:
-        """Prompts that no worker has in its cache: the policy spreads those."""
-        new = [f"{chr(ord('a') + i)} {next(rounds)} the hell" for i in range(24)]
-        asyncio.run(ask_all(router.url, new, tokens=TOKENS, at_once=AT_ONCE, at={}))
-        return victim.total("num_requests_total") > 0
-
-    wait_for(taken_up, "requests for the worker that came back")
-    nothing_is_held(workers)
+@needs_litellm
+def test_killed_worker_of_litellm(tmp_path):
+    with two_workers(tmp_path) as workers:
+        proxy = Proxy(tmp_path, workers)
+        with stopping(proxy):
+            wait_for(proxy.ready, f"the proxy, whose log is {proxy.log}")
+            victim, other = workers
+            _, seen, counts = killed_under_load(proxy.url, workers)
+            assert sum(counts.values()) == REQUESTS
+            # The proxy does not repeat a stream whose connection fails.
+            assert all(request.done or request.streams for request in seen)
+            assert counts["answered"] >= REQUESTS - 4 * AT_ONCE
+            check_idle([other])
+            restart(victim, proxy.url, itertools.count())
+            check_idle(workers)

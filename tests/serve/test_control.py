@@ -1,0 +1,404 @@
+"""Routes other than generation: tokens of texts, health, state, metrics, aborts, traces."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from body_helpers import COMPLETE, GENERATE, HELLO
+from engine_helpers import make_engine, shared_engine, tokenizer, toy
+from prometheus_client import Histogram
+from prometheus_client.parser import text_string_to_metric_families
+from server_helpers import SECONDS, Running, braked, check_error, in_background, running, slow_down, wait_until
+
+from specjax.cli import serve as command
+from specjax.cli.flags import ServerSettings
+from specjax.engine.batch import Counters
+from specjax.engine.draft_policy import MIN_DOUBTED_STEPS, doubt, drafting_summary
+from specjax.serve.metrics import SECONDS as BUCKETS
+from specjax.serve.metrics import Latencies, Report
+from specjax.serve.server_settings import MOST_TRACED
+from specjax.thresholds import AcceptAbove
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(shared_engine("NGRAM")) as served:
+        yield served
+
+
+def metrics(server: Running) -> dict[str, float]:
+    """Samples by name, without buckets of histograms. All must have the model's name as label."""
+    answer = server.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    assert all(sample.labels["model_name"] == "toy" for sample in samples)
+    return {sample.name: sample.value for sample in samples if "le" not in sample.labels}
+
+
+# Tokens of texts.
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_tokenize_and_detokenize(server, prefix):
+    texts = ["hello there", "", "ö12"]
+    ids = [tokenizer()(text)["input_ids"] for text in texts]
+    single = server.post(f"{prefix}/tokenize", {"prompt": texts[0], "model": "toy"}).json()
+    assert single == {"tokens": ids[0], "count": len(ids[0]), "max_model_len": 128}
+    several = server.post(f"{prefix}/tokenize", {"prompt": texts}).json()
+    assert several["tokens"] == ids and several["count"] == [*map(len, ids)]
+    bare = server.post(f"{prefix}/tokenize", {"prompt": "hello", "add_special_tokens": False}).json()
+    assert bare["tokens"] == tokenizer()("hello", add_special_tokens=False)["input_ids"]
+
+    first = ids[0]
+    for body, text in (
+        ({"tokens": first}, "hello there"),
+        ({"tokens": [first, first[:1], []]}, ["hello there", tokenizer().decode(first[:1]), ""]),
+        ({"tokens": []}, ""),
+        ({"tokens": [1, *first, 2]}, "hello there"),
+        ({"tokens": [1, *first, 2], "skip_special_tokens": False}, "<|im_start|>hello there<|im_end|>"),
+    ):
+        assert server.post(f"{prefix}/detokenize", body).json()["text"] == text
+
+
+def test_tokens_of_a_chat_are_its_prompt(server):
+    answer = server.post("/tokenize", {"messages": HELLO}).json()
+    assert answer["tokens"] == server.engine.encode(HELLO)
+    assert answer["count"] == server.chat("hello", max_tokens=1).json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "param"),
+    [
+        ("/tokenize", [{}, {"prompt": 5}, {"prompt": ["a", 5]}, {"prompt": "a", "messages": HELLO},
+                       {"prompt": "a" * 100_000}], "prompt"),
+        ("/tokenize", [{"messages": []}], "messages"),
+        ("/tokenize", [{"prompt": "a", "add_special_tokens": 1}], "add_special_tokens"),
+        ("/tokenize", [{"messages": HELLO, "chat_template_kwargs": {"tokenize": 1}}], "chat_template_kwargs"),
+        ("/detokenize", [{}, {"tokens": "abc"}, {"tokens": [1, [2]]}, {"tokens": [[1], 2]}, {"tokens": [10**6]},
+                         {"tokens": [-1]}, {"tokens": [True]}], "tokens"),
+        ("/abort_request", [{}, {"rid": 5}], "rid"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(server, path, wrong, param):
+    for body in wrong:
+        check_error(server.post(path, body), 400, param)
+    if path != "/abort_request":
+        assert server.post(path, {"prompt": "a", "tokens": [5], "model": "other"}).status_code == 404
+
+
+# Health and state.
+
+
+def test_health_generates_a_token(server, monkeypatch):
+    before = server.engine.counters.generated
+    assert server.get("/health_generate").json() == {"status": "ok"}
+    server.wait_idle()
+    assert server.engine.counters.generated == before + 1
+    monkeypatch.setattr("specjax.serve.control.HEALTH_SECONDS", 0.3)
+    with server.blocked():
+        check_error(server.get("/health_generate"), 503, text="0.3 s")
+    server.wait_idle()
+
+
+def test_health_of_a_busy_server_needs_no_token(server):
+    long = in_background(server.complete, "hello", max_tokens=60, ignore_eos=True)
+    wait_until(lambda: server.runner.unfinished == 1)
+    assert server.get("/health_generate").json() == {"status": "ok"}
+    assert long.result(SECONDS).json()["usage"]["completion_tokens"] == 60
+    server.wait_idle()
+
+
+def test_server_info_and_model_info(server):
+    """The names that SGLang's users and routers read."""
+    server.chat("hello hello hello hello", max_tokens=20, temperature=0)
+    server.wait_idle()
+    info, model = server.get("/server_info").json(), server.get("/model_info").json()
+    assert info == server.get("/get_server_info").json() and model == server.get("/get_model_info").json()
+    (state,) = info["internal_states"]
+    counters, drafter, pool = server.engine.counters, server.engine.drafter, server.engine.pool
+    assert state["avg_spec_accept_length"] == round(counters.verified / counters.verifications, 4) >= 1
+    assert state["pages"]["free"] + state["pages"]["cached"] == state["pages"]["total"] == pool.pages
+    assert (state["num_running_reqs"], state["num_queue_reqs"]) == (0, 0)
+    assert info["engine"]["page_size"] == 4 and info["max_total_num_tokens"] == 1024
+    assert "api_key" not in json.dumps(info) and info["version"]
+    assert info["speculative_lossy"] is None and info["disable_radix_cache"] is False
+    assert (info["speculative_num_steps"], info["speculative_eagle_topk"]) == (drafter.depth, 1)
+    assert (info["served_model_name"], info["dp_size"], info["tp_size"], info["ep_size"]) == ("toy", 1, 1, 1)
+    assert model["served_model_name"] == "toy" and isinstance(model["tokenizer_path"], str) and model["is_generation"]
+    assert model["context_length"] == 128 and model["speculative_algorithm"] == "NGRAM"
+    assert model["verify_steps"] >= model["drafted_steps"] > 0
+    assert (model["not_drafted"] is None) == (model["verify_steps"] == model["drafted_steps"])
+    with server.client() as client:
+        for method in ("GET", "POST"):
+            assert client.request(method, "/flush_cache").json()["success"] is True
+
+
+def test_server_info_names_lossy_thresholds():
+    with running(make_engine(toy(), "NONE", verify=AcceptAbove(0.5))) as server:
+        for path in ("/server_info", "/model_info"):
+            expected = {"accept_threshold_single": 0.5, "accept_threshold_acc": 1.0}
+            assert server.get(path).json()["speculative_lossy"] == expected
+
+
+def test_flush_is_refused_while_a_request_runs(server):
+    body = {"prompt": "hello", "max_tokens": 100, "stream": True, "ignore_eos": True}
+    with braked(server.engine, after=4) as brake, server.client() as client, client.stream("POST", COMPLETE, json=body):
+        flush = in_background(server.post, "/flush_cache", {})
+        server.wait_for_command()
+        brake.release()
+        check_error(flush.result(SECONDS), 400, text="cannot flush")
+    server.wait_idle()
+
+
+def test_reports_say_why_steps_did_not_draft():
+    engine = shared_engine("NGRAM")
+    summary = drafting_summary(engine.drafter, replace(engine.buckets, block_tokens=1), 10, 4)
+    assert summary["drafted_steps"] == 4 and "batches of more than 1 requests" in summary["not_drafted"]
+    assert "number of draft tokens" in summary["not_drafted"]
+    assert "speculate: false" in drafting_summary(engine.drafter, engine.buckets, 10, 4)["not_drafted"]
+    assert drafting_summary(engine.drafter, engine.buckets, 10, 10)["not_drafted"] is None
+    plain = shared_engine("NONE")
+    assert drafting_summary(plain.drafter, plain.buckets, 10, 0) == {"drafted_steps": 0, "not_drafted": None}
+
+
+def test_useless_draft_model_is_reported_once(caplog, monkeypatch):
+    """N-grams may match nothing, but a model that is never accepted was trained for another target."""
+    engine = make_engine(toy(), "NONE", warm=False)
+    model = engine.drafter._replace(name="EAGLE3", features="final")
+    assert doubt(model, MIN_DOUBTED_STEPS - 1, 0) is None and doubt(model, 10 * MIN_DOUBTED_STEPS, 1) is None
+    assert doubt(engine.drafter, 10 * MIN_DOUBTED_STEPS, 0) is None
+    problem = doubt(model, MIN_DOUBTED_STEPS, 0)
+    assert problem is not None and "EAGLE3" in problem and "another model" in problem
+    monkeypatch.setattr(engine, "drafter", model)
+    monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300, own_steps=300))
+    report = Report(engine, interval=40)
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            report.after_step()
+    assert [record.getMessage() for record in caplog.records] == [doubt(model, 300, 0)]
+    # Tokens that a grammar forces say nothing about the draft model.
+    counters = Counters()
+    for accepted, drafted, free in ((3, True, False), (1, True, True), (2, False, True)):
+        counters.count(accepted, verified=True, drafted=drafted, free=free)
+    assert (counters.drafted_steps, counters.accepted) == (2, 3)
+    assert (counters.own_steps, counters.own_accepted) == (1, 0)
+
+
+# Metrics.
+
+
+def test_loads_while_requests_run_and_wait(monkeypatch):
+    """With one row, one request runs and one waits."""
+    engine = make_engine(toy(), "NONE", max_running_requests=1)
+    slow_down(engine, monkeypatch, 0.05)
+    with running(engine) as server:
+        jobs = [in_background(server.complete, "hello" * n, max_tokens=100, ignore_eos=True) for n in (1, 2)]
+        wait_until(lambda: engine.scheduler.active and engine.scheduler.waiting)
+        loads, (old,), samples = server.get("/v1/loads").json(), server.get("/get_load").json(), metrics(server)
+        monkeypatch.undo()
+        assert [job.result(SECONDS).status_code for job in jobs] == [200, 200]
+        server.wait_idle()
+        (idle,) = server.get("/v1/loads").json()["loads"]
+        after = metrics(server)
+    (load,) = loads["loads"]
+    assert loads["dp_rank_count"] == 1
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["queues"]["waiting"]) == (1, 1, 1)
+    assert load["utilization"] == 1.0 and load["max_running_requests"] == 1
+    waiting = len(engine.encode("hello")), len(engine.encode("hello" * 2))
+    assert load["num_total_tokens"] - load["num_used_tokens"] in waiting
+    assert load["num_used_tokens"] > 0 and load["max_total_num_tokens"] == samples["sglang:max_total_num_tokens"]
+    assert samples["sglang:num_running_reqs"] == samples["sglang:num_queue_reqs"] == 1
+    assert 0 < samples["sglang:token_usage"] < 1
+    assert samples["sglang:num_used_tokens"] > 0 and samples["sglang:num_used_tokens"] % 4 == 0
+    assert (loads["aggregate"]["total_running_reqs"], loads["aggregate"]["total_reqs"]) == (1, 2)
+    assert (old["dp_rank"], old["num_reqs"], old["num_waiting_reqs"]) == (0, 2, 1) and old["num_tokens"] > 0
+    assert idle["num_running_reqs"] == idle["num_waiting_reqs"] == idle["num_used_tokens"] == idle["token_usage"] == 0
+    for name in ("sglang:num_running_reqs", "vllm:num_requests_running", "sglang:num_used_tokens", "sglang:token_usage",
+                 "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"):  # fmt: skip
+        assert after[name] == 0
+
+
+def test_metrics_of_completed_requests(server):
+    server.wait_idle()
+    server.post("/flush_cache", {})
+    before, counters = metrics(server), server.engine.counters
+    prompt = "hello " * 6
+    for _ in range(2):
+        server.complete(prompt, max_tokens=9, temperature=0)
+    server.wait_idle()
+    after, text = metrics(server), server.get("/metrics").text
+    length = len(server.engine.encode(prompt))
+
+    def increase(name: str) -> float:
+        return after[name] - before[name]
+
+    for prefix in ("specjax:", "sglang:", "vllm:"):
+        assert increase(f"{prefix}prompt_tokens_total") == 2 * length
+        assert increase(f"{prefix}generation_tokens_total") == 18
+        assert increase(f"{prefix}time_to_first_token_seconds_count") == 2
+        assert increase(f"{prefix}e2e_request_latency_seconds_count") == 2
+        # Tokens that come together with the first have no latency of their own.
+        assert 8 <= increase(f"{prefix}inter_token_latency_seconds_count") <= 16
+        seconds = [increase(f"{prefix}{name}_seconds_sum") for name in ("time_to_first_token", "e2e_request_latency")]
+        assert 0 < seconds[0] < seconds[1]
+    hits = (length - 1) // 4 * 4
+    assert increase("sglang:cached_tokens_total") == increase("vllm:prefix_cache_hits_total") == hits
+    assert increase("vllm:prefix_cache_queries_total") == 2 * length
+    assert increase("sglang:num_requests_total") == 2 and increase("sglang:num_aborted_requests_total") == 0
+    assert after["sglang:spec_accept_length"] == pytest.approx(counters.verified / counters.verifications)
+    drafts, accepted = (increase(f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens"))
+    width = server.engine.drafter.width
+    assert drafts > 0 and increase("vllm:spec_decode_num_draft_tokens_total") == drafts * (width - 1)
+    assert sum(counters.accepted_at) == counters.accepted >= accepted
+    assert counters.accepted_at == sorted(counters.accepted_at, reverse=True)
+    # Lines that routers read.
+    pages, size = server.engine.pool.pages, server.engine.pool.page_size
+    assert f'sglang:cache_config_info{{model_name="toy",num_pages="{pages}",page_size="{size}"}} 1.0' in text
+    assert f'vllm:cache_config_info{{block_size="{size}",model_name="toy",num_gpu_blocks="{pages}"}} 1.0' in text
+    adapters = 'max_lora="0",model_name="toy",running_lora_adapters="",waiting_lora_adapters=""'
+    assert f"vllm:lora_requests_info{{{adapters}}} " in text
+
+
+def test_latencies_equal_the_histogram_of_the_library():
+    ours, library = Latencies(), Histogram("specjax:x", "About.", ["model_name"], buckets=BUCKETS, registry=None)
+    for i in range(200):
+        seconds, times = [0.0, 0.001, 0.0011, 7.5, 240.0, 1e4, 0.02 * i][i % 7], i % 5
+        ours.observe(seconds, times)
+        for _ in range(times):
+            library.labels("m").observe(seconds)
+    samples = [family.samples for family in (ours.family("specjax:x", "About.", "m"), *library.collect())]
+    values, expected = ({(s.name, s.labels.get("le")): s.value for s in family} for family in samples)
+    assert values == pytest.approx({key: value for key, value in expected.items() if not key[0].endswith("_created")})
+
+
+# Aborts.
+
+
+@pytest.mark.parametrize("by", ["rid", "all"])
+def test_aborted_requests_are_answered(server, by):
+    """`/generate` as by SGLang, with the tokens so far; completions with an error."""
+    aborted, body = metrics(server)["sglang:num_aborted_requests_total"], {"text": "hello"}
+    sampling = {"max_new_tokens": 100, "ignore_eos": True, "n": 2}
+    with server.blocked():
+        jobs = {
+            name: in_background(server.post, GENERATE, body | {"sampling_params": sampling, "rid": name})
+            for name in ("mine", "other")
+        }
+        completion = in_background(server.complete, "hello", max_tokens=100) if by == "all" else None
+        wait_until(lambda: server.runner.unfinished == (4 if completion is None else 5))
+        answer = server.post("/abort_request", {"rid": "mine"} if by == "rid" else {"abort_all": True}).json()
+        assert answer["message"] == ("2 aborted." if by == "rid" else "5 aborted.")
+    answers = {name: job.result(SECONDS) for name, job in jobs.items()}
+    assert all(answer.status_code == 200 for answer in answers.values())
+    ends = {name: answer.json()[0]["meta_info"]["finish_reason"]["type"] for name, answer in answers.items()}
+    assert ends == {"mine": "abort", "other": "length" if by == "rid" else "abort"}
+    if completion is not None:
+        assert check_error(completion.result(SECONDS), 400)["code"] == "aborted"
+    server.wait_idle()
+    assert metrics(server)["sglang:num_aborted_requests_total"] > aborted
+    assert server.post("/abort_request", {"rid": "nobody"}).json()["message"] == "0 aborted."
+
+
+def test_aborted_stream_ends_with_its_reason(server):
+    body = {"text": "hello", "rid": "s", "stream": True, "sampling_params": {"max_new_tokens": 110}}
+    lines = []
+    with (
+        braked(server.engine, after=8) as brake,
+        server.client() as client,
+        client.stream("POST", GENERATE, json=body) as response,
+    ):
+        for line in filter(None, response.iter_lines()):
+            lines.append(line.removeprefix("data: "))
+            if len(lines) == 1:
+                server.post("/abort_request", {"rid": "s"})
+                brake.release()
+    assert lines[-1] == "[DONE]" and json.loads(lines[-2])["meta_info"]["finish_reason"]["type"] == "abort"
+    server.wait_idle()
+
+
+# Traces of steps, and `benchmarks/idle.py`, which reads them.
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("idle")
+
+
+def written(folder: Path) -> set[Path]:
+    """Traces, each in one file for `idle` and one for Perfetto."""
+    traces = set(folder.rglob("*.trace.json.gz"))
+    assert {file.parent for file in traces} == {file.parent for file in folder.rglob("perfetto_trace.json.gz")}
+    return traces
+
+
+def test_traces_of_first_steps_and_on_request(tmp_path, idle):
+    settings = ServerSettings(profile=str(tmp_path / "traces"), profile_steps=6)
+    with running(make_engine(toy()), settings) as server:
+        server.complete(max_tokens=30, ignore_eos=True)
+        wait_until(lambda: written(tmp_path))
+        summary = idle.idle(idle.Trace(tmp_path))
+        assert summary["steps"] + summary["left_out"] == 5, "six begin, and the last has no end"
+        assert 0 <= summary["idle"] <= summary["step"] and summary["engine"] > 0 and 0 <= summary["idle_share"] <= 1
+        first = written(tmp_path)
+        server.complete(max_tokens=30, ignore_eos=True)
+        assert written(tmp_path) == first, "one trace, unless another is requested"
+
+        for body, text in (
+            ({"num_steps": 0}, f"from 1 to {MOST_TRACED}"),
+            ({"num_steps": "x"}, "num_steps"),
+            ({"output_dir": "/tmp"}, "output_dir is not supported"),
+        ):
+            check_error(server.post("/start_profile", body), 400, text=text)
+        (stamp,) = (file.parent.name for file in first)
+        wait_until(lambda: time.strftime("%Y_%m_%d_%H_%M_%S") > stamp)  # the name of a trace's folder
+        with server.client() as client:
+            assert client.post("/start_profile").json()["success"], "SGLang's users send no body"
+        check_error(server.post("/start_profile", {"num_steps": 2}), 400, text="runs already")
+        server.complete(max_tokens=3, ignore_eos=True)
+        assert server.post("/stop_profile", {}).json()["message"] == "The trace is written."
+        assert len(written(tmp_path)) == 2
+        assert server.post("/stop_profile", {}).json()["message"] == "No trace was running."
+
+
+def test_traces_without_a_folder(server, tmp_path, capsys):
+    check_error(server.post("/start_profile", {}), 400, text="--profile FOLDER")
+    assert server.post("/stop_profile", {}).status_code == 200
+    (tmp_path / "file").touch()
+    with running(make_engine(toy()), ServerSettings(profile=str(tmp_path / "file"))) as other:
+        assert other.complete(max_tokens=3).status_code == 200
+        assert other.post("/start_profile", {}).status_code == 400
+    for folder in (f"{tmp_path}/file", f"{tmp_path}/file/traces"):
+        assert command.main(["--port", "0", "--profile", folder]) == 2
+        assert capsys.readouterr().err.startswith(f"specjax serve: --profile {folder} cannot hold traces: ")
+
+
+@pytest.mark.parametrize(("process", "thread"), [("/device:GPU:0", "Stream #13"), ("/host:CPU", "tf_XLAEigen/7")])
+def test_idle_time_of_a_trace(tmp_path, idle, process, thread):
+    """Four steps of 10 ms, every 12 ms, with kernels from 1 to 5 and twice from 6 to 9 ms; then one after a pause."""
+    names = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}},
+        {"ph": "M", "pid": 1, "tid": 7, "name": "thread_name", "args": {"name": thread}},
+        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "/host:CPU"}},
+        {"ph": "M", "pid": 2, "tid": 1, "name": "thread_name", "args": {"name": "specjax-engine"}},
+    ]
+    events = []
+    for begin in (0.0, 12e3, 24e3, 36e3, 48e3, 200e3):
+        host, kernel = {"ph": "X", "pid": 2, "tid": 1}, {"ph": "X", "pid": 1, "tid": 7, "name": "kernel"}
+        events += [host | {"name": "step", "ts": begin, "dur": 10e3}]
+        events += [host | {"name": "wait", "ts": begin + 3e3, "dur": 6e3}]
+        times = ((1e3, 4e3), (6e3, 2e3), (7e3, 2e3))
+        events += [kernel | {"ts": begin + at, "dur": duration} for at, duration in times]
+    (tmp_path / "x.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": [*names, *events]}).encode()))
+    assert idle.idle(idle.Trace(tmp_path)) == {
+        "steps": 4, "left_out": 1, "step": 12.0, "device": 7.0, "idle": 5.0, "engine": 4.0, "server": 2.0, "wait": 6.0,
+        "idle_share": round(5 / 12, 4),
+    }  # fmt: skip

@@ -1,0 +1,525 @@
+"""HTTP around the routes: connections, methods, types and sizes of bodies, keys, origins, certificates, shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import re
+import signal
+import ssl
+import threading
+
+import httpx
+import openai
+import pytest
+import trustme
+from body_helpers import CHAT, COMPLETE, GENERATE, LEAST, MESSAGES
+from engine_helpers import make_engine, shared_engine, toy
+from server_helpers import (
+    MODEL,
+    SECONDS,
+    Running,
+    answer_of,
+    braked,
+    check_error,
+    received,
+    request,
+    running,
+    slow_down,
+    wait_until,
+)
+
+from specjax.cli.flags import ServerSettings
+from specjax.cli.serve import main
+from specjax.serve import middleware
+from specjax.serve.errors import SHUT_DOWN, State
+from specjax.serve.middleware import IN_DRAIN
+from specjax.serve.server import allow_files, check_certificate
+
+BODY = {"prompt": "hello", "max_tokens": 2}
+HEAD = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+HALF = request(COMPLETE, BODY, length=1000)
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(shared_engine("NONE")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """Requests must arrive within 0.5 s."""
+    with running(shared_engine("NGRAM"), ServerSettings(receive_timeout=0.5)) as served:
+        yield served
+
+
+def check_refusal(sock, status: int, text: str) -> dict[str, str]:
+    """Checks an answer in OpenAI's form, after which the connection ends. Returns its headers."""
+    answered, headers, body = answer_of(sock)
+    assert answered == status
+    assert headers["content-type"] == "application/json" and headers["connection"] == "close"
+    assert headers["x-request-id"] and "date" in headers
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"} and text in error["message"]
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    return headers
+
+
+# Invalid HTTP.
+
+GARBAGE = {
+    "words": (b"hello world\r\n\r\n", 400),
+    "bytes": (bytes(range(256)) * 4, 400),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200, 400),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    "length": (HEAD + b"Content-Length: -5\r\n\r\n", 400),
+    "two lengths": (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+    "header": (b"GET /health HTTP/1.1\r\nHost: x\r\nA b: c\r\n\r\n", 400),
+    "chunk": (CHUNKED + b"zz\r\n", 400),
+    "large": (b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 200_000, 431),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_invalid_http_is_refused(server, case):
+    data, status = GARBAGE[case]
+    with server.connected(data) as sock:
+        check_refusal(sock, status, "Invalid HTTP request" if status == 400 else "")
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_garbage_after_a_request_is_answered_after_it(server, monkeypatch):
+    with server.connected(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\ngarbage\r\n\r\n") as sock:
+        data = received(sock)
+    assert data.startswith(b"HTTP/1.1 200") and data.count(b"HTTP/1.1 400") == 1 and b'{"status":"ok"}' in data
+    slow_down(server.engine, monkeypatch, 0.02)
+    with server.connected(request(COMPLETE, BODY | {"max_tokens": 50, "stream": True})) as sock:
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+        sock.sendall(b"garbage\r\n\r\n")
+        assert b"[DONE]" in received(sock)
+    server.wait_idle()
+
+
+def test_request_ids(server, caplog):
+    """A client's id is used if it is short and printable; no id can forge a line of the log."""
+    caplog.set_level("INFO", "specjax.serve")
+    ids = {"abc-1": True, "x" * 128: True, "x" * 129: False, "a\tb": False, "": False, 'x" 200, request y': True}
+    with server.client() as client:
+        for id, used in ids.items():
+            answer = client.get("/health", headers={"X-Request-Id": id})
+            assert (answer.headers["X-Request-Id"] == id) == used and answer.headers["X-Request-Id"]
+        client.get("/%0a[2026] forged", headers={"X-Request-Id": "plain-1"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "specjax.serve"]
+    assert '"GET /health HTTP/1.1" 200, request abc-1' in lines[0]
+    assert r'request "x\" 200, request y"' in lines[-2]
+    assert lines[-1].endswith("404, request plain-1") and "\n" not in lines[-1]
+    with server.connected(HEAD + b"X-Request-Id: mine-1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n") as sock:
+        assert check_refusal(sock, 400, "Invalid HTTP request")["x-request-id"] == "mine-1"
+
+
+def test_internal_error_hides_its_message(server, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(server.engine, "flush_cache", fail)
+    answer = server.post("/flush_cache", {})
+    assert answer.headers["x-request-id"] in caplog.text and "secret" in caplog.text
+    assert check_error(answer, 500)["type"] == "server_error" and "secret" not in answer.text
+
+
+# Slow clients.
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        *((part, "0.5 s (--receive-timeout)") for part in (b"P", b"POST /v1/completions HTTP/1.1\r\nHo", HEAD)),
+        *((part, "0.5 s without a byte, 5 s for the whole") for part in (HALF, CHUNKED + b"5\r\nab")),
+    ],
+    ids=["byte", "word", "headers", "body", "chunk"],
+)
+def test_request_that_never_ends(impatient, data, text):
+    with impatient.connected(data) as sock:
+        check_refusal(sock, 408, text)
+    assert not impatient.engine.unfinished
+
+
+@pytest.mark.parametrize(("data", "byte"), [(b"GET /health HTTP/1.1\r\nA: ", b"a"), (HALF, b" ")], ids=["head", "body"])
+def test_request_that_comes_byte_by_byte(impatient, monkeypatch, data, byte):
+    monkeypatch.setattr(middleware, "WHOLE", 2.0)
+    with impatient.connected(data) as sock, contextlib.suppress(OSError):
+        sock.settimeout(0.02)
+        while True:
+            sock.sendall(byte)
+            with contextlib.suppress(TimeoutError):
+                assert sock.recv(65536).startswith(b"HTTP/1.1 408")
+                break
+
+
+@pytest.mark.parametrize("data", [b"", HALF.replace(COMPLETE.encode(), b"/nothing")], ids=["silent", "after answer"])
+def test_idle_connection_is_closed(impatient, data):
+    with impatient.connected(data) as sock:
+        answer = received(sock)
+    assert b"408" not in answer and answer.startswith(b"HTTP/1.1 404" if data else b"")
+    wait_until(lambda: not impatient.server.connections)
+
+
+def test_rest_of_a_refused_body_does_not_keep_the_connection(server, monkeypatch):
+    """uvicorn restarts its keep-alive time-out at each byte."""
+    monkeypatch.setattr(server.server._uvicorn.config, "timeout_keep_alive", 0.1)
+    with server.connected(HEAD.replace(COMPLETE.encode(), b"/nothing") + b"Content-Length: 4\r\n\r\nab") as sock:
+        data = b""
+        while not data.endswith(b"}}"):
+            data += sock.recv(65536)
+        assert data.startswith(b"HTTP/1.1 404")
+        with contextlib.suppress(ConnectionError):  # closed before
+            sock.sendall(b"cd")
+            assert sock.recv(65536) == b"", "closed as idle"
+
+
+def test_slow_client_within_the_limit_is_served(server):
+    with server.connected() as sock:
+        data = request(COMPLETE, BODY, headers="Connection: close\r\n")
+        for start in range(0, len(data), 7):
+            sock.sendall(data[start : start + 7])
+        status, _, body = answer_of(sock)
+    assert status == 200 and body["usage"]["completion_tokens"] == 2
+
+
+def test_receive_timeout_does_not_limit_generation(impatient, monkeypatch):
+    monkeypatch.setattr(middleware, "WHOLE", 2.0)
+    slow_down(impatient.engine, monkeypatch, 0.25)
+    answer = impatient.complete(max_tokens=6, ignore_eos=True, draft_limit=0)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 6
+
+
+# Many connections, large bodies.
+
+
+def test_too_many_connections():
+    with running(make_engine(toy()), ServerSettings(max_connections=3)) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(server.connected())
+            wait_until(lambda: server.server.connections == 3)
+            with server.connected(request(COMPLETE, BODY)) as sock:
+                headers = check_refusal(sock, 503, "4 connections are open, too many (--max-connections)")
+                assert int(headers["retry-after"]) > 0
+            assert server.get("/health").status_code == 200, "requests for health are always answered"
+            wait_until(lambda: server.server.connections == 3)
+            for _ in range(3):
+                stack.enter_context(server.connected())
+            wait_until(lambda: server.server.connections == 6)
+            with server.connected() as sock, contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b"", "cut"
+        wait_until(lambda: not server.server.connections)
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_bodies_of_all_requests_share_a_limit(server, monkeypatch):
+    monkeypatch.setattr(middleware, "MAX_BODIES", 3000)
+    with server.connected(HEAD + b"Content-Length: 2900\r\n\r\n" + b" " * 2800):
+
+        def refused() -> bool:
+            answer = server.complete("x" * 500, max_tokens=1)
+            return answer.status_code == 503 and "bodies" in answer.text and "retry-after" in answer.headers
+
+        wait_until(refused)
+    wait_until(lambda: server.complete("x", max_tokens=1).status_code == 200)
+
+
+def test_large_body_is_a_413(server, monkeypatch):
+    with server.connected(request(CHAT, {}, length=middleware.MAX_BODY + 1)) as sock:
+        assert sock.recv(4096).startswith(b"HTTP/1.1 413"), "by the announced length alone"
+    monkeypatch.setattr(middleware, "MAX_BODY", 1000)
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    chunks = (body[i : i + 100] for i in range(0, len(body), 100))  # without a Content-Length
+    with server.client(headers={"Content-Type": "application/json"}) as client:
+        check_error(client.post(COMPLETE, content=body), 413, text="1000")
+        check_error(client.post(COMPLETE, content=chunks), 413)
+
+
+def test_limit_of_open_files(monkeypatch):
+    resource = pytest.importorskip("resource")
+    changes = []
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: changes.append(limits))
+    for limits, connections in (((256, 4096), 1000), ((256, 1000), 2000), ((4096, 4096), 1000), ((256, -1), 1000)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limits=limits: limits)
+        allow_files(connections)
+    assert changes == [(1256, 4096), (1000, 1000), (1256, -1)]
+
+
+# Methods, types, keys.
+
+
+def test_types_and_encodings_of_bodies(server):
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    with server.client() as client:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+            answer = client.post(COMPLETE, content=body, headers={"Content-Type": kind})
+            check_error(answer, 415, text="application/json")
+        for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+            assert client.post(COMPLETE, content=body, headers={"Content-Type": kind}).status_code == 200
+        client.headers["Content-Type"] = "application/json"
+        packed = client.post(COMPLETE, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+        check_error(packed, 415, text="without Content-Encoding, got 'gzip'")
+        assert client.post(COMPLETE, content=body, headers={"Content-Encoding": "identity"}).status_code == 200
+        for size in (2**14, 10**6):
+            check_error(client.post(COMPLETE, content=b'{"prompt": "' + b"x" * size), 400)
+    server.wait_idle()
+
+
+def test_methods_and_paths(server):
+    with server.client() as client:
+        check_error(client.get("/v1/nothing"), 404, text="/v1/nothing")
+        check_error(client.get("/v1/models/other"), 404, "model")
+        for method, path, allowed in (
+            ("POST", "/", "GET"), ("GET", CHAT, "POST"), ("GET", COMPLETE, "POST"), ("GET", GENERATE, "POST, PUT"),
+            ("POST", "/v1/models", "GET"), ("DELETE", "/flush_cache", "GET, HEAD, POST"),
+        ):  # fmt: skip
+            refused = client.request(method, path)
+            check_error(refused, 405)
+            assert set(allowed.split(", ")) <= set(refused.headers["allow"].split(", "))
+        answer = client.post(f"{COMPLETE}/", json=BODY, headers={"Host": "evil.example"})
+        assert answer.status_code == 404 and "location" not in answer.headers and answer.json()["error"]
+        assert client.put(GENERATE, json={"text": "x", "sampling_params": {"max_new_tokens": 1}}).status_code == 200
+
+
+def test_head_is_get_without_a_body(server):
+    with server.client() as client:
+        for path in ("/", "/health", "/v1/models", "/v1/models/toy", "/model_info", "/openapi.json", "/docs"):
+            got, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            for name in ("content-length", "content-type"):
+                assert head.headers[name] == got.headers[name]
+        assert client.head("/v1/models/other").status_code == 404 and client.head("/nothing").content == b""
+        refused = client.head(CHAT)
+        assert refused.status_code == 405 and refused.headers["allow"] == "POST" and refused.content == b""
+
+
+@pytest.fixture(scope="module")
+def locked():
+    settings = ServerSettings(api_key=("other key", "söcret"), allowed_origins=("https://my.site",))
+    with running(make_engine(toy(), "NONE"), settings) as served:
+        yield served
+
+
+def test_api_key(locked: Running):
+    wrong = (
+        {},
+        {"Authorization": "Bearer other"},
+        {"Authorization": "söcret".encode()},
+        {"Authorization": "Basic c8O2Y3JldA=="},
+    )
+    paths = ("/v1/models", "/model_info", "/docs", "/openapi.json", "/nothing", "//health", "/health/", "//")
+    with locked.client() as client:
+        assert client.get("/health").status_code == 200
+        for headers in wrong:
+            for path, body in (LEAST | {"/flush_cache": {}}).items():
+                assert check_error(client.post(path, json=body, headers=headers), 401)["code"] == "invalid_api_key"
+            for path in paths:  # the whole address: httpx would take the first part of //health as a host
+                check_error(client.get(locked.base + path, headers=headers), 401)
+            assert client.get("/", headers=headers).status_code == 200, "the page has no secrets"
+        right = {"Authorization": "Bearer söcret".encode()}
+        assert client.get("/v1/models", headers=right).status_code == 200
+        assert client.get("/v1/models", headers={"Authorization": "Bearer other key"}).status_code == 200
+        assert client.post(COMPLETE, json={"prompt": "x", "max_tokens": 1}, headers=right).status_code == 200
+        assert client.get(MESSAGES, headers={"x-api-key": "other key"}).status_code == 405
+
+
+# Origins and certificates.
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def check_origin(server: Running, origin: str, headers: dict[str, str]) -> None:
+    """Checks that a page of this origin may call the server. The preflight needs no key."""
+    with server.client() as client:
+        preflight = client.options(CHAT, headers={"Origin": origin, **PREFLIGHT})
+        assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] in (origin, "*")
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        answer = client.get("/v1/models", headers={"Origin": origin, **headers})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] in (origin, "*")
+        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+
+
+def test_allowed_origins(locked, server):
+    check_origin(locked, "https://my.site", {"Authorization": "Bearer other key"})
+    with locked.client(headers={"Origin": "https://my.site"}) as client:
+        refused = client.get("/v1/models")
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://my.site"
+    for closed in (locked, server):
+        with closed.client(headers={"Origin": "https://other.site"}) as client:
+            preflight = client.options(CHAT, headers=PREFLIGHT)
+            assert preflight.status_code >= 400 and "access-control-allow-origin" not in preflight.headers
+            assert "access-control-allow-origin" not in client.get("/v1/models").headers
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """A certificate authority, and the folder of a certificate and keys."""
+    folder, authority = tmp_path_factory.mktemp("certificates"), trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_and_cert_chain_pem.write_to_path(folder / "both.pem")
+    certificate.cert_chain_pems[0].write_to_path(folder / "server.pem")
+    certificate.private_key_pem.write_to_path(folder / "server.key")
+    trustme.CA().issue_cert("127.0.0.1").private_key_pem.write_to_path(folder / "other.key")
+    return authority, folder
+
+
+@pytest.mark.parametrize("files", [("both.pem", None), ("server.pem", "server.key")])
+def test_https(authority, files):
+    """The server allows all origins, too."""
+    authority, folder = authority
+    certificate, key = (None if name is None else str(folder / name) for name in files)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    settings = ServerSettings(ssl_certfile=certificate, ssl_keyfile=key, allowed_origins=("*",))
+    check_certificate(settings)
+    with running(make_engine(toy(), "NONE"), settings) as server:
+        assert server.base.startswith("https://127.0.0.1:")
+        with (
+            httpx.Client(verify=trusting) as http,
+            openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", http_client=http) as client,
+        ):
+            stream = client.completions.create(model=MODEL, prompt="hello", max_tokens=9, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in stream)
+            preflight = http.options(f"{server.base}{CHAT}", headers={"Origin": "http://any", **PREFLIGHT})
+            assert preflight.headers["access-control-allow-origin"] in ("http://any", "*")
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"{server.base}/health")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.base.replace('https', 'http')}/health")
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "text"),
+    [
+        ("absent.pem", None, "absent.pem"),
+        ("server.pem", None, "server.pem: .*; in PEM form there must be a certificate and, there or in --ssl-keyfile,"),
+        ("server.pem", "other.key", "other.key: .*KEY_VALUES_MISMATCH[^;]*$"),
+        (None, "server.key", "needs --ssl-certfile"),
+    ],
+)
+def test_unusable_certificate_is_refused_first(authority, certificate, key, text, capsys):
+    files = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    paths = {name: str(authority[1] / file) for name, file in files.items() if file is not None}
+    with pytest.raises(ValueError, match=text):
+        check_certificate(ServerSettings(**paths))
+    argv = [part for name, path in paths.items() for part in (f"--{name.replace('_', '-')}", path)]
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert re.search(text, printed.err, re.MULTILINE) and not printed.out
+    assert main(["--dry-run", *argv]) == 2
+    assert capsys.readouterr() == printed
+
+
+# Start and shutdown.
+
+
+def test_requests_while_loading(monkeypatch):
+    """Also while the engine is allocated."""
+    engine, gate, allocates, allocated = make_engine(toy(), "NONE"), *(threading.Event() for _ in range(3))
+
+    def load():
+        assert gate.wait(SECONDS)
+        return engine
+
+    def allocate():
+        allocates.set()
+        assert allocated.wait(SECONDS)
+
+    monkeypatch.setattr(engine, "wait_until_allocated", allocate)
+    with running(engine, load=load) as server, server.client() as client:
+        for answer in (client.get("/health"), client.get("/v1/models"), client.post(COMPLETE, json=BODY)):
+            assert "loading" in check_error(answer, 503)["message"] and int(answer.headers["retry-after"]) > 0
+        server.runner.drain()
+        assert client.get("/metrics").status_code == 503, "there are no metrics yet"
+        server.runner._state = State.LOADING
+        gate.set()
+        assert allocates.wait(SECONDS)
+        assert client.get("/health").status_code == 503 and server.runner.state is State.LOADING
+        allocated.set()
+        wait_until(lambda: client.get("/health").status_code == 200)
+        assert client.post(COMPLETE, json=BODY).status_code == 200
+
+
+def test_drain_completes_running_requests():
+    engine = make_engine(toy(), "NONE")
+    with running(engine) as server:
+        server.server._timeout = SECONDS
+        with (
+            braked(engine, after=4) as brake,
+            server.client() as client,
+            server.client() as kept,
+            client.stream(
+                "POST", COMPLETE, json=BODY | {"max_tokens": 40, "stream": True, "ignore_eos": True}
+            ) as stream,
+            server.connected(HALF) as half,
+            server.connected(b"GET / HT") as partial,
+        ):
+            assert kept.get("/health").status_code == 200
+            chunks = stream.iter_raw()
+            data = next(chunks)
+            server.server.signal(signal.SIGTERM)
+            wait_until(lambda: kept.get("/health").status_code == 503)
+            for answer in (server.complete("x"), kept.post(COMPLETE, json={"prompt": "x"})):  # new and kept connections
+                assert check_error(answer, 503)["message"] == SHUT_DOWN
+                assert int(answer.headers["retry-after"]) > 0 and answer.headers["connection"] == "close"
+            brake.release()
+            data += b"".join(chunks)
+            for sock in (half, partial):
+                check_refusal(sock, 503, SHUT_DOWN)
+        assert data.endswith(b"data: [DONE]\n\n") and b'"finish_reason": "length"' in data
+        wait_until(lambda: server.server.ended)
+        with pytest.raises(ConnectionRefusedError), server.connected():
+            pass
+
+
+def test_routes_during_a_drain():
+    """Metrics and states are answered; when the time is over, streams end with an error."""
+    engine = make_engine(toy(), "NONE")
+    with (
+        running(engine, idle_at_end=False) as server,
+        braked(engine, after=4),
+        server.client() as client,
+        client.stream("POST", COMPLETE, json=BODY | {"max_tokens": 100, "stream": True}) as response,
+    ):
+        chunks = response.iter_raw()
+        data = next(chunks)
+        server.runner.drain()
+        for answer in (server.complete("x"), *map(client.get, ("/health", "/health_generate", "/flush_cache"))):
+            assert "shutting down" in check_error(answer, 503)["message"] and answer.headers["retry-after"]
+        for path in IN_DRAIN - {"/abort_request", "/continue_generation"} | {"/v1/loads", "/get_load"}:
+            assert client.get(path).status_code == client.head(path).status_code == 200, path
+        assert client.get("/get_load").json()[0]["num_reqs"] == 1
+        assert client.post("/abort_request", json={"rid": "unknown"}).status_code == 200
+        assert "\nsglang:num_running_reqs{" in client.get("/metrics").text
+        server.runner.end_all(SHUT_DOWN)
+        data += b"".join(chunks)
+    last = json.loads(data.decode().strip().split("\n\n")[-1].removeprefix("data: "))
+    assert SHUT_DOWN in last["error"]["message"]
+
+
+def test_drain_does_not_wait_for_a_stuck_engine(monkeypatch):
+    engine, let_go, began = make_engine(toy(), "NONE"), threading.Event(), threading.Event()
+
+    def hang():
+        began.set()
+        assert let_go.wait(SECONDS)
+        return []
+
+    monkeypatch.setattr(engine, "step", hang)
+    with running(engine, idle_at_end=False) as server:
+        server.server._timeout = 0.0
+        with server.connected(request(COMPLETE, BODY)) as sock:
+            assert began.wait(SECONDS)
+            server.server.signal(signal.SIGTERM)
+            status, _, body = answer_of(sock)
+        assert status == 503 and body["error"]["message"] == SHUT_DOWN
+        wait_until(lambda: server.server.ended)
+        let_go.set()
+    assert server.runner.failure is None
