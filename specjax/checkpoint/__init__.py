@@ -3,8 +3,8 @@
 Read in this order: ``files`` (checked JSON, atomic writing), ``hub`` (a name to files), ``hf_config`` (config.json),
 ``weights`` (tensors in files), ``quantised`` (formats of quantised matrices), ``parameters`` (the parameter tree),
 ``gguf``; ``draft_head``, with ``torch_files``, ``token_map`` and ``shipped``; ``tokenizer`` and ``prompts``. Functions
-raise ``CheckpointError`` for files that are absent, damaged or not supported. torch is never imported; transformers,
-gguf and the hub's client only where they are needed.
+raise ``CheckpointError`` for files that are absent, damaged or not supported. torch is never imported; jax,
+transformers, gguf and the hub's client only where they are needed.
 """
 
 from specjax.checkpoint.draft_head import describe_head, load_head, load_mtp, mtp_config, mtp_method

@@ -11,11 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json
 from specjax.checkpoint.hf_config import NO_WINDOW, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported, scaled_positions
@@ -39,6 +37,9 @@ from specjax.models import mtp_spec
 from specjax.models.head_spec import EMBED, FC, HEAD, LAYER, MASK, OFFSETS, HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
 QKV = f"{LAYER}self_attn.qkv_proj"
@@ -70,6 +71,8 @@ def load_head(
     Returns the head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
     Raises CheckpointError if there is no such head, or a head that is unsupported or of another kind or target.
     """
+    import jax
+
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _describe(name, folder, target, head_spec(kind))

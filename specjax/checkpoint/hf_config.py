@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import jax
-
 from specjax.checkpoint.files import (
     CheckpointError,
     CheckpointOptionError,
@@ -137,7 +135,11 @@ def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
         return dtype
     if dtype != "auto":
         raise CheckpointError(f"dtype {dtype!r} is not one of: auto, {', '.join(DTYPES)}")
-    if (platform or jax.default_backend()) == "cpu":  # where bfloat16 products are slower than float32 ones
+    if platform is None:
+        import jax
+
+        platform = jax.default_backend()
+    if platform == "cpu":  # where bfloat16 products are slower than float32 ones
         return "float32"
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if stored not in DTYPES:

@@ -13,15 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
-from specjax_kernels import Quantised, quantise
-from specjax_kernels.cpu import repacking
-from specjax_kernels.quantised import BY_OUTPUT
 from tqdm import tqdm
 
 from specjax.checkpoint.files import CheckpointError, listed
@@ -41,8 +36,12 @@ from specjax.models import params as declarations
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
 from specjax.models.params import Leaf, Placement, Scope, Sizes, Table, output_major, placements
-from specjax.parallel import sharding
 from specjax.progress import progress_bar
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from specjax.parallel.sharding import Widened
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -140,6 +139,10 @@ def fill_parameters(
 ) -> dict[str, Any]:  # fmt: skip
     """The parameters of the model ``name``, without leaves that no tensor fills. ``config`` decides how a mesh shares
     the model. ``tied``: the embedding is also the output matrix."""
+    import jax
+
+    from specjax.parallel.sharding import local_bytes
+
     on_mesh = MeshPlacement.of(config, mesh)
     # Only the CPU's kernels widen 16-bit matrices as they read them.
     keeps_half = dtype == "float32" and jax.default_backend() == "cpu" and mesh is None
@@ -180,7 +183,7 @@ def fill_parameters(
             group[leaf.name] = jax.block_until_ready(host)
             loaded.update(count)
             del host
-        size = tqdm.format_sizeof(sharding.local_bytes(params), "B", 1000)
+        size = tqdm.format_sizeof(local_bytes(params), "B", 1000)
         loaded.set_postfix_str(f"bytes read; {size} held" + " by each device" * (mesh is not None))
     if on_mesh is not None:
         on_mesh.widened.tell(name)
@@ -258,6 +261,8 @@ def _quantised_leaf(
         return None
     if arrays[0].shape[1] % LANES:
         return fill_leaf(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
+    from specjax_kernels import Quantised
+
     return Quantised(codes=output_major_placer(scope, leaf, sizes)(arrays), scale=None)
 
 
@@ -283,6 +288,8 @@ def output_major_placer(scope: Scope, leaf: Leaf, sizes: Sizes) -> Callable[[Seq
 
 def make_leaf(parts: Sequence[QuantisedMatrix], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
     """The `specjax_kernels.Quantised` of the matrices of a leaf's tensors; None if they fit no common format."""
+    from specjax_kernels import Quantised
+
     matrices = _in_one_format([part.without_zeros() for part in parts])
     if matrices is None:
         return None
@@ -332,6 +339,7 @@ def _in_one_format(matrices: Sequence[QuantisedMatrix]) -> Sequence[QuantisedMat
 
 def quantise_leaf(tensors: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
     """The leaf of float tensors [out, in], quantised to `kind`."""
+    from specjax_kernels import quantise
 
     def quantised(tensor: np.ndarray) -> QuantisedMatrix:
         if (matrix := _quantise_compiled(tensor, kind)) is not None:
@@ -351,6 +359,8 @@ def quantise_leaf(tensors: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes
 
 def _quantise_compiled(tensor: np.ndarray, kind: str) -> QuantisedMatrix | None:
     """`specjax_kernels.quantise` in compiled code; None if that is unavailable, or a number is not finite."""
+    from specjax_kernels.cpu import repacking
+
     scale = np.empty(len(tensor), np.float32)
     if kind not in LARGEST_CODE or not tensor.flags.c_contiguous or not repacking.magnitudes(tensor, scale):
         return None
@@ -366,31 +376,39 @@ def _quantise_compiled(tensor: np.ndarray, kind: str) -> QuantisedMatrix | None:
 class MeshPlacement(NamedTuple):
     mesh: Mesh
     copies: int  # devices with a copy of the same key/value head
-    widened: sharding.Widened
+    widened: Widened
 
     @staticmethod
     def of(config: ModelConfig | HeadConfig | MtpConfig, mesh: Mesh | None) -> MeshPlacement | None:
         if mesh is None:
             return None
-        sharding.fitted(config, mesh.size, groups=sharding.group_count(mesh))
-        return MeshPlacement(mesh, sharding.copies_of(config, mesh.size), sharding.Widened())
+        from specjax.parallel.sharding import Widened, copies_of, fitted, group_count
+
+        fitted(config, mesh.size, groups=group_count(mesh))
+        return MeshPlacement(mesh, copies_of(config, mesh.size), Widened())
 
     def place(
         self, leaf: Leaf, shape: tuple[int, ...], dtype: Any, rules: Sequence[Placement], tensors: Mapping[str, Source]
     ) -> Any:
         """A float leaf on the devices. Each reads its part of the tensors, or all of them if heads are copied."""
+        from specjax.parallel.sharding import made, put, regrouped
+
         if self.copies > 1 and "K" in leaf.dims:
-            array = fill_leaf(shape, dtype, rules, [tensors[rule.tensor].read() for rule in rules])
-            return sharding.put(self.mesh, sharding.regrouped(array, leaf, self.copies), leaf)
+            arrays = [tensors[rule.tensor].read() for rule in rules]
+            return put(self.mesh, regrouped(fill_leaf(shape, dtype, rules, arrays), leaf, self.copies), leaf)
         read = cache(lambda name: tensors[name].read())
-        return sharding.made(self.mesh, leaf, shape, partial(_fill_part, shape, dtype, rules, read))
+        return made(self.mesh, leaf, shape, partial(_fill_part, shape, dtype, rules, read))
 
     def place_quantised(self, host: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str) -> Any:
         """A quantised leaf on the devices. If it has to be widened, it gets the declared `shape` and `dtype`."""
+        from specjax_kernels.quantised import BY_OUTPUT
+
+        from specjax.parallel.sharding import put_quantised, regrouped
+
         arrays = {name: array for name in BY_OUTPUT if (array := getattr(host, name)) is not None}
-        copied = {name: sharding.regrouped(array, output_major(leaf), self.copies) for name, array in arrays.items()}
+        copied = {name: regrouped(array, output_major(leaf), self.copies) for name, array in arrays.items()}
 
         def shaped(floats: np.ndarray) -> np.ndarray:
-            return sharding.regrouped(floats.reshape(shape), leaf, self.copies)
+            return regrouped(floats.reshape(shape), leaf, self.copies)
 
-        return sharding.put_quantised(self.mesh, replace(host, **copied), leaf, shaped, dtype, self.widened)
+        return put_quantised(self.mesh, replace(host, **copied), leaf, shaped, dtype, self.widened)

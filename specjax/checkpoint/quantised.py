@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from specjax_kernels.cpu import repacking
-from specjax_kernels.quantised import pack
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
@@ -375,6 +373,8 @@ def _sorted_by_group(
     counts = np.bincount(group, minlength=groups)
     if (counts != counts[0]).any():
         raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
+    from specjax_kernels.quantised import pack
+
     ordered = matrix.code_bytes()[:, order]
     return replace(matrix, codes=pack(ordered) if matrix.bits == 4 else ordered, order=order)
 
@@ -415,6 +415,9 @@ def unpack_nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
 
 def pack_rows(words: np.ndarray) -> np.ndarray:
     """Codes of 4 bits in int32 words [out, in / 8] of any strides, as ``QuantisedMatrix.codes``."""
+    from specjax_kernels.cpu import repacking
+    from specjax_kernels.quantised import pack
+
     codes = np.empty((len(words), 4 * words.shape[1]), np.uint8)
     if not repacking.from_rows(words, codes):
         for start in range(0, len(words), 64):
@@ -424,6 +427,9 @@ def pack_rows(words: np.ndarray) -> np.ndarray:
 
 def pack_awq(words: np.ndarray) -> np.ndarray:
     """`pack_rows` of AWQ's int32 words [in, out / 8], each with codes of eight rows."""
+    from specjax_kernels.cpu import repacking
+    from specjax_kernels.quantised import pack
+
     codes = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
     if not repacking.from_awq(words, codes):
         for start in range(0, words.shape[1], 8):
