@@ -159,10 +159,10 @@ def _adapted(message: Mapping[str, Any], parser: type[CallParser], ids: dict[str
         function = dict(call["function"])
         if parser.text_arguments and not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        id = f"functions.{function['name']}:{len(ids)}" if parser.numbered_ids else new_id(call.get("id"))
-        calls.append({**call, "function": function, **({} if id is None else {"id": id})})
+        id = new_id(call.get("id"))
         if parser.numbered_ids:
-            ids[str(call.get("id"))] = id
+            ids[str(id)] = id = f"functions.{function['name']}:{len(ids)}"
+        calls.append({**call, "function": function, **({} if id is None else {"id": id})})
     if calls:
         message["tool_calls"] = calls
     if (id := message.get("tool_call_id")) is not None:
