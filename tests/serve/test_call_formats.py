@@ -18,7 +18,7 @@ from tool_helpers import MARKERS, NOOP, WEATHER, tool_tokenizer
 from tool_helpers import TOOLS as TWO_TOOLS
 
 from specjax.checkpoint.prompts import Chat, begins_thinking
-from specjax.engine.grammar import WORD, Grammar, GrammarError, Grammars
+from specjax.engine.grammar import WORD, Constraint, Grammar, GrammarError, Grammars
 from specjax.engine.intake import Intake
 from specjax.limits import ParameterError
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
@@ -190,7 +190,7 @@ def allowed(mask: Any, token: int) -> bool:
 def random_text(source: str, seed: int, *, plain: bool = False, most: int = 400) -> str | None:
     """A random text of a grammar; None if it had no end. Strings and objects end half of the times they can."""
     draw, tokenizer = random.Random(seed), plain_tokenizer() if plain else tool_tokenizer()
-    constraint = grammars(plain).constraint(Grammar("lark", source))
+    constraint = Constraint(grammars(plain), Grammar("lark", source))
     ends = [END, *(tokenizer.convert_tokens_to_ids(text) for text in ('"', "}", "]"))]
     ids: list[int] = []
     while len(ids) < most:
@@ -236,7 +236,7 @@ def test_grammar_of_text_with_calls(parser):
     source = call_grammar(parser, TOOLS[:1], tokens_of(parser), text=True)
 
     def allows(text: str) -> bool:
-        constraint = grammars().constraint(Grammar("lark", source))
+        constraint = Constraint(grammars(), Grammar("lark", source))
         for token in tool_tokenizer()(text, add_special_tokens=False)["input_ids"]:
             if not allowed(constraint.mask(), token):
                 return False
@@ -302,7 +302,7 @@ def test_functions_that_are_not_strict():
     schema = {"type": "object", "properties": {"days": days}, "required": ["days"]}
     tool = {"type": "function", "function": {"name": "plan", "parameters": schema}}
     with pytest.raises(GrammarError, match="uniqueItems"):
-        grammars().constraint(Grammar("lark", call_grammar(Hermes, [tool], {}, strict=["plan"])))
+        Constraint(grammars(), Grammar("lark", call_grammar(Hermes, [tool], {}, strict=["plan"])))
     texts = random_texts(call_grammar(Hermes, [tool], {}, strict=[]), 5, plain=True)
     calls = [call for text in texts for call in message(Hermes, text)["tool_calls"]]
     assert calls and all(set(json.loads(call["function"]["arguments"])["days"]) <= {"mon"} for call in calls)

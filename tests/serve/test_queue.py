@@ -381,8 +381,8 @@ def test_retraction_that_reads_the_last_token():
     while len(sequence.output.tokens) < 2:  # the step that draws the last token is dispatched ahead
         engine.step()
     engine.retract_all()
-    assert sequence.output.finish_reason is not None and not engine.unfinished and engine.unreported
-    assert sequence in engine.step() and not engine.unreported
+    assert sequence.output.finish_reason is not None and not engine.unfinished and engine.changed
+    assert sequence in engine.step() and not engine.changed
 
 
 def test_pause_can_end_during_a_drain():
