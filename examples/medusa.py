@@ -16,6 +16,7 @@ import optax
 from specjax import (
     Drafter,
     Engine,
+    EngineConfig,
     Params,
     PoolShape,
     PrefillInput,
@@ -135,6 +136,7 @@ trained = Params(params.target, draft)
 drafted, taken = generate(target, trained, medusa(target), prompt, 64, loaded.eos_ids)
 print(drafted == tokens, taken, "steps")
 
-engine = Engine(target, trained, tokenizer, medusa(target), eos_ids=loaded.eos_ids)
+config = EngineConfig(adaptive=False)  # draft in every step
+engine = Engine(target, trained, tokenizer, medusa(target), config=config, eos_ids=loaded.eos_ids)
 done = engine.generate(prompt, SamplingParams(max_new_tokens=64))
 print(done.output_ids == tokens, done.spec_accept_length, "tokens a step")

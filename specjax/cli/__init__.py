@@ -4,6 +4,7 @@ flags     flags and keys of configuration files, as dataclasses
 build     settings to `Engine` arguments, with errors that name flags
 lines     reads JSONL files and folders
 generate  the command `specjax generate`
+serve     the command `specjax serve`, with the routes of wings
 """
 
 from __future__ import annotations

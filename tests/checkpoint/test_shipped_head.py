@@ -289,7 +289,8 @@ def test_shipped_eagle3_head(trim):
     sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
     completions = {}
     for draft in ("EAGLE3", "NONE"):
-        engine = Engine.from_pretrained(draft="AUTO" if draft == "EAGLE3" else draft, progress=False)
+        name = "AUTO" if draft == "EAGLE3" else draft
+        engine = Engine.from_pretrained(draft=name, config=EngineConfig(adaptive=False), progress=False)
         assert engine.drafter.name == draft
         # One at a time, because on a CPU the automatic tree is for one request.
         completions[draft] = [engine.generate([{"role": "user", "content": text}], sampling) for text in texts]
@@ -307,7 +308,8 @@ def test_shipped_eagle_head_and_token_map(trim):
     sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
     texts = {}
     for draft in (NoDraft(), Eagle(), Eagle(token_map="8192")):
-        engine = Engine.from_pretrained(draft=draft, progress=False, config=EngineConfig(max_running_requests=1))
+        config = EngineConfig(max_running_requests=1, adaptive=False)
+        engine = Engine.from_pretrained(draft=draft, progress=False, config=config)
         done = engine.generate([{"role": "user", "content": "Why do cats purr?"}], sampling)
         texts[str(draft)] = done.output_ids
         if draft.needs:

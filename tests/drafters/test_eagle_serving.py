@@ -78,7 +78,7 @@ def token_map(suffix: str) -> str:
     return str(file)
 
 
-SMALL = {"page_size": 4, "chunked_prefill_size": 16, "max_total_tokens": 160}
+SMALL = {"page_size": 4, "chunked_prefill_size": 16, "max_total_tokens": 160, "adaptive": False}
 
 
 def make(draft: DraftOptions, **config: Any) -> Engine:

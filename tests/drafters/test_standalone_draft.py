@@ -124,7 +124,9 @@ PROMPTS = ["the hell", "12 and 12"]
 
 @functools.cache
 def loaded(folder: str, draft: Any) -> Engine:
-    settings = EngineConfig(page_size=4, chunked_prefill_size=16, max_total_tokens=160, max_running_requests=2)
+    settings = EngineConfig(
+        page_size=4, chunked_prefill_size=16, max_total_tokens=160, max_running_requests=2, adaptive=False
+    )
     return Engine.from_pretrained(folder, draft=draft, config=settings, progress=False)
 
 

@@ -128,7 +128,7 @@ SAMPLING = [
 def settings(count: int) -> EngineConfig:
     return EngineConfig(
         max_running_requests=1, page_size=4, max_total_tokens=512, context_length=64, chunked_prefill_size=16,
-        tensor_parallel=count,
+        tensor_parallel=count, adaptive=False,
     )  # fmt: skip
 
 

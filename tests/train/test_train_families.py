@@ -36,7 +36,8 @@ from specjax.train.options import DraftSettings
 from specjax.train.output import read_metrics
 
 PROMPTS = ["the hell 1", "12 cat the the end", "hello", "a b c 12 12"]
-MEMORY = {"max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16, "max_running_requests": 4}
+MEMORY: dict[str, Any] = {"max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16}
+MEMORY |= {"max_running_requests": 4, "adaptive": False}
 
 
 @pytest.fixture(scope="module")

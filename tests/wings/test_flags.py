@@ -17,7 +17,7 @@ from specjax import settings
 from specjax.__main__ import COMMANDS
 from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
-from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft
+from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_drafter
 from specjax.engine import EngineConfig
 from specjax.limits import ParameterError
 from specjax.thresholds import AcceptAbove
@@ -91,8 +91,7 @@ def test_help_of_every_setting():
 
 def test_defaults():
     assert "hunter2" not in repr(flags.Settings(server=flags.ServerSettings(api_key=("hunter2",))))
-    # In the library each step drafts by default.
-    assert build.engine_arguments(DEFAULTS)["config"] == EngineConfig(adaptive=True)
+    assert build.engine_arguments(DEFAULTS)["config"] == EngineConfig()
     assert replace(generate.DEFAULTS, engine=flags.EngineSettings()) == DEFAULTS
     assert generate.DEFAULTS.engine == flags.EngineSettings(max_running_requests=8)
 
@@ -101,17 +100,17 @@ def test_defaults():
     ("argv", "adaptive"),
     [
         ((), True),
-        (("--speculative-num-steps", 3), False),
-        (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 8), False),
-        (("--speculative-num-steps", 3, "--speculative-adaptive"), True),
+        (("--speculative-num-draft-tokens", 8), False),
+        (("--speculative-num-draft-tokens", 8, "--speculative-adaptive"), True),
         (("--no-speculative-adaptive",), False),
     ],
 )
-def test_adaptive_default(argv, adaptive, toml):
-    """An explicit tree, also of a file, disables adaptive drafting unless the flag enables it."""
-    assert build.engine_arguments(ours(*argv))["config"].adaptive is adaptive
-    chosen = ours("--config", toml("[speculative]\nspeculative-eagle-topk = 4\n"), *argv)
-    assert build.engine_arguments(chosen)["config"].adaptive is ("--speculative-adaptive" in argv)
+def test_adaptive_default(argv, adaptive):
+    """An explicit width disables adaptive drafting unless the flag enables it."""
+    arguments = build.engine_arguments(ours("--speculative-algorithm", "NGRAM", *argv))
+    drafter = make_drafter(arguments["draft"])
+    assert arguments["config"].chooses(drafter) is adaptive
+    assert not replace(arguments["config"], trace=True).chooses(drafter), "traced steps draft"
 
 
 def test_engine_arguments():
@@ -123,7 +122,7 @@ def test_engine_arguments():
         "--context-length", 32, "--page-size", 4,
         "--chunked-prefill-size", 8, "--max-prefill-tokens", 16, "--schedule-policy", "LPM", "--disable-radix-cache",
         "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
-        "--plain-content",
+        "--plain-content", "--no-speculative-adaptive",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
         "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
     ))  # fmt: skip
