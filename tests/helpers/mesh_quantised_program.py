@@ -17,7 +17,7 @@ import numpy as np
 from mesh_program import CONFIG, collectives, compared, drawn, run, settings
 from specjax_kernels import Quantised, embed, linear, quantise
 from specjax_kernels.quantised import shared, split_axes
-from test_quantised import leaf_of, read_by_numpy
+from test_quantised import decoded, leaf_of
 
 from specjax.config import Experts, Latent, ModelConfig
 from specjax.drafters import Params
@@ -48,7 +48,7 @@ def product(name: str, count: int, split: str, rows: int) -> dict[str, Any]:
     if divided is None:
         return {"split": False}
     x = np.random.default_rng(1).normal(size=(1, rows, leaf.depth)).astype(np.float32)
-    expected = np.einsum("bnm,kqem->bnkqe", x.astype(np.float64), read_by_numpy(leaf))
+    expected = np.einsum("bnm,kqem->bnkqe", x.astype(np.float64), decoded(leaf))
     with under(mesh):
         placed = jax.tree.map(lambda axis, array: jax.device_put(array, _on(mesh, axis)), split_axes(divided), divided)
         program = jax.jit(linear).lower(jax.device_put(x, everywhere(mesh)), placed).compile()
