@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,6 @@ from specjax.engine import Engine
 from specjax.engine.draft_policy import as_lines, speculation_table
 from specjax.parallel.sharding import local_bytes
 from specjax.serve.app import Extension, create_app
-from specjax.serve.errors import ErrorForm
 from specjax.serve.profiling import make_folder
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server import SIGNALS, Server, allow_files, check_certificate, listen, url
@@ -53,11 +53,6 @@ def extensions() -> list[Extension]:
     """The routes of all optional packages that are installed."""
     modules = [optional(package, module) for package, module in OPTIONAL.items()]
     return [extension for module in modules if module is not None for extension in module.EXTENSIONS]
-
-
-def error_forms() -> dict[str, ErrorForm]:
-    """The forms of errors by prefix of the path, as `form_of` takes them."""
-    return {prefix: form for extension in extensions() for prefix, form in extension.error_forms.items()}
 
 
 def make_app(runner: Service, settings: flags.ServerSettings, *, model: str) -> FastAPI:
@@ -85,8 +80,11 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -> Engine:
-    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation."""
+def load(
+    settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine, join: Callable[[], None] = lambda: None
+) -> Engine:
+    """Loads the engine, or the engine of the replica `rank`, and logs the model, the memory and the speculation. `join`
+    connects this process to others before the engine's settings are read, so that a refused one ends all of them."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
     single = split * settings.server.data_parallel_size == 1
@@ -94,6 +92,7 @@ def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
     build.check_devices(settings)
+    join()
     config = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
     engine = build.make_engine(settings, kind=kind, **config)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
@@ -114,15 +113,11 @@ def load(settings: flags.Settings, rank: int = 0, kind: type[Engine] = Engine) -
     return engine
 
 
-def make_service(settings: flags.Settings, kind: type[Engine] = Engine) -> Service:
-    """Loads and drives the engine, or its replicas."""
-
-    def load_rank(rank: int) -> Engine:
-        return load(settings, rank, kind)
-
+def make_service(settings: flags.Settings, load: Callable[[int], Engine]) -> Service:
+    """Drives the engine, or its replicas; `load` makes that of a rank."""
     if (count := settings.server.data_parallel_size) == 1:
-        return Runner(lambda: load_rank(0), settings.server)
-    return fleet("replicas").Replicas(load_rank, settings.server, count)
+        return Runner(lambda: load(0), settings.server)
+    return fleet("replicas").Replicas(load, settings.server, count)
 
 
 def fleet(module: str) -> Any:
@@ -143,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         dry_run.check_flags(parser, args)
     server = settings.server
     set_up_logging(server.log_level)
-    group, kind = None, Engine
+    group, make_engine = None, partial(load, settings)
     try:
         check_certificate(server)
         if dry_run is not None and args.dry_run:
@@ -154,11 +149,11 @@ def main(argv: list[str] | None = None) -> int:
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:
             launch = fleet("launch")
             group = launch.make_group(settings)
-            kind = fleet("following").shared_by(group)
+            make_engine = partial(load, settings, kind=fleet("following").shared_by(group), join=group.join)
             if server.node_rank:
-                return launch.run_follower(group, partial(load, settings, kind=kind))
+                return launch.run_follower(group, make_engine)
         sock = listen(server.host, server.port)
-        runner = make_service(settings, kind)
+        runner = make_service(settings, make_engine)
     except ValueError as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2

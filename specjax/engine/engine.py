@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
+from jax.sharding import Mesh
 
 from specjax import checkpoint, gpu
 from specjax.cache import PoolShape
@@ -85,7 +86,7 @@ class Engine:
         check_config(config)
         check_custom(drafter, target, params)
         self.lock = FairLock()
-        self.mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
+        self.mesh = self.make_mesh(config)
         if self.mesh is not None:
             check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
@@ -184,7 +185,7 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
-        mesh = make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
+        mesh = cls.make_mesh(config)
         with on_first(mesh):
             loaded = load(
                 model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
@@ -370,6 +371,11 @@ class Engine:
     def _empty(self, rows: int, pool: PoolShape) -> Resident:
         state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
         return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
+
+    @classmethod
+    def make_mesh(cls, config: EngineConfig) -> Mesh | None:
+        """The devices of the engine; None: JAX's first device alone."""
+        return make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
 
     def fitting_tokens(self) -> int:
         """Number of tokens in the KV pool."""

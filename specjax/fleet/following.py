@@ -21,14 +21,17 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax import checkpoint
 from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
+from specjax.engine.config import EngineConfig
 from specjax.engine.device import Device, Output, Program, Resident
 from specjax.engine.engine import Engine
 from specjax.fleet.agreement import engine_facts, file_facts
 from specjax.fleet.hosts import Follower, Group, Leader, Message
+from specjax.parallel.sharding import make_mesh
 
 COMPILERS = 2  # threads
 
@@ -42,10 +45,23 @@ class SharedEngine(Engine):
     def from_pretrained(
         cls, model: str = checkpoint.BUILT_IN_MODEL, *, revision: str | None = None, progress: bool = True, **more: Any
     ) -> Engine:  # fmt: skip
-        """Joins the group. Ends all processes if the model files of one differ from the leader's."""
-        cls.group.join()
+        """Ends all processes if the model files of one differ from the leader's. The group has joined."""
         cls.group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
         return super().from_pretrained(model, revision=revision, progress=progress, **more)
+
+    @classmethod
+    def make_mesh(cls, config: EngineConfig) -> Mesh | None:
+        """All devices of the group's processes."""
+        return make_mesh(config.tensor_parallel, groups=config.expert_parallel, hosts=True)
+
+    @property
+    def params(self) -> Params:
+        """Parameters of the target and the drafter, which cannot be replaced."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
 
     def fitting_tokens(self) -> int:
         """Number of tokens in the smallest KV pool. Ends all processes if the engine of one differs."""
@@ -109,9 +125,6 @@ class LeadingDevice(Device):
         with self._launch_lock:
             self._leader.send("renew")
             super().renew()
-
-    def replace_params(self, params: Params) -> None:
-        raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
 
 
 def digest(output: Output) -> str:

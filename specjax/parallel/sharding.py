@@ -39,15 +39,15 @@ T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
-def make_mesh(count: int, first: int = 0, *, groups: int = 1) -> Mesh | None:
-    """Makes a mesh of `count` devices of this process from number `first` on, or of all devices if JAX connects several
-    processes.
+def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = False) -> Mesh | None:
+    """Makes a mesh of `count` devices of this process from number `first` on, or with `hosts` of all devices of the
+    processes that JAX connects.
 
     Experts are distributed over `groups` of devices. Returns None for JAX's first device alone. Raises ParameterError
     if JAX has fewer devices.
     """
     shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
-    if jax.process_count() > 1:
+    if hosts:
         if (total := jax.device_count()) != count:
             problem = (
                 f"{count} must be the number of devices of all {jax.process_count()} processes together, which is "

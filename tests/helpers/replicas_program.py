@@ -9,6 +9,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def from_flags(*flags: str) -> dict[str, Any]:
     parser = Parser(prog="test")
     add_flags(parser, Settings())
     _, settings = parse(parser, list(flags), Settings())
-    return serve(lambda _: command.make_service(settings))
+    return serve(lambda _: command.make_service(settings, partial(command.load, settings)))
 
 
 def serve(service: Any) -> dict[str, Any]:
