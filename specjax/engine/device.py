@@ -300,8 +300,12 @@ class Device:
 
     def replace_params(self, params: Params) -> None:
         """Sets the parameters of later launches, which must have the same shapes and dtypes."""
+
+        def described(leaf: Any) -> tuple[Any, ...]:
+            return jnp.shape(leaf), jnp.result_type(leaf)
+
         leaves = jax.tree.leaves(params)
-        if jax.eval_shape(list, leaves) != jax.eval_shape(list, self._params):
+        if [*map(described, leaves)] != [*map(described, self._params)]:
             raise ValueError("the parameters have other shapes or dtypes than those that the programs are compiled for")
         self._params = leaves
 
