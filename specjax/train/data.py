@@ -491,6 +491,8 @@ def _template(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", variables, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} must be a JSON {'array' if kind is list else 'object'}, got {value!r:.60}")
+    if "add_generation_prompt" in (variables or {}):
+        raise ValueError("chat_template_kwargs may not set 'add_generation_prompt', which training sets for each turn")
     return {**(variables or {}), **({"tools": tools} if tools else {})}
 
 

@@ -285,6 +285,7 @@ BAD = [
     ({"messages": [USER, REPLY], "tools": {"name": "f"}}, "tools must be a JSON array, got {'name': 'f'}"),
     ({"messages": [USER, REPLY], "tools": "look"}, "tools is not JSON"),
     ({"messages": [USER, REPLY], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
+    ({"messages": [USER, REPLY], "chat_template_kwargs": {"add_generation_prompt": False}}, "may not set 'add_gen"),
     (b'{"text": "\\ud800"}', "text holds '\\ud800': surrogates must come in pairs"),
     (b'{"prompt": "a", "response_ids": [5], "tools": [{"name": "\\ud800"}]}', "tools holds '\\ud800'"),
     ({"tokens": [1, VOCABULARY]}, f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
