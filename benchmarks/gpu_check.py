@@ -65,7 +65,7 @@ from specjax_kernels import default_implementation, linear, tree_attention
 from specjax_kernels.specs import SPECS, Spec, tagged
 from timing import CACHE_BYTES, WARMUP, Trace, copy_bandwidth, interleaved, rotating
 
-from specjax import (  # fmt: skip
+from specjax import (
     Eagle3,
     Engine,
     EngineConfig,
@@ -82,6 +82,7 @@ from specjax.drafters import Drafter
 from specjax.drafters.options import options_of
 from specjax.engine.buckets import Key
 from specjax.engine.memory import temporary_bytes
+from specjax.engine.sequence import completion
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 
@@ -179,8 +180,8 @@ DRAFTS = {"NONE": {}, "NGRAM": {"capacity": 4096, "nodes": 8}, "EAGLE3": {"steps
 MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("EAGLE3", {"overlap": False}),
     ("EAGLE3", {"prefix_cache": False}),
-    ("EAGLE3", {"max_total_tokens": 160}),  # requests are retracted
-    ("NGRAM", {"max_total_tokens": 160}),
+    ("EAGLE3", {"overlap": False, "retract_every": 3}),
+    ("NGRAM", {"overlap": False, "retract_every": 3}),
 )
 DRAFT_VOCABULARY = 32
 MAX_DIFFERENT_ROWS = 1  # another order of summation can decide a near tie
@@ -202,9 +203,10 @@ class TokenIds:
         return "".join(map(self.convert_ids_to_tokens, tokens))
 
 
-def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
+def engine_tokens(algorithm: str, *, retract_every: int | None = None, **config: Any) -> list[list[int]]:
     """Tokens of one request for each entry of `SAMPLING`, in float32. The requests run twice, then with a filled prefix
-    cache. numpy draws the weights, so they are equal on every device."""
+    cache. numpy draws the weights, so they are equal on every device. `retract_every`: steps between retractions of the
+    youngest request; needs an engine without overlap."""
     jax.config.update("jax_default_matmul_precision", "highest")
     shape = (4096, 128, 256, 4, 4, 2, 32)
     model = ModelConfig("llama", *shape, 1e-5, RopeConfig(), 512, tied_embeddings=False, dtype="float32")
@@ -231,7 +233,15 @@ def engine_tokens(algorithm: str, **config: Any) -> list[list[int]]:
     engine = Engine(target, params, TokenIds(), drafter, config=options)
     engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
     requests = [SamplingParams(max_new_tokens=24, ignore_eos=True, seed=i, **way) for i, way in enumerate(SAMPLING)]
-    return [done.output_ids for _ in range(2) for done in engine.generate(prompts, requests)]
+    texts = []
+    for _ in range(2):
+        sequences = [engine.add(prompt, params) for prompt, params in zip(prompts, requests, strict=True)]
+        while engine.unfinished:
+            engine.step()
+            if retract_every and len(engine.scheduler.active) > 1 and engine.counters.steps % retract_every == 0:
+                engine.scheduler.retract_youngest()
+        texts += [completion(sequence).output_ids for sequence in sequences]
+    return texts
 
 
 def cpu_tokens(report: Report) -> list[list[int]]:
