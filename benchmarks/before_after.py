@@ -33,7 +33,7 @@ def one_request() -> Any:
     """Settings for one request at a time, without a prefix cache, because every round has the same prompts."""
     from specjax import EngineConfig
 
-    return EngineConfig(max_running_requests=1, prefix_cache=False)
+    return EngineConfig(max_running_requests=1, prefix_cache=False, adaptive=False)
 
 
 def work(algorithm: str, tokens: int) -> None:

@@ -69,7 +69,7 @@ def contender(runs: EngineContender | TransformersContender, weight_bytes: int) 
 
 def make_engine(model: str, algorithm: str) -> tuple[Engine, int]:
     """An engine, and the bytes of weights that a forward reads."""
-    config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
+    config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False, adaptive=False)
     engine = Engine.from_pretrained(model, draft=algorithm, config=config, progress=False)
     engine.warm_up(engine.buckets.single_request_keys())
     target = engine.params.target
@@ -153,9 +153,12 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
             plain = folder / "float"
             plain.mkdir()
             checkpoint.save_dequantised(checkpoint.resolve(checkpoint.BUILT_IN_MODEL), plain)
+            models: dict[str, Any] = {
+                dtype: AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype)).eval()
+                for dtype in {name.partition("-")[2] for name in wanted}
+            }
             for name in wanted:
-                dtype = getattr(torch, name.partition("-")[2])
-                model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).eval()
+                model = models[name.partition("-")[2]]
                 options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if "lookup" in name else {}
                 size = sum(parameter.nbytes for parameter in model.parameters())
                 contenders[name] = contender(TransformersContender(model, options, ()), size)

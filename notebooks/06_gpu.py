@@ -191,6 +191,7 @@ config = EngineConfig(
     max_running_requests=1,
     context_length=512,
     max_total_tokens=4096,
+    adaptive=False,
 )
 
 
