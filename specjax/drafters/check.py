@@ -36,7 +36,7 @@ class DrafterError(TypeError):
 
 
 def check_drafter(drafter: Drafter, target: Target, params: Params | None = None, *, batch: int = BATCH) -> None:
-    """Checks a drafter by tracing its three functions; none of them is compiled or run.
+    """Checks a drafter by tracing its three functions. Only a depth that does not depend on inputs is computed.
 
     The checks cover the declared `width`, the declared `depth` if the trees' depths do not depend on inputs, the
     requested features, shapes and dtypes of the trees (int32 tokens, parents and depth, bool valid, float32 scores,
@@ -68,7 +68,8 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
     context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
     proposed = trace("propose", lambda *args: checked_propose(drafter, *args), state, context)
     if proposed is not None:
-        depth = _constant_depth(proposed[0])
+        # Computing the depth compiles a program: once, not for each batch of an engine.
+        depth = _constant_depth(proposed[0]) if batch == BATCH else None
         if depth is not None and depth != drafter.depth:
             raise DrafterError(
                 f"{_name(drafter, 'propose')} builds trees of depth {depth}, and the drafter declares depth="
