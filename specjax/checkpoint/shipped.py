@@ -41,7 +41,7 @@ class ShippedHead:
 
     @property
     def exists(self) -> bool:
-        return all((self.folder / file).is_file() for file in ("config.json", SINGLE_NAME))
+        return all((self.folder / file).is_file() for file in ("config.json", "serving.toml", SINGLE_NAME))
 
     def is_named(self, name: str) -> bool:
         """True if ``name`` is the model's alias, or a hub id or folder that ends in the model's name."""
