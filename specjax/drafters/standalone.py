@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32, UInt32
@@ -26,6 +25,7 @@ from specjax.cache import Block, Cache, Hidden, PoolShape, Tokens, Weights, comm
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, Standalone, TreeShape
+from specjax.models.blocks import joined
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree
 
@@ -88,7 +88,7 @@ def standalone_drafter(
                 draft_params.model, embed(draft_params, tokens), positions, mask, *past, before=before
             )
             new = Before(output.block, positions)
-            keys = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, new)
+            keys = joined(before, new)
             return Read(unembed(draft_params, output.hidden), carry, keys)
 
         root, hidden = take_rows((state.root, state.hidden), context)

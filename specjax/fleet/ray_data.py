@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from specjax.cli import build, flags
-from specjax.cli.generate import BadLine, parse_line, result
+from specjax.cli import build
+from specjax.cli.generate import DEFAULTS, BadLine, parse_line, result
 from specjax.engine import SamplingParams
 from specjax.engine.generation import complete
 from specjax.serve.fields import whole
 from specjax.settings import from_mapping
 
-SETTINGS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
 ERROR = "error"
 """The column with the reason why a row has no text, or incomplete text."""
 
@@ -62,7 +61,7 @@ class Generate:
         keep: Sequence[str] = (),
     ) -> None:
         SamplingParams.from_mapping(sampling or {})
-        chosen = from_mapping(settings or {}, SETTINGS, "settings")
+        chosen = from_mapping(settings or {}, DEFAULTS, "settings")
         build.claim_gpu(chosen)
         self._engine = build.make_engine(chosen, progress=False)
         self._defaults = {**self._engine.sampling_defaults, "seed": 0, **(sampling or {})}

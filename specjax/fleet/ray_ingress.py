@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message
 
-from specjax.cli.serve import error_forms
+from specjax.cli.serve import extensions
+from specjax.serve.app import error_forms
 from specjax.serve.errors import ApiError, form_of, unavailable
 from specjax.serve.openai_answers import event
 
@@ -80,11 +81,11 @@ class Ingress:
     """Forwards HTTP requests unchanged to replicas of `SpecjaxServer`; `replicas` is the handle that Ray binds."""
 
     def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas.options(stream=True)
+        self._replicas, self._forms = replicas.options(stream=True), error_forms(extensions())
 
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "").rstrip("/"))
-        form = form_of(path, error_forms())
+        form = form_of(path, self._forms)
         if path not in PATHS and not path.startswith("/v1/models/"):
             return ApiError(404, f"there is no {path} here").response(form)
         body, headers = await request.body(), request.headers.items()

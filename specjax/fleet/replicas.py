@@ -88,7 +88,7 @@ class Replicas(Service):
             runner.name, runner.on_change = f"{runner.name}-dp{rank}", self._changed
         self._lock = threading.RLock()
         self._last: tuple[State, BaseException | None] = (State.LOADING, None)  # at the last call of `on_change`
-        self.places = Places(lambda: self.unfinished, lambda: self.capacity)
+        self.places = Places(self)
         self._balance: Balance | None = None
 
     def _load(self, rank: int) -> Engine:

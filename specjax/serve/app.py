@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -175,6 +175,11 @@ class Extension(NamedTuple):
     error_forms: Mapping[str, ErrorForm] = MappingProxyType({})
 
 
+def error_forms(extensions: Iterable[Extension]) -> dict[str, ErrorForm]:
+    """The forms of errors by prefix of the path, as `form_of` takes them."""
+    return {prefix: form for extension in extensions for prefix, form in extension.error_forms.items()}
+
+
 def create_app(runner: Service, settings: ServerSettings, *, model: str, extensions: List[Extension] = ()) -> FastAPI:
     """The ASGI application over a runner that is loading or ready. `model` is the name that it serves."""
     app = FastAPI(
@@ -195,7 +200,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     for extension in extensions:
         extension.add(app, generation)
     in_drain = IN_DRAIN.union(*(extension.in_drain for extension in extensions))
-    forms = {prefix: form for extension in extensions for prefix, form in extension.error_forms.items()}
+    forms = error_forms(extensions)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

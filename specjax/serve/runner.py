@@ -47,22 +47,22 @@ Result = TypeVar("Result")
 
 
 class Places:
-    """Places in the queue, reserved for requests while they are tokenised. Arguments: properties of the `Service`."""
+    """Places in the queue, reserved for requests while they are tokenised."""
 
-    def __init__(self, unfinished: Callable[[], int], capacity: Callable[[], int]) -> None:
-        self._unfinished, self._capacity, self._lock = unfinished, capacity, threading.Lock()
+    def __init__(self, service: Service) -> None:
+        self._service, self._lock = service, threading.Lock()
         self.reserved = 0
 
     @property
     def taken(self) -> int:
-        return self._unfinished() + self.reserved
+        return self._service.unfinished + self.reserved
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[None]:
         """Reserves `count` places; queue the sequences before the context ends. Raises an ApiError, a 503, if the queue
         is full."""
         with self._lock:
-            if self.taken + count > (capacity := self._capacity()):
+            if self.taken + count > (capacity := self._service.capacity):
                 problem = f"{self.taken} requests run or wait; at most {capacity} may"
                 raise unavailable(f"the queue is full: {problem}", retry_after=1)
             self.reserved += count
@@ -230,7 +230,7 @@ class Runner(threading.Thread, Service):
         self._wake = threading.Condition()
         self._stop_requested = False
         self._ended: str | None = None  # why requests are no longer accepted
-        self.places = Places(lambda: self.unfinished, lambda: self.capacity)
+        self.places = Places(self)
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
         # For the watchdog: True while a step or command runs, and a number that changes with each of them.
         self._busy, self._beat = False, 0
