@@ -40,8 +40,7 @@ from records import DATA, finish, machine
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
-from specjax.engine import batch as collecting
-from specjax.engine import batch as launching
+from specjax.engine import batch as batches
 from specjax.engine import programs
 from specjax.engine.sequence import Sequence
 from specjax.models import init_params
@@ -133,9 +132,9 @@ class Clock(ExitStack):
 
 def parts(engine: Engine) -> Clock:
     clock = Clock()
-    clock.around(launching, "step_input", "inputs")
+    clock.around(batches, "step_input", "inputs")
     clock.around(engine.device, "run", "launch")
-    clock.around(collecting, "read_output", "output")
+    clock.around(batches, "read_output", "output")
     clock.around(Sequence, "accept", "text")
     return clock
 

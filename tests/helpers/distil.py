@@ -193,8 +193,8 @@ def distilled_config(kind: str) -> HeadConfig:
 def distilled(kind: str) -> tuple[HeadConfig, dict]:
     """A head as `distil` makes it in 20 seconds; `python tests/helpers/distil.py` has stored it in float16."""
     with np.load(STORED) as file:
-        log_probs = {name.removeprefix(f"{kind}/"): file[name] for name in file.files if name.startswith(f"{kind}/")}
-    return distilled_config(kind), {name: jnp.asarray(leaf, jnp.float32) for name, leaf in log_probs.items()}
+        leaves = {name.removeprefix(f"{kind}/"): file[name] for name in file.files if name.startswith(f"{kind}/")}
+    return distilled_config(kind), {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+import train_helpers
 
 
 def environment() -> dict[str, str]:
-    """Environment of a CPU process with both packages, the modules of the tests and the compilation cache."""
-    root = Path(__file__).parents[2]
-    paths = [root, root / "kernels", *(folder for folder in (root / "tests").iterdir() if folder.is_dir())]
-    variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    variables |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
-    return variables | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    """`train_helpers.environment`, with the modules of the tests on Python's path."""
+    variables, folders = train_helpers.environment(), Path(__file__).parents[1].iterdir()
+    paths = [variables["PYTHONPATH"], *(str(folder) for folder in folders if folder.is_dir())]
+    return variables | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run(*cases: list[Any], program: str = "mesh_program.py") -> list[dict[str, Any]]:

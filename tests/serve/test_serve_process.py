@@ -20,10 +20,9 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_helpers import VOCABULARY, tokenizer
+from generate_helpers import saved_model
 from process_helpers import Forks, Process
 from server_helpers import SECONDS, check_error, in_background, parse_events, request
-from tiny_checkpoints import save_llama
 from train_helpers import with_kernels
 
 import specjax
@@ -54,10 +53,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder) -> Path:
     """A folder of Hugging Face, with a tokenizer and a chat template."""
-    sizes: Any = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
-    save_llama(folder / "model", initializer_range=0.3, eos_token_id=2, **sizes)
-    tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
+    return Path(saved_model(folder / "model", max_position_embeddings=CONTEXT))
 
 
 @pytest.fixture(scope="module")

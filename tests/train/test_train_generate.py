@@ -16,8 +16,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from engine_helpers import END, VOCABULARY, shown, tokenizer
-from tiny_checkpoints import save_llama
+from engine_helpers import END, shown, tokenizer
+from generate_helpers import saved_model
 from train_helpers import environment
 
 from specjax.checkpoint.files import try_lock
@@ -33,10 +33,7 @@ PROMPTS = [{"source": f"s{i % 3}", "prompt": "the " * (i % 4) + f"hell {i}"} for
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=END)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 ENGINES: dict[str, Engine] = {}
