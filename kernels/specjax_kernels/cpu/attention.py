@@ -111,7 +111,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
     @tools.inlined
     def weigh(row: int, count: int, apart: int) -> None:
         """Replaces a chunk's scores by weights and rescales the row's sums."""
-        state, numbers = floats(row, apart), row + 4 * SCORES
+        state, numbers = floats(row), row + 4 * SCORES
         highest(row, count, numbers + 8)
         if state[SCORES + 2] > state[SCORES]:
             decay = np.float32(np.exp(state[SCORES] - state[SCORES + 2]))
@@ -134,16 +134,16 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         request, head = pair // heads, pair % heads
         first, end = groups * part // parts * ROWS, groups * (part + 1) // parts * ROWS
         apart = SCORES + NUMBERS + wide
-        table = integers(argument(call, 5) + 4 * request * table_width, table_width)
-        committed = min(integers(argument(call, 6), request + 1)[request], slots * table_width)
-        counted = (integers(argument(call, 8), request + 1)[request] + ROWS - 1) // ROWS * ROWS  # whole groups
+        table = integers(argument(call, 5) + 4 * request * table_width)
+        committed = min(integers(argument(call, 6))[request], slots * table_width)
+        counted = (integers(argument(call, 8))[request] + ROWS - 1) // ROWS * ROWS  # whole groups
         for row in range(max(first, counted), end):
-            out = floats(result(call, 0) + 4 * (pair * rows + row) * wide, wide)
+            out = floats(result(call, 0) + 4 * (pair * rows + row) * wide)
             for i in range(wide):
                 out[i] = 0
         end = min(end, counted)
         for row in range(first, end):
-            state = floats(result(call, 1) + 4 * (pair * rows + row) * apart, apart)
+            state = floats(result(call, 1) + 4 * (pair * rows + row) * apart)
             state[SCORES] = FLOOR
             for i in range(SCORES + 1, apart):
                 state[i] = 0
@@ -157,7 +157,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                 queries = argument(call, 0) + 4 * (pair * rows + row) * width
                 scratch = result(call, 1) + 4 * (pair * rows + row) * apart
                 shown = argument(call, 7) + 4 * ((request * rows + row) * padded + blocked)
-                visible = integers(shown, ROWS * padded - blocked)
+                visible = integers(shown)
                 if not paged and not any_seen(visible, count, padded):
                     continue
                 token = 0
@@ -178,7 +178,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                             first_scores(queries, key, width * heads, width, run, ahead, beside, at, apart)
                     else:
                         for n in range(ROWS):
-                            masked = floats(scratch + 4 * (n * apart + token), run)
+                            masked = floats(scratch + 4 * (n * apart + token))
                             for i in range(run):
                                 masked[i] = MASKED
                     token += run
@@ -206,8 +206,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
             else:
                 blocked += count
         for row in range(first, end):
-            state = floats(result(call, 1) + 4 * (pair * rows + row) * apart, apart)
-            out = floats(result(call, 0) + 4 * (pair * rows + row) * wide, wide)
+            state = floats(result(call, 1) + 4 * (pair * rows + row) * apart)
+            out = floats(result(call, 0) + 4 * (pair * rows + row) * wide)
             total = state[SCORES + 1]
             for i in range(wide):
                 out[i] = state[SCORES + NUMBERS + i] / (total if total > 0 else np.float32(1))

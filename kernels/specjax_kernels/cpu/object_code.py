@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,15 @@ def _version() -> str:
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
-def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
-    """An object file of functions: symbol in the file -> (module as LLVM text, symbol in that module).
+class Module(NamedTuple):
+    """A function in LLVM."""
+
+    text: str
+    symbol: str  # of the function
+
+
+def link(functions: Mapping[str, Module]) -> bytes:
+    """An object file of functions, by their symbol in the file.
 
     Raises RuntimeError if they call other functions, as code does that may raise.
     """

@@ -217,7 +217,7 @@ def _panels(tools: Tools, layout: Layout) -> tuple[Any, Any]:
                 else:
                     block(these, x, packed, depth, spare, panel)
                     for n in range(these):
-                        source, target = floats(spare + 4 * n * panel, count), floats(out + 4 * n * columns, count)
+                        source, target = floats(spare + 4 * n * panel), floats(out + 4 * n * columns)
                         for column in range(count):
                             target[column] = source[column]
                 row += these

@@ -76,9 +76,9 @@ def _from_rows(tools: Tools) -> Any:
         for first in range(0, rows, 16):  # 16 words of transposed rows are a line of the cache
             for block in range(blocks):
                 for row in range(first, min(first + 16, rows)):
-                    word, out = words + row * across + 4 * block * along, longs(to + 16 * (row * blocks + block), 2)
-                    one, two = integers(word, 1)[0], integers(word + along, 1)[0]
-                    three, four = integers(word + 2 * along, 1)[0], integers(word + 3 * along, 1)[0]
+                    word, out = words + row * across + 4 * block * along, longs(to + 16 * (row * blocks + block))
+                    one, two = integers(word)[0], integers(word + along)[0]
+                    three, four = integers(word + 2 * along)[0], integers(word + 3 * along)[0]
                     out[0], out[1] = spread(one) | spread(three) << 4, spread(two) | spread(four) << 4
         return 0
 
@@ -103,7 +103,7 @@ def _from_awq(tools: Tools) -> Any:
 
     @tools.inlined
     def pair(word: int, along: int) -> Any:
-        return joined(integers(word, 1)[0], integers(word + 16 * along, 1)[0])
+        return joined(integers(word)[0], integers(word + 16 * along)[0])
 
     # Generated, because Numba has no arrays in registers.
     lines = ["def transpose(word, along, out, row):"]
@@ -111,7 +111,7 @@ def _from_awq(tools: Tools) -> Any:
     for step, mask in ((4, 0x00000000FFFFFFFF), (2, 0x0000FFFF0000FFFF), (1, 0x00FF00FF00FF00FF)):
         firsts = [i for i in range(8) if not i & step]
         lines += [f"    a{i}, a{i + step} = swapped(a{i}, a{i + step}, {8 * step}, {mask})" for i in firsts]
-    lines += [f"    longs(out + {i // 2 + 4 * (i % 2)} * row, 1)[0] = a{i}" for i in range(8)]
+    lines += [f"    longs(out + {i // 2 + 4 * (i % 2)} * row)[0] = a{i}" for i in range(8)]
     scope = {"pair": pair, "swapped": swapped, "longs": tools.longs}
     exec("\n".join(lines), scope)
     transpose = tools.inlined(scope["transpose"])
@@ -131,16 +131,16 @@ def _magnitudes(tools: Tools) -> Any:
     integers, halves, floats, float_of, wide = tools.integers, tools.halves, tools.floats, tools.float_of, tools.half
 
     def work(matrix: int, kind: int, rows: int, columns: int, to: int) -> int:
-        out = floats(to, rows)
+        out = floats(to)
         for row in range(rows):
             # Magnitudes are in the order of their bits.
             if kind == 0:
-                whole, most = integers(matrix + 4 * row * columns, columns), np.int32(0)
+                whole, most = integers(matrix + 4 * row * columns), np.int32(0)
                 for column in range(columns):
                     most = max(most, np.int32(whole[column] & np.int32(0x7FFFFFFF)))
                 out[row] = float_of(most)
             else:
-                short, high = halves(matrix + 2 * row * columns, columns), np.uint16(0)
+                short, high = halves(matrix + 2 * row * columns), np.uint16(0)
                 for column in range(columns):
                     high = max(high, np.uint16(short[column] & np.uint16(0x7FFF)))
                 out[row] = float_of(np.int32(np.int32(high) << np.int32(16))) if kind == 1 else wide(high)
@@ -170,12 +170,12 @@ def _codes(tools: Tools) -> Any:
         return np.int32(code | (raw >> np.int32(24) & np.int32(0x80)))
 
     def work(matrix: int, kind: int, rows: int, columns: int, scales: int, is_fp8: int, to: int) -> int:
-        every = floats(scales, rows)
+        every = floats(scales)
         for row in range(rows):
             scale = every[row] if every[row] != 0 else one
-            out = octets(to + row * columns, columns)
+            out = octets(to + row * columns)
             if kind == 0:
-                long = floats(matrix + 4 * row * columns, columns)
+                long = floats(matrix + 4 * row * columns)
                 if is_fp8:
                     for column in range(columns):
                         out[column] = np.uint8(eighth(long[column] / scale))
@@ -183,7 +183,7 @@ def _codes(tools: Tools) -> Any:
                     for column in range(columns):
                         out[column] = np.uint8(whole(long[column] / scale))
             else:
-                short = halves(matrix + 2 * row * columns, columns)
+                short = halves(matrix + 2 * row * columns)
                 if kind == 1 and is_fp8:
                     for column in range(columns):
                         out[column] = np.uint8(eighth(widened(short[column]) / scale))

@@ -89,10 +89,10 @@ def adder(tools: Tools, dtype: str, rows: int, deep: int) -> Any:
     from one row to the next. The code is generated because Numba has no arrays in registers."""
     stored, wide, item = _storage(tools, dtype)
     lines = ["def add(x, x_apart, matrix, apart, out, out_apart, width):"]
-    lines += [f"    m{m} = stored(matrix + {item * m} * apart, width)" for m in range(deep)]
+    lines += [f"    m{m} = stored(matrix + {item * m} * apart)" for m in range(deep)]
     for n in range(rows):
-        lines += [f"    o{n} = floats(out + {4 * n} * out_apart, width)"]
-        lines += [f"    row{n} = floats(x + {4 * n} * x_apart, {deep})"]
+        lines += [f"    o{n} = floats(out + {4 * n} * out_apart)"]
+        lines += [f"    row{n} = floats(x + {4 * n} * x_apart)"]
         lines += [f"    x{n}_{m} = row{n}[{m}]" for m in range(deep)]
     lines += ["    for column in range(width):"]
     lines += [f"        w{m} = wide(m{m}[column])" for m in range(deep)]
@@ -126,7 +126,7 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
         width = min(most, columns - first)
         out = result(call, 0) + 4 * (part * rows * columns + first)
         for row in range(rows):
-            sums = floats(out + 4 * row * columns, width)
+            sums = floats(out + 4 * row * columns)
             for column in range(width):
                 sums[column] = 0.0
         for m in range(part * deep, part * deep + deep, DEEP):

@@ -43,11 +43,11 @@ class Tools(NamedTuple):
     """Functions for kernels that Numba lacks."""
 
     inlined: Callable[[Any], Any]  # decorator: compiled into its callers
-    floats: Any  # (address, count) -> float32 array
-    halves: Any  # (address, count) -> uint16 array
-    integers: Any  # (address, count) -> int32 array
-    octets: Any  # (address, count) -> uint8 array
-    longs: Any  # (address, count) -> int64 array
+    floats: Any  # address -> pointer to float32
+    halves: Any  # address -> pointer to uint16
+    integers: Any  # address -> pointer to int32
+    octets: Any  # address -> pointer to uint8
+    longs: Any  # address -> pointer to int64
     widened: Any  # bits of a bfloat16, uint16 -> float32
     half: Any  # bits of a float16, uint16 -> float32
     bits: Any  # float32 -> int32 of the same bits
@@ -137,8 +137,7 @@ def _not_now() -> bytes:
 
 def _compile_alone(build: Callable[[Tools], Any]) -> bytes:
     tools, _, alone = _workshop()
-    function = alone(inspect.unwrap(build(tools)))
-    return object_code.link({_ALONE: (function.inspect_llvm(), function.native_name)})
+    return object_code.link({_ALONE: alone(build(tools))})
 
 
 def _outside() -> list[int]:
@@ -165,17 +164,16 @@ def _interface() -> tuple[int, int, int]:
 
 def _compile(build: Build) -> bytes:
     tools, compiled, _ = _workshop()
-    functions = zip(_SYMBOLS, compiled(*build(tools)), strict=True)
-    return object_code.link({symbol: (function.inspect_llvm(), function.native_name) for symbol, function in functions})
+    return object_code.link(dict(zip(_SYMBOLS, compiled(*build(tools)), strict=True)))
 
 
 @functools.cache
-def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[[Any], Any]]:
+def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, ...]], Callable[[Any], Any]]:
     """The tools; a function that compiles a kernel's two functions to the four of `_SYMBOLS` (the first is the handler,
     XLA_FFI_Error* (XLA_FFI_CallFrame*)); and a function that compiles a function of int64 for `host_function`."""
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
-    carray, types = numba.carray, numba.types
+    types = numba.types
     pointer_to, converters, add, load, call, entry_of, emitted = _instructions(numba)
 
     # Products and sums may be fused, but not reordered.
@@ -190,26 +188,18 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
         return numba.njit(**options)(inspect.unwrap(function))
 
     def entry(signature: Any) -> Any:
-        return lambda function: numba.cfunc(signature, **options)(inspect.unwrap(function))
+        return lambda function: _module(numba, inspect.unwrap(function), signature, options)
 
-    def array_of(kind: Any) -> Any:
-        pointer = pointer_to(kind)
-
-        @inlined
-        def array(address: int, count: int) -> Any:
-            return carray(pointer(address), (count,))
-
-        return array
-
+    # Not arrays: their reference counts would remain without Numba's own passes.
     kinds = (types.float32, types.uint16, types.int32, types.uint8, types.int64)
-    *_, words = arrays = tuple(map(array_of, kinds))
+    *_, words = pointers = tuple(map(pointer_to, kinds))
 
     def buffers_at(field: int) -> tuple[Any, Any]:
         """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results."""
 
         @inlined
         def buffer(frame: int, index: int) -> Any:
-            return words(words(words(frame, field + 1)[field], index + 1)[index], 6)
+            return words(words(words(frame)[field])[index])
 
         @shared
         def data(frame: int, index: int) -> int:
@@ -217,7 +207,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
         @shared
         def size(frame: int, index: int, axis: int) -> int:
-            return words(buffer(frame, index)[5], axis + 1)[axis]
+            return words(buffer(frame, index)[5])[axis]
 
         return data, size
 
@@ -226,7 +216,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
     @entry(one)
     def work(state: int) -> int:
         """Runs tiles while any are free."""
-        s = words(state, _WORDS)
+        s = words(state)
         while True:
             taken = add(state + 8 * _NEXT, 1)
             if taken >= s[_TILES]:
@@ -239,25 +229,25 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
     @entry(one)
     def handle(frame: int) -> int:
-        f = words(frame, 22)
+        f = words(frame)
         extension = f[1]
-        if extension != 0 and words(extension, 4)[1] & 0xFFFFFFFF == 1:
+        if extension != 0 and words(extension)[1] & 0xFFFFFFFF == 1:
             # XLA queries the version of the interface.
-            words(words(extension, 4)[3], 4)[3] = entry_of(_VERSION)
+            words(words(extension)[3])[3] = entry_of(_VERSION)
             return 0
         count = call(entry_of(_OF_TILES), frame, 0)
         state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
-        s = words(state, _WORDS)
+        s = words(state)
         helpers = max(0, min(entry_of(_CORES), count) - 1)
         s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
         s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
         for scheduled in range(helpers):
             s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
             s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
-            failed = call(words(f[2] + 8 * entry_of(_SCHEDULE), 1)[0], state + 8 * _ARGUMENTS, 0)
+            failed = call(words(f[2] + 8 * entry_of(_SCHEDULE))[0], state + 8 * _ARGUMENTS, 0)
             if failed != 0:  # no thread pool: this thread runs all tiles
                 s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
-                call(words(f[2] + 8 * entry_of(_DESTROY), 1)[0], state + 8 * _ARGUMENTS, 0)
+                call(words(f[2] + 8 * entry_of(_DESTROY))[0], state + 8 * _ARGUMENTS, 0)
                 add(state + 8 * _HOLDERS, scheduled - helpers)
                 break
         call(entry_of(_WORK), state, 0)
@@ -267,7 +257,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
             call(entry_of(_FREE), state, 0)
         return 0
 
-    def compiled(tiles: Any, tile: Any) -> tuple[Any, ...]:
+    def compiled(tiles: Any, tile: Any) -> tuple[object_code.Module, ...]:
         return handle, work, entry(one)(tiles), entry(two)(tile)
 
     @inlined
@@ -275,12 +265,27 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
         return entry_of(_CORES)
 
     sizes = *buffers_at(9), *buffers_at(14)
-    tools = Tools._make((inlined, *arrays, *converters, *sizes, threads, emitted))
+    tools = Tools._make((inlined, *pointers, *converters, *sizes, threads, emitted))
 
     def alone(function: Any) -> Any:
         return entry(types.int64(*[types.int64] * len(inspect.signature(function).parameters)))(function)
 
     return tools, compiled, alone
+
+
+def _module(numba: Any, function: Any, signature: Any, options: dict[str, Any]) -> object_code.Module:
+    """The LLVM module of a function that C can call, and the function's symbol in it.
+
+    Numba's passes and its machine code would take as long as all else: `object_code.link` optimises whole kernels.
+    """
+    ccallback: Any = importlib.import_module("numba.core.ccallback")
+    callback = ccallback.CFunc(function, (signature.args, signature.return_type), locals={}, options=options)
+    with importlib.import_module("numba.core.compiler_lock").global_compiler_lock:
+        result = callback._compile_uncached()
+        library = result.library
+        library._optimize_final_module = library._finalize_final_module = lambda: None
+        library.finalize()  # links what the function calls
+    return object_code.Module(library.get_llvm_str(), result.fndesc.llvm_cfunc_wrapper_name)
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
