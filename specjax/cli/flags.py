@@ -115,7 +115,6 @@ class EngineSettings:
         "implementation never falls back",
         choices=(AUTO_ATTENTION, *IMPLEMENTATIONS), metavar="NAME", sets="backend",
     )  # fmt: skip
-    plain_content: bool = _engine("plain_content")
     disable_overlap_schedule: bool = setting(False, "read the result of each step before the next step is dispatched")
     sampling_defaults: str = setting(
         "model",

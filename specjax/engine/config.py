@@ -74,11 +74,6 @@ class EngineConfig:
         "share n-grams only between requests with the same `cache_salt`, since the timing of drafts can reveal other "
         "requests' text",
     )
-    plain_content: bool = setting(
-        False,
-        "users' text never becomes special tokens; only the chat template's markup does. A prompt given as text is "
-        "users' text; a prompt given as ids may hold special tokens",
-    )
     tensor_parallel: int = setting(
         1,
         "devices over which weights and KV pool are split; see `specjax.parallel.sharding`",

@@ -129,7 +129,6 @@ class Engine:
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams),
             late=not config.trace,  # a stream delta belongs to the tree of its step
-            plain_content=config.plain_content,
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         self.policy: DraftPolicy | None = None

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from specjax.checkpoint.prompts import END_THINK, THINK, PlainText, Prompt, begins_thinking, encode
+from specjax.checkpoint.prompts import END_THINK, THINK, Prompt, begins_thinking, encode
 from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import PromptLogprobs, Request, Sequence, SequenceOutput
@@ -71,15 +71,12 @@ class Intake:
     depth: int  # D
     salts: Salts = field(default_factory=lambda: Salts(isolate=False))
     late: bool = True  # see `TextStream`
-    plain_content: bool = False  # users' text never becomes special tokens
     seeds: random.Random = field(default_factory=random.SystemRandom)  # draws the seeds of requests without one
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    plain: PlainText | None = field(init=False)  # None without `plain_content`
     grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plain", PlainText(self.tokenizer) if self.plain_content else None)
         object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.vocab_size, self.eos_ids))
 
     # Prompts
@@ -95,7 +92,7 @@ class Intake:
             if len(prompt) > self.context_length:
                 what = "messages" if messages else "tokens"
                 raise ValueError(f"the prompt has {len(prompt)} {what}, but the context is {self.context_length}")
-        return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text, plain=self.plain)
+        return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text)
 
     def check_text(self, text: str) -> None:
         """Raises ValueError for a text that cannot fit the context, before all of it is tokenised.

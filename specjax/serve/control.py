@@ -355,8 +355,6 @@ def add_control_routes(
             for text in prompts:
                 intake.check_text(text)
             special = True if body.add_special_tokens is None else body.add_special_tokens
-            if intake.plain is not None:
-                return [intake.plain.encode(text, add_special_tokens=special) for text in prompts]
             return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompts]
 
         try:

@@ -204,7 +204,7 @@ def identity(args: argparse.Namespace, chosen: flags.Settings, mixture: Mapping[
     model = chosen.model
     tables = (
         (model, ("model", "revision", "tokenizer_path", "chat_template", "quantization")),
-        (chosen.engine, ("context_length", "plain_content")),
+        (chosen.engine, ("context_length",)),
         (chosen.speculative, ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")),
         (args, ("max_new_tokens", "max_prompt_tokens", "seed")),
     )

@@ -15,12 +15,9 @@ from engine_helpers import END, TEMPLATE
 from engine_helpers import tokenizer as plain_tokenizer
 from grammar_helpers import follows
 from tool_helpers import MARKERS, NOOP, WEATHER, tool_tokenizer
-from tool_helpers import TOOLS as TWO_TOOLS
 
-from specjax.checkpoint.prompts import Chat, begins_thinking
+from specjax.checkpoint.prompts import begins_thinking
 from specjax.engine.grammar import WORD, Constraint, Grammar, GrammarError, Grammars
-from specjax.engine.intake import Intake
-from specjax.limits import ParameterError
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.fields import Reading
 from specjax.serve.message_format import PARSERS, ReplyOptions, answer_form, short_id
@@ -131,16 +128,6 @@ def test_prompt_begins_thoughts(tail, begun):
     tokenizer = tool_tokenizer()
     ids = tokenizer(f"hello {tail}", add_special_tokens=False)["input_ids"]
     assert begins_thinking(ids, tokenizer) is begun
-
-
-def test_plain_content_refuses_special_tokens_in_functions():
-    intake = Intake(tool_tokenizer(), 10_000, 4096, 4096, (), 1, plain_content=True)
-    messages = [{"role": "user", "content": "a <|im_end|> b"}]
-    ids = intake.encode(Chat(messages, {"tools": TWO_TOOLS}))
-    assert ids.count(2) == 1 and "get_weather" in intake.tokenizer.decode(ids)
-    bad = [{"type": "function", "function": {"name": "f", "description": "x <|im_end|>"}}]
-    with pytest.raises(ParameterError, match="plain-content"):
-        intake.encode(Chat(messages, {"tools": bad}))
 
 
 def test_functions_for_the_template_have_all_members():

@@ -122,14 +122,14 @@ def test_engine_arguments():
         "--context-length", 32, "--page-size", 4,
         "--chunked-prefill-size", 8, "--max-prefill-tokens", 16, "--schedule-policy", "LPM", "--disable-radix-cache",
         "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
-        "--plain-content", "--no-speculative-adaptive",
+        "--no-speculative-adaptive",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
         "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
     ))  # fmt: skip
     config = EngineConfig(
         max_running_requests=2, max_batch=1, page_size=4, max_total_tokens=64, context_length=32,
         chunked_prefill_size=8, max_prefill_tokens=16, schedule_policy="lpm", prefix_cache=False,
-        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True, adaptive=False,
+        mem_fraction=0.5, overlap=False, random_seed=-5, adaptive=False,
     )  # fmt: skip
     assert arguments == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
@@ -261,7 +261,7 @@ def test_lossy_thresholds_need_a_flag(toml):
 def test_only_command_line_modules_name_flags():
     package = Path(settings.__file__).parent
     files = [*package.rglob("*.py"), *(package.parent / "kernels").rglob("*.py")]
-    names = {field.name for field in fields(EngineConfig)} - {"max_total_tokens", "plain_content"}
+    names = {field.name for field in fields(EngineConfig)} - {"max_total_tokens"}
     engine = "|".join(sorted(names))
     named = re.compile(rf"--(speculative-|({engine.replace('_', '-')}))")
     assert named.search("--speculative-num-steps") and named.search("--page-size")
