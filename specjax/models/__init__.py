@@ -3,7 +3,6 @@
 Read in this order: `params` (a parameter is declared once), `rope`, `blocks` (attention, MLP) and `experts`, `target`
 (three functions), `decoder` (layers between embedding and output layer), `families` and `deepseek`. Draft heads:
 `head_spec` and `draft_head` for heads in folders of their own, `mtp_spec` and `mtp` for layers in a target's shards.
-`python -m specjax.models` prints all declarations.
 
 Importing this package is cheap: `families`, which imports flax, is imported when a model is first used.
 """
@@ -13,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-from specjax.models import params
 
 if TYPE_CHECKING:
     from jax import Array
@@ -48,11 +45,6 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 def table(config: ModelConfig) -> Table:
     """The declarations of a target's parameters."""
     return family(config).table(config)
-
-
-def describe(config: ModelConfig) -> str:
-    """The parameters of a target as text: letters, shape, logical axes and tensors of each leaf."""
-    return params.describe(table(config), params.dimensions(config))
 
 
 def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:

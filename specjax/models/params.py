@@ -1,7 +1,7 @@
 """Declarations of parameters: name, shape, logical axes, initial values, and the tensors that fill each.
 
 A table is a tuple of `Scope`s, computed from a model's or head's config. Initial values, loading and writing
-checkpoints, sharding, sizes, the optimiser's groups and the printed description (`describe`) follow from it.
+checkpoints, sharding, sizes and the optimiser's groups follow from it.
 
 Shapes are written in dimension letters. "M -> K Q E" is a linear map from an axis M to three axes; it has the shape
 [M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.cache`: Q = G + 2, a key/value
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -294,21 +294,6 @@ def read_leaves(table: Table) -> Iterator[Leaf]:
     leaves = [*leaves_of(table)]
     tied = not any(leaf.matrix and "vocab" in leaf.axes for leaf in leaves)
     return (leaf for leaf in leaves if tied or leaf.matrix or "vocab" not in leaf.axes)
-
-
-def describe(table: Table, sizes: Sizes) -> str:
-    """The table as text: letters, shape, logical axes and tensors of each leaf; equal layers are shown once."""
-    lines = []
-    for leaves, group in groupby(table, key=lambda scope: scope.leaves):
-        scopes = list(group)
-        names = [scope.name for scope in scopes if scope.name]
-        lines += [f"{names[0]} ... {names[-1]}" if len(names) > 1 else names[0]] if names else []
-        for leaf in leaves:
-            axes = ", ".join(axis or "-" for axis in leaf.axes)
-            tensors = "; ".join(f"{scopes[0].prefix}{tensor.name} [{tensor.axes}]" for tensor in leaf.tensors)
-            shape = str(list(leaf.shape(sizes)))
-            lines.append(f"{'  ' if names else ''}{leaf.name:<16} {leaf.letters:<12} {shape:<20} {axes:<24} {tensors}")
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
-
 import jax
 import numpy as np
 import pytest
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
-from specjax.models import describe, init_params, make_target, table
+from specjax.models import init_params, make_target, table
 from specjax.models.draft_head import init_head_params
 from specjax.models.head_spec import HEAD_SPECS, head_sizes, head_table
 from specjax.models.params import (
@@ -111,15 +109,6 @@ def test_declaration_properties():
     leaf = Leaf("qkv", "M -> K Q E")
     assert leaf.axes == (None, "kv_heads", None, None) and leaf.matrix == ((0,), (1, 2, 3))
     assert Leaf("embed", "V M").matrix is None and Leaf("ids", "W", replicated=True).axes == (None,)
-    text = describe(MODEL)
-    assert text.count("qkv ") == 1 and "layers_0 ... layers_2" in text
-    assert "M -> K Q E" in text and "[16, 2, 4, 8]" in text and "model.layers.0.self_attn.q_proj.weight" in text
-
-
-def test_main_prints_all_tables(capsys):
-    runpy.run_module("specjax.models", run_name="__main__")
-    text = capsys.readouterr().out
-    assert all(f"{spec.algorithm} head" in text for spec in HEAD_SPECS.values()) and "model.embed_tokens" in text
 
 
 def test_unknown_family():
