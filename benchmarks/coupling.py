@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
     parser.add_argument("--algorithm", default="EAGLE3", help="EAGLE, EAGLE3, MTP or STANDALONE")
     parser.add_argument("--draft", help="folder or hub id; default: the head that comes with specjax for the model")
-    parser.add_argument("--options", nargs="+", default=[], help="more of the algorithm's: vocabulary=intersection")
+    parser.add_argument("--options", nargs="+", default=[], help="more of the algorithm's: quantization=none")
     parser.add_argument("--trees", nargs="+", default=["5,1,6", "5,8,32"], metavar="STEPS,TOPK,NODES")
     parser.add_argument("--settings", nargs="+", default=["0", "0.3", "0.7", "1"], metavar="T[/TOP_P[/TOP_K]]")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")

@@ -134,8 +134,7 @@ def load(
         loaded = loaded._replace(head=head, params=draft_params)
     if drafter is None:
         shared: Any = {"model": loaded.model, "backend": backend, "quantization": loaded.quantization}
-        built = chosen.drafter(target, loaded.head, **shared)
-        speculation = Speculation(built._replace(source=built.source + loaded.note), loaded.params)
+        speculation = Speculation(chosen.drafter(target, loaded.head, **shared), loaded.params)
     else:
         loaded, speculation = _Draft(), make_speculation(drafter, target)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
@@ -280,7 +279,6 @@ class _Draft(NamedTuple):
     head: HeadConfig | MtpConfig | None = None
     ids: np.ndarray | None = None  # [W], target ids of the head's tokens under a token map
     model: Target | None = None
-    note: str = ""
 
 
 def _load_head(
@@ -338,16 +336,13 @@ def _load_model(
         files = checkpoint.resolve(path, revision=standalone.revision, progress=progress)
         draft = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
         tokenizers = tokenizer.result(), checkpoint.load_tokenizer(files)
-        sizes, intersection = (config.vocab_size, draft.vocab_size), standalone.vocabulary == "intersection"
-        match = checkpoint.match_vocabularies(*tokenizers, *sizes, intersection=intersection)
+        ids = checkpoint.match_vocabularies(*tokenizers, config.vocab_size, draft.vocab_size)
         quantization = model_quantization(options, files, draft)
         params = checkpoint.load_params(files, draft, quantization=quantization, progress=progress, mesh=mesh)
     if mesh is not None:
         draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
-    note = "" if match.reads is None else f", whose tokenizer has {match.common} of the target's tokens"
-    ids, reads = (None if ids is None else jax.device_put(ids) for ids in (match.ids, match.reads))
-    model = make_target(draft, backend=backend)
-    return _Draft(StandaloneParams(params, ids, reads), quantization, model=model, note=note)
+    ids = None if ids is None else jax.device_put(ids)
+    return _Draft(StandaloneParams(params, ids), quantization, model=make_target(draft, backend=backend))
 
 
 def _warn_of_positions(options: DraftOptions, draft: _Draft, context: int) -> None:

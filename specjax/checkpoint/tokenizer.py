@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -78,52 +78,24 @@ def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str 
     return text
 
 
-class VocabularyMap(NamedTuple):
-    """The tokens that a target and a draft model share. None: ids are equal."""
-
-    ids: np.ndarray | None  # int32 [W], the target's id of each row of the draft's output layer, or NO_ID
-    reads: np.ndarray | None  # int32 [V], the draft's input token for each of the target's tokens
-    common: int  # number of shared tokens
-
-
-def match_vocabularies(
-    target: Any, draft: Any, target_size: int, draft_size: int, *, intersection: bool = False
-) -> VocabularyMap:
-    """Match the ids of two fast tokenizers of transformers. Raises CheckpointError if that is impossible.
+def match_vocabularies(target: Any, draft: Any, target_size: int, draft_size: int) -> np.ndarray | None:
+    """Match the ids of two fast tokenizers of transformers. Raises CheckpointError if tokens or ids differ.
 
     Args:
       target_size, draft_size: rows of the models' output layers, with padding.
-      intersection: allow different tokenizers. For a token that only the target has, the draft reads the last of its
-        own tokens for that text, on which the next token depends most.
+
+    Returns the target's id of each row of the draft's output layer, int32 ``[W]``, or ``NO_ID`` for padding; None if
+    all rows have equal ids.
     """
     ours, theirs = _tokens(target), _tokens(draft)
-    if ours == theirs:
-        real = np.array(sorted(i for i in ours.values() if i < min(target_size, draft_size)), np.int32)
-        if len(real) == draft_size:
-            return VocabularyMap(None, None, draft_size)
-        ids = np.full(draft_size, NO_ID, np.int32)
-        ids[real] = real
-        return VocabularyMap(ids, None, len(real))
-    if not intersection:
-        advice = "to draft with the tokens that both have, set the draft's vocabulary to 'intersection'"
-        raise CheckpointError(f"{_differences(ours, theirs)}; {advice}")
-    spellings = _spelling(draft), _spelling(target)
-    if spellings[0] is None or spellings[0] != spellings[1]:
-        names = [spelling or "of an unknown kind" for spelling in spellings]
-        problem = f"its tokenizer is {names[0]}, the target's {names[1]}"
-        raise CheckpointError(f"{problem}; both must be byte-level, SentencePiece or WordPiece")
-    ids, reads = np.full(draft_size, NO_ID, np.int32), np.full(target_size, draft.unk_token_id or 0, np.int32)
-    for token, i in theirs.items():
-        if i < draft_size and ours.get(token, target_size) < target_size:
-            ids[i] = ours[token]
-    for token, i in ours.items():
-        if i < target_size:
-            pieces = [theirs[token]] if token in theirs else _pieces(draft, token)
-            reads[i] = next((piece for piece in reversed(pieces) if piece < draft_size), reads[i])
-    added = {*draft.get_added_vocab(), *target.get_added_vocab()}
-    if not (ours.keys() & theirs.keys()) - added:
-        raise CheckpointError("its tokenizer has no token of the target's, special ones aside")
-    return VocabularyMap(ids, reads, int(np.sum(ids >= 0)))
+    if ours != theirs:
+        raise CheckpointError(f"{_differences(ours, theirs)}; a draft model with the target's tokenizer is needed")
+    real = np.array(sorted(i for i in ours.values() if i < min(target_size, draft_size)), np.int32)
+    if len(real) == draft_size:
+        return None
+    ids = np.full(draft_size, NO_ID, np.int32)
+    ids[real] = real
+    return ids
 
 
 def _tokens(tokenizer: Any) -> dict[str, int]:
@@ -142,18 +114,3 @@ def _differences(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 
     more = f" ({len(ids)} ids differ)" if len(ids) > MAX_SHOWN else ""
     return f"its tokenizer is not the target's: {', '.join(map(shown, ids[:MAX_SHOWN]))}{more}"
-
-
-def _spelling(tokenizer: Any) -> str | None:
-    """The spelling of a tokenizer's tokens, according to its decoder."""
-    decoder = tokenizer.backend_tokenizer.decoder
-    steps = "" if decoder is None else decoder.__getstate__().decode()  # JSON
-    marks = {"ByteLevel": "byte-level", "Metaspace": "SentencePiece", "▁": "SentencePiece", "WordPiece": "WordPiece"}
-    return next((spelling for mark, spelling in marks.items() if mark in steps), None)
-
-
-def _pieces(tokenizer: Any, token: str) -> list[int]:
-    try:
-        return [piece.id for piece in tokenizer.backend_tokenizer.model.tokenize(token)]
-    except Exception:  # the library raises bare exceptions, such as for a missing unknown token
-        return []

@@ -154,7 +154,6 @@ class SpeculativeSettings:
         "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 for strong matches, else fewer; if steps, top-k and this "
         "are unset, large batches have smaller trees on a GPU, or do not draft",
     )
-    speculative_draft_vocabulary: str = _draft("vocabulary", parse=str.lower)
     speculative_draft_context_length: int | None = _draft("positions")
     speculative_draft_quantization: str | None = _draft("quantization", parse=str.lower)
     speculative_coupling: str = _draft("coupling", parse=str.lower)

@@ -380,12 +380,6 @@ class Standalone(ModelOptions):
     algorithm: ClassVar[str] = "STANDALONE"
     needs: ClassVar[str | None] = "a draft model"
 
-    vocabulary: Literal["same", "intersection"] = setting(
-        "same",
-        "same = the draft's tokenizer must have the target's tokens and ids; intersection = the draft proposes the "
-        "tokens that both tokenizers have, and reads another token as the last of its own tokens for that spelling",
-    )
-
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:
         del family

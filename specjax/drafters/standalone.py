@@ -1,4 +1,4 @@
-"""STANDALONE: an ordinary model drafts for a larger one with the same tokens, or most of them.
+"""STANDALONE: an ordinary model drafts for a larger one with the same tokenizer.
 
 n tokens are committed, and the root x_n was drawn last. The draft shares the target's page table; slot t holds its keys
 and values of x_t. The root's are kept in the row's state, because it may not have a page yet:
@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL
 
-from specjax.cache import Block, Cache, Hidden, PoolShape, Tokens, Weights, commit, init_cache, take_path
+from specjax.cache import Block, Cache, Hidden, PoolShape, Weights, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, Standalone, TreeShape
@@ -31,18 +31,16 @@ from specjax.tree import DraftTree
 
 
 class StandaloneParams(NamedTuple):
-    """`Params.draft`: the model's parameters, and the maps between the two vocabularies (`match_vocabularies`).
+    """`Params.draft`: the model's parameters and the target's ids of its tokens (`match_vocabularies`).
 
     Attributes:
         model: parameters of the draft's family.
         ids: int32 [W], target id of each row of the draft's output layer; NO_TOKEN: never proposed, such as padding.
             None: equal ids.
-        reads: int32 [V], token that the draft reads for each target token. None: equal ids.
     """
 
     model: Weights
     ids: Int32[Array, "W"] | None = None
-    reads: Int32[Array, "V"] | None = None
 
 
 class StandaloneState(NamedTuple):
@@ -58,9 +56,6 @@ def standalone_drafter(
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. All nodes of a tree are valid, unless the draft
     has too few tokens for it, or the tree would reach beyond the draft's maximum position (see `eagle_drafter`)."""
     limit = positions or draft.config.max_positions
-
-    def embed(params: StandaloneParams, tokens: Tokens) -> Hidden:
-        return draft.embed(params.model, tokens if params.reads is None else params.reads[tokens])
 
     def unembed(params: StandaloneParams, hidden: Hidden) -> Float32[Array, "B k W"]:
         logits = draft.unembed(params.model, hidden)
@@ -85,7 +80,7 @@ def standalone_drafter(
             positions = jnp.broadcast_to(start + level, tokens.shape)
             past = state.cache, context.page_table, context.attended
             output = draft.forward(
-                draft_params.model, embed(draft_params, tokens), positions, mask, *past, before=before
+                draft_params.model, draft.embed(draft_params.model, tokens), positions, mask, *past, before=before
             )
             new = Before(output.block, positions)
             keys = joined(before, new)
@@ -106,7 +101,7 @@ def standalone_drafter(
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = context.prefix_length[:, None] + index
         past = state.cache, context.page_table, context.attended
-        output = draft.forward(draft_params.model, embed(draft_params, tokens), positions, CAUSAL, *past)
+        output = draft.forward(draft_params.model, draft.embed(draft_params.model, tokens), positions, CAUSAL, *past)
         # A NaN would spread to later requests with this page.
         broken = jnp.any(jnp.isnan(output.hidden[:, :, 0]) & (index <= seen.length[:, None]), axis=1)
         length = jnp.where(broken, 0, seen.length)

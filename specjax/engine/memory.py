@@ -73,8 +73,7 @@ def _model(mesh: Mesh, weights: Mapping[str, Any], config: ModelConfig) -> dict[
 
 def _draft(mesh: Mesh, params: Any, draft: AnyModel, target: Target) -> Any:
     if isinstance(draft, Target) and isinstance(params, StandaloneParams):
-        small = _everywhere(mesh, (params.ids, params.reads))
-        return StandaloneParams(_model(mesh, params.model, draft.config), *small)
+        return StandaloneParams(_model(mesh, params.model, draft.config), _everywhere(mesh, params.ids))
     if isinstance(draft, HeadConfig):
         sizes = head_sizes(draft, target.config.vocab_size)
         return _placed(mesh, params, head_table(draft), sizes, draft.dtype, "the draft")

@@ -17,7 +17,7 @@ def test_a_model_that_drafts_for_itself(tmp_path, monkeypatch, capsys):
     model = saved_model(tmp_path / "model", max_position_embeddings=256)
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "prompt": f"{i} 1 2 {i}"}) + "\n" for i in range(2)))
-    flags = ["--model", model, "--algorithm", "STANDALONE", "--draft", model, "--options", "vocabulary=intersection"]
+    flags = ["--model", model, "--algorithm", "STANDALONE", "--draft", model, "--options", "quantization=none"]
     flags += ["--trees", "2,1,3", "2,2,5"]
     flags += ["--sets", str(prompts), "--settings", "0", "1", "0.9/0.8/9", "--max-new-tokens", "25"]
     monkeypatch.setattr(sys, "argv", ["coupling.py", *flags])

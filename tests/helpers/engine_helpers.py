@@ -56,13 +56,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def spelled(words: List[str], merges=(), special=SPECIAL, kind: str = "byte-level") -> PreTrainedTokenizerFast:
-    """A tokenizer with these tokens; `kind`: byte-level, SentencePiece or none."""
+def spelled(words: List[str], merges=(), special=SPECIAL) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with these tokens."""
     core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
-    if kind == "byte-level":
-        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    if kind == "SentencePiece":
-        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     core.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
 

@@ -20,8 +20,8 @@ METHODS = {
         "EAGLE3 5/8/32 path=b positions=64", Eagle3("a/b", steps=5, topk=8, nodes=32, positions=64),
     ),
     "EAGLE:token_map=16384": ("EAGLE token_map=16384", Eagle(token_map="16384")),
-    "STANDALONE:model=a/b,vocabulary=Intersection": (
-        "STANDALONE model=b vocabulary=Intersection", Standalone("a/b", vocabulary="intersection"),
+    "STANDALONE:model=a/b,quantization=None": (
+        "STANDALONE model=b quantization=None", Standalone("a/b", quantization="none"),
     ),
 }  # fmt: skip
 

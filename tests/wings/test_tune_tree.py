@@ -100,7 +100,7 @@ def test_a_search_keeps_the_fastest_and_the_current_tree(monkeypatch, tmp_path):
         Eagle3(steps=5, topk=4, nodes=16),
         Eagle(path='a "folder"\\b', steps=3, topk=1, nodes=4, token_map="8192"),
         Ngram(nodes=6, weak_nodes=1, strong_match=4, match_type="PROB", max_match=7),
-        Standalone(path="draft", steps=2, topk=2, nodes=5, vocabulary="intersection"),
+        Standalone(path="draft", steps=2, topk=2, nodes=5),
         NoDraft(),
     ],
 )
