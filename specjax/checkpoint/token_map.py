@@ -18,10 +18,9 @@ import numpy as np
 from specjax.checkpoint.files import CheckpointError, listed, prefixed
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.torch_files import read_torch_file
-from specjax.checkpoint.weights import read_header
 
 FOLDER = Path(__file__).parents[1] / "data"
-FORMATS = (".pt", ".safetensors", ".npy", ".json")
+FORMATS = (".pt", ".json")
 
 
 class ShippedMap(NamedTuple):
@@ -48,8 +47,8 @@ def read_token_map(name: str, *, vocab_size: int, tokens: Callable[[], list[str]
     """The target's ids that may be proposed, int32 ``[W]``, in the order of the map.
 
     Args:
-      name: a file (``.pt`` with a list or a tensor, ``.safetensors``, ``.npy``, ``.json``), local or on the hub as
-        ``repository/file``; or a number N, for the N most frequent ids of the map that comes with specjax.
+      name: a file (``.pt`` with a list or a tensor, or ``.json``), local or on the hub as ``repository/file``; or a
+        number N, for the N most frequent ids of the map that comes with specjax.
       tokens: returns the target's tokens by id; needed for a number.
     """
     with prefixed(name):
@@ -104,19 +103,8 @@ def _file(name: str) -> Path:
 
 def _contents(file: Path) -> object:
     try:
-        match file.suffix.lower():
-            case ".pt":
-                return read_torch_file(file)
-            case ".npy":
-                return np.load(file, allow_pickle=False)
-            case ".json":
-                return json.loads(file.read_text(encoding="utf-8"))
+        return read_torch_file(file) if file.suffix.lower() == ".pt" else json.loads(file.read_text(encoding="utf-8"))
     except CheckpointError:
         raise
-    except (OSError, ValueError, EOFError, RecursionError, MemoryError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); download or make it again") from error
-    tensors = read_header(file)
-    name = next(iter(tensors)) if len(tensors) == 1 else "token_map"
-    if name not in tensors:
-        raise CheckpointError(f"{file} holds the tensors {listed(tensors)}; one is needed, or one named token_map")
-    return tensors[name].read(integers=True)

@@ -348,7 +348,7 @@ class Eagle(HeadOptions):
 
     token_map: str | int | None = setting(
         None,
-        "tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on the hub, "
+        "tokens that the draft may propose (FR-Spec): a .pt or .json file, repo/file on the hub, "
         "or a number of tokens of the map that comes with specjax for the model; default: all",
     )
 

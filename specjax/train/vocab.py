@@ -36,7 +36,6 @@ from specjax import settings
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve, stop_token_ids
 from specjax.checkpoint.files import replacing
 from specjax.checkpoint.torch_files import write_torch_list
-from specjax.checkpoint.weights import save_tensors
 from specjax.cli import run_command
 from specjax.cli.lines import SkippedLine, check_writable, line_files, read_batches, report
 from specjax.train.data import ANSWER_IDS, check_ids, check_written, missing_fields, read_messages, row_fields
@@ -137,8 +136,6 @@ def coverage(counts: Counts, sizes: Iterable[int], ends: Iterable[int]) -> dict[
 
 WRITERS: dict[str, Callable[[Path, list[int]], object]] = {
     ".pt": write_torch_list,
-    ".safetensors": lambda file, ids: save_tensors(file, {"token_map": np.asarray(ids, np.int32)}),
-    ".npy": lambda file, ids: np.save(file, np.asarray(ids, np.uint16 if max(ids) < 1 << 16 else np.int32)),
     ".json": lambda file, ids: file.write_text(json.dumps(ids) + "\n", encoding="utf-8"),
 }
 
@@ -186,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, metavar="N", help=f"ids in the map (default: {DEFAULT_SIZE}, or all)")
     parser.add_argument(
         "--output", required=True, metavar="FILE",
-        help="the map, in the format of its suffix: .pt as FR-Spec publishes maps, .safetensors, .npy or .json",
+        help="the map, in the format of its suffix: .pt, as FR-Spec publishes maps, or .json",
     )  # fmt: skip
     parser.add_argument("--no-progress", action="store_true", help="no progress bars")
     return parser

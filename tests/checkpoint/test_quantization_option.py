@@ -21,6 +21,7 @@ from tiny_heads import save_head
 import specjax.load
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
+from specjax.checkpoint.torch_files import write_torch_list
 from specjax.cli import build, flags
 from specjax.cli import serve as command
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
@@ -189,8 +190,8 @@ def test_draft_quantization_changes_no_text(saved, name, kind):
 
 def test_token_map_quantises_the_targets_columns(saved, tmp_path):
     ids = np.arange(40, 10, -1)
-    np.save(tmp_path / "map.npy", ids)
-    draft = Eagle(str(saved / "eagle"), token_map=str(tmp_path / "map.npy"), quantization="int8")
+    write_torch_list(tmp_path / "map.pt", ids.tolist())
+    draft = Eagle(str(saved / "eagle"), token_map=str(tmp_path / "map.pt"), quantization="int8")
     model = specjax.load.load(str(saved / "model"), draft=draft, progress=False)
     head, columns = model.params.draft["head"], np.asarray(model.params.target["head"])[:, ids].T
     assert isinstance(head, Quantised) and head.shape == columns.shape

@@ -22,6 +22,7 @@ from toy_models import Runner, Toy
 
 from specjax.cache import PoolShape, init_cache
 from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_config, mtp_config, resolve
+from specjax.checkpoint.torch_files import write_torch_list
 from specjax.config import ModelConfig, MtpConfig
 from specjax.drafters import Auto, Eagle, Mtp
 from specjax.drafters.factories import make_drafter
@@ -239,8 +240,8 @@ def test_layers_share_the_targets_matrices(saved):
 
 def test_token_map(saved, tmp_path):
     """Its columns of the output matrix, and the target's ids."""
-    np.save(tmp_path / "map.npy", np.arange(40, 10, -1))
-    loaded = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.npy")), progress=False)
+    write_torch_list(tmp_path / "map.pt", list(range(40, 10, -1)))
+    loaded = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.pt")), progress=False)
     draft, target = loaded.params.draft, loaded.params.target
     np.testing.assert_array_equal(draft["head"], target["head"][:, draft["ids"]])
     assert sorted(draft["ids"].tolist()) == list(range(11, 41))

@@ -389,7 +389,7 @@ DRAFTING = [name for name in COMMANDS if name not in ("train", "train vocab", "v
 REQUIRED = {
     "generate": "--input in --output out",
     "train generate": "--input in --output out",
-    "train vocab": "--input in --output out.npy",
+    "train vocab": "--input in --output out.pt",
     "viz": "--prompt x --output x.svg",
 }
 
