@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
-QKV = f"{LAYER}self_attn.qkv_proj"
-GATE, UP, GATE_UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down"))
+GATE, UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "down"))
 
 # Prefixes of published tensors and their common form. speculators' converter renames EAGLE-1's fc and layers.0. EAGLE-3
 # heads of speculators and NeMo have layers.0. MiMo has the projection and the decoder layer under one prefix.
@@ -112,7 +111,6 @@ def _describe(
     _check_kind(tensors, spec)
     heads = settings.integer("num_attention_heads")
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
-    tensors = _split_fused(tensors, heads * head_dim, kv_heads * head_dim)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
     fields = _config_fields(settings, target, spec, head_dim)
@@ -194,14 +192,13 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
 
 def _attention_sizes(tensors: HeadTensors, heads: int, settings: Settings) -> tuple[int, int]:
     """E and K. K follows from the weights: EAGLE-Qwen2-7B's config says 4, and its weights have 28."""
-    output, fused = f"{O}.weight", f"{QKV}.weight"
+    output, source = f"{O}.weight", f"{K}.weight"
     columns = tensors.matrix(output).shape[1]
     size = settings.integer("head_dim", columns // heads or 1)
     if size * heads != columns:
         width = f"{heads} heads (num_attention_heads) of {size} (head_dim)"
         raise CheckpointError(f"{tensors.label(output)} reads {columns} numbers, and config.json has {width}")
-    source, queries, parts = (fused, columns, 2) if tensors.has(fused) else (f"{K}.weight", 0, 1)
-    kv_heads, rest = divmod(tensors.matrix(source).shape[0] - queries, parts * size)
+    kv_heads, rest = divmod(tensors.matrix(source).shape[0], size)
     if kv_heads < 1 or rest or heads % kv_heads:
         raise CheckpointError(f"{tensors.label(source)} does not hold a divisor of {heads} heads of {size}")
     return size, kv_heads
@@ -227,7 +224,7 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
 
 def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
     """The kind follows from the input width of attention, and from a tensor that only one kind has."""
-    query = f"{QKV if tensors.has(f'{QKV}.weight') else Q}.weight"
+    query = f"{Q}.weight"
     width, read = tensors.matrix(FC).shape[0], tensors.matrix(query).shape[1]
     marked_first = sorted(heads_of.HEAD_SPECS.values(), key=lambda row: row.mark is None)
     matching = (
@@ -322,22 +319,6 @@ def published_name(spec: HeadSpec, name: str) -> str:
         if name.startswith(common):
             return published + name.removeprefix(common)
     return name
-
-
-def _split_fused(tensors: HeadTensors, query_rows: int, kv_rows: int) -> HeadTensors:
-    """``tensors`` with ``qkv_proj`` (rows of q, then k, then v) and ``gate_up_proj`` (gate, then up) split."""
-    arrays, names = dict(tensors.arrays), dict(tensors.names)
-    for kind in ("weight", "bias"):
-        for fused, parts in ((QKV, (Q, K, V)), (GATE_UP, (GATE, UP))):
-            if (array := arrays.pop(f"{fused}.{kind}", None)) is None:
-                continue
-            file_name = names.pop(f"{fused}.{kind}")
-            if clash := [f"{part}.{kind}" for part in parts if f"{part}.{kind}" in names]:
-                raise CheckpointError(f"tensors {file_name} and {names[clash[0]]} mean the same; keep one of them")
-            cuts = [query_rows, query_rows + kv_rows] if fused == QKV else [array.shape[0] // 2]
-            for part, rows in zip(parts, np.split(array, cuts), strict=True):
-                arrays[f"{part}.{kind}"], names[f"{part}.{kind}"] = rows, f"{file_name} ({part.split('.')[-1]})"
-    return HeadTensors(arrays, names)
 
 
 def layer_config(config: Settings) -> Settings:

@@ -119,9 +119,6 @@ def test_biases(tmp_path):
     assert params["qkv_bias"][1, 1, 2] == 26 and params["qkv_bias"][1, 2, 2] == params["qkv_bias"][1, 3, 2] == 10
     assert params["output_bias"].tolist() == list(range(16)) == params["down_bias"].tolist()
     assert params["gate_up_bias"].shape == (2, 24) and params["gate_up_bias"][1, 7] == 7
-    bias = np.arange(64, dtype=np.float32)
-    save_head(tmp_path / "fused", "eagle3", dialect="eagle3-fused", tensors={f"{LAYER}qkv_proj.bias": bias})
-    np.testing.assert_array_equal(read(tmp_path / "fused", "eagle3")[1]["qkv_bias"][1, :, 0], [16, 24, 40, 56])
 
 
 def test_config_of_the_head_overrides_the_targets(tmp_path):
@@ -242,8 +239,6 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "layers": ("eagle", {"tensors": {"layers.1.mlp.up_proj.weight": np.ones((24, 16), np.float32)}}, {},
                "it has 2 decoder layers; heads of 1 layer"),
     "twice": ("eagle3", {"tensors": {"model.fc.weight": np.ones((16, 48), np.float32)}}, {}, "mean the same"),
-    "fused twice": ("eagle3", {"dialect": "eagle3-fused", "tensors": {f"{LAYER}v_proj.weight": np.ones((16, 32), "f")}},
-                    {}, r"qkv_proj\.weight and midlayer\.self_attn\.v_proj\.weight mean the same"),
     "no fc": ("eagle3", {"tensors": {"fc.weight": None}}, {}, r"missing tensors: fc\.weight; the files hold d2t"),
     "no norm": ("eagle3", {"tensors": {"norm.weight": None, "midlayer.hidden_norm.weight": None}}, {},
                 r"missing tensors: midlayer\.hidden_norm\.weight, norm\.weight"),
@@ -311,10 +306,9 @@ def test_refusals(tmp_path, case, monkeypatch):
     assert str(caught.value).startswith(f"{tmp_path}: ")
 
 
-@pytest.mark.parametrize("dialect", ["eagle", "eagle3", "eagle3-fused", "mtp"])
-def test_other_kinds_are_refused(tmp_path, dialect):
-    kind = DIALECTS[dialect]
-    save_head(tmp_path, kind, dialect=dialect)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_other_kinds_are_refused(tmp_path, kind):
+    save_head(tmp_path, kind)
     for other in {"eagle", "eagle3", "mtp"} - {kind}:
         with pytest.raises(CheckpointError, match=rf"for {kind.upper()}, not {other.upper()} \("):
             read(tmp_path, other)

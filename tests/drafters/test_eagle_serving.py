@@ -245,14 +245,14 @@ def test_token_map_selects_columns(dialect):
 
 def test_log_of_a_start(caplog):
     caplog.set_level(logging.INFO, logger="specjax")
-    speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3-fused"))
+    speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"))
     model, engine = flags.ModelSettings(str(folder() / "model")), flags.EngineSettings(max_total_tokens=128)
     engine = command.load(flags.Settings(model, engine, speculative))
     table = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation:"))
     assert table == (
         "Speculation:\n  algorithm  EAGLE3"
         "\n  tree       up to 8 tokens; 5 steps, top-k 4, 8 draft tokens (automatic)"
-        f"\n  head       {head('eagle3-fused')}"
+        f"\n  head       {head('eagle3')}"
         "\n  drafts     in steps of one request where that is measured to be faster; larger batches are faster without "
         "drafts here, and draft only if the number of draft tokens is set"
     )

@@ -17,7 +17,6 @@ DIALECTS: dict[str, str] = {
     "eagle3": "eagle3",
     "eagle3-speculators": "eagle3",
     "eagle3-model-prefix": "eagle3",
-    "eagle3-fused": "eagle3",
     "eagle3-full-vocabulary": "eagle3",
     "eagle3-norm-before-residual": "eagle3",
     "eagle3-own-embedding": "eagle3",
@@ -142,14 +141,7 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
 
 
 def _renamed(tensors: dict[str, Any], dialect: str) -> dict[str, Any]:
-    """The tensors under the names of the dialect; fused projections are joined."""
-    import torch
-
-    if dialect == "eagle3-fused":
-        for fused, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
-            section = f"midlayer.{fused.split('.')[0]}."
-            rows = [tensors.pop(f"{section}{part}_proj.weight") for part in parts]
-            tensors[f"midlayer.{fused}.weight"] = torch.cat(rows)
+    """The tensors under the names of the dialect."""
     renamed = {}
     for name, tensor in tensors.items():
         if dialect in ("eagle3-speculators", "eagle3-model-prefix"):
