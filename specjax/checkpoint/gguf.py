@@ -275,15 +275,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
     if not (tokens := metadata.get("tokenizer.ggml.tokens")):
         raise CheckpointError(f"it has no tokenizer.ggml.tokens. {_ADVICE}")
-    model = metadata.get("tokenizer.ggml.model")
-    steps: list[Any] = []
-    if model == "gpt2":
-        tokenizer, add_bos = _byte_level(metadata, tokens)
-        steps.append(processors.ByteLevel(trim_offsets=True))
-    elif model == "llama":
-        tokenizer, add_bos = _sentence_piece(metadata, tokens), True
-    else:
-        raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2, llama. {_ADVICE}")
+    if (model := metadata.get("tokenizer.ggml.model")) != "gpt2":
+        raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE). {_ADVICE}")
+    tokenizer, add_bos = _byte_level(metadata, tokens)
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=True)]
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
         i = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -293,10 +288,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if bos or eos:
         first, second = ([*dict(bos), text, *dict(eos)] for text in ("$A", "$B"))
         steps.append(processors.TemplateProcessing(single=first, pair=first + second, special_tokens=bos + eos))
-    if steps:
-        tokenizer.post_processor = processors.Sequence(steps)
+    tokenizer.post_processor = processors.Sequence(steps)
     types = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
-    # The unknown token of a SentencePiece vocabulary is special, too.
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, i in types if i in (UNKNOWN, CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, i in types if i == USER_DEFINED])
     return tokenizer
@@ -324,31 +317,3 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, rule.add_bos
-
-
-def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    scores = metadata.get("tokenizer.ggml.scores") or []
-    if len(scores) != len(tokens):
-        raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} scores for {len(tokens)} tokens. {_ADVICE}")
-    ids = {token: i for i, token in enumerate(tokens)}
-    # SentencePiece joins the neighbours that form the token with the best score. BPE is equivalent if each split of a
-    # token into two tokens is a merge, ordered by score.
-    splits = (
-        (-score, ids[token], ids[left], left, right)
-        for token, score in zip(tokens, scores, strict=True)
-        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        if left in ids and right in ids
-    )
-    merges = [(left, right) for *_, left, right in sorted(splits)]
-    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    space, prefix = "\u2581", metadata.get("tokenizer.ggml.add_space_prefix", True)
-    before = [normalizers.Prepend(space)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", space)])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
-    )
-    return tokenizer
