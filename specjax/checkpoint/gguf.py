@@ -271,36 +271,13 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import AddedToken, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     if not (tokens := metadata.get("tokenizer.ggml.tokens")):
         raise CheckpointError(f"it has no tokenizer.ggml.tokens. {_ADVICE}")
     if (model := metadata.get("tokenizer.ggml.model")) != "gpt2":
         raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE). {_ADVICE}")
-    tokenizer, add_bos = _byte_level(metadata, tokens)
-    steps: list[Any] = [processors.ByteLevel(trim_offsets=True)]
-
-    def added(key: str, default: bool) -> list[tuple[str, int]]:
-        i = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
-
-    bos, eos = added("bos", add_bos), added("eos", False)
-    if bos or eos:
-        first, second = ([*dict(bos), text, *dict(eos)] for text in ("$A", "$B"))
-        steps.append(processors.TemplateProcessing(single=first, pair=first + second, special_tokens=bos + eos))
-    tokenizer.post_processor = processors.Sequence(steps)
-    types = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, i in types if i in (UNKNOWN, CONTROL)])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, i in types if i == USER_DEFINED])
-    return tokenizer
-
-
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """The tokenizer and the default of add_bos_token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    name = metadata.get("tokenizer.ggml.pre")
-    if name not in WORD_RULES:
+    if (name := metadata.get("tokenizer.ggml.pre")) not in WORD_RULES:
         raise CheckpointError(f"tokenizer.ggml.pre is {name!r}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
     rule = WORD_RULES[name]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -308,12 +285,24 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
     if rule.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if rule.single_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.single_digits else []
     if rule.pattern:
-        steps.append(pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        before.append(pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated"))
+    before.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, rule.add_bos
+    after: list[Any] = [processors.ByteLevel(trim_offsets=True)]
+
+    def added(key: str, default: bool) -> list[tuple[str, int]]:
+        i = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
+
+    bos, eos = added("bos", rule.add_bos), added("eos", False)
+    if bos or eos:
+        first, second = ([*dict(bos), text, *dict(eos)] for text in ("$A", "$B"))
+        after.append(processors.TemplateProcessing(single=first, pair=first + second, special_tokens=bos + eos))
+    tokenizer.post_processor = processors.Sequence(after)
+    types = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, i in types if i in (UNKNOWN, CONTROL)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, i in types if i == USER_DEFINED])
+    return tokenizer

@@ -11,7 +11,6 @@ import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,24 +22,9 @@ FOLDER = Path(__file__).parents[1] / "data"
 FORMATS = (".pt", ".json")
 
 
-class ShippedMap(NamedTuple):
-    name: str  # of the vocabulary
-    fingerprint: str  # see `fingerprint`
-    file: Path  # .npy, ids by descending frequency
-
-
 def fingerprint(tokens: list[str]) -> str:
     """Sha256 of a vocabulary, whose ``tokens`` are ordered by id."""
     return hashlib.sha256("\0".join(tokens).encode()).hexdigest()
-
-
-def shipped_maps() -> tuple[ShippedMap, ...]:
-    described = ((file, json.loads(file.read_text(encoding="utf-8"))) for file in sorted(FOLDER.glob("*.json")))
-    return tuple(
-        ShippedMap(file.stem, about["fingerprint"], FOLDER / about["file"])
-        for file, about in described
-        if isinstance(about, dict) and {"fingerprint", "file"} <= about.keys()
-    )
 
 
 def read_token_map(name: str, *, vocab_size: int, tokens: Callable[[], list[str]] | None = None) -> np.ndarray:
@@ -75,14 +59,13 @@ def checked_ids(values: object, vocab_size: int) -> np.ndarray:
 
 
 def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
-    vocabulary, maps = fingerprint(tokens()) if tokens is not None else None, shipped_maps()
-    if (shipped := next((row for row in maps if row.fingerprint == vocabulary), None)) is None:
-        names = listed(row.name for row in maps) or "there is none"
-        needed = f"a number needs a model with the vocabulary of a map that comes with specjax ({names})"
+    about = json.loads((FOLDER / "smollm2.json").read_text(encoding="utf-8"))
+    if tokens is None or fingerprint(tokens()) != about["fingerprint"]:
+        needed = "a number needs a model with SmolLM2's vocabulary, for which a map comes with specjax"
         raise CheckpointError(f"{needed}; give a file ({', '.join(FORMATS)}) made by `specjax train vocab`")
-    ids = np.load(shipped.file, allow_pickle=False)
+    ids = np.load(FOLDER / about["file"], allow_pickle=False)
     if not 1 <= count <= len(ids):
-        raise CheckpointError(f"{count} is not in 1..{len(ids)}, the ids in the map of {shipped.name}")
+        raise CheckpointError(f"{count} is not in 1..{len(ids)}, the ids in the map")
     return ids[:count]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specjax.checkpoint import CheckpointError, read_token_map, token_map
-from specjax.checkpoint.token_map import fingerprint, shipped_maps
+from specjax.checkpoint.token_map import fingerprint
 from specjax.checkpoint.torch_files import write_torch_list
 
 IDS = [7, 0, 29, 3]
@@ -108,48 +108,31 @@ def test_hub(tmp_path, monkeypatch):
     assert requests == [("org/repo", "freq_8.pt"), ("repo", "freq_8.pt"), ("org/repo", "maps/freq_8.pt")]
 
 
-# The maps that come with specjax.
+# The map that comes with specjax.
 
 TOKENS = [f"t{i}" for i in range(30)]
 
 
-@pytest.fixture
-def data(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    np.save(folder / "tiny-token-map.npy", np.array([4, 9, 1, 0], np.uint16))
+def test_numbers(tmp_path, monkeypatch):
+    np.save(tmp_path / "tiny.npy", np.array([4, 9, 1, 0], np.uint16))
     digest = hashlib.sha256("\0".join(TOKENS).encode("utf-8")).hexdigest()
-    (folder / "tiny.json").write_text(json.dumps({"fingerprint": digest, "file": "tiny-token-map.npy", "model": "x"}))
-    (folder / "README.md").write_text("about")
-    (folder / "other.json").write_text("[]")
-    monkeypatch.setattr(token_map, "FOLDER", folder)
-    return folder
-
-
-def test_numbers(data):
-    assert [row.name for row in shipped_maps()] == ["tiny"]
-    assert fingerprint(TOKENS) == shipped_maps()[0].fingerprint
+    (tmp_path / "smollm2.json").write_text(json.dumps({"fingerprint": digest, "file": "tiny.npy"}))
+    monkeypatch.setattr(token_map, "FOLDER", tmp_path)
+    assert fingerprint(TOKENS) == digest
     for count in (1, 2, 4):
         ids = read_token_map(str(count), vocab_size=30, tokens=lambda: TOKENS)
         assert ids.dtype == np.int32 and ids.tolist() == [4, 9, 1, 0][:count]
     for count in ("0", "5"):
-        assert f"{count} is not in 1..4, the ids in the map of tiny" in refused(count, tokens=lambda: TOKENS)
+        assert f"{count} is not in 1..4, the ids in the map" in refused(count, tokens=lambda: TOKENS)
     assert "entry 1 is 9, outside" in refused("2", vocab_size=9, tokens=lambda: TOKENS)
-
-
-def test_numbers_need_the_vocabulary_of_the_map(data, tmp_path, monkeypatch):
     for tokens in (None, lambda: TOKENS[:-1], lambda: [*TOKENS[:-1], "t30"], lambda: TOKENS[::-1]):
         message = refused("2", tokens=tokens)
-        assert "needs a model with the vocabulary of a map that comes with specjax (tiny)" in message
+        assert "needs a model with SmolLM2's vocabulary, for which a map comes with specjax" in message
         assert "give a file (.pt, .json) made by `specjax train vocab`" in message
-    monkeypatch.setattr(token_map, "FOLDER", tmp_path / "absent")
-    assert shipped_maps() == ()
-    assert "(there is none)" in refused("2", tokens=lambda: TOKENS)
 
 
-def test_shipped_maps():
-    assert str(token_map.FOLDER).endswith("specjax/data")
-    for row in shipped_maps():
-        ids = np.load(row.file)
-        assert re.fullmatch("[0-9a-f]{64}", row.fingerprint)
-        assert ids.ndim == 1 and len(np.unique(ids)) == len(ids) and ids.dtype.kind in "iu"
+def test_shipped_map():
+    about = json.loads((token_map.FOLDER / "smollm2.json").read_text())
+    ids = np.load(token_map.FOLDER / about["file"])
+    assert re.fullmatch("[0-9a-f]{64}", about["fingerprint"])
+    assert ids.tolist() != sorted(ids.tolist()) == list(range(49152))

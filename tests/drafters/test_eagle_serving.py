@@ -356,7 +356,7 @@ def test_bad_token_maps(refused, tmp_path):
     path.write_text(json.dumps([5, VOCABULARY]))
     for name, message in {
         str(path): f"entry 1 is {VOCABULARY}, outside the target's vocabulary 0..{VOCABULARY - 1}",
-        "64": "a number needs a model with the vocabulary of a map that comes with specjax",
+        "64": "a number needs a model with SmolLM2's vocabulary, for which a map comes with specjax",
         "/no/map.json": "there is no such file",
     }.items():
         stated = refused(ALGORITHM, "EAGLE", DRAFT, head("eagle"), "--speculative-token-map", name)
