@@ -334,10 +334,8 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> QuantisedMatrix:
     """compressed-tensors with several codes in a word."""
     (rows, columns), scale = _stored_shape(parts), parts.read("weight_scale")
     zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
-    if not symmetric:  # packed along the rows; before 2025 one signed number a byte
-        stored = parts.read("weight_zero_point")
-        is_packed = stored.dtype.itemsize == 4
-        zero = unpack_words(stored.T, bits)[:, :rows].T if is_packed else stored + np.int16(2 ** (bits - 1))
+    if not symmetric:  # packed along the rows
+        zero = unpack_words(parts.read("weight_zero_point").T, bits)[:, :rows].T
     group = parts.read("weight_g_idx") if "weight_g_idx" in parts.entries else None
     return _sorted_by_group(parts.stem, _codes(parts.read("weight_packed"), bits, columns), scale, zero, group)
 

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specjax.checkpoint.files import CheckpointError, Settings, listed, read_json
+from specjax.checkpoint.files import CheckpointError, listed, read_json
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ def read_folder(name: str, path: Path, *, outline: bool = False) -> ModelFiles:
     transformers' default, false, would leave no output matrix; false if ``lm_head.weight`` differs from the embedding.
     """
     folder = path if path.is_dir() else path.parent
-    config = _read_config(folder / "config.json" if path.is_dir() else path, name)
+    config = read_json(folder / "config.json" if path.is_dir() else path, name)
     if outline and not (path.is_dir() and any((folder / file).is_file() for file in LAYOUTS[0])):
         return ModelFiles(name, folder, config, ())
     files = ModelFiles(name, folder, config, find_weights(name, folder))
@@ -189,17 +189,6 @@ def read_folder(name: str, path: Path, *, outline: bool = False) -> ModelFiles:
     elif head is not None and embed is not None and tied:
         config["tie_word_embeddings"] = same_content(head.read(), embed.read())
     return files
-
-
-def _read_config(file: Path, name: str) -> Settings:
-    """config.json, with the `quantization_config` of older checkpoints."""
-    config, older = read_json(file, name), file.with_name("quantize_config.json")  # GPTQ before 2023-08
-    if config.get("quantization_config") is None:
-        if config.get("compression_config") is not None:
-            config["quantization_config"] = config["compression_config"]
-        elif older.is_file():
-            config["quantization_config"] = {"quant_method": "gptq", **read_json(older, name)}
-    return config
 
 
 def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:

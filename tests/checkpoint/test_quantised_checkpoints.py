@@ -175,8 +175,8 @@ def test_half_precision_is_kept_on_a_cpu(tmp_path, dtype):
         np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_older_gptq_checkpoints(tmp_path):
-    """Without g_idx, with biases of zeros, and with the description in a file of its own."""
+def test_checkpoints_of_auto_gptq(tmp_path):
+    """Without g_idx, and with biases of zeros."""
     values = save_quantised(tmp_path, "gptq 4")
     file = tmp_path / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("g_idx")}
@@ -187,6 +187,6 @@ def test_older_gptq_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"look quantised, and config\.json has no quantization_config"):
         load(tmp_path)
-    (tmp_path / "quantize_config.json").write_text(json.dumps(section))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     down = np.asarray(load(tmp_path)["layers_1"]["down"])
     np.testing.assert_allclose(down, values["model.layers.1.mlp.down_proj.weight"].T, rtol=1e-6, atol=1e-7)

@@ -83,9 +83,7 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
 
 
-def compressed_packed(bits: int, *, symmetric: bool, old: bool = False) -> Format:
-    """`old`: each byte holds a zero point as a signed number."""
-
+def compressed_packed(bits: int, *, symmetric: bool) -> Format:
     def write(matrix: np.ndarray, rng: np.random.Generator) -> Written:
         codes, scale, zero, value = grouped(matrix, bits, GROUP, rng)
         if symmetric:
@@ -98,8 +96,6 @@ def compressed_packed(bits: int, *, symmetric: bool, old: bool = False) -> Forma
         rounded = scale.astype(ml_dtypes.bfloat16).astype(np.float64).repeat(GROUP, axis=1)
         value = ((codes - zero.repeat(GROUP, axis=1)) * rounded).astype(np.float32)
         if not symmetric:
-            tensors["weight_zero_point"] = (zero - 2 ** (bits - 1)).astype(np.int8)
-        if not symmetric and not old:
             padded = np.pad(zero, ((0, -len(zero) % (32 // bits)), (0, 0)))
             tensors["weight_zero_point"] = packed(padded.T, bits).T
         return Written(tensors, value)
@@ -140,7 +136,6 @@ FORMATS: dict[str, Format] = {
     ),
     "int4 groups": compressed_packed(4, symmetric=True),
     "int4 zero points": compressed_packed(4, symmetric=False),
-    "int4 zero points in bytes": compressed_packed(4, symmetric=False, old=True),
     "gptq 4": gptq(4),
     "gptq 8": gptq(8),
     "gptq act order": gptq(4, ordered=True),
