@@ -128,9 +128,6 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
         "rope_scaling": _rope_scaling(llama, tensors),
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
         "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         # llama.cpp writes the output matrix only if it is not the embedding.
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": FILE_DTYPES.get(metadata.get("general.file_type", -1), "bfloat16"),
@@ -228,15 +225,12 @@ class WordRule:
     single_digits: bool = False  # split off each digit first
     whole_words: bool = False  # a word of the vocabulary is one token, regardless of merges
     add_bos: bool = False  # default of tokenizer.ggml.add_bos_token
-    nfc: bool = False  # normalise texts to NFC
 
 
 WORD_RULES: dict[str, WordRule] = {  # by tokenizer.ggml.pre
-    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), WordRule()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), WordRule(single_digits=True)),
+    "gpt-2": WordRule(),
+    "smollm": WordRule(single_digits=True),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), WordRule(_LLAMA3, whole_words=True, add_bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), WordRule(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), nfc=True)),
 }
 
 # Name in the files of transformers -> tokenizer.ggml.*_token_id
@@ -271,7 +265,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     if not (tokens := metadata.get("tokenizer.ggml.tokens")):
         raise CheckpointError(f"it has no tokenizer.ggml.tokens. {_ADVICE}")
@@ -283,8 +277,6 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
-    if rule.nfc:
-        tokenizer.normalizer = normalizers.NFC()
     before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.single_digits else []
     if rule.pattern:
         before.append(pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated"))

@@ -65,7 +65,9 @@ def encode(
         text = render_chat(messages, tokenizer, variables)
         check(text)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    elif isinstance(prompt, list | tuple) and all(_is_integer(token) for token in prompt):
+    elif isinstance(prompt, list | tuple) and all(
+        isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt
+    ):
         tokens = [int(cast(Any, token)) for token in prompt]
     else:
         raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
@@ -74,10 +76,6 @@ def encode(
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
     return list(tokens)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:

@@ -37,7 +37,6 @@ from specjax.models.params import Bits
 BLOCK_BYTES = 2**18  # rows are converted in batches of this size, so that temporary arrays fit the cache
 PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
-METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "gguf")
 # Tensors for quantised activations and caches.
 _UNUSED = re.compile(
     r".*\.((input|output)_(scale|zero_point|global_scale)|(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
@@ -237,7 +236,7 @@ def formats(section: Settings) -> dict[str, Format]:
         return _compressed_tensors(section)
     if method == "gguf":
         return {name.lower(): _block_format(name) for name in BLOCK_TYPES}
-    raise unsupported("quant_method of quantization_config", method, f"{', '.join(METHODS)}, none")
+    raise unsupported("quant_method of quantization_config", method, "fp8, gptq, awq, compressed-tensors, gguf, none")
 
 
 def _compressed_tensors(section: Settings) -> dict[str, Format]:
@@ -285,7 +284,7 @@ def _block_shape(section: Settings, key: str) -> tuple[int, int]:
 
 def _scaled_format(block: tuple[int, int]) -> Format:
     """fp8 and int8: a code for each weight, and a scale for the matrix or for each row or block."""
-    names = ("weight", "weight_scale_inv", "weight_scale", "weight_zero_point")
+    names = ("weight", "weight_scale_inv", "weight_scale")
 
     def shape(parts: Parts) -> tuple[int, int]:
         if len(sizes := parts.entries["weight"].shape) != 2:
@@ -295,9 +294,7 @@ def _scaled_format(block: tuple[int, int]) -> Format:
     def read(parts: Parts) -> QuantisedMatrix:
         codes = parts.read("weight")
         scale = parts.read("weight_scale_inv" if "weight_scale_inv" in parts.entries else "weight_scale")
-        has_zero = "weight_zero_point" in parts.entries
-        zero = _by_row(parts.read("weight_zero_point"), codes.shape, block) if has_zero else None
-        return QuantisedMatrix(codes, _by_row(scale, codes.shape, block), zero=zero)
+        return QuantisedMatrix(codes, _by_row(scale, codes.shape, block))
 
     return Format(names, shape, read, ("F8_E4M3", "I8"))
 
