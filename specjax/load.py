@@ -171,7 +171,6 @@ def requested(
     model: str,
     draft: DraftOptions | str,
     drafter: Drafter | DrafterFactory | None = None,
-    platform: str | None = None,
 ) -> tuple[DraftOptions, Drafter | DrafterFactory | None]:
     """Resolves `draft` to options and a drafter; raises ValueError for errors that need no model files."""
     if drafter is not None and draft != Auto.algorithm:
@@ -183,7 +182,6 @@ def requested(
     inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # may hold MTP layers
     if options.needs and not _path(options) and not shipped and not inside:
         raise _no_path(options)
-    options.on(platform or jax.default_backend())
     return options, drafter
 
 
@@ -228,7 +226,6 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     if unused:
         names = ", ".join(unused)
         logger.warning("no effect with %s, which %s chose: %s", options.algorithm, requested_algorithm, names)
-    options.on(platform)  # only for its errors; the drafter needs the options without the platform's defaults
     if options.needs is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:

@@ -54,7 +54,6 @@ class TuneSettings:
     steps: tuple[str, ...] = _values(("1", "2", "3", "5"), "levels of the tree; not for NGRAM")
     topks: tuple[str, ...] = _values(("1", "2", "4", "8"), "expanded nodes of a level; not for NGRAM")
     draft_tokens: tuple[str, ...] = _values(("4", "8", "16", "32"), "nodes of the tree, the root included")
-    strong_matches: tuple[str, ...] = _values(("1", "2", "4", "8"), "NGRAM: fewest tokens of a strong match")
     match_types: tuple[str, ...] = setting(MATCH_TYPES, "NGRAM: orders of continuations", choices=MATCH_TYPES)
     max_matches: tuple[str, ...] = _values(("12",), "NGRAM: most tokens of a match")
     best: int = setting(3, "trees of the last round, besides the current one", minimum=1)
@@ -99,8 +98,7 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
     chosen = choose(options, files, config)
     options = chosen.options
     if isinstance(options, Ngram):
-        options = options.on(jax.default_backend())
-        return replace(options, nodes=options.width)
+        return options
     if not isinstance(options, ModelOptions):
         return options
     shape = options.shape(chosen.tree or options.automatic(config.family))
@@ -118,15 +116,14 @@ def make_grid(current: DraftOptions, tune: TuneSettings) -> list[Method]:
     """
     if not isinstance(current, Ngram | ModelOptions):
         raise ValueError(f"algorithm {current.algorithm} has no tree to tune; take one that drafts")
-    minima = {"steps": 1, "topks": 1, "draft_tokens": 2, "strong_matches": 1, "max_matches": 1}
+    minima = {"steps": 1, "topks": 1, "draft_tokens": 2, "max_matches": 1}
     values = (numbers(dashed(name), getattr(tune, name), int, minimum) for name, minimum in minima.items())
-    steps, topks, nodes, strong, longest = values
+    steps, topks, nodes, longest = values
     if isinstance(current, Ngram):
-        weak = current.weak_nodes or 1
         trees = [
-            {"nodes": n, "weak_nodes": weak, "strong_match": s, "match_type": kind, "max_match": m}
-            for n, s, kind, m in product(nodes, strong, tune.match_types, longest)
-            if n >= weak and current.min_match <= m and s <= m
+            {"nodes": n, "match_type": kind, "max_match": m}
+            for n, kind, m in product(nodes, tune.match_types, longest)
+            if current.min_match <= m
         ]
     else:
         trees = [{"steps": s, "topk": 1, "nodes": s + 1} for s in steps if 1 in topks]
@@ -145,8 +142,8 @@ def tree_name(draft: Ngram | ModelOptions) -> str:
     """Name of a tree in tables, by the options that differ between trees."""
     if isinstance(draft, ModelOptions):
         return f"{draft.algorithm} {draft.steps}/{draft.topk}/{draft.nodes}"
-    matches = f"strong_match={draft.strong} match_type={draft.match_type} max_match={draft.max_match}"
-    return f"{draft.algorithm} nodes={draft.width} weak_nodes={draft.weak_width} {matches}"
+    nodes = "default" if draft.nodes is None else draft.nodes
+    return f"{draft.algorithm} nodes={nodes} match_type={draft.match_type} max_match={draft.max_match}"
 
 
 class Round(NamedTuple):

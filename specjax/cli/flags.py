@@ -151,7 +151,7 @@ class SpeculativeSettings:
     speculative_num_draft_tokens: int | None = _draft(
         "nodes",
         "nodes of a draft tree, including the root; default: for EAGLE steps + 1, with a top-k the smaller of "
-        "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 for strong matches, else fewer; if steps, top-k and this "
+        "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 after long matches, else fewer; if steps, top-k and this "
         "are unset, large batches have smaller trees on a GPU, or do not draft",
     )
     speculative_draft_context_length: int | None = _draft("positions")
@@ -164,8 +164,6 @@ class SpeculativeSettings:
     speculative_ngram_max_bfs_breadth: int = _draft("max_breadth")
     speculative_ngram_branch_length: int = _draft("branch_length")
     speculative_ngram_capacity: int = _draft("capacity")
-    speculative_ngram_weak_draft_tokens: int | None = _draft("weak_nodes")
-    speculative_ngram_strong_match_size: int | None = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
         "NGRAM: draft from texts of other requests only if they have the same cache_salt; else timing may reveal texts",

@@ -17,6 +17,7 @@ acceptance: every match is checked against the ring.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,8 +63,12 @@ class NgramState(NamedTuple):
 DEFAULT = Ngram()
 
 
-def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
-    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid."""
+def ngram_drafter(config: Ngram = DEFAULT, *, weak_nodes: int | None = None, strong_match: int = 8) -> Drafter:
+    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid.
+
+    Args:
+        weak_nodes: nodes of a tree after a match of fewer than `strong_match` tokens; None: as after longer ones.
+    """
     window = config.max_match
     # Each token has an entry for each window size. Four places a token keep most entries until it is overwritten.
     sizes = window - config.min_match + 1
@@ -84,14 +89,13 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
             ends=jnp.full((pool.pages, window), NOWHERE, jnp.int32),
         )
 
-    places, weak_places = config.width - 1, config.weak_width - 1
-    least = config.min_match if weak_places else max(config.min_match, min(config.strong, window))
+    places = config.width - 1
 
     def propose(params: Params, state: NgramState, context: Context) -> tuple[DraftTree, NgramState]:
         del params
         recent, _ = _row_tail(state, context)
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
-        positions, agreeing = _matches(state, suffix, context.salt, config, least)
+        positions, agreeing = _matches(state, suffix, context.salt, config)
 
         def merged() -> DraftTree:
             continues = _follow(state.next, state.previous, positions) != NOWHERE
@@ -101,15 +105,16 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
             scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
             pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
             scores = jnp.where(context.active[:, None], scores, -jnp.inf)
-            if config.weak_nodes is not None:
-                most = jnp.where(jnp.max(matched, axis=1) >= config.strong, places, weak_places)
+            if weak_nodes is not None:
+                strong = jnp.max(matched, axis=1) >= min(strong_match, window)
+                most = jnp.where(strong, places, weak_nodes - 1)
                 rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
                 scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
             return rerank(context.root, pool._replace(scores=scores), config.width)
 
         if jax.default_backend() != "cpu":  # a branch may cost more than it saves
             return merged(), state
-        some = jnp.any(context.active[:, None] & (agreeing >= least))
+        some = jnp.any(context.active[:, None] & (agreeing >= config.min_match))
         return jax.lax.cond(some, merged, lambda: roots(context.root, config.width)), state
 
     return Drafter(
@@ -122,8 +127,10 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         observe=lambda params, state, context, seen: _append(state, context, seen, config),
         note=f"remembers the last {config.capacity:,} tokens of all requests",
         # One width between 1 and N: the width after weak matches, or one for batches that are too large for N.
-        widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
-        resize=lambda nodes: ngram_drafter(config.within(nodes)),
+        widths=(min(weak_nodes or 4, config.width),),
+        resize=lambda nodes: ngram_drafter(
+            replace(config, nodes=nodes), weak_nodes=weak_nodes, strong_match=strong_match
+        ),
     )
 
 
@@ -180,14 +187,13 @@ def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[A
 
 
 def _matches(
-    state: NgramState, suffix: Int32[Array, "B W"], salt: UInt32[Array, "B"], config: Ngram, least: int
+    state: NgramState, suffix: Int32[Array, "B W"], salt: UInt32[Array, "B"], config: Ngram
 ) -> tuple[Int32[Array, "B F"], Int32[Array, "B F"]]:
     """Ring positions in the table for each request's suffix, possibly repeated, and the number of tokens up to each
-    that agree with the suffix. On a CPU the number may be too small if no entry has `least` tokens."""
+    that agree with the suffix."""
     buckets, window = state.table.shape[0], config.max_match
     hashes = jax.vmap(_window_hashes)(suffix[:, ::-1], salt)[:, config.min_match - 1 :]
     positions = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(suffix.shape[0], -1)
-    long = np.repeat(np.arange(config.min_match, window + 1) >= least, WAYS)[None, :]
 
     def further(i: Any, walk: tuple[Array, Array]) -> tuple[Array, Array]:
         at, matched = walk
@@ -201,7 +207,7 @@ def _matches(
 
         def any_left(walk: tuple[Array, tuple[Array, Array]]) -> Array:
             i, (at, _) = walk
-            return (i < window) & jnp.any((at != NOWHERE) & (long | (i >= least)))
+            return (i < window) & jnp.any(at != NOWHERE)
 
         _, walk = jax.lax.while_loop(any_left, lambda walk: (walk[0] + 1, further(*walk)), (jnp.int32(0), walk))
     else:

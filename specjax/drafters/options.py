@@ -6,7 +6,7 @@ Ranges are checked when options are created. Nothing here imports jax.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from specjax.limits import ParameterError, check, documented, setting, setting_of, shown
@@ -101,14 +101,6 @@ class DraftOptions:
         """
         return self, []
 
-    def on(self, platform: str) -> DraftOptions:
-        """The options with the defaults of a platform ("cpu", "gpu").
-
-        Raises:
-            ValueError: options contradict these defaults.
-        """
-        return self
-
 
 @dataclass(frozen=True)
 class NoDraft(DraftOptions):
@@ -126,7 +118,7 @@ class Ngram(DraftOptions):
 
     nodes: int | None = setting(
         None,
-        "nodes N of a tree, including the root; default: 12; on a CPU 8 after a strong match, else fewer",
+        "nodes N of a tree, including the root; default: 12; on a CPU 8 after long matches, else fewer",
         minimum=2,
         maximum=64,
     )
@@ -142,19 +134,6 @@ class Ngram(DraftOptions):
         "BFS",
         "order of continuations: the most recent first (BFS), or the most frequent first (PROB)",
     )
-    weak_nodes: int | None = setting(
-        None,
-        "nodes of a tree after a weak match, from 1 (no drafts) to `nodes`; default: `nodes`; on a CPU, if `nodes` is "
-        "not given, 4 after two matched tokens",
-        minimum=1,
-        maximum=64,
-    )
-    strong_match: int | None = setting(
-        None,
-        "fewest tokens of a strong match; default: 3; on a CPU 8, if neither `nodes` nor `weak_nodes` is given",
-        minimum=1,
-        maximum=64,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,42 +141,11 @@ class Ngram(DraftOptions):
             least, most = getattr(self, low), getattr(self, high)
             if least > most:
                 raise ParameterError(low, f"must be from 1 to {high}, got {least} and {most}", "Ngram")
-        if self.weak_width > self.width:
-            problem = f"must be from 1 to the {self.width} draft tokens, got {self.weak_width}"
-            raise ParameterError("weak_nodes", problem, "Ngram")
-
-    def on(self, platform: str) -> Ngram:
-        """On a CPU, if `nodes` is not given: 8 nodes after a strong match; after a weak match `weak_nodes`, or no
-        drafts if only `strong_match` is given. If neither is given: 4 nodes after two matched tokens.
-
-        A GPU verifies twelve tokens in the time of one. On a CPU each node costs time, which four nodes mostly gain
-        back after two matched tokens, and eight nodes after about eight.
-        """
-        if platform != "cpu" or self.nodes is not None:
-            return self
-        if self.weak_nodes is None and self.strong_match is None:
-            least, strong = (max(self.min_match, min(size, self.max_match)) for size in (2, 8))
-            return replace(self, nodes=8, weak_nodes=4, min_match=least, strong_match=strong)
-        return replace(self, nodes=8, weak_nodes=1 if self.weak_nodes is None else self.weak_nodes)
-
-    def within(self, nodes: int) -> Ngram:
-        """The options with trees of at most `nodes` nodes, at least 2."""
-        nodes = min(nodes, self.width)
-        return replace(self, nodes=nodes, weak_nodes=None if self.weak_nodes is None else min(self.weak_nodes, nodes))
 
     @property
     def width(self) -> int:
-        """N, before `on` has set a platform's default."""
+        """N; on a CPU `make_drafter` has another default."""
         return self.nodes or 12
-
-    @property
-    def weak_width(self) -> int:
-        return self.weak_nodes or self.width
-
-    @property
-    def strong(self) -> int:
-        """`strong_match`, before `on` has set a platform's default."""
-        return self.strong_match or 3
 
     @property
     def depth(self) -> int:

@@ -172,7 +172,7 @@ def outline(
     """Describes target and drafter for a platform ("cpu", "gpu"; None: this process's), as `load` would load them."""
     platform = platform or jax.default_backend()
     more: Any = {"progress": progress, "outline": True}
-    options, plugin = requested(model, draft, platform=platform)
+    options, plugin = requested(model, draft)
     files = checkpoint.resolve(model, revision=revision, **more)
     config = checkpoint.model_config(files.config, dtype=dtype, platform=platform)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)

@@ -15,12 +15,13 @@ from oracle import NO_PARENT, Sampling
 from toy_models import Runner, as_tree, random_table, table_model
 
 from specjax.cache import PoolShape
-from specjax.drafters import Ngram, ngram_drafter
+from specjax.drafters import Ngram, factories, make_drafter, ngram_drafter
 from specjax.drafters.base import Context, Observation, PageSize, Params
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig, tree_widths
 
 ROWS, CHUNK = 3, 6
+STRONG = 3  # tokens
 SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
 NONE = Params(None)
 
@@ -66,8 +67,8 @@ def test_extreme_settings(changes):
 
 
 @functools.cache
-def compiled(config: Ngram):
-    drafter = ngram_drafter(config)
+def compiled(config: Ngram, weak_nodes: int | None):
+    drafter = ngram_drafter(config, weak_nodes=weak_nodes, strong_match=STRONG)
     return drafter, jax.jit(drafter.propose), jax.jit(drafter.observe)
 
 
@@ -80,9 +81,9 @@ class Match(NamedTuple):
 class Memory:
     """ROWS rows. `texts` holds each request that ever was, as (salt, tokens), in the order of their last tokens."""
 
-    def __init__(self, config: Ngram = Ngram(capacity=1 << 16)):  # noqa: B008
-        self.config = config
-        self.drafter, self._propose, self._observe = compiled(config)
+    def __init__(self, config: Ngram = Ngram(capacity=1 << 16), weak_nodes: int | None = None):  # noqa: B008
+        self.config, self.weak_nodes = config, weak_nodes
+        self.drafter, self._propose, self._observe = compiled(config, weak_nodes)
         self.state = self.drafter.init(NONE, ROWS, PoolShape(4, 4))
         self.texts: list[list[int]] = []
         self.salts: list[int] = []
@@ -189,6 +190,12 @@ class Memory:
         result = sorted((Match(*end) for end in ends if end[2]), key=lambda match: (-match.size, -match.time))
         return result, [match for match in result if is_kept(match.size, match.time)]
 
+    def room(self, size: int) -> int:
+        """Nodes, the root included, that a tree may have after a match of `size` tokens."""
+        if size < self.config.min_match:
+            return 1
+        return self.config.width if self.weak_nodes is None or size >= STRONG else self.weak_nodes
+
 
 def check(memory: Memory, roots: dict[int, int]) -> None:
     for row, tree in memory.propose(roots).items():
@@ -198,25 +205,17 @@ def check(memory: Memory, roots: dict[int, int]) -> None:
         if not matches:
             assert len(tree.tokens) == 1
             continue
-        assert len(tree.tokens) <= room(memory.config, matches[0].size), "no match is longer"
+        assert len(tree.tokens) <= memory.room(matches[0].size), "no match is longer"
         if not certain or certain[0] != matches[0]:
             continue
         best = certain[0]
-        nodes = room(memory.config, best.size)
+        nodes = memory.room(best.size)
         if nodes == 1:
             assert len(tree.tokens) == 1, "too weak a match to draft from"
             continue
         assert best.text[0] in children(tree), "the longest, most recent match comes first"
         if sum(match.size == best.size for match in matches) == 1:  # nothing as good competes for the nodes
             assert tuple(best.text[: nodes - 1]) in oracle.paths(tree)
-
-
-def room(config: Ngram, size: int) -> int:
-    """Nodes, the root included, that a tree may have where the longest match has `size` tokens."""
-    if size < config.min_match:
-        return 1
-    weak = config.weak_nodes
-    return config.width if weak is None or size >= config.strong else weak
 
 
 def children(tree: oracle.Tree) -> list[int]:
@@ -228,8 +227,7 @@ CONFIGS = {
     "BFS": Ngram(max_breadth=3, **SMALL),
     "PROB": Ngram(max_breadth=3, match_type="PROB", **SMALL),
     "windows of 2 to 3": Ngram(**SMALL | {"min_match": 2, "max_match": 3}),
-    "no drafts from weak matches": Ngram(weak_nodes=1, strong_match=2, **SMALL),
-    "few drafts from weak matches": Ngram(weak_nodes=2, strong_match=3, **SMALL),
+    "few drafts from weak matches": Ngram(**SMALL),
 }
 
 EVENTS = st.lists(
@@ -255,7 +253,7 @@ EVENTS = st.lists(
 )
 @example(events=[("start", 0, SALTS[1]), ("observe", {0: [1, 2, 3]}), ("observe", {1: [1]}), ("propose", [0, 2])])
 def test_proposals_equal_the_oracle(events, config):
-    memory = Memory(CONFIGS[config])
+    memory = Memory(CONFIGS[config], weak_nodes=2 if "few" in config else None)
     for kind, *what in events:
         if kind == "start":
             memory.start(*what)
@@ -266,9 +264,8 @@ def test_proposals_equal_the_oracle(events, config):
     check(memory, {row: 1 for row in range(ROWS) if memory.row[row] >= 0})
 
 
-def plain_memory(**changes) -> Memory:
-    fields = {"nodes": 6, "max_match": 4, "branch_length": 4, "capacity": 1 << 16}
-    return Memory(Ngram(**fields | changes))
+def plain_memory(*, weak_nodes: int | None = None, **changes) -> Memory:
+    return Memory(Ngram(**SMALL | changes), weak_nodes)
 
 
 def test_by_hand():
@@ -329,11 +326,11 @@ def test_small_ring_that_wraps():
     assert proposed > 100
 
 
-@pytest.mark.parametrize(("weak", "nodes"), [(None, (1, 5, 5, 5)), (1, (1, 1, 1, 5)), (3, (1, 3, 3, 5))])
+@pytest.mark.parametrize(("weak", "nodes"), [(None, (1, 5, 5, 5)), (3, (1, 3, 3, 5))])
 def test_weak_matches(weak, nodes):
     """Matches of 0, 1, 2 and 3 tokens; from 3 on a match is strong."""
     for size, expected in enumerate(nodes):
-        memory = plain_memory(nodes=5, weak_nodes=weak, strong_match=3)
+        memory = plain_memory(nodes=5, weak_nodes=weak)
         memory.observe({0: [1, 2, 3, 4, 5, 6, 7]})
         suffix = [11, 12, 13, 1, 2, 3][size : size + 3]
         memory.observe({1: suffix[:-1]})
@@ -343,36 +340,29 @@ def test_weak_matches(weak, nodes):
 
 def test_match_at_the_end_of_a_text():
     """Nothing has followed "0 0" yet; a 0 followed "0"."""
-    memory = plain_memory(weak_nodes=1, strong_match=2)
+    memory = plain_memory(min_match=2)
     memory.observe({0: [0, 0]})
     assert memory.propose({0: 0})[0].tokens == (0,)
 
 
-def test_defaults_of_a_platform():
-    """Explicit options keep their meaning."""
+def test_default_on_a_cpu(monkeypatch):
+    made = []
 
-    def sizes(config: Ngram) -> tuple[int, int, int]:
-        return room(config, 1), room(config, 2), room(config, 3)
+    def recorded(config: Ngram, **options: int):
+        made.append((config.width, config.min_match, options))
+        return ngram_drafter(config, **options)
 
-    assert sizes(Ngram().on("cpu")) == (1, 4, 4)
-    assert [room(Ngram().on("cpu"), size) for size in (7, 8)] == [4, 8]
-    assert [room(Ngram(max_match=3).on("cpu"), size) for size in (1, 2, 3)] == [1, 4, 8]
-    assert sizes(Ngram(max_match=1).on("cpu")) == (8, 8, 8)
-    assert sizes(Ngram(min_match=3).on("cpu")) == (1, 1, 4)
-    assert sizes(Ngram(strong_match=3).on("cpu")) == (1, 1, 8)
-    assert sizes(Ngram().on("gpu")) == (12, 12, 12)
-    assert sizes(Ngram(nodes=6).on("cpu")) == (6, 6, 6)
-    assert sizes(Ngram(nodes=6, weak_nodes=1).on("cpu")) == (1, 1, 6)
-    assert sizes(Ngram(weak_nodes=4).on("cpu")) == (4, 4, 8)
-    assert sizes(Ngram(strong_match=2).on("cpu")) == (1, 8, 8)
-    assert sizes(Ngram(weak_nodes=1, strong_match=2).on("gpu")) == (1, 12, 12)
+    monkeypatch.setattr(factories, "ngram_drafter", recorded)
+    for options in (Ngram(), Ngram(max_match=1), Ngram(min_match=3), Ngram(nodes=6)):
+        assert make_drafter(options, platform="cpu").explicit_width == (options.nodes is not None)
+    weak = {"weak_nodes": 4}
+    assert made == [(8, 2, weak), (8, 1, weak), (8, 3, weak), (6, 1, {})]
 
 
 def test_tree_widths():
-    widths = {Ngram().on("cpu"): (1, 4, 8), Ngram(weak_nodes=3).on("cpu"): (1, 3, 8)}
-    widths |= {Ngram().on("gpu"): (1, 4, 12), Ngram(nodes=2).on("cpu"): (1, 2)}
-    for config, expected in widths.items():
-        assert tree_widths(ngram_drafter(config)) == expected
+    for config, expected in {Ngram(): (1, 4, 8), Ngram(nodes=6): (1, 4, 6), Ngram(nodes=2): (1, 2)}.items():
+        assert tree_widths(make_drafter(config, platform="cpu")) == expected
+    assert tree_widths(make_drafter("NGRAM", platform="gpu")) == (1, 4, 12)
 
 
 def test_max_breadth():

@@ -124,7 +124,7 @@ def test_engine_arguments():
         "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
         "--no-speculative-adaptive",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
-        "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
+        "--speculative-ngram-match-type", "prob",
     ))  # fmt: skip
     config = EngineConfig(
         max_running_requests=2, max_batch=1, page_size=4, max_total_tokens=64, context_length=32,
@@ -133,7 +133,7 @@ def test_engine_arguments():
     )  # fmt: skip
     assert arguments == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
-        "quantization": "auto", "draft": Ngram(nodes=6, match_type="PROB", weak_nodes=3), "backend": "xla",
+        "quantization": "auto", "draft": Ngram(nodes=6, match_type="PROB"), "backend": "xla",
         "config": config, "sampling_defaults": "openai", "verify": None,
     }  # fmt: skip
     assert build.engine_arguments(ours("--tp", 4, "--ep", 2))["config"].expert_parallel == 2
