@@ -33,7 +33,7 @@ from specjax_kernels import CAUSAL, mesh, pack_bits
 from specjax.cache import Active, Block, PerRequest, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
-from specjax.drafters.check import check_drafter, checked_observe, checked_propose
+from specjax.drafters.check import check_declared, checked_observe, checked_propose
 from specjax.models.blocks import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
@@ -298,9 +298,9 @@ def make_steps(
     """Jits the step functions. They compile once per batch bucket, chunk width and page-table width.
 
     Raises:
-        DrafterError: the drafter violates the interface (`check_drafter`).
+        DrafterError: the drafter declares wrong numbers; the first step raises it for wrong results (`check_drafter`).
     """
-    check_drafter(drafter, target)
+    check_declared(drafter, target)
     config = replace(config, widths=config.widths or tree_widths(drafter))
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())

@@ -1,7 +1,6 @@
-"""Checks shapes and dtypes of a drafter's functions, and its declared depth.
+"""Checks what a drafter declares, and shapes and dtypes of the results of its functions.
 
-`check_drafter` runs before anything is compiled. Each step repeats the checks during its trace, with its parameters and
-state.
+`check_drafter` runs before anything is compiled. Each step repeats the checks of results during its trace.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Observation, PageSize, Params
-from specjax.models import init_params
 from specjax.models.target import Target
 from specjax.sampling import sampling_row
 from specjax.tree import DraftTree
@@ -35,52 +32,49 @@ class DrafterError(TypeError):
     function; `__cause__` is the function's exception, if there is one."""
 
 
-def check_drafter(drafter: Drafter, target: Target, params: Params | None = None, *, batch: int = BATCH) -> None:
-    """Checks a drafter by tracing its three functions. Only a depth that does not depend on inputs is computed.
+def check_drafter(drafter: Drafter, target: Target, params: Params, *, batch: int = BATCH) -> None:
+    """Checks a drafter by tracing its three functions; nothing is computed.
 
-    The checks cover the declared `width`, the declared `depth` if the trees' depths do not depend on inputs, the
-    requested features, shapes and dtypes of the trees (int32 tokens, parents and depth, bool valid, float32 scores,
-    each [B, N]), and the state that `propose` and `observe` return.
+    The checks cover the declared `width` and `depth`, the requested features, shapes and dtypes of the trees (int32
+    tokens, parents and depth, bool valid, float32 scores, each [B, N]), and the state that `propose` and `observe`
+    return.
 
     Args:
         drafter: the drafter.
         target: the model that it drafts for.
-        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: functions that read parameters may
-            fail here without an error; the first step's trace checks them.
+        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s.
         batch: B, number of requests in the traced shapes.
 
     Raises:
         DrafterError: the drafter violates the interface, or one of its functions fails while it is traced.
     """
-    if not isinstance(drafter, Drafter):
-        raise DrafterError(f"drafter must be a specjax.Drafter, got {_kind(drafter)}")
-    _check_declared(drafter, target)
-    trace = partial(_trace, drafter, _target_shapes(target) if params is None else params)
-    initialised = trace("init", lambda params: drafter.init(params, ROWS, POOL))
-    if initialised is None:
-        return
-    _, state = initialised
+    check_declared(drafter, target)
+
+    def trace(what: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return jax.eval_shape(function, params, *args)
+        except DrafterError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DrafterError(
+                f"{_name(drafter, what)} fails while it is traced: {type(error).__name__}: {reason}"
+            ) from error
+
+    state = trace("init", lambda params: drafter.init(params, ROWS, POOL))
     struct: Any = jax.ShapeDtypeStruct
     number, page_table = struct((batch,), np.int32), struct((batch, TABLE), np.int32)
     active, salt = struct((batch,), np.bool_), struct((batch,), np.uint32)
     rows = jax.tree.map(lambda leaf: struct((batch, *leaf.shape), leaf.dtype), sampling_row(target.config.vocab_size))
     tokens = struct(POOL, np.int32) if drafter.reads_tokens else None
     context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
-    proposed = trace("propose", lambda *args: checked_propose(drafter, *args), state, context)
-    if proposed is not None:
-        # Computing the depth compiles a program: once, not for each batch of an engine.
-        depth = _constant_depth(proposed[0]) if batch == BATCH else None
-        if depth is not None and depth != drafter.depth:
-            raise DrafterError(
-                f"{_name(drafter, 'propose')} builds trees of depth {depth}, and the drafter declares depth="
-                f"{drafter.depth}: declare depth={depth}"
-            )
+    trace("propose", partial(checked_propose, drafter), state, context)
     size = feature_size(drafter.features, target)
     for width in sorted({drafter.depth + 1, CHUNK}):  # a path of a tree, and a chunk of a prompt
         block = struct((batch, width), np.int32)
         features = None if size is None else struct((batch, width, size), jnp.dtype(target.config.dtype))
         observation = Observation(block, block, features, number)
-        trace("observe", lambda *args: checked_observe(drafter, *args), state, context, observation)
+        trace("observe", partial(checked_observe, drafter), state, context, observation)
 
 
 def check_custom(drafter: Drafter, target: Target, params: Params, batches: Iterable[int] = (BATCH,)) -> None:
@@ -143,54 +137,10 @@ def feature_size(features: Features, target: Target) -> int | None:
     return target.config.hidden_size * (1 if features == "final" else len(features))
 
 
-class _Unknown(Params):
-    """Stands for parameters that are not given: float shapes of the target, which may differ from the real parameters
-    (quantised, for example). `read`: a function has read them, so its failure may be due to them."""
-
-    read = False
-
-    @property
-    def target(self) -> Any:
-        self.read = True
-        return self[0]
-
-    @property
-    def draft(self) -> None:
-        self.read = True
-
-
-def _target_shapes(target: Target) -> _Unknown:
-    """Shapes of the target's parameters, if its family is part of this package."""
-    try:
-        return _Unknown(jax.eval_shape(partial(init_params, target.config), jax.random.key(0)))
-    except ValueError:
-        return _Unknown(None)
-
-
-def _trace(
-    drafter: Drafter, params: Params, what: str, function: Callable[..., Any], *args: Any
-) -> tuple[ClosedJaxpr, Any] | None:
-    """Traces a function of the drafter: its jaxpr and the shapes of its results. None: it needs unknown parameters."""
-    traced = list[Params]()
-
-    def call(leaves: tuple[Any, Any], *args: Any) -> Any:
-        traced.append(type(params)(*leaves))
-        return function(traced[-1], *args)
-
-    try:
-        return jax.make_jaxpr(call, return_shape=True)(tuple(params), *args)
-    except DrafterError:
-        raise
-    except Exception as error:
-        if any(isinstance(unknown, _Unknown) and unknown.read for unknown in traced):
-            return None
-        reason = str(error).strip().partition("\n")[0]
-        raise DrafterError(
-            f"{_name(drafter, what)} fails while it is traced: {type(error).__name__}: {reason}"
-        ) from error
-
-
-def _check_declared(drafter: Drafter, target: Target) -> None:
+def check_declared(drafter: Drafter, target: Target) -> None:
+    """Checks the static facts of a drafter. Raises DrafterError."""
+    if not isinstance(drafter, Drafter):
+        raise DrafterError(f"drafter must be a specjax.Drafter, got {_kind(drafter)}")
     name, layers = f"drafter {drafter.name!r}", target.config.num_layers
     for field, minimum in (("width", 1), ("depth", 0)):
         value = getattr(drafter, field)
@@ -251,21 +201,3 @@ def _array(value: Any) -> str:
         return f"{jnp.result_type(value)} {list(jnp.shape(value))}"
     except TypeError:
         return _kind(value)
-
-
-def _constant_depth(proposed: ClosedJaxpr) -> int | None:
-    """The largest depth of a node in the trees of `propose`; None: it depends on inputs."""
-    jaxpr = proposed.jaxpr
-    depth = jaxpr.outvars[DraftTree._fields.index("depth")]
-    if isinstance(depth, Literal):
-        return int(np.max(depth.val))
-    needed, equations = {depth}, list[Any]()
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            equations.insert(0, equation)
-            needed |= {atom for atom in equation.invars if not isinstance(atom, Literal)}
-    if needed.intersection(jaxpr.invars):
-        return None
-    program = jaxpr.replace(invars=[], outvars=[depth], eqns=equations)
-    (value,) = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, proposed.consts)))()
-    return int(np.max(value))
