@@ -104,10 +104,6 @@ DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
 """Makes a drafter for a target."""
 
 
-class DrafterTypeError(TypeError, ValueError):
-    """A factory returned another type. Also a ValueError, because command lines name factories."""
-
-
 def load_drafter(name: str) -> DrafterFactory:
     """Imports the factory ``module:function``; the module must be on Python's path.
 
@@ -137,7 +133,7 @@ def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> S
     """Makes the speculation of a drafter, a factory or a factory's name.
 
     Raises:
-        ValueError: see `load_drafter`. DrafterTypeError: the factory returned another type.
+        ValueError: see `load_drafter`, or the factory returned another type.
     """
     if isinstance(given, Drafter):
         return Speculation(given)
@@ -147,5 +143,5 @@ def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> S
     if not isinstance(result, Speculation):
         module, name = (getattr(given, key, None) for key in ("__module__", "__qualname__"))
         name = given if isinstance(given, str) else f"{module}:{name}" if module and name else repr(given)
-        raise DrafterTypeError(f"drafter {name!r} returned {result!r:.80}; it must return a Drafter or a Speculation")
+        raise ValueError(f"drafter {name!r} returned {result!r:.80}; it must return a Drafter or a Speculation")
     return result

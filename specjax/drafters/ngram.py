@@ -60,10 +60,7 @@ class NgramState(NamedTuple):
     ends: Int32[Array, "P W"]  # `tail` and `recent` at the last token of each page, for requests that start after it
 
 
-DEFAULT = Ngram()
-
-
-def ngram_drafter(config: Ngram = DEFAULT, *, weak_nodes: int | None = None, strong_match: int = 8) -> Drafter:
+def ngram_drafter(config: Ngram, *, weak_nodes: int | None = None, strong_match: int = 8) -> Drafter:
     """Drafts by matching. [B, N] trees; where nothing matches only the root is valid.
 
     Args:

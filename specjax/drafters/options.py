@@ -237,11 +237,7 @@ class ModelOptions(DraftOptions):
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:
         """The tree if no number is given: SGLang's, by the target's family."""
-        return TreeShape(5, 4, 8) if family == "llama" else TreeShape(3, 1, 4)
-
-    @property
-    def explicit_tree(self) -> bool:
-        return (self.steps, self.topk, self.nodes) != (None, None, None)
+        return TreeShape(5, 4, 8) if family == "llama" and cls in (Eagle, Eagle3) else TreeShape(3, 1, 4)
 
     def shape(self, automatic: TreeShape | None = None) -> TreeShape:
         """The tree of these options. `automatic`, by default a Llama target's, is used if no number is given.
@@ -254,7 +250,7 @@ class ModelOptions(DraftOptions):
             ValueError: more nodes than candidates, or than the longest chain.
         """
         automatic = automatic or self.automatic()
-        if not self.explicit_tree:
+        if (self.steps, self.topk, self.nodes) == (None, None, None):
             return automatic
         steps, topk = self.steps or automatic.steps, self.topk or 1
         if topk == 1:
@@ -270,28 +266,22 @@ class ModelOptions(DraftOptions):
 
 @documented
 @dataclass(frozen=True)
-class HeadOptions(ModelOptions):
-    """Base class of the options of algorithms with a draft head."""
-
-    needs: ClassVar[str | None] = "a draft head"
-
-
-@documented
-@dataclass(frozen=True)
-class Eagle3(HeadOptions):
+class Eagle3(ModelOptions):
     """EAGLE-3: a draft head that reads hidden states of three of the target's layers."""
 
     algorithm: ClassVar[str] = "EAGLE3"
+    needs: ClassVar[str | None] = "a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
 
 @documented
 @dataclass(frozen=True)
-class Eagle(HeadOptions):
+class Eagle(ModelOptions):
     """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. Without a head, the model's own
     MTP layers draft, which are such heads."""
 
     algorithm: ClassVar[str] = "EAGLE"
+    needs: ClassVar[str | None] = "a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
     token_map: str | int | None = setting(
@@ -314,11 +304,6 @@ class Mtp(Eagle):
     needs: ClassVar[str | None] = "MTP layers in the model, or a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
-    @classmethod
-    def automatic(cls, family: str = "llama") -> TreeShape:
-        del family
-        return TreeShape(3, 1, 4)
-
 
 @documented
 @dataclass(frozen=True)
@@ -327,11 +312,6 @@ class Standalone(ModelOptions):
 
     algorithm: ClassVar[str] = "STANDALONE"
     needs: ClassVar[str | None] = "a draft model"
-
-    @classmethod
-    def automatic(cls, family: str = "llama") -> TreeShape:
-        del family
-        return TreeShape(3, 1, 4)
 
 
 CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)

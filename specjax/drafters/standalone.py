@@ -82,8 +82,7 @@ def standalone_drafter(
             output = draft.forward(
                 draft_params.model, draft.embed(draft_params.model, tokens), positions, mask, *past, before=before
             )
-            new = Before(output.block, positions)
-            keys = joined(before, new)
+            keys = joined(before, Before(output.block, positions))
             return Read(unembed(draft_params, output.hidden), carry, keys)
 
         root, hidden = take_rows((state.root, state.hidden), context)

@@ -183,7 +183,7 @@ def test_factory_with_a_wrong_result():
     def broken(target):
         return 7
 
-    with pytest.raises(TypeError, match=r"drafter '.*broken' returned 7; it must return a Drafter or a Speculation"):
+    with pytest.raises(ValueError, match=r"drafter '.*broken' returned 7; it must return a Drafter or a Speculation"):
         make_speculation(broken, toy().target)
 
 
