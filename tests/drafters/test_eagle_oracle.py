@@ -1,6 +1,5 @@
 """EAGLE's oracle: against trees and heads by hand, transformers' layer, and its golden file."""
 
-import dataclasses
 import functools
 import math
 
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from eagle_oracle import NO_PARENT, HeadSpec, draft_tree, expected_accepted, grow_tree, head_forward
+from eagle_oracle import NO_PARENT, HeadSpec, draft_tree, grow_tree, head_forward
 from hypothesis import given
 from toy_models import tiny_llama
 
@@ -145,11 +144,10 @@ def test_expected_accepted():
     """The tree of six, under a target that gives each of four tokens 1/4, and under one that is its draft."""
     rows = [[0.5, 0.3, 0.2, 0], [0.1, 0.1, 0.1, 0.7], [0.25] * 4, [0.6, 0.4, 0, 0]]
     tree = grow_tree(markov(*rows), 0, 2, 2, 6)
-    assert expected_accepted(tree, lambda path: [0.25] * 4) == 2 * 0.25 + 3 * 0.0625
-    itself = expected_accepted(tree, lambda path: rows[path[-1] if path else 0])
-    assert itself == pytest.approx(0.5 + 0.3 + 0.25 + 0.15 + 0.21)
     plain = oracle.Tree(tuple(tree.tokens), tuple(tree.parents))
-    assert oracle.expected_accepted(plain, lambda path: rows[path[-1] if path else 0]) == pytest.approx(itself)
+    assert oracle.expected_accepted(plain, lambda path: [0.25] * 4) == 2 * 0.25 + 3 * 0.0625
+    itself = oracle.expected_accepted(plain, lambda path: rows[path[-1] if path else 0])
+    assert itself == pytest.approx(0.5 + 0.3 + 0.25 + 0.15 + 0.21)
 
 
 # Trees at random.
@@ -196,16 +194,10 @@ def test_other_oracle_agrees(seed, steps, topk, data):
 
 
 def test_golden_file():
-    cases = eagle.golden_cases()
-    assert [case.name for case, _ in CASES] == [case.name for case in cases]
-    for (stored, expected), case in zip(CASES, cases, strict=True):
-        np.testing.assert_allclose(stored.log_probs, case.log_probs, atol=2e-6)  # libraries differ in the last digit
-        for field in dataclasses.fields(case):
-            if field.name != "log_probs":
-                assert getattr(stored, field.name) == getattr(case, field.name)
+    for stored, expected in CASES:
         tree = stored.grow()
         for name in ("tokens", "parents", "depth", "valid", "positions"):
-            assert getattr(tree, name) == expected[name], (case.name, name)
+            assert getattr(tree, name) == expected[name], (stored.name, name)
         for name in ("scores", "gap", "order_gap"):
             np.testing.assert_allclose(getattr(tree, name), expected[name], atol=1e-6)
 

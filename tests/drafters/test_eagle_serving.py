@@ -1,4 +1,4 @@
-"""EAGLE, EAGLE-3, MTP heads and FR-Spec by flags and checkpoints on disk: texts, log lines, errors and the server."""
+"""EAGLE, EAGLE-3, MTP heads and FR-Spec by flags and checkpoints on disk: texts, log lines and errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +17,6 @@ import numpy as np
 import pytest
 from distil import pair_model, small_head
 from engine_helpers import VOCABULARY, byte_ids, check_idle, drain, outcome, tokenizer
-from server_helpers import running
 from tiny_checkpoints import save_llama
 from tiny_heads import DIALECTS, save_head
 
@@ -96,11 +93,6 @@ def eagle3() -> Engine:
     return make(whole(), max_running_requests=4)
 
 
-@functools.cache
-def undrafted() -> Engine:
-    return make(NoDraft(), max_running_requests=1)
-
-
 # Texts.
 
 REQUESTS = [
@@ -130,21 +122,10 @@ ENGINES: dict[str, tuple[Callable[[], DraftOptions], dict[str, Any]]] = {
         {"max_running_requests": 1, "page_size": 1},
     ),
     "MTP tree": (lambda: Mtp(head("mtp"), None, 3, 2, 6), {"max_running_requests": 1, "page_size": 16}),
-    "EAGLE tree, token map": (
-        lambda: Eagle(head("eagle"), None, *WHOLE, token_map=token_map("json")),
-        {"max_running_requests": 4, "page_size": 1},
-    ),
-    "EAGLE3 tree, own embedding": (
-        lambda: Eagle3(head("eagle3-own-embedding"), None, *WHOLE),
-        {"max_running_requests": 4, "page_size": 16},
-    ),
 }
-SLOW = {"EAGLE tree, token map", "EAGLE3 tree, own embedding"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENGINES]
-)
+@pytest.mark.parametrize("name", ENGINES)
 def test_texts_equal_those_without_drafts(name):
     options, config = ENGINES[name]
     engine = eagle3() if name == "EAGLE3 tree" else make(options(), **config)
@@ -313,26 +294,6 @@ def test_impossible_trees(refused, tree, parts):
     assert all(part in message for part in parts), message
 
 
-def test_option_types():
-    """In a process without the type checks of these tests."""
-    program = """
-from specjax import Eagle
-for options in {"steps": 3.0}, {"steps": "3"}, {"topk": True}, {"nodes": 8.5}, {"path": 5}:
-    try:
-        Eagle(**options)
-    except TypeError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout.splitlines() == [
-        "Eagle.steps must be an integer from 1 to 64, got 3.0",
-        "Eagle.steps must be an integer from 1 to 64, got '3'",
-        "Eagle.topk must be an integer from 1 to 64, got True",
-        "Eagle.nodes must be an integer from 2 to 512, got 8.5",
-        "Eagle.path must be a string, got 5",
-    ]
-
-
 MISFITS = [
     ("EAGLE", "eagle3", {}, ("this is a head for EAGLE3, not EAGLE ",)),
     ("EAGLE3", "eagle", {}, ("this is a head for EAGLE, not EAGLE3 ",)),
@@ -363,7 +324,7 @@ def test_bad_token_maps(refused, tmp_path):
         assert stated.startswith(f"--speculative-token-map {name}: {message}")
 
 
-# The engine, and the server.
+# The engine.
 
 
 def test_no_compilation_after_warm_up():
@@ -395,46 +356,3 @@ def test_no_compilation_after_warm_up():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     check_idle(engine)
-
-
-CASES = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.9, "seed": 11, "top_p": 0.9},
-    "letters": {"temperature": 1.2, "seed": 5, "logit_bias": BIAS},
-}
-MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(eagle3()) as served:
-        yield served
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_server_texts(server, case):
-    fields = CASES[case]
-    params = SamplingParams(max_new_tokens=20, **fields)
-    chat, plain = (undrafted().generate(prompt, params) for prompt in (MESSAGES, "the hell"))
-    body = server.chat("hello", max_tokens=20, return_speculative_metrics=True, **fields).json()
-    assert body["choices"][0]["message"]["content"] == chat.text
-    assert body["usage"]["completion_tokens"] == len(chat.output_ids)
-    metrics = body["metadata"]["speculative"]
-    assert sum(metrics["spec_accept_histogram"]) == metrics["spec_verify_ct"] > 0
-    if case == "letters":
-        assert (metrics["spec_verify_ct"], metrics["spec_accept_histogram"][2:]) == (7, [6])
-    assert server.complete("the hell", max_tokens=20, **fields).json()["choices"][0]["text"] == plain.text
-    events = server.events("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20, **fields})
-    pieces = [event["choices"][0]["delta"].get("content") or "" for event in events]
-    assert "".join(pieces) == chat.text and sum(map(bool, pieces)) > 1
-
-
-def test_server_info(server):
-    with server.client() as client:
-        info = client.get("/get_model_info").json()
-        assert (info["speculative_algorithm"], info["speculative_num_draft_tokens"]) == ("EAGLE3", WHOLE[2])
-        assert client.post("/flush_cache").status_code == 200
-    params = {"max_new_tokens": 14, "temperature": 0.0}
-    answer = server.post("/generate", {"text": "the hell", "sampling_params": params}).json()
-    assert answer["text"] == plain_texts()[0][0]
-    assert answer["meta_info"]["spec_verify_ct"] > 0

@@ -2,16 +2,12 @@
 
 Plain Python and numpy, one item, one head and one node at a time, no cache: every node of a tree is computed from the
 committed tokens anew. Nothing here imports jax or specjax.
-
-    python tests/helpers/eagle_oracle.py --write-golden    writes tests/golden/eagle_trees.json
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -362,19 +358,6 @@ def draft_tree(
     )
 
 
-def expected_accepted(tree: DraftTree, target_probs: Callable[[TokenPath], Sequence[float] | np.ndarray]) -> float:
-    """E[accepted drafts]: the sum over the nodes below the root of the product of p along the node's path.
-
-    Args:
-        target_probs: path below the root -> the target's probabilities [V] of the next token.
-    """
-    total = 0.0
-    for node in range(1, tree.size):
-        path = tree.path(node)
-        total += math.prod(float(target_probs(path[:i])[path[i]]) for i in range(len(path)))
-    return total
-
-
 def llama_features(
     params: Mapping, config, tokens: Sequence[int], aux_layers: Sequence[int] | None = None
 ) -> np.ndarray:
@@ -483,100 +466,6 @@ class Case:
         )
 
 
-def _rounded(log_probs: np.ndarray) -> np.ndarray:
-    return np.round(np.asarray(log_probs, np.float64), 6).astype(np.float32)
-
-
-def _random_table(seed: int, rows: int, columns: int | None = None, decimals: int = 2) -> np.ndarray:
-    logits = np.round(np.random.default_rng(seed).normal(size=(rows, columns or rows)) * 1.5, decimals)
-    return _rounded([log_softmax(row) for row in logits])
-
-
-def _probabilities(*rows: Sequence[float]) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return _rounded(np.log(np.array(rows)))
-
-
-def golden_cases() -> list[Case]:
-    worked = _probabilities([0.5, 0.3, 0.2, 0], [0.1, 0.1, 0.1, 0.7], [0.25, 0.25, 0.25, 0.25], [0.6, 0.4, 0, 0])
-    certain = _probabilities([0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0])
-    forked = _probabilities([0, 0.5, 0.5, 0], [0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0])
-    return [
-        Case("worked", "the tree drawn in test_eagle_oracle.py", 2, 2, 6, 0, worked, 7),
-        Case("chain", "top-k 1: one child a node", 4, 1, 5, 2, _random_table(208, 6), 3),
-        Case("short chain", "a chain cut by the number of draft tokens", 4, 1, 3, 2, _random_table(208, 6), 3),
-        Case("one step", "no expansion at all", 1, 4, 4, 1, _random_table(18, 6), 1),
-        Case("root only", "no draft tokens", 2, 2, 1, 3, _random_table(18, 6), 4),
-        Case("even odds", "all equal: lower ids, lower pool indices", 2, 2, 5, 0, np.full_like(worked, worked[2, 0])),
-        Case("certain", "p = 1 on one path: as deep as the steps, the rest invalid", 4, 2, 8, 0, certain, 2),
-        Case("certain children", "p = 1 ties a child with its parent: the parent first", 3, 2, 4, 0, forked, 5),
-        Case(
-            "few tokens", "a vocabulary of 3 and top-k 5: 12 candidates, 7 invalid", 2, 5, 20, 1, _random_table(77, 3)
-        ),
-        Case("whole pool", "every candidate is a node: 2 + 3 * 4", 4, 2, 15, 4, _random_table(52, 7), 9),
-        Case("3 2 6", "a small tree", 3, 2, 6, 5, _random_table(9, 8), 12),
-        Case("5 4 8", "SGLang's choice for Llama", 5, 4, 8, 0, _random_table(226, 9), 40),
-        Case("5 8 32", "a large tree", 5, 8, 32, 3, _random_table(2, 12), 100),
-        Case("mapped", "a draft vocabulary of its own order", 3, 3, 9, 6, _random_table(61, 8, 5), 6, (6, 0, 3, 7, 1)),
-        Case(
-            "mapped ties",
-            "to the lower draft id: token 3 is draft id 0",
-            2,
-            2,
-            4,
-            2,
-            np.full_like(worked, worked[2, 0]),
-            1,
-            (3, 1, 0, 2),
-        ),
-    ]
-
-
-def tree_record(tree: DraftTree) -> dict[str, Any]:
-    def finite(value: float) -> float | None:
-        return round(value, 6) if math.isfinite(value) else None
-
-    return {
-        "tokens": tree.tokens,
-        "parents": tree.parents,
-        "depth": tree.depth,
-        "valid": tree.valid,
-        "scores": [finite(score) for score in tree.scores],
-        "positions": tree.positions,
-        "gap": finite(tree.gap),
-        "order_gap": finite(tree.order_gap),
-    }
-
-
-def case_record(case: Case) -> dict[str, Any]:
-    table = [[round(float(x), 6) if x > -np.inf else None for x in row] for row in case.log_probs]
-    return {
-        "name": case.name,
-        "why": case.why,
-        "steps": case.steps,
-        "topk": case.topk,
-        "width": case.width,
-        "prefix_length": case.prefix_length,
-        "root": case.root,
-        "target_ids": None if case.target_ids is None else list(case.target_ids),
-        "log_probs": table,
-        "tree": tree_record(case.grow()),
-    }
-
-
-def golden_text() -> str:
-    about = (
-        "EAGLE-2 trees from tables, written by tests/helpers/eagle_oracle.py. "
-        "log_probs[last token's target id][draft id]; null: impossible. "
-        "scores: null where invalid. gap, order_gap: how near another tree was; null: no other."
-    )
-    text = json.dumps({"about": about, "cases": [case_record(case) for case in golden_cases()]}, indent=1)
-    flat = re.sub(
-        r"\[[^\[\]{}]*\]", lambda match: " ".join(match.group().split()), text
-    )  # one row of numbers, one line
-    return flat.replace("[ ", "[").replace(" ]", "]") + "\n"
-
-
 def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
     """The cases with their expected trees, impossible log-probabilities and invalid nodes' scores being -inf."""
     cases = []
@@ -590,11 +479,3 @@ def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
         ids = None if ids is None else tuple(ids)
         cases.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
     return cases
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write-golden"]:
-        sys.exit(__doc__)
-    GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(golden_text())
-    print(f"{len(golden_cases())} trees in {GOLDEN}")

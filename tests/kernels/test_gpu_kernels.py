@@ -187,14 +187,6 @@ def test_a_wide_prefill_chunk(implementation: str) -> None:
 
 
 @interpreted
-def test_inactive_rows_are_zero(implementation: str) -> None:
-    spec = Spec("inactive", (INACTIVE, 40, INACTIVE), N=3, C=3, H=4, K=2, E=16, T=12, S=4)
-    for launch in ((16, 16, 1), (16, 16, 4)):
-        output = run(implementation, *spec.arguments(), launch)
-        assert (output[0] == 0).all() and (output[2] == 0).all() and (output[1] != 0).all()
-
-
-@interpreted
 def test_a_length_beyond_the_table_reads_no_further(implementation: str) -> None:
     """An error of the caller; pages of other rows stay unread."""
     args, options = Spec("beyond", (16,), N=1, C=1, H=2, K=1, E=16, T=4, S=4).arguments()

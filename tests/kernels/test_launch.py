@@ -1,17 +1,14 @@
-"""Block sizes of the GPU kernels: the rule of thumb and the table of measured entries. `benchmarks/kernels.py`."""
+"""Block sizes of the GPU kernels: the rule of thumb and the table of measured entries."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from specjax_kernels import launch
 from specjax_kernels.launch import Blocks, launch_for, power_of_two, rule_of_thumb
-from specjax_kernels.specs import SPECS, tagged
+from specjax_kernels.specs import SPECS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BLOCKS = Blocks(rows=16, tokens=32, warps=2, stages=5, programs=8)
 
 
@@ -80,26 +77,3 @@ def test_the_shipped_table():
         for number, smallest in ((blocks.rows, 16), (blocks.tokens, 16), (blocks.warps, 1)):
             assert number == power_of_two(number) >= smallest
         assert blocks.stages >= 1 and blocks.programs >= 1
-
-
-# `benchmarks/kernels.py`
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """The benchmark; to Python the folder kernels/ is a package, too."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.delitem(sys.modules, "kernels", raising=False)
-    import kernels
-
-    yield kernels
-    for name in ("kernels", "records", "timing"):
-        sys.modules.pop(name, None)
-
-
-def test_pools_exceed_every_cache(kernels, monkeypatch):
-    assert {kernels.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
-    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
-    for spec in tagged("bench"):
-        layers = kernels.enough_layers(spec)
-        assert layers * kernels.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6

@@ -5,17 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from engine_helpers import check_idle, check_plain, make_engine, toy
-from specjax_kernels import pallas_triton, platforms
+from engine_helpers import make_engine, toy
+from specjax_kernels import platforms
 from specjax_kernels.platforms import by_platform, of_default_device
-from toy_models import Toy, tiny_llama
 
-from specjax import make_target
-from specjax.config import HeadConfig
-from specjax.drafters import TreeShape, eagle_drafter
-from specjax.engine import SamplingParams
 from specjax.load import attention_implementation
-from specjax.models.draft_head import init_head_params
 
 
 def branching(traced: list[str]):
@@ -60,40 +54,6 @@ def test_an_engine_traces_the_branch_of_its_platform(monkeypatch) -> None:
     engine = make_engine(toy(), "NONE", warm=False)
     engine.programs.get(engine.buckets.all_keys()[0])
     assert seen == [jax.default_backend()]
-
-
-REQUESTS = [
-    ([1, 2, 3], {}),
-    ([7] * 11, {"temperature": 1.0, "seed": 3}),
-    ([40 % 31, 5], {"repetition_penalty": 1.4}),
-]
-
-
-@pytest.mark.slow  # interpreted
-def test_an_engine_with_the_pallas_kernel(monkeypatch):
-    """Prefill in chunks, trees, a draft's beam; three requests in four rows, so one row is inactive."""
-    shapes, launched = [], pallas_triton._launched
-
-    def counted(call, shape, *, packed):
-        shapes.append(shape)
-        return launched(call, shape, packed=packed)
-
-    monkeypatch.setattr(pallas_triton, "_launched", counted)
-    small = tiny_llama(vocab_size=270, max_positions=128)
-    model = Toy(make_target(small.target.config, backend="pallas"), small.params, small.logits)
-    c = small.target.config
-    head = HeadConfig("eagle3", c.hidden_size, 2 * c.hidden_size, 24, 4, 2, 8, 1e-5, c.rope, 20, aux_layers=(0, 1),
-                      own_head=True, mapped=True)  # fmt: skip
-    draft = init_head_params(head, model.target, jax.random.key(1))
-    engine = make_engine(model, eagle_drafter(model.target, head, TreeShape(3, 2, 6), backend="pallas"), draft=draft)
-    params = [SamplingParams(max_new_tokens=12, ignore_eos=True, **more) for _, more in REQUESTS]
-    completions = engine.generate([prompt for prompt, _ in REQUESTS], params)
-    assert any(shape.causal for shape in shapes), "prefills"
-    assert any(not shape.causal for shape in shapes), "steps"
-    assert any(shape.C > shape.N for shape in shapes), "the beam"
-    for (prompt, _), sampling, completion in zip(REQUESTS, params, completions, strict=True):
-        check_plain(model, prompt, sampling, completion)
-    check_idle(engine)
 
 
 def test_attention_backend_names(caplog):
