@@ -22,8 +22,7 @@ from tiny_heads import save_head
 from specjax import checkpoint, load
 from specjax.checkpoint import shipped
 from specjax.checkpoint.hub import resolve
-from specjax.cli import flags, generate
-from specjax.cli import serve as command
+from specjax.cli import generate
 from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape
 from specjax.drafters.options import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
@@ -199,7 +198,7 @@ def test_measured_tree_of_the_platform(row, saved, monkeypatch, platform, tree):
     assert chosen == (Eagle3(str(row.folder)), TreeShape(*tree), row, None)
 
 
-# The command, the server and Python.
+# The command.
 
 
 def test_command_reports_the_choice_of_auto(row, saved, tmp_path, capsys):
@@ -220,15 +219,6 @@ def test_command_reports_the_choice_of_auto(row, saved, tmp_path, capsys):
         assert rows[name][1]["spec_verify_ct"] == (4 if name == "EAGLE3" else 11)
     for drafted, plain in zip(rows["EAGLE3"], rows["NONE"], strict=True):
         assert drafted["output_ids"] == plain["output_ids"]
-
-
-def test_server_logs_the_choice_of_auto(row, saved, caplog):
-    caplog.set_level(logging.INFO, logger="specjax")
-    model, engine = flags.ModelSettings(str(saved / "model")), flags.EngineSettings(max_total_tokens=128)
-    command.load(flags.Settings(model, engine))
-    (table,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation:")]
-    rows = ["algorithm  EAGLE3", f"tree       up to 13 tokens; {NOTE}", f"head       {SOURCE}", "drafts     in "]
-    assert all(line.startswith(f"  {row}") for line, row in zip(table.splitlines()[1:], rows, strict=True)), table
 
 
 # The heads in the package.

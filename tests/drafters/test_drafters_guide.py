@@ -72,34 +72,14 @@ def my_drafter(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("my_drafter", None)
 
 
-def lines(block: str) -> int:
-    return len([line for line in block.splitlines() if line.strip()])
-
-
-def test_the_examples_are_short():
-    assert lines(DRAFTER) <= 35
-    assert lines(VERIFIER) <= 16
-
-
-def check_medusa(names: dict) -> None:
+def test_without_the_engine(medusa):
+    names = medusa
     tokens, hidden = names["tokens"], names["hidden"]
     assert names["predicted"][0, len(names["prompt"]) - 1 : -1].tolist() == tokens, "hidden states equal the steps'"
     assert names["layers"].shape == (*hidden.shape[:2], 2 * hidden.shape[2])
     assert names["drafted"] == names["done"].output_ids == tokens, "lossless"
     assert names["taken"] < len(tokens) - 1, "the trained heads are accepted"
     assert names["done"].spec_verify_ct == names["taken"]
-
-
-def test_without_the_engine(medusa):
-    check_medusa(medusa)
-
-
-@pytest.mark.real_model
-@pytest.mark.slow
-def test_without_the_engine_with_the_built_in_model():
-    names = run_medusa(ALIAS)
-    check_medusa(names)
-    assert names["taken"] * 2 < len(names["tokens"])
 
 
 def test_in_the_bare_step(guide, medusa):

@@ -208,18 +208,6 @@ def test_token_map(heads, size):
     assert params["head"].shape == (16, size) and params["head"].dtype == jnp.float32
 
 
-def test_token_map_of_one_token(heads):
-    raw, config, params, spec = heads("eagle")
-    config, params = with_token_map(config, params, target().target, target().params, np.array([5], np.int32))
-    driven = Driven(target(), config, params, (3, 2, 6))
-    driven.feed((6, 1, 5), 8)
-    trees = driven.trees()
-    assert trees.valid.sum(axis=1).tolist() == [4, 4, 4], "a chain of probability 1"
-    assert trees.tokens[:, 1:4].tolist() == [[5] * 3] * 3
-    assert trees.scores[:, :4].tolist() == [[0.0] * 4] * 3
-    compare(driven, raw, spec, (3, 2, 6), token_map=[5])
-
-
 # Golden trees.
 
 

@@ -202,37 +202,6 @@ def test_golden_file():
             np.testing.assert_allclose(getattr(tree, name), expected[name], atol=1e-6)
 
 
-@pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.name for case, _ in CASES])
-def test_golden_trees_are_robust_to_rounding(case, expected):
-    """Normalised once more, as by a head that has the table for logits, they are the same: near-ties are avoided, and
-    the exact ties stay exact."""
-    assert expected["gap"] > 5e-3 and expected["order_gap"] > 5e-3
-    sums = np.exp(case.log_probs).sum(axis=1)
-    np.testing.assert_allclose(sums, 1, atol=1e-5)
-    table = np.stack([eagle.log_softmax(row) for row in case.log_probs])
-    tree = grow_tree(
-        lambda path: table[path[-1] if path else case.root],
-        case.root,
-        case.steps,
-        case.topk,
-        case.width,
-        target_ids=case.target_ids,
-    )
-    assert (tree.tokens, tree.parents) == (expected["tokens"], expected["parents"])
-    np.testing.assert_allclose(tree.scores, expected["scores"], atol=1e-5)
-
-
-def test_golden_cases():
-    trees_of = {case.name: (case, expected) for case, expected in CASES}
-    case, expected = trees_of["whole pool"]
-    assert case.width - 1 == case.topk + (case.steps - 1) * case.topk**2 == sum(expected["valid"]) - 1
-    case, expected = trees_of["few tokens"]
-    assert case.topk > case.log_probs.shape[1] and not all(expected["valid"])
-    assert trees_of["certain"][1]["scores"][:5] == [0] * 5
-    assert max(trees_of["5 8 32"][1]["depth"]) == 5
-    assert {(3, 2, 6), (5, 8, 32)} <= {(case.steps, case.topk, case.width) for case, _ in CASES}
-
-
 # The head by hand. M = 2, one head of two, so that every tensor is written out.
 
 ONE, ZERO = np.eye(2, dtype=np.float32), np.zeros((2, 2), np.float32)

@@ -294,21 +294,10 @@ def test_impossible_trees(refused, tree, parts):
     assert all(part in message for part in parts), message
 
 
-MISFITS = [
-    ("EAGLE", "eagle3", {}, ("this is a head for EAGLE3, not EAGLE ",)),
-    ("EAGLE3", "eagle", {}, ("this is a head for EAGLE, not EAGLE3 ",)),
-    ("EAGLE", "eagle", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
-    ("EAGLE3", "eagle3", {"target_hidden_size": 24}, ("[16, 72] is for another target", "[16, 48] is needed")),
-    ("EAGLE3", "eagle3", {"hidden_size": 24}, ("no embed_tokens.weight", "is 16 wide, the draft head 24")),
-]
-
-
-@pytest.mark.parametrize(("name", "dialect", "changes", "parts"), MISFITS)
-def test_heads_that_do_not_fit(refused, name, dialect, changes, parts):
-    path = head(dialect, **changes)
-    message = refused(ALGORITHM, name, DRAFT, path)
-    assert message.startswith(f"{DRAFT} {path}: ")
-    assert all(part in message for part in parts), message
+def test_heads_that_do_not_fit(refused):
+    """tests/checkpoint/test_draft_head_checkpoint.py has all errors."""
+    path = head("eagle3")
+    assert refused(ALGORITHM, "EAGLE", DRAFT, path).startswith(f"{DRAFT} {path}: this is a head for EAGLE3, not EAGLE ")
 
 
 def test_bad_token_maps(refused, tmp_path):

@@ -105,21 +105,6 @@ def test_errors_and_skipped_entries_of_a_report(gpu_check, tmp_path):
     assert written["skipped"] == ["a measurement: no time left"] and not written["done"]
 
 
-@pytest.mark.parametrize(("seconds", "reason"), [(60, "ended with status 3"), (-7, "exceeded its time and was killed")])
-def test_a_process_that_fails_or_exceeds_its_time(gpu_check, monkeypatch, tmp_path, seconds, reason):
-    program = tmp_path / "program.py"
-    sleep = "" if seconds > 0 else "import time; time.sleep(60)\n"
-    program.write_text(
-        "import json, pathlib, sys\n"
-        "report = dict(rows=[1], errors=[], skipped=[], done=False, machine={})\n"
-        "pathlib.Path(sys.argv[-1]).write_text(json.dumps(report))\n" + sleep + "sys.exit(3)\n"
-    )
-    monkeypatch.setattr(gpu_check, "__file__", str(program))
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
-    report = gpu_check.run_process("kernels", seconds, tmp_path / "kernels.json", tiny=True)
-    assert report["errors"] == [f"kernels: the process {reason}"]
-
-
 @pytest.mark.process
 def test_imports_without_optional_packages():
     code = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r}); sys.path.insert(0, {str(SCRIPT.parent)!r})"

@@ -144,12 +144,6 @@ def test_implementations_agree(spec: Spec) -> None:
     assert_all_agree(outputs)
 
 
-def test_outside_of_any_program() -> None:
-    args, options = named("tree").arguments()
-    expected = run(args, options, "reference")
-    np.testing.assert_allclose(tree_attention(*args, **options), expected, rtol=0, atol=1e-5)
-
-
 SMALL = (
     "mixed-prefix", "inactive-tree", "page-size-5", "holes", "beam", "random-mask", "gqa-3", "latent-tree",
     "window-tree-holes",
@@ -270,11 +264,6 @@ def test_with_64_bit_types_enabled(name: str) -> None:
     expected = run(args, options, "reference")
     with jax.enable_x64(True):
         assert_all_agree(every(functools.partial(tree_attention, **options))(*args), expected)
-
-
-def test_two_runs_have_the_same_bits() -> None:
-    args, options = named("many-chunks").arguments()
-    assert (run(args, options, "xla") == run(args, options, "xla")).all()
 
 
 # Masks
