@@ -286,11 +286,6 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no map": ("eagle3", {"tensors": {"d2t": None}}, {}, "is for 11 of 31 tokens, without d2t"),
     "embedding": ("eagle", {"tensors": {"embed_tokens.weight": np.ones((40, 16), np.float32)}}, {},
                   r"embed_tokens\.weight \[40, 16\] is not of the target's size: \[31, 16\]"),
-    "word for bool": ("eagle3", {"config": {"norm_before_residual": "false"}}, {},
-                      "norm_before_residual is 'false'; true or false is needed"),
-    "layer list": ("eagle3", {"config": {"transformer_layer_config": [1]}}, {},
-                   r"transformer_layer_config is \[1\]; an object is needed"),
-    "theta": ("eagle", {"config": {"rope_theta": float("inf")}}, {}, "rope_theta is inf; a positive number"),
     "eagle head": ("eagle", {"tensors": {"lm_head.weight": np.ones((11, 16), np.float32)}}, {},
                    r"lm_head\.weight \[11, 16\] is not of the target's size: \[31, 16\]"),
 }  # fmt: skip

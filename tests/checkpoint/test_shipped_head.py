@@ -163,7 +163,6 @@ def test_explicit_path_overrides_the_shipped_head(row, saved, tmp_path):
     ("options", "tree"),
     [
         ({"steps": 4}, (4, 1, 5)),
-        ({"nodes": 3}, (2, 1, 3)),
         ({"topk": 2}, (2, 2, 5)),
         ({"steps": 3, "topk": 2, "nodes": 7}, (3, 2, 7)),
     ],

@@ -352,8 +352,3 @@ def test_memory_is_bounded_by_the_pickle(tmp_path, monkeypatch):
     assert len(read) == 10 and read[0] is read[9]
     monkeypatch.setattr(torch_files, "_MAX_PICKLE", 10)
     assert "at most 10 are read" in refused(crafted(tmp_path, b"]" * 30 + b"a" * 29))
-
-
-def test_pickle_is_never_run():
-    source = Path(torch_files.__file__).read_text()
-    assert "pickle.load(" not in source and "pickle.loads(" not in source and "import torch\n" not in source

@@ -19,10 +19,9 @@ from specjax.engine.sequence import Status
 from specjax.step import StepConfig
 
 ERROR = 2e-5
-SLOW_EAGLE = pytest.param("eagle", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "standalone", SLOW_EAGLE])
+@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
 def test_cache_after_chunks_retractions_and_aborts(kind):
     """With and without drafts, greedy and sampled, in a pool that is too small."""
     rng, (toy, drafter, params) = np.random.default_rng(7), drafting(kind)
@@ -67,8 +66,6 @@ def test_cache_after_chunks_retractions_and_aborts(kind):
         ("eagle3", True),
         ("eagle3", False),
         ("standalone", False),
-        pytest.param("eagle", False, marks=pytest.mark.slow),
-        pytest.param("eagle", True, marks=pytest.mark.slow),
     ],
 )
 def test_reused_pages(kind, same_next):

@@ -12,7 +12,7 @@ import oracle
 import pytest
 from draft_helpers import noisy
 from eagle_oracle import TRACED, DraftTree, check_steps, grow_tree, log_softmax, start
-from engine_helpers import VOCABULARY, check_idle, other_tokenizer, outcome, tokenizer
+from engine_helpers import LETTERS, VOCABULARY, check_idle, outcome, spelled, tokenizer
 from oracle import Sampling
 from tiny_checkpoints import save_llama
 from toy_models import Runner, Toy, tiny_llama
@@ -98,7 +98,7 @@ def saved(tmp_path_factory):
     for name, spelling, size, changes in (
         ("model", tokenizer(), VOCABULARY, sizes),
         ("same", tokenizer(), VOCABULARY + 7, small | {"max_position_embeddings": 64}),
-        ("other", other_tokenizer(), 264, small),
+        ("other", spelled([*LETTERS[::-1], "<|im_end|>"], ("<|im_end|>",)), 264, small),
     ):
         save_llama(folder / name, **changes, vocab_size=size, eos_token_id=2)
         spelling.save_pretrained(folder / name)

@@ -56,19 +56,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def spelled(words: List[str], merges=(), special=SPECIAL) -> PreTrainedTokenizerFast:
+def spelled(words: List[str], special=SPECIAL) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with these tokens."""
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     core.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
-
-
-@functools.cache
-def other_tokenizer() -> PreTrainedTokenizerFast:
-    """Other special tokens, bytes in another order, and other merges: `he` in common, and `wor` of its own."""
-    words = [*LETTERS[::-1], "he", "wo", "wor", "<s>", "<|im_end|>"]
-    return spelled(words, [("h", "e"), ("w", "o"), ("wo", "r")], ("<s>", "<|im_end|>"))
 
 
 VOCABULARY = len(SPECIAL) + 256 + len(MERGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -17,8 +16,6 @@ from specjax import compiling
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
-ABSENT = ("fastapi", "uvicorn", "pydantic", "openai", "gguf", "tokenizers", "beartype")
-"""Packages that a borrowed machine may lack."""
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -35,12 +32,6 @@ def gpu_check(monkeypatch):
     yield importlib.import_module("gpu_check")
     for name in ("gpu_check", "model_shapes", "records", "timing"):
         sys.modules.pop(name, None)
-
-
-def report_of(gpu_check, folder: Path, *, tiny: bool = False):
-    output = folder / "section.json"
-    arguments = argparse.Namespace(tiny=tiny, model=None, output=output, seconds=600)
-    return gpu_check.Report("section", arguments)
 
 
 @pytest.mark.process
@@ -76,37 +67,8 @@ def test_xla_accepts_every_option(gpu_check):
     assert len(unknown) <= 1 and all(name == gpu_check.UPDATE_MODE for name, _ in unknown)
 
 
-def test_tiny_products(gpu_check, tmp_path):
-    report = report_of(gpu_check, tmp_path, tiny=True)
-    gpu_check.SECTIONS["products"](report)
-    assert {row["shape"] for row in report.rows} == {"qkv", "o", "gate-up", "down", "output"}
-    assert all(row["microseconds"] > 0 for row in report.rows) and not report.errors + report.skipped
-
-
 def test_without_a_gpu(tmp_path):
     done = run(str(SCRIPT), "--part", "a", "--save", str(tmp_path), TMPDIR=str(tmp_path))
     assert done.returncode == 1
     assert "needs an NVIDIA GPU" in done.stderr and "--tiny" in done.stderr
     assert not [*tmp_path.glob("gpu-check-*.json")]
-
-
-def test_errors_and_skipped_entries_of_a_report(gpu_check, tmp_path):
-    report = report_of(gpu_check, tmp_path)
-    report.add("step", milliseconds=1.0)
-    with report.attempt("a step"):
-        raise ValueError("too slow")
-    assert report.in_time("a check", 5, required=True)
-    report._start -= 700
-    assert not report.in_time("a measurement") and not report.in_time("another check", required=True)
-    written = json.loads(report.file.read_text())
-    assert written["rows"] == [{"kind": "step", "milliseconds": 1.0}]
-    assert written["errors"][0].startswith("a step: ValueError: too slow (test_gpu_check.py:")
-    assert written["errors"][1:] == ["another check: not checked, no time left"]
-    assert written["skipped"] == ["a measurement: no time left"] and not written["done"]
-
-
-@pytest.mark.process
-def test_imports_without_optional_packages():
-    code = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r}); sys.path.insert(0, {str(SCRIPT.parent)!r})"
-    done = run("-c", f"{code}; import gpu_check, specjax.engine, specjax.checkpoint")
-    assert done.returncode == 0, done.stderr

@@ -21,7 +21,6 @@ import pytest
 from kernel_helpers import TOLERANCE, fixed_pool
 from specjax_kernels import (
     CAUSAL,
-    IMPLEMENTATIONS,
     attention,
     default_implementation,
     pack_bits,
@@ -32,7 +31,7 @@ from specjax_kernels import xla as xla_path
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code, runtime
 from specjax_kernels.platforms import generation
-from specjax_kernels.specs import SPECS, Spec, named, tagged
+from specjax_kernels.specs import Spec, named, tagged
 
 COMPARED = ("xla", "operations", "pallas")  # "operations": xla without the CPU kernel; pallas is interpreted on a CPU
 
@@ -401,13 +400,6 @@ def test_default_implementation(monkeypatch, backend: str, version: str, capabil
         lowered = jax.jit(functools.partial(tree_attention, **options)).trace(*args).lower(lowering_platforms=("cpu",))
     assert "while" in lowered.as_text()
     assert (np.asarray(tree_attention(*args, **options)) == plain).all()
-
-
-def test_table_of_implementations() -> None:
-    assert default_implementation() in IMPLEMENTATIONS
-    assert len({spec.name for spec in SPECS}) == len(SPECS)
-    with pytest.raises(ValueError, match="no spec 'x'; there are: smollm2-decode-50"):
-        named("x")
 
 
 # Cost
