@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
-    allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
+    allow_files()
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
     app = make_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()

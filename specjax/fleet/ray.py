@@ -40,7 +40,7 @@ PLACE = "engine_kwargs"
 MODEL_FIELDS = {"model": "model_source", "model_path": "model_source", "served_model_name": "model_id",
                 "tokenizer_path": "tokenizer_source"}  # fmt: skip
 """Maps settings to the fields of `model_loading_config` that set them."""
-SOCKET_SETTINGS = ("host", "port", "ssl_certfile", "ssl_keyfile", "max_connections", "shutdown_timeout",
+SOCKET_SETTINGS = ("host", "port", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
                    "dist_init_addr", "nnodes", "node_rank")  # fmt: skip
 """Settings of the process `specjax serve`: Ray Serve has proxies, and graceful_shutdown_timeout_s."""
 HEADERS = ("authorization", "x-api-key", "x-request-id")  # headers of a client that the application reads

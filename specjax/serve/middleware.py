@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
@@ -24,8 +23,7 @@ logger = logging.getLogger("specjax.serve")
 
 MAX_BODY = 32 * 2**20  # bytes of a request body
 MAX_BODIES = 2**30  # bytes of the bodies of all unanswered requests
-WHOLE = 10.0  # maximum time to receive a request, in multiples of the maximum pause
-HEALTH = "/health"  # answers in any state, with any number of open connections
+HEALTH = "/health"  # answers in any state
 PAGE = "/"  # the chat page: static and without secrets
 OPEN = (HEALTH, PAGE)  # paths that need no API key
 # Cheap routes that routers and Prometheus call during a drain, and routes that end requests or let them continue.
@@ -34,14 +32,12 @@ IN_DRAIN = frozenset(
      "/abort_request", "/continue_generation")
 )  # fmt: skip
 
-# Key of the scope's state, set by the connection: the number of open connections, if there are too many.
-CROWDED = "specjax.crowded"
 CLOSE = {"Connection": "close"}
 INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
-    """Checks every request before its route, limits the size and time of its body, and logs the answer.
+    """Checks every request before its route, limits the size of its body, and logs the answer.
 
     Args:
         in_drain: paths that are answered while the server drains.
@@ -66,21 +62,12 @@ class Gate:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         id, form = request_id(headers), form_of(scope["path"], self._error_forms)
-        pause, clock = self._settings.receive_timeout, asyncio.get_running_loop().time
-        began, size, complete, answered = clock(), 0, False, False
+        size, answered = 0, False
 
         async def receive_limited() -> Message:
-            """The next message of a body. Raises an ApiError after the time limit, or if the bodies are too large."""
-            nonlocal size, complete
-            if complete:  # only a disconnect can come now
-                return await receive()
-            try:
-                async with asyncio.timeout_at(min(clock() + pause, began + WHOLE * pause)):
-                    message = await receive()
-            except TimeoutError:
-                limits = f"at most {pause:g} s without a byte, {WHOLE * pause:g} s for the whole (--receive-timeout)"
-                raise ApiError(408, f"the request was not complete in time: {limits}", headers=CLOSE) from None
-            complete = not message.get("more_body", False)
+            """The next message of a body. Raises an ApiError if the bodies are too large."""
+            nonlocal size
+            message = await receive()
             new = len(message.get("body", b""))
             size += new
             self._bytes += new
@@ -113,11 +100,7 @@ class Gate:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path = scope["path"]
-        if path == HEALTH:
-            return
-        if crowd := scope.get("state", {}).get(CROWDED):
-            raise unavailable(f"{crowd} connections are open, too many (--max-connections)", retry_after=1, close=True)
-        if path == PAGE:
+        if path in OPEN:
             return
         if self._settings.api_key:
             scheme, _, token = headers.get("authorization", "").partition(" ")

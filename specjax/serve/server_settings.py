@@ -43,19 +43,10 @@ class ServerSettings:
         "time limit of a step in seconds, without compilation; then all requests end (503), and the process (status 1)",
         above=0,
     )
-    receive_timeout: float = setting(
-        60.0,
-        "time limit in seconds for the headers and for each pause while a client sends, ten times for a whole request; "
-        "then a 408",
-        above=0,
-    )
     request_timeout: float | None = setting(
         None,
         "time limit of a request in seconds, including its time in the queue; then a 408; default: no limit",
         above=0,
-    )
-    max_connections: int = setting(
-        1000, "maximum number of connections; further ones get a 503, except for /health", minimum=1
     )
     tool_call_parser: str = setting(
         AUTO,

@@ -120,16 +120,6 @@ def received(sock: socket.socket) -> bytes:
     return data
 
 
-def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of the answer on a connection that then ends."""
-    data = received(sock)
-    head, _, body = data.partition(b"\r\n\r\n")
-    first, *lines = head.decode().split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    assert int(headers["content-length"]) == len(body), data
-    return int(first.split()[1]), headers, json.loads(body)
-
-
 def parse_events(data: bytes) -> list[Any]:
     """The events of a stream. Each must be one line of JSON, and the last [DONE]."""
     assert data.endswith(b"\n\n")
@@ -214,10 +204,6 @@ class InThread(Server):
     def signal(self, number: int) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._signalled, number)
-
-    @property
-    def connections(self) -> int:
-        return len(self._uvicorn.server_state.connections)
 
     @property
     def ended(self) -> bool:
