@@ -38,7 +38,7 @@ OTHERS = {
     r"test_bs_1_speed|test_acc_length|SpecParity|test_eos_token": "SGLang's own client, starts or models",
     r"reasoning_kit": "a model that thinks",
     r"prefix_cache_branching": "the cache of hybrid models, which keeps no prefix at first",
-    r"WaitingTimeout|RunningTimeout": "environment variables; here --request-timeout",
+    r"WaitingTimeout|RunningTimeout": "environment variables; not supported",
     r"streaming_session": "sessions, which the prefix cache makes unnecessary here",
     r"HiddenStates|SamplingMask": "hidden states and masks of sampling in answers, which are refused by name",
     r"test_tool_result_image": "SGLang's classes, without a server",

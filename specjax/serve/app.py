@@ -29,7 +29,7 @@ from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import NO_SCORES, Sequence
 from specjax.serve.control import add_control_routes, get
-from specjax.serve.delivery import Deadline, Listener
+from specjax.serve.delivery import Listener
 from specjax.serve.errors import (
     ABORTED,
     INVALID,
@@ -126,7 +126,6 @@ class Generation:
         """
         runner = self.runner
         task = await request.state.reading.run(body.task, self.rules())
-        deadline = Deadline.after(body.timeout, self.settings.request_timeout)
 
         def tokenise() -> tuple[list[Sequence], list[Echo]]:
             sequences, tokenizer = task.sequences(runner.engine.intake, id), runner.engine.tokenizer
@@ -141,19 +140,16 @@ class Generation:
                 params.grammar is not None and not grammars.holds(params.grammar) for params in task.sampling
             )
             job = self.tokenising.submit(work(task.prompts, task.n), tokenise, compiles=compiles)
-            async with deadline.limit():
-                sequences, echoes = await while_connected(request, asyncio.wrap_future(job))
+            sequences, echoes = await while_connected(request, asyncio.wrap_future(job))
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
         thinking = task.reply is not None and bool(begins_thinking(sequences[0].prompt, runner.engine.tokenizer))
         answer = make(Queued(id, task, sequences, thinking, echoes))
         if body.stream:
-            return EventStream(runner, listener, task, answer, deadline)
+            return EventStream(runner, listener, task, answer)
         try:
-            completions = await while_connected(
-                request, asyncio.ensure_future(all_completions(listener, deadline, task, answer))
-            )
+            completions = await while_connected(request, asyncio.ensure_future(all_completions(listener, task, answer)))
         finally:
             runner.abort(sequences)
         if any(completion.scores for completion in completions):  # possibly thousands of numbers
@@ -299,9 +295,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, runner: Service, listener: Listener, task: Task, answer: Answer, deadline: Deadline) -> None:
+    def __init__(self, runner: Service, listener: Listener, task: Task, answer: Answer) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(listener, task, answer, deadline), headers=headers)
+        super().__init__(_events(listener, task, answer), headers=headers)
         self._runner, self._sequences = runner, listener.sequences
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -322,9 +318,9 @@ async def _after(first: Any, rest: AsyncIterable[Any]) -> AsyncIterator[Any]:
         yield item
 
 
-async def _events(listener: Listener, task: Task, answer: Answer, deadline: Deadline) -> AsyncIterator[bytes]:
+async def _events(listener: Listener, task: Task, answer: Answer) -> AsyncIterator[bytes]:
     try:
-        async for chunk in listener.chunks(deadline):
+        async for chunk in listener.chunks():
             if chunk.completion is not None:
                 check_completion(
                     chunk.completion, aborted=answer.shows_aborted, grammar=task.grammar_field(chunk.prompt_index)
@@ -340,8 +336,8 @@ async def _events(listener: Listener, task: Task, answer: Answer, deadline: Dead
         yield answer.error(ApiError(500, INTERNAL))
 
 
-async def all_completions(listener: Listener, deadline: Deadline, task: Task, answer: Answer) -> list[Completion]:
-    chunks = listener.chunks(deadline)
+async def all_completions(listener: Listener, task: Task, answer: Answer) -> list[Completion]:
+    chunks = listener.chunks()
     done = {chunk.prompt_index: chunk.completion async for chunk in chunks if chunk.completion is not None}
     completions = [done[index] for index in sorted(done)]
     for index, completion in enumerate(completions):

@@ -14,51 +14,16 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Sequence
-from specjax.serve.errors import ApiError
 
 logger = logging.getLogger("specjax.serve")
 
 FAILED_REQUEST = "the request failed; the server's log has the reason"
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """The time limit of a request, from the arrival of its body to the end of its answer."""
-
-    at: float | None = None  # time of the running event loop; None: no limit
-    seconds: float | None = None  # the limit
-
-    @classmethod
-    def after(cls, *limits: float | None) -> Deadline:
-        """The shortest of these limits, in seconds from now. None: no limit."""
-        seconds = min((limit for limit in limits if limit is not None), default=None)
-        return cls() if seconds is None else cls(asyncio.get_running_loop().time() + seconds, seconds)
-
-    @contextlib.asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """Cancels the context's body at the deadline. Raises an ApiError, a 408."""
-        if self.at is not None and asyncio.get_running_loop().time() >= self.at:
-            raise self._error()
-        try:
-            async with asyncio.timeout_at(self.at):
-                yield
-        except TimeoutError:
-            raise self._error() from None
-
-    def _error(self) -> ApiError:
-        problem = f"the request was not complete after {self.seconds:g} s (its timeout, or --request-timeout)"
-        # OpenAI's clients would send it again after a 408.
-        return ApiError(408, problem, param="timeout", code="timeout", headers={"x-should-retry": "false"})
-
-
-NO_DEADLINE = Deadline()
 
 
 class Listener:
@@ -77,12 +42,11 @@ class Listener:
         id, reason = self.sequences[index].id, {"type": "abort", "message": message}
         return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
 
-    async def chunks(self, deadline: Deadline = NO_DEADLINE) -> AsyncIterator[StreamChunk]:
-        """Stream deltas until every sequence has finished. Raises an ApiError, a 408, at the deadline."""
+    async def chunks(self) -> AsyncIterator[StreamChunk]:
+        """Stream deltas until every sequence has finished."""
         running = len(self.sequences)
         while running:
-            async with deadline.limit():
-                chunk = await self.queue.get()
+            chunk = await self.queue.get()
             running -= chunk.completion is not None
             yield chunk
 

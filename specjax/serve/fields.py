@@ -201,7 +201,7 @@ UNSUPPORTED: dict[str, Values] = {
     "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
-    "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,),
+    "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,), "timeout": (),
     # Prompt.
     "truncate_prompt_tokens": (), "prompt_embeds": ([],), "input_embeds": ([],), "image_data": ([],),
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),

@@ -290,7 +290,6 @@ def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") 
 
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
-MAX_TIMEOUT = 1e6  # seconds
 DEFAULT_MODEL = "default"  # SGLang's clients call any model by this name
 
 NewTokens = Annotated[Integer, Field(ge=1)]
@@ -398,9 +397,6 @@ class TaskBody(Body):
 
     priority: Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         None, description="Waiting requests with a higher priority run first, as in SGLang. Default: 0."
-    )
-    timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT)] | None = Field(
-        None, description="Seconds until the end of the answer, then a 408. `--request-timeout` may be shorter."
     )
     stream: Flag | None = None
     cache_salt: Salt | None = Field(None, description="Requests with different salts share no cached text.")

@@ -43,11 +43,6 @@ class ServerSettings:
         "time limit of a step in seconds, without compilation; then all requests end (503), and the process (status 1)",
         above=0,
     )
-    request_timeout: float | None = setting(
-        None,
-        "time limit of a request in seconds, including its time in the queue; then a 408; default: no limit",
-        above=0,
-    )
     tool_call_parser: str = setting(
         AUTO,
         "format of the model's function calls: auto = from the chat template; none = functions are refused",

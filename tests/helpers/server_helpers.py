@@ -129,15 +129,6 @@ def parse_events(data: bytes) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def begun(send: Callable[[], httpx.Response]) -> httpx.Response:
-    """Sends a request with a short timeout again until its stream begins: on a busy machine the timeout may end before,
-    and the answer is a 408."""
-    for _ in range(50):
-        if (answer := send()).status_code != 408:
-            break
-    return answer
-
-
 def in_background(function: Callable[..., Any], *arguments: Any, **options: Any) -> Future:
     """Calls a function in a new thread."""
     pool = ThreadPoolExecutor(1)

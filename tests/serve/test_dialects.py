@@ -12,7 +12,7 @@ import openai
 import pytest
 from body_helpers import CHAT, KINDS, MESSAGES, RESPONSES, RULES, STRICT, read_request
 from engine_helpers import END, shared_engine
-from server_helpers import begun, running
+from server_helpers import running
 from tool_helpers import ANTHROPIC, FLAT, TOOLS, WEATHER, ask, tool_engine
 
 from specjax.checkpoint.prompts import END_THINK
@@ -243,15 +243,14 @@ def test_errors_in_the_form_of_anthropic(server, messages):
 
 
 @pytest.mark.parametrize("path", LEAST)
-def test_error_in_a_stream_is_an_event(server, path):
-    headers = {"x-api-key": "key"}
-    with server.blocked():
-        body = LEAST[path] | {"stream": True, "timeout": 0.1}
-        text = begun(lambda: server.post(path, body, headers=headers)).text
+def test_error_in_a_stream_is_an_event(server, monkeypatch, path):
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "step", lambda: 1 / 0)
+        text = server.post(path, LEAST[path] | {"stream": True}, headers={"x-api-key": "key"}).text
     first, second = text.strip().split("\n")
     event = json.loads(second.removeprefix("data: "))
     assert first == "event: error" and event["type"] == "error"
-    assert (event if path == RESPONSES else event["error"])["code"] == "timeout"
+    assert (event if path == RESPONSES else event["error"])["code"] == "unavailable"
     server.wait_idle()
 
 

@@ -1,4 +1,4 @@
-"""Requests that wait: tokenising, places in the queue, priorities, deadlines, pauses."""
+"""Requests that wait: tokenising, places in the queue, priorities, pauses."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import time
 import weakref
 from functools import partial
 
-import openai
 import pytest
-from body_helpers import COMPLETE, GENERATE, LEAST
+from body_helpers import COMPLETE, GENERATE
 from engine_helpers import check_idle, idle_sequence, make_engine, shared_engine, toy
 from server_helpers import (
     SECONDS,
     Running,
-    begun,
     braked,
     check_error,
     in_background,
@@ -261,57 +259,6 @@ def test_highest_priority_runs_first_over_http():
                 wait_until(lambda: server.runner.unfinished == len(answers))
         assert [answer.result(SECONDS).status_code for answer in answers] == [200, 200, 200]
         assert ended == [2, 1, 0]
-
-
-# Deadlines.
-
-
-@pytest.mark.parametrize("path", LEAST)
-@pytest.mark.parametrize("stream", [False, True])
-def test_request_ends_at_its_deadline(server, path, stream):
-    body = LEAST[path] | {"timeout": 0.2, "stream": stream}
-    with server.blocked():
-        answer = begun(lambda: server.post(path, body)) if stream else server.post(path, body)
-    if stream:
-        assert answer.status_code == 200
-        assert answer.text.count("data: ") == 1 and '"code": "timeout"' in answer.text
-    else:
-        assert check_error(answer, 408, "timeout", "0.2 s")["code"] == "timeout"
-        assert answer.headers["x-should-retry"] == "false"
-    server.wait_idle()
-
-
-def test_request_timeout_of_the_server():
-    """The shorter of the server's and the request's limits counts."""
-    with running(make_engine(toy(), "NONE"), ServerSettings(request_timeout=0.4)) as server:
-        for fields, text in (({}, "0.4 s"), ({"timeout": 100}, "0.4 s"), ({"timeout": 0.1}, "0.1 s")):
-            with server.blocked():
-                check_error(server.complete("hello", **fields), 408, text=text)
-            server.wait_idle()
-        wait_until(lambda: server.complete("hello", max_tokens=1).status_code == 200)  # a busy machine may miss it
-
-
-def test_stream_that_has_begun_ends_at_its_deadline(server):
-    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    for seconds in (0.3, 3.0, 30.0):  # a busy machine may need more time for a few steps
-        with braked(server.engine, after=6):
-            lines = server.post(COMPLETE, body | {"timeout": seconds}).text.split("\n\n")
-        server.wait_idle()
-        if len(lines) > 3:
-            break
-    assert len(lines) > 3 and '"code": "timeout"' in lines[-2] and lines[-1] == ""
-
-
-def test_openai_client_does_not_retry_timeouts(server):
-    before = server.runner.traffic.requests
-    with (
-        server.blocked(),
-        openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=2) as client,
-        pytest.raises(openai.APIStatusError) as caught,
-    ):
-        client.completions.create(model="toy", prompt="hello", extra_body={"timeout": 0.1})
-    assert caught.value.status_code == 408 and server.runner.traffic.requests == before + 1
-    server.wait_idle()
 
 
 # SGLang's `/pause_generation` and `/continue_generation`.
