@@ -190,10 +190,13 @@ StopPattern = Annotated[Text, Field(min_length=1, max_length=MAX_PATTERN)]
 PatternList = Annotated[list[StopPattern], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Patterns = Annotated[PatternList, texts("non-empty strings", json_schema_input_type=StopPattern | PatternList)]
 
-# Unsupported fields of all bodies, with the accepted values, which change nothing. Null is always accepted.
+# Fields of other routes, and unsupported fields, with the accepted values, which change nothing. Null is always
+# accepted. A body's own fields take precedence.
 UNSUPPORTED: dict[str, Values] = {
     # Form of the output.
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "json_schema": (), "structured_outputs": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "guided_whitespace_pattern": (), "structural_tag": (), "grammar": (),
     # Sampling, stop conditions and detokenisation.
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
@@ -202,10 +205,14 @@ UNSUPPORTED: dict[str, Values] = {
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,), "timeout": (),
+    "sampling_params": ({},), "max_tokens": (), "max_completion_tokens": (), "max_new_tokens": (), "min_tokens": (0,),
+    "min_new_tokens": (0,),
     # Prompt.
+    "messages": (), "prompt": (), "text": (), "input_ids": ([],),
     "truncate_prompt_tokens": (), "prompt_embeds": ([],), "input_embeds": ([],), "image_data": ([],),
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),
     # Additional results.
+    "logprobs": (False,), "top_logprobs": (0,),
     "prompt_logprobs": (), "logprob_token_ids": (), "token_ids_logprob": ([],), "return_hidden_states": (False,),
     "return_sampling_mask": (False,), "sampling_logprobs_mode": (),
     "return_token_ids": (False,), "return_prompt_token_ids": (False,), "return_tokens_as_token_ids": (False,),
@@ -228,7 +235,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow")  # until `drop_unknown`
 
     unsupported: ClassVar[Mapping[str, Values]] = {}  # as `UNSUPPORTED`
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}  # fields with another name: advice, accepted values
 
     @classmethod
     def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
@@ -269,18 +275,12 @@ class Body(BaseModel):
             if name in cls.model_fields:
                 accepted[name] = whole(value)
                 continue
-            if name in cls.elsewhere:
-                advice, harmless = cls.elsewhere[name]
-                problem = f"is not a field here: {advice}"
-            elif name in cls.unsupported:
-                harmless = cls.unsupported[name]
-                problem = f"is not supported (only {', '.join(['null', *map(shown, harmless)])})"
-            else:
+            if name not in cls.unsupported:
                 accepted[name] = value
-                continue
-            if not changes_nothing(value, harmless):
-                details = {"field": name, "problem": problem, "value": shown(value)}
-                raise PydanticCustomError("unsupported", "{problem}, got {value}", details)
+            elif not changes_nothing(value, harmless := cls.unsupported[name]):
+                only = ", ".join(["null", *map(shown, harmless)])
+                details = {"field": name, "only": only, "value": shown(value)}
+                raise PydanticCustomError("unsupported", "is not supported (only {only}), got {value}", details)
         return accepted
 
 
@@ -316,8 +316,6 @@ def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
             problem = f"must match the pattern {limits['pattern']}"
         case "greater_than" | "greater_than_equal" | "less_than_equal":
             problem = _range(kind.model_json_schema()["properties"][error["loc"][0]])
-        case "none_required":  # the description names the right field
-            problem = f"must be null: {kind.model_fields[str(error['loc'][0])].description}"
         case _:
             problem = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
             problem = problem.replace("dictionary", "object")

@@ -1,6 +1,6 @@
 """Metrics for Prometheus at `/metrics`, and log lines about steps in SGLang's form.
 
-Metrics have our own names, and SGLang's and vLLM's names if the meaning is equal. Totals and gauges are read from the
+Metrics have our own names, and SGLang's. Totals and gauges are read from the
 engine on request. The engine's thread records latencies after each step.
 """
 
@@ -28,7 +28,7 @@ from specjax.engine.draft_policy import doubt, drafting_summary
 from specjax.engine.programs import PhaseTimes
 from specjax.engine.sequence import Sequence, Status
 
-OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
+OURS, SGLANG = "specjax:", "sglang:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120, 240)
 
 LATENCIES = {
@@ -123,7 +123,6 @@ class _Value(NamedTuple):
     """A metric that is read from the engine."""
 
     name: str  # ours, and SGLang's
-    vllm: str | None
     kind: Literal["counter", "gauge"]
     about: str
     value: float
@@ -145,28 +144,28 @@ def read(replicas: List[Replica]) -> list[_Value]:
     context = counters.prefilled_tokens + counters.cached_tokens
     places = counters.own_steps * max(drafter.width - 1, 1)
     return [
-        _Value("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", running),
-        _Value("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", waiting),
-        _Value("num_used_tokens", None, "gauge", "Tokens in pages that running requests hold.", used),
-        _Value("token_usage", "kv_cache_usage_perc", "gauge", "Their share of the pool, from 0 to 1.", used / total),
-        _Value("gen_throughput", None, "gauge", "Tokens a second, of the last steps.",
+        _Value("num_running_reqs", "gauge", "Requests that run.", running),
+        _Value("num_queue_reqs", "gauge", "Requests that wait.", waiting),
+        _Value("num_used_tokens", "gauge", "Tokens in pages that running requests hold.", used),
+        _Value("token_usage", "gauge", "Their share of the pool, from 0 to 1.", used / total),
+        _Value("gen_throughput", "gauge", "Tokens a second, of the last steps.",
                sum(traffic.throughput for traffic in traffics)),
-        _Value("cache_hit_rate", None, "gauge", "Share of prompt tokens from the prefix cache, since the start.",
+        _Value("cache_hit_rate", "gauge", "Share of prompt tokens from the prefix cache, since the start.",
                counters.cached_tokens / context if context else 0.0),
-        _Value("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", counters.accept_length),
-        _Value("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
+        _Value("spec_accept_length", "gauge", "Tokens a verification, since the start.", counters.accept_length),
+        _Value("spec_accept_rate", "gauge", "Share of the drafted tokens that were accepted, since the start.",
                counters.own_accepted / places if places else 0.0),
-        _Value("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", drafter.width),
-        _Value("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", drafter.depth),
-        _Value("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),
-        _Value("num_retracted_reqs", None, "gauge", "Requests sent back to the queue.",
+        _Value("spec_num_draft_tokens", "gauge", "Nodes of the widest draft tree.", drafter.width),
+        _Value("spec_num_steps", "gauge", "Depth of the deepest draft tree.", drafter.depth),
+        _Value("max_total_num_tokens", "gauge", "Tokens that the pool holds.", total),
+        _Value("num_retracted_reqs", "gauge", "Requests sent back to the queue.",
                sum(engine.scheduler.retractions for engine in engines)),
-        _Value("prompt_tokens", "prompt_tokens", "counter", "Tokens of prompts.", context),
-        _Value("generation_tokens", "generation_tokens", "counter", "Tokens drawn.", counters.generated),
-        _Value("cached_tokens", "prefix_cache_hits", "counter", "Tokens from the cache.", counters.cached_tokens),
-        _Value("num_requests", None, "counter", "Requests that have arrived.",
+        _Value("prompt_tokens", "counter", "Tokens of prompts.", context),
+        _Value("generation_tokens", "counter", "Tokens drawn.", counters.generated),
+        _Value("cached_tokens", "counter", "Tokens from the cache.", counters.cached_tokens),
+        _Value("num_requests", "counter", "Requests that have arrived.",
                sum(traffic.requests for traffic in traffics)),
-        _Value("num_aborted_requests", None, "counter", "Requests that ended early.",
+        _Value("num_aborted_requests", "counter", "Requests that ended early.",
                sum(traffic.aborted for traffic in traffics)),
     ]  # fmt: skip
 
@@ -179,27 +178,19 @@ class _Everything(Collector):
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        engines, model = [replica.engine for replica in self._replicas], self._replicas[0].traffic.model
+        model = self._replicas[0].traffic.model
         label = [model]
-        values = read(self._replicas)
-        for metric in values:
+        for metric in read(self._replicas):
             make = _FAMILIES[metric.kind]
-            names = [OURS + metric.name, SGLANG + metric.name] + ([VLLM + metric.vllm] if metric.vllm else [])
-            for name in names:
-                family = make(name, metric.about, labels=["model_name"])
+            for prefix in (OURS, SGLANG):
+                family = make(prefix + metric.name, metric.about, labels=["model_name"])
                 family.add_metric(label, metric.value)
                 yield family
-        queries = CounterMetricFamily(VLLM + "prefix_cache_queries", "Tokens of prompts.", labels=["model_name"])
-        queries.add_metric(label, next(metric.value for metric in values if metric.name == "prompt_tokens"))
-        yield queries
-        yield from _cache_config(engines, label)
-        yield from _adapters(label)
-        yield from _speculation(engines, label)
-        if len(engines) > 1:
+        if len(self._replicas) > 1:
             yield from _by_rank(self._replicas, label)
         for name, about in LATENCIES.items():
             total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
-            for prefix in (OURS, SGLANG, VLLM):
+            for prefix in (OURS, SGLANG):
                 yield total.family(prefix + name, about, model)
 
 
@@ -211,48 +202,6 @@ def _by_rank(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
         for rank, metric in enumerate(metrics):
             family.add_metric([*label, str(rank)], metric.value)
         yield family
-
-
-def _cache_config(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
-    """Page size and number of pages in SGLang's and vLLM's form, for llm-d's endpoint picker."""
-    pages = [str(engines[0].pool.page_size), str(sum(engine.pool.pages for engine in engines))]
-    for prefix, names in ((SGLANG, ["page_size", "num_pages"]), (VLLM, ["block_size", "num_gpu_blocks"])):
-        family = GaugeMetricFamily(f"{prefix}cache_config_info", "Pages of the pool.", labels=["model_name", *names])
-        family.add_metric([*label, *pages], 1)
-        yield family
-
-
-def _adapters(label: list[str]) -> Iterator[Metric]:
-    """An empty list of LoRA adapters, for endpoint pickers that balance by them. The value is the current time."""
-    names = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    family = GaugeMetricFamily(VLLM + "lora_requests_info", "LoRA adapters in use.", labels=["model_name", *names])
-    family.add_metric([*label, *names.values()], time.time())
-    yield family
-
-
-def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
-    """vLLM's totals of speculation, for its `bench serve`. Absent without a drafter."""
-    counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
-    if drafter.width == 1:
-        return
-    totals = {
-        "num_drafts": ("Steps of a request without a grammar that could draft.", counters.own_steps),
-        "num_draft_tokens": ("Places for drafts in their trees.", counters.own_steps * (drafter.width - 1)),
-        "num_accepted_tokens": ("Drafts of these that became text.", counters.own_accepted),
-    }
-    for name, (about, value) in totals.items():
-        family = CounterMetricFamily(f"{VLLM}spec_decode_{name}", about, labels=["model_name"])
-        family.add_metric(label, value)
-        yield family
-    family = CounterMetricFamily(
-        f"{VLLM}spec_decode_num_accepted_tokens_per_pos",
-        "Drafts that became text, by depth in the tree, from 0.",
-        labels=["model_name", "position"],
-    )
-    accepted = [*counters.accepted_at, *[0] * drafter.depth]
-    for position in range(drafter.depth):
-        family.add_metric([*label, str(position)], accepted[position])
-    yield family
 
 
 def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:

@@ -181,23 +181,6 @@ def echo_logprobs(
     }
 
 
-def vllm_logprobs(logprobs: Sequence[PromptLogprob], names: TokenNames, count: int) -> list[dict[str, Any] | None]:
-    """The log-probabilities of a prompt in vLLM's form: by token id, null for the first token. Ranks after the `count`
-    most likely tokens are null."""
-
-    def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": names.text(token)}
-
-    result: list[dict[str, Any] | None] = []
-    for item in logprobs:
-        if item.logprob is None:
-            result.append(None)
-            continue
-        best = {str(token): entry(token, value, rank) for rank, (token, value) in enumerate(item.top[:count], 1)}
-        result.append({str(item.token): entry(item.token, item.logprob, None)} | best)
-    return result
-
-
 def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     """Counts over all choices, with SGLang's names and meanings. `width`: nodes of a draft tree, N."""
     steps = sum(c.spec_verify_ct for c in done)
@@ -309,13 +292,8 @@ class OpenAIAnswer(Answer):
                 logprobs = {name: prompt[name] + logprobs[name] for name in logprobs}
             tree = completion.trees[-1] if completion.trees else None
             more = self._drafting(completion.origins or (), tree)
-            if self.body.prompt_logprobs is not None and not self._chat:
-                more["prompt_logprobs"] = self._prompt_logprobs(completion)
             choices.append({"index": index, **content, "logprobs": logprobs, **ending(completion, reply), **more})
-        body = self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
-        if self.body.prompt_logprobs is not None and self._chat:  # all choices have the same prompt
-            body["prompt_logprobs"] = self._prompt_logprobs(done[0])
-        return body
+        return self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
         """The events of one chunk: the role, then text, then the finish reason."""
@@ -380,9 +358,6 @@ class OpenAIAnswer(Answer):
         echo = self.echo[index // self.task.n]
         self._offsets[index] = len(echo.text)
         return echo_logprobs(logprobs, self.names, echo, self.task.sampling[0].logprobs)
-
-    def _prompt_logprobs(self, done: Completion) -> list[dict[str, Any] | None]:
-        return vllm_logprobs(done.prompt_logprobs or (), self.names, self.body.prompt_logprobs or 0)
 
     def _drafting(self, origins: Iterable[TokenOrigin], tree: StepTree | None) -> dict[str, Any]:
         """The member of a choice about its drafts, if requested."""

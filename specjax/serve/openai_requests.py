@@ -177,8 +177,6 @@ class TemplateFields(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
 
 
-MAX_CHOICES = 1024
-
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
 
 
@@ -190,42 +188,17 @@ def _is_schema(value: Any) -> Any:
 
 # `Grammar.json` checks the schema itself.
 JsonSchema = Annotated[Any, BeforeValidator(_is_schema, json_schema_input_type=dict[str, Any] | str | None)]
-Choices = Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)]
 
 
 with warnings.catch_warnings():
-    # pydantic's base class has deprecated methods of these names.
-    warnings.filterwarnings("ignore", message='Field name "(json|schema)"')
+    # pydantic's base class has a deprecated method of this name.
+    warnings.filterwarnings("ignore", message='Field name "schema"')
 
     class JsonSchemaFormat(Body):
         name: Text | None = None
         description: Text | None = None
         schema: JsonSchema = Field(None, description="Default: any object.")  # type: ignore[assignment]
         strict: Flag | None = Field(None, description="Schemas are always followed.")
-
-    class StructuredOutputs(Body):
-        """vLLM's field: exactly one member."""
-
-        unsupported: ClassVar[Mapping[str, Values]] = {
-            "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (True,),
-            "disable_additional_properties": (False,), "disable_fallback": (True,),
-        }  # fmt: skip
-
-        json: JsonSchema = None  # type: ignore[assignment]
-        regex: Source | None = None
-        choice: Choices | None = None
-        grammar: Source | None = Field(None, description="As `ebnf`.")
-        json_object: Flag | None = None
-
-        def chosen(self) -> Grammar | None:
-            return chosen(self, OUTPUTS, "structured_outputs.")[1]
-
-
-# For bodies of SGLang.
-UNSUPPORTED_FORMATS: dict[str, Values] = {
-    "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "structured_outputs": (),
-}  # fmt: skip
 
 
 def grammar_of_type(name: str, schema: Any) -> Grammar | None:
@@ -248,26 +221,13 @@ class ResponseFormat(Body):
 
 
 Convert = Callable[[Any], Grammar | None]
-OUTPUTS: dict[str, Convert] = {
-    "json": Grammar.json,
-    "regex": lambda text: Grammar("regex", text),
-    "choice": Grammar.choice,
-    "grammar": lambda text: Grammar("ebnf", text),
-    "json_object": lambda wanted: Grammar("json_schema") if wanted else None,
-}
-"""Maps fields to their grammar."""
-
 FIELDS: dict[str, Convert] = {
     "response_format": ResponseFormat.chosen,
     "json_schema": Grammar.json,
-    "regex": OUTPUTS["regex"],
-    "ebnf": OUTPUTS["grammar"],
-    "guided_json": Grammar.json,
-    "guided_regex": OUTPUTS["regex"],
-    "guided_choice": OUTPUTS["choice"],
-    "guided_grammar": OUTPUTS["grammar"],
-    "structured_outputs": StructuredOutputs.chosen,
+    "regex": lambda text: Grammar("regex", text),
+    "ebnf": lambda text: Grammar("ebnf", text),
 }
+"""Maps fields to their grammar."""
 
 
 def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS, place: str = "") -> tuple[str | None, Grammar | None]:
@@ -382,16 +342,6 @@ class SamplingFields(Body):
             raise refusal(error, self.names) from error
 
 
-# Fields of `/generate` that chats and completions refuse, because they would change the text.
-MISPLACED: dict[str, tuple[str, Values]] = {
-    "max_new_tokens": ("it is called max_tokens", ()),
-    "min_new_tokens": ("it is called min_tokens", (0,)),
-    "sampling_params": ("its members are fields of the body", ({},)),
-    "text": ("the prompt has another name", ()),
-    "input_ids": ("completions take token ids as prompt", ([],)),
-}
-
-
 class TaskBody(Body):
     """A body that describes a task for the engine."""
 
@@ -421,8 +371,7 @@ class UnusedFields(Body):
 class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     """Fields that chat completions and completions share."""
 
-    unsupported = UNSUPPORTED | {"json_schema": ()}
-    elsewhere = MISPLACED
+    unsupported = UNSUPPORTED
 
     model: Text | None = None
     max_tokens: NewTokens | None = Field(None, description="New tokens.")
@@ -437,25 +386,12 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
         description="`choices[].speculative.tree`: the last step's draft tree. Needs a server with `--trace-trees`.",
     )
     response_format: ResponseFormat | None = Field(None, description="JSON is written on one line.")
-    # vLLM's.
-    guided_json: JsonSchema = None
-    guided_regex: Source | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Source | None = Field(None, description="As `ebnf`.")
-    structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: TopLogprobs | None = Field(
-        None,
-        description="Log-probabilities of the prompt in vLLM's form: of each token, and of this number of most likely "
-        "tokens. Not in streams.",
-    )
 
     def sampling(self, rules: Rules, logprobs: int | None, **more: Any) -> SamplingParams:
         """As `params`, after checking the model and relations between fields."""
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise bad_request("prompt_logprobs is not available in streams", "prompt_logprobs")
         if self.return_speculative_tree and not rules.trees:
             problem = "return_speculative_tree needs a server started with --trace-trees"
             raise bad_request(problem, "return_speculative_tree")
@@ -487,13 +423,11 @@ def check_model(name: str | None, served: str) -> None:
 
 class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     unsupported = UNSUPPORTED | {
-        "json_schema": (),
         "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_special_tokens": (False,), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},),
         "media_io_kwargs": ({},),
     }  # fmt: skip
-    elsewhere = MISPLACED | {"prompt": ("a chat has messages", ())}
 
     messages: Messages
     max_completion_tokens: NewTokens | None = Field(None, description="Wins over `max_tokens`. Default: what fits.")
@@ -554,12 +488,6 @@ def chat_task(
 
 
 class CompletionRequest(OpenAIRequest):
-    elsewhere = MISPLACED | {
-        "messages": ("completions have a prompt", ()),
-        "max_completion_tokens": ("it is called max_tokens", ()),
-        "top_logprobs": ("completions have logprobs, a number", (0,)),
-    }
-
     prompt: SkipValidation[Texts | Ids]
     max_tokens: NewTokensOrNone | None = Field(
         None, description=f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -14,10 +14,9 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import PromptLogprob, TokenLogprob
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, Values, at_most
+from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, at_most
 from specjax.serve.openai_answers import DONE, Answer, TokenNames, event, finite, speculative
 from specjax.serve.openai_requests import (
-    UNSUPPORTED_FORMATS,
     Ids,
     JsonSchema,
     NewTokensOrNone,
@@ -38,14 +37,7 @@ class SamplingBody(SamplingFields):
     """`sampling_params` of `/generate`."""
 
     place = "sampling_params."
-    unsupported = UNSUPPORTED | UNSUPPORTED_FORMATS
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
-        "max_tokens": ("it is called max_new_tokens", ()),
-        "max_completion_tokens": ("it is called max_new_tokens", ()),
-        "min_tokens": ("it is called min_new_tokens", (0,)),
-        "logprobs": ("the body has return_logprob", (False,)),
-        "cache_salt": ("it belongs to the body", ()),
-    }
+    unsupported = UNSUPPORTED | {"cache_salt": ()}
 
     json_schema: JsonSchema = Field(None, description="An object, or its text. JSON is written on one line.")
     max_new_tokens: NewTokensOrNone | None = Field(
@@ -81,17 +73,7 @@ Sampling = Annotated[
 class GenerateRequest(TaskBody):
     """SGLang's own endpoint."""
 
-    unsupported = UNSUPPORTED | UNSUPPORTED_FORMATS | {"modalities": (["text"], [])}
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
-        "messages": ("/generate takes text or input_ids", ()),
-        "prompt": ("/generate takes text or input_ids", ()),
-        **{name: ("it belongs to sampling_params", (1,) if name == "n" else ()) for name in SamplingBody.model_fields},
-        "max_tokens": ("sampling_params has max_new_tokens", ()),
-        "max_completion_tokens": ("sampling_params has max_new_tokens", ()),
-        "min_tokens": ("sampling_params has min_new_tokens", (0,)),
-        "logprobs": ("it is called return_logprob", (False,)),
-        "top_logprobs": ("it is called top_logprobs_num", (0,)),
-    }
+    unsupported = UNSUPPORTED | dict.fromkeys(SamplingBody.model_fields, ()) | {"n": (1,), "modalities": (["text"], [])}
 
     text: SkipValidation[Texts | None] = None
     input_ids: SkipValidation[Ids | None] = None

@@ -221,8 +221,7 @@ def test_loads_while_requests_run_and_wait(monkeypatch):
     assert (loads["aggregate"]["total_running_reqs"], loads["aggregate"]["total_reqs"]) == (1, 2)
     assert (old["dp_rank"], old["num_reqs"], old["num_waiting_reqs"]) == (0, 2, 1) and old["num_tokens"] > 0
     assert idle["num_running_reqs"] == idle["num_waiting_reqs"] == idle["num_used_tokens"] == idle["token_usage"] == 0
-    for name in ("sglang:num_running_reqs", "vllm:num_requests_running", "sglang:num_used_tokens", "sglang:token_usage",
-                 "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"):  # fmt: skip
+    for name in ("sglang:num_running_reqs", "sglang:num_used_tokens", "sglang:token_usage", "sglang:num_queue_reqs"):
         assert after[name] == 0
 
 
@@ -234,13 +233,13 @@ def test_metrics_of_completed_requests(server):
     for _ in range(2):
         server.complete(prompt, max_tokens=9, temperature=0)
     server.wait_idle()
-    after, text = metrics(server), server.get("/metrics").text
+    after = metrics(server)
     length = len(server.engine.encode(prompt))
 
     def increase(name: str) -> float:
         return after[name] - before[name]
 
-    for prefix in ("specjax:", "sglang:", "vllm:"):
+    for prefix in ("specjax:", "sglang:"):
         assert increase(f"{prefix}prompt_tokens_total") == 2 * length
         assert increase(f"{prefix}generation_tokens_total") == 18
         assert increase(f"{prefix}time_to_first_token_seconds_count") == 2
@@ -250,21 +249,11 @@ def test_metrics_of_completed_requests(server):
         seconds = [increase(f"{prefix}{name}_seconds_sum") for name in ("time_to_first_token", "e2e_request_latency")]
         assert 0 < seconds[0] < seconds[1]
     hits = (length - 1) // 4 * 4
-    assert increase("sglang:cached_tokens_total") == increase("vllm:prefix_cache_hits_total") == hits
-    assert increase("vllm:prefix_cache_queries_total") == 2 * length
+    assert increase("sglang:cached_tokens_total") == hits
     assert increase("sglang:num_requests_total") == 2 and increase("sglang:num_aborted_requests_total") == 0
     assert after["sglang:spec_accept_length"] == pytest.approx(counters.verified / counters.verifications)
-    drafts, accepted = (increase(f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens"))
-    width = server.engine.drafter.width
-    assert drafts > 0 and increase("vllm:spec_decode_num_draft_tokens_total") == drafts * (width - 1)
-    assert sum(counters.accepted_at) == counters.accepted >= accepted
+    assert sum(counters.accepted_at) == counters.accepted
     assert counters.accepted_at == sorted(counters.accepted_at, reverse=True)
-    # Lines that routers read.
-    pages, size = server.engine.pool.pages, server.engine.pool.page_size
-    assert f'sglang:cache_config_info{{model_name="toy",num_pages="{pages}",page_size="{size}"}} 1.0' in text
-    assert f'vllm:cache_config_info{{block_size="{size}",model_name="toy",num_gpu_blocks="{pages}"}} 1.0' in text
-    adapters = 'max_lora="0",model_name="toy",running_lora_adapters="",waiting_lora_adapters=""'
-    assert f"vllm:lora_requests_info{{{adapters}}} " in text
 
 
 def test_latencies_equal_the_histogram_of_the_library():

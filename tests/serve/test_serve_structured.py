@@ -38,14 +38,6 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}, "regex": "a+", "ebnf": None}, REGEX),
     ({"regex": "a+"}, REGEX),
     ({"ebnf": 'root ::= "a"'}, EBNF),
-    *(({"guided_json": schema}, OBJECT) for schema in (SCHEMA, json.dumps(SCHEMA))),
-    ({"guided_regex": "a+"}, REGEX),
-    ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
-    ({"guided_grammar": 'root ::= "a"'}, EBNF),
-    ({"structured_outputs": {"json": SCHEMA}}, OBJECT),
-    ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
-    ({"structured_outputs": {"json_object": True}}, ANY),
-    ({"structured_outputs": {"json_object": False, "regex": None}}, None),
 ]
 
 
@@ -73,10 +65,6 @@ WRONG: dict[str, list[tuple[Any, str]]] = {  # by field: a value, a part of the 
     ],
     "regex": [("(a", "unclosed"), ("", "empty"), (5, "string"), ("a" * (MAX_SOURCE + 1), "at most")],
     "ebnf": [("root ::= foo", "foo")],
-    "guided_json": [("{", "valid JSON"), (5, "JSON schema"), ({"enum": ["a" * MAX_SOURCE]}, "at most")],
-    "guided_choice": [([], "empty"), (["a"] * 1025, "1024"), ([5], "string")],
-    "guided_grammar": [("x", "::=")],
-    "structured_outputs": [({"regex": "(a"}, "unclosed"), ({"regex": "a", "json_object": True}, "one")],
 }  # fmt: skip
 
 
@@ -87,7 +75,7 @@ def test_refusals_name_the_field(server, path, param):
     for value, text in WRONG[param]:
         error = refusal(path, LEAST[path] | {param: value}, server.engine.intake)
         assert error is not None and (error.status, error.param) == (400, param) and text in str(error), str(error)
-        assert param in str(error) and "grammar " not in str(error).split(":")[0].replace("guided_grammar", "")
+        assert param in str(error) and "grammar " not in str(error).split(":")[0]
     assert time.thread_time() - started < 20, "processor time"
     error = refusal(path, LEAST[path] | {"regex": "a", "response_format": {"type": "json_object"}})
     assert error is not None and error.param == "response_format" and "regex" in str(error)
@@ -97,8 +85,8 @@ def test_refusals_over_http_while_requests_run(server: Running):
     def ask(i: int) -> int:
         if i % 2:
             return server.chat(max_tokens=30).status_code
-        answer = server.chat(guided_regex="(a" + "b" * i, stream=bool(i % 4))
-        assert check_error(answer, 400, "guided_regex")["code"] == INVALID
+        answer = server.chat(regex="(a" + "b" * i, stream=bool(i % 4))
+        assert check_error(answer, 400, "regex")["code"] == INVALID
         return answer.status_code
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -133,7 +121,6 @@ def test_answers_follow_other_grammars(server: Running):
     cut = server.chat(response_format=WHOLE, max_tokens=5).json()["choices"][0]
     ids = byte_ids(cut["message"]["content"].encode())
     assert cut["finish_reason"] == "length" and follows(OBJECT, ids, whole=False)
-    assert server.complete(guided_choice=["yes", "no"]).json()["choices"][0]["text"] in ("yes", "no")
     assert server.chat(ebnf='root ::= "x" [0-9]\n').json()["choices"][0]["message"]["content"][0] == "x"
 
 
@@ -142,9 +129,8 @@ WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
 KEYS = {"logit_bias": {str(byte_ids(b"k")[0]): 90}}
 SAMPLING = {"json_schema": WIDE, "max_new_tokens": 60} | KEYS
 FAILING: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"guided_json": WIDE}, "guided_json"),
     (CHAT, {"response_format": form(schema=WIDE)}, "response_format"),
-    (COMPLETE, {"structured_outputs": {"json": WIDE}, "n": 2}, "structured_outputs"),
+    (COMPLETE, {"response_format": form(schema=WIDE), "n": 2}, "response_format"),
     (GENERATE, {"sampling_params": SAMPLING}, "json_schema"),
     (GENERATE, {"text": ["hello"] * 2, "sampling_params": [{"regex": "(ab|cd){3}"}, SAMPLING]}, "json_schema"),
 ]

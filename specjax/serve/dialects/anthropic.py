@@ -52,8 +52,6 @@ from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     FIELDS,
     MAX_MESSAGES,
-    MISPLACED,
-    UNSUPPORTED_FORMATS,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -265,20 +263,13 @@ class OutputConfig(Body):
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     asked = FIELDS | {"output_config": OutputConfig.chosen, "output_format": OutputFormat.chosen}
-    unsupported = UNSUPPORTED | UNSUPPORTED_FORMATS | NOT_BUILT | {"json_schema": ()}
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = MISPLACED | {
-        "max_completion_tokens": ("it is called max_tokens", ()),
-        "min_tokens": ("chats and completions have it", (0,)),
-        "prompt": ("there are messages", ()),
-    }
+    unsupported = UNSUPPORTED | NOT_BUILT
 
     max_tokens: NewTokens = Field(description="New tokens.")
     stop_sequences: StopStrings | None = Field(
         None, description="The text ends before a stop sequence. Separated reasoning may hold one."
     )
-    stop: None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        None, description="it is called stop_sequences here"
-    )
+    stop: None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
     output_config: OutputConfig | None = Field(None, description="JSON is written on one line.")
     output_format: OutputFormat | None = Field(None, description="The older name of `output_config.format`.")

@@ -41,8 +41,6 @@ from specjax.serve.openai_answers import Answer, reasoning_tokens
 from specjax.serve.openai_requests import (
     FIELDS,
     MAX_MESSAGES,
-    MISPLACED,
-    UNSUPPORTED_FORMATS,
     CallArguments,
     JsonSchema,
     NewTokens,
@@ -199,22 +197,11 @@ class TextOptions(Body):
 
 class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
     asked = FIELDS | {"text": TextOptions.chosen}
-    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | UNSUPPORTED_FORMATS | {
-        "json_schema": (),
+    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | {
         "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
         "max_tool_calls": (), "moderation": (), "previous_response_id": (),
-        "prompt": (), "reasoning": ({},), "stream_options": ({}, {"include_obfuscation": False}),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",), "logprobs": (False,),
+        "reasoning": ({},), "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
     }  # fmt: skip
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
-        name: advice for name, advice in MISPLACED.items() if name != "text"
-    } | {
-        "messages": ("a response has input", ()),
-        "max_tokens": ("it is called max_output_tokens", ()),
-        "max_completion_tokens": ("it is called max_output_tokens", ()),
-        "min_tokens": ("chats and completions have it", (0,)),
-    }
 
     model: Text | None = None
     input: Annotated[
