@@ -93,7 +93,7 @@ def load(
     build.claim_gpu(settings)
     build.check_devices(settings)
     join()
-    config = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
+    config = {"time_phases": timed, "first_device": rank * split}
     engine = build.make_engine(settings, kind=kind, **config)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens

@@ -239,10 +239,8 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
             emitted.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params)
         if sequence.params.origins and kept:
             emitted.drafted += [True] * (kept - 1) + [False]
-        if output.trace is not None and (most := sequence.request.most_trees) != 0:
+        if output.trace is not None:
             emitted.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
-            if most is not None:
-                del emitted.trees[:-most]
         if finish == NOT_FINITE and emitted.finish_reason is None:
             sequence.abort_not_finite()
     except Exception:

@@ -19,7 +19,6 @@ from specjax.engine.sequence import (
     TokenOrigin,
     completion,
 )
-from specjax.trace import StepTree
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
@@ -66,7 +65,6 @@ class StreamChunk(NamedTuple):
         logprobs: log-probabilities of the tokens whose text is all sent, if requested.
         cached_tokens: prompt tokens from the prefix cache.
         origins: origins of the same tokens, whose texts join to `text`, if requested.
-        tree: draft tree of the last step; None without `EngineConfig.trace`.
         scores: log-probabilities of the prompt, for `prompt_logprobs`, in the first chunk; None: not requested.
     """
 
@@ -77,7 +75,6 @@ class StreamChunk(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
     origins: tuple[TokenOrigin, ...] = ()
-    tree: StepTree | None = None
     scores: PromptLogprobs | None = None
 
     @property
@@ -132,7 +129,6 @@ class DeltaReader:
             logprobs=tuple(output.token_logprobs(start, whole)) if logprobs else (),
             cached_tokens=output.cached or 0,
             origins=tuple(output.token_origins(start, whole)) if origins else (),
-            tree=output.trees[-1] if output.trees else None,
             scores=scores,
         )
 

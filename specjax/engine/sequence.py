@@ -220,7 +220,6 @@ class Request:
     host_stops: frozenset[int]  # further stop ids
     arrival: int  # the youngest request has the largest
     salt: int = 0  # requests with different salts share no n-grams
-    most_trees: int | None = None  # number of its last steps whose trees are kept; None: all
 
 
 @dataclass(eq=False)

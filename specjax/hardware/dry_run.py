@@ -104,7 +104,7 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_js
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
     try:
-        arguments = build.engine_arguments(settings, trace=settings.server.trace_trees)
+        arguments = build.engine_arguments(settings)
         share = given_share()
         if device is None:
             build.claim_gpu(settings)

@@ -21,8 +21,6 @@ from specjax.serve.errors import ApiError
 from specjax.serve.message_format import Reply
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest
 from specjax.serve.tokenising import Task
-from specjax.trace import StepTree
-from specjax.tree import NO_TOKEN
 
 
 class Answer(ABC):
@@ -202,32 +200,6 @@ def token_origins(origins: Iterable[TokenOrigin]) -> list[dict[str, Any]]:
     return [{"token": origin.token, "text": origin.text, "drafted": origin.drafted} for origin in origins]
 
 
-def drafted_tree(tree: StepTree | None, names: TokenNames) -> dict[str, Any] | None:
-    """The nodes of a step's tree, parents first. Index 0 is the root, the last token before the step.
-
-    `score` is the cumulative log-probability under the draft, for n-grams a rank. Nodes on the accepted path have the
-    token that the target drew after them. `emitted`: number of drawn tokens that became output, fewer than drawn after
-    a stop or the limit.
-    """
-    if tree is None:
-        return None
-    path = set(tree.path.tolist())
-
-    def node(index: int, token: int, parent: int, score: float, drawn: int) -> dict[str, Any]:
-        on_path = index in path and drawn != NO_TOKEN
-        return {
-            "token": token,
-            "text": names.text(token),
-            "parent": parent if index else None,
-            "score": finite(score),
-            "accepted": index in path,
-        } | ({"drawn": {"token": drawn, "text": names.text(drawn)}} if on_path else {})
-
-    columns = (column.tolist() for column in (tree.tokens, tree.parents, tree.scores, tree.drawn))
-    nodes = [node(index, *values) for index, values in enumerate(zip(*columns, strict=True))]
-    return {"nodes": nodes, "emitted": len(tree.emitted)}
-
-
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
     """The usage in OpenAI's form. A prompt counts once for all its choices, cached tokens as in the first choice."""
     prompt = sum(c.prompt_tokens for c in done[::n])
@@ -290,8 +262,7 @@ class OpenAIAnswer(Answer):
             logprobs = self._logprobs(index, completion.logprobs or ())
             if prompt is not None and logprobs is not None:
                 logprobs = {name: prompt[name] + logprobs[name] for name in logprobs}
-            tree = completion.trees[-1] if completion.trees else None
-            more = self._drafting(completion.origins or (), tree)
+            more = self._drafting(completion.origins or ())
             choices.append({"index": index, **content, "logprobs": logprobs, **ending(completion, reply), **more})
         return self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
 
@@ -305,7 +276,7 @@ class OpenAIAnswer(Answer):
             elif self.echo:
                 logprobs = self._echo_logprobs(index, chunk.prompt_logprobs)
                 events.append(self._event(index, self.echo[index // self.task.n].text, logprobs=logprobs))
-        more = self._drafting(chunk.origins, chunk.tree)
+        more = self._drafting(chunk.origins)
         deltas: list[Any] = [chunk.text] if chunk.text or chunk.logprobs or chunk.origins else []
         if (reply := self._reply(index)) is not None:  # it may delay text, but not log-probabilities and origins
             empty = [{}] if chunk.logprobs or chunk.origins else []
@@ -359,14 +330,9 @@ class OpenAIAnswer(Answer):
         self._offsets[index] = len(echo.text)
         return echo_logprobs(logprobs, self.names, echo, self.task.sampling[0].logprobs)
 
-    def _drafting(self, origins: Iterable[TokenOrigin], tree: StepTree | None) -> dict[str, Any]:
+    def _drafting(self, origins: Iterable[TokenOrigin]) -> dict[str, Any]:
         """The member of a choice about its drafts, if requested."""
-        members: dict[str, Any] = {}
-        if self.body.return_speculative_tokens:
-            members["tokens"] = token_origins(origins)
-        if self.body.return_speculative_tree:
-            members["tree"] = drafted_tree(tree, self.names)
-        return {"speculative": members} if members else {}
+        return {"speculative": {"tokens": token_origins(origins)}} if self.body.return_speculative_tokens else {}
 
     def _event(
         self,

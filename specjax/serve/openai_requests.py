@@ -381,10 +381,6 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     return_speculative_tokens: Flag | None = Field(
         None, description="`choices[].speculative.tokens`: each token's text, and whether it was an accepted draft."
     )
-    return_speculative_tree: Flag | None = Field(
-        None,
-        description="`choices[].speculative.tree`: the last step's draft tree. Needs a server with `--trace-trees`.",
-    )
     response_format: ResponseFormat | None = Field(None, description="JSON is written on one line.")
 
     def sampling(self, rules: Rules, logprobs: int | None, **more: Any) -> SamplingParams:
@@ -392,9 +388,6 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
-        if self.return_speculative_tree and not rules.trees:
-            problem = "return_speculative_tree needs a server started with --trace-trees"
-            raise bad_request(problem, "return_speculative_tree")
         return self.params(
             rules,
             max_new_tokens=getattr(self, self.names["max_new_tokens"]),
@@ -403,11 +396,6 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
             origins=self.return_speculative_tokens,
             **more,
         )
-
-    @property
-    def trees(self) -> int:
-        """As `Task.trees`."""
-        return 1 if self.return_speculative_tree else 0
 
     @property
     def names(self) -> dict[str, str]:
@@ -450,7 +438,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         make = functools.partial(self.sampling, rules, logprobs)
         task = chat_task(self, self, lambda: self.chat(self.messages), rules, make, "messages")
-        return dataclasses.replace(task, n=self.n or 1, trees=self.trees)
+        return dataclasses.replace(task, n=self.n or 1)
 
 
 def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]]) -> Chat:
@@ -507,4 +495,4 @@ class CompletionRequest(OpenAIRequest):
         sampling = self.sampling(rules, self.logprobs, logprob_start_len=start)
         prompts = read_prompts(self.prompt, "prompt", choices, rules)
         sampling = [sampling] * len(prompts)
-        return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS, trees=self.trees)
+        return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS)

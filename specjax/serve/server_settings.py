@@ -66,8 +66,3 @@ class ServerSettings:
         metavar="FOLDER",
     )
     profile_steps: int = setting(100, "steps in a trace", minimum=1, maximum=MOST_TRACED)
-    trace_trees: bool = setting(
-        False,
-        "keep the last draft tree of requests with return_speculative_tree; every step then drafts, as with "
-        "--no-speculative-adaptive",
-    )

@@ -42,7 +42,6 @@ class Rules:
     context_length: int
     room: int  # maximum number of tokens after a prompt of one token
     defaults: Mapping[str, Any]  # default values of `SamplingParams`
-    trees: bool = False  # the engine keeps the trees of its steps
     form: AnswerForm = PLAIN  # form of the model's answers
 
 
@@ -58,7 +57,6 @@ class Task:
     ids: list[str] | None = None  # one for each prompt
     most: int | None = None  # new tokens if the request gives no number; fewer if they do not fit
     reply: ReplyOptions | None = None  # None: the text is not parsed
-    trees: int = 0  # number of last trees that each sequence keeps, if the engine keeps any
     names_of: List[Mapping[str, str]] = ()  # `names` of each prompt, if they differ
 
     def grammar_field(self, choice: int) -> str:
@@ -90,9 +88,8 @@ class Task:
                         problem = f"must be at most the limit of new tokens ({limit}), got {sampling.min_new_tokens}"
                         raise ParameterError("min_new_tokens", problem)
                 # The choices share the salt, because they share their prompt.
-                common = {"salt": first.request.salt, "limit": limit, "most_trees": self.trees}
                 for sequence in sequences[-self.n :]:
-                    sequence.request = replace(sequence.request, **common)
+                    sequence.request = replace(sequence.request, salt=first.request.salt, limit=limit)
                 if first_scores is not None:
                     scores += (len(first.prompt) - first_scores.start) * first_scores.each * self.n
                     if scores > MAX_SCORES:

@@ -1,4 +1,4 @@
-"""Request fields about drafting (limits, origins of tokens, the last tree), and the playground page."""
+"""Request fields about drafting (limits, origins of tokens), and the playground page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import base64
 import hashlib
 import itertools
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST, RULES, refusal, task
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST, refusal, task
 from engine_helpers import NGRAM, make_engine, reluctant_engine, shared_engine, toy
 from server_helpers import Running, running
 
-from specjax.cli.flags import ServerSettings, Settings
-from specjax.cli.serve import load
-from specjax.engine import Engine, SamplingParams
+from specjax.cli.flags import ServerSettings
+from specjax.engine import SamplingParams
 from specjax.serve import control
 from specjax.serve.errors import ApiError
 from specjax.state import NO_DRAFT_LIMIT
@@ -36,12 +34,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def server():
     """Isolated n-grams: equal requests get equal drafts."""
     with running(make_engine(LOOPING, NGRAM, isolate_ngrams=True)) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def traced():
-    with running(make_engine(LOOPING, NGRAM, trace=True, isolate_ngrams=True)) as served:
         yield served
 
 
@@ -204,89 +196,6 @@ def test_always_draft_errors(path):
     ):
         error = refused(fields, algorithm)
         assert error is not None and error.status == 400 and words in str(error), (fields, str(error))
-
-
-# Trees.
-
-
-def test_tree_without_the_flag(server: Running):
-    for path, least in ((CHAT, {"messages": HELLO}), (COMPLETE, {"prompt": "x"})):
-        answer = server.post(path, least | {"return_speculative_tree": True})
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["param"] == "return_speculative_tree" and "--trace-trees" in error["message"]
-        assert server.post(path, least | {"return_speculative_tree": False, "max_tokens": 1}).status_code == 200
-    assert task(CHAT, LEAST[CHAT] | {"return_speculative_tree": True}, replace(RULES, trees=True)).trees == 1
-
-
-def check_tree(tree: dict[str, Any], emitted: list[Any]) -> None:
-    """The tokens of the path and the draw at its end are the tokens of the last step in `emitted`."""
-    nodes = tree["nodes"]
-    ends = [index for index, token in enumerate(emitted) if not token["drafted"]]
-    emitted = emitted[ends[-2] + 1 :] if len(ends) > 1 else emitted
-    path = [node for node in nodes if node["accepted"]]
-    assert nodes[0]["parent"] is None and path[0] is nodes[0]
-    for index, node in enumerate(nodes[1:], start=1):
-        assert node["parent"] < index
-        assert not node["accepted"] or nodes[node["parent"]]["accepted"]
-        assert node["accepted"] or "drawn" not in node
-    drawn = [node["drawn"]["token"] for node in path]
-    assert tree["emitted"] == len(emitted) <= len(drawn)
-    assert drawn[:-1] == [node["token"] for node in path[1:]], "a draft is accepted where the target draws it"
-    assert [token["token"] for token in emitted] == drawn[: len(emitted)] and emitted[:-1] == [
-        {"token": node["token"], "text": node["text"], "drafted": True} for node in path[1 : len(emitted)]
-    ]
-
-
-def test_last_tree(traced: Running):
-    body = {"messages": [HELLO[0] | {"content": "the the the the"}], "temperature": 0, "max_tokens": 40}
-    asked = body | ASKED | {"return_speculative_tree": True}
-    with_drafts, run = 0, []
-    for event in traced.events(CHAT, asked):
-        (choice,) = event["choices"]
-        if "speculative" not in choice or not choice["speculative"]["tokens"]:
-            continue
-        run = choice["speculative"]["tokens"]
-        if tree := choice["speculative"]["tree"]:
-            with_drafts += len(tree["nodes"]) > 1
-            check_tree(tree, run)
-    assert with_drafts > 2
-    whole = traced.post(CHAT, asked).json()
-    check_tree(whole["choices"][0]["speculative"]["tree"], run)
-    unasked = traced.post(CHAT, body).json()
-    assert "speculative" not in unasked["choices"][0]
-    first = traced.post(CHAT, asked | {"max_tokens": 1}).json()
-    assert first["choices"][0]["speculative"]["tree"] is None, "prefill has no tree"
-
-
-def test_only_the_last_tree_is_stored_and_only_on_request(server: Running, traced: Running, monkeypatch):
-    for running_server, expected in ((server, False), (traced, True)):
-        with running_server.client() as client:
-            assert client.get("/get_server_info").json()["engine"]["trace"] is expected
-    kept: list[int] = []
-    deliver = traced.runner._deliver
-
-    def watch(changed: Any) -> None:
-        changed = list(changed)
-        kept.extend(len(sequence.output.trees) for sequence in changed)
-        deliver(changed)
-
-    monkeypatch.setattr(traced.runner, "_deliver", watch)
-    traced.chat(max_tokens=20)
-    traced.post(GENERATE, {"text": "x"})
-    assert kept and not any(kept)
-    traced.chat(max_tokens=20, return_speculative_tree=True)
-    assert max(kept) == 1
-
-
-@pytest.mark.parametrize("on", [False, True])
-def test_trace_trees_flag(monkeypatch, on):
-    seen: list[bool] = []
-    monkeypatch.setattr(Engine, "from_pretrained", lambda **given: seen.append(given["config"].trace) or 1 / 0)
-    chosen = Settings(server=ServerSettings(trace_trees=on))
-    with pytest.raises(ZeroDivisionError):
-        load(chosen)
-    assert seen == [on]
 
 
 # The page; test_playground.py opens it in a browser.

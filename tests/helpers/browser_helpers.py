@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -19,14 +18,14 @@ import httpx
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = "Debian's packages chromium and chromium-driver are not installed"
 
-ENTER, ESCAPE, TAB, SHIFT, HOME, END = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue011", "\ue010"  # WebDriver's keys
+ENTER, TAB, SHIFT = "\ue007", "\ue004", "\ue008"  # WebDriver's keys
 SECONDS = 60.0
 """Time limit of every wait in seconds."""
 
 # Without these flags Chromium connects to its vendor's hosts. Its sandbox does not work for root.
 FLAGS = (
     "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,800",
 )  # fmt: skip
 
 
@@ -67,37 +66,12 @@ class Browser:
         element = self.call("POST", "/element", {"using": "css selector", "value": selector})
         self.call("POST", f"/element/{next(iter(element.values()))}/click", {})
 
-    def hover(self, selector: str) -> None:
-        """Moves the pointer onto the middle of an element, after scrolling it into view."""
-        x, y = self.script(
-            """const element = document.querySelector(arguments[0]);
-            element.scrollIntoView({block: "nearest"});
-            const {left, top, width, height} = element.getBoundingClientRect();
-            return [left + width / 2, top + height / 2];""",
-            selector,
-        )
-        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
     def texts(self, selector: str) -> list[str]:
         return self.script("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
 
     def text(self, selector: str) -> str:
         (text,) = self.texts(selector)
         return text
-
-    def command(self, name: str, **parameters: Any) -> Any:
-        """A command of the DevTools protocol."""
-        return self.call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
-
-    def look(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Sets the size of the window and the person's colour scheme."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.command("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.command("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
     def log(self, kind: str) -> list[Any]:
         """Entries since the last call: `browser` is the console, `performance` the events of DevTools."""
