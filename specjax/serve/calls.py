@@ -7,8 +7,7 @@
 
 The concatenated parts do not depend on the pieces. A call is announced after its name, one of the request's functions,
 and the beginning of its arguments; text that turns out not to be a call is plain text. Arguments are passed on as the
-model writes them: they may be cut off by the limit of tokens, or be invalid JSON. `JsonObject` corrects values that
-strict clients refuse.
+model writes them: they may be cut off by the limit of tokens, or be invalid JSON.
 
 Most formats write arguments as JSON. `TaggedCalls` reads values between tags, which become JSON one member at a time:
 
@@ -61,72 +60,50 @@ _HEAD = re.compile(
 """A call as an object, up to its arguments, with the members in the usual order."""
 _KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 _FIRST = re.compile(r'\{\s*(?:"(?P<key>[^"]*)(?P<closed>"\s*(?::\s*(?:"(?P<value>[^"\\]*)")?)?)?)?')
-_IN_STRING = re.compile(
-    r'[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[\da-fA-F]{4}'
-    r"|u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})"
-)
-"""Matches characters of a string, or one escape. Surrogates match in pairs."""
-_ESCAPE_BEGUN = re.compile(
-    r"\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][\da-fA-F]?)?)?)?)?)?)?\Z"
-)
-"""Matches an incomplete escape at the end of a text."""
-_SPACE = re.compile(r"[ \t\n\r]+")
-_WORD = re.compile(r'[^"{}\[\]<,: \t\n\r]+')  # a number, or a word such as true
+_IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])+')
+_OUTSIDE = re.compile(r'[^"{}\[\]<]+')
 _WORDS = ("true", "false", "null")
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+MAX_DEPTH = 8  # of schemas in which the type of an argument is looked up
 
 
 class JsonObject:
-    """Reads a JSON object that comes in pieces; checks only brackets and strings.
-
-    Values that strict clients refuse become strings: `NaN` becomes `"NaN"`, and 1e999, which exceeds a double,
-    `"1e999"`. Words that are a part of a value, as in `new york`, stay unchanged. Invalid escapes in strings, such as
-    a lone surrogate, get a second backslash. Control characters in strings are escaped.
-    """
+    """Reads a JSON object that comes in pieces; checks only brackets and strings. Control characters in strings are
+    escaped."""
 
     def __init__(self, opened: str = "") -> None:
         """`opened`: closing brackets that must follow, the innermost first."""
         self._closing = [*opened]
-        self._in_string = self._at_value = False
-        self._in_value = True  # no colon can follow
+        self._in_string = False
         self.ended = False
         self.broken = False  # the next character cannot belong to it
 
     def read(self, text: str, *, last: bool = False) -> tuple[str, int]:
-        """Reads up to the end of the object, or to an incomplete escape or word. `last`: no text follows.
+        """Reads up to the end of the object, or to a backslash at the end of the text. `last`: no text follows.
 
         Returns the JSON to pass on, and the number of characters that were read.
         """
         output: list[str] = []
         at = 0
         while at < len(text) and not self.ended:
-            character = text[at]
-            if run := (_IN_STRING if self._in_string else _SPACE).match(text, at):
+            if run := (_IN_STRING if self._in_string else _OUTSIDE).match(text, at):
                 output.append(run[0])
                 at = run.end()
                 continue
+            character = text[at]
             if self._in_string:
-                if character == "\\" and _ESCAPE_BEGUN.match(text, at):
-                    if not last:
-                        break
-                    output.append(text[at:])  # cut off
-                    at = len(text)
-                    continue
-                output.append(character if character == '"' else json.dumps(character)[1:-1])
-                self._in_string = character != '"'
-            elif word := _WORD.match(text, at):
-                if word.end() == len(text) and not last:
+                if character == "\\" and at + 1 == len(text) and not last:
                     break
-                valid = not self._at_value or word.end() == len(text) or _is_json(word[0])
-                if not valid:
-                    follows = text[word.end() :].lstrip(" \t\n\r")[:1]
-                    if not follows and not last:
-                        break
-                    valid = follows not in ("}", "]", ",")  # a part of a wrong value, or cut off
-                output.append(word[0] if valid else json.dumps(word[0], ensure_ascii=False))
-                self._at_value = False
-                at = word.end()
-                continue
+                output.append(character if character in '"\\' else json.dumps(character)[1:-1])
+                self._in_string = character != '"'
             elif character == "<" or (character in "}]" and self._closing[-1:] != [character]):
                 self.broken = True
                 break
@@ -138,11 +115,6 @@ class JsonObject:
                 elif character in "}]":
                     self._closing.pop()
                     self.ended = not self._closing
-                if character in "{[,":
-                    self._at_value = self._in_value = self._closing[-1:] == ["]"]
-                else:
-                    self._at_value = character == ":" and not self._in_value
-                    self._in_value |= character != '"'
             at += 1
         return "".join(output), at
 
@@ -457,14 +429,18 @@ def begun(text: str, marks: Collection[str]) -> int:
 def whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call that is a JSON object with its members in any order; None if it is not a call."""
     try:
-        call = strict_json(JsonObject().read(text, last=True)[0])
+        call = pydantic_core.from_json(JsonObject().read(text, last=True)[0])
         if isinstance(call.get("function"), dict):
             call = call["function"]
         name = call.get("name", call.get("function"))
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # some models write the arguments as text
             arguments = arguments or "{}"
-            return (name, arguments) if isinstance(name, str) and isinstance(strict_json(arguments), dict) else None
+            return (
+                (name, arguments)
+                if isinstance(name, str) and isinstance(pydantic_core.from_json(arguments), dict)
+                else None
+            )
         if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return None
         return name, json.dumps(arguments or {})
@@ -483,13 +459,6 @@ def strict_json(text: str, *, partial: bool = False) -> Any:
         value = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
     json.dumps(value, allow_nan=False)  # 1e999 is infinite
     return value
-
-
-def _is_json(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        strict_json(text)
-        return True
-    return False
 
 
 class TaggedCalls(CallParser):
@@ -614,118 +583,51 @@ class Glm(TaggedCalls):
 
 
 def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """The value of a text between tags: the first of these that the schema allows.
-
-    - null, if the text is `null`
-    - the text as a string; a schema that does not mention the argument allows it
-    - the text read as JSON, with words such as `TRUE` in any case
-    - the text read as a Python literal, as in vLLM and SGLang: `['a', None]`
-
-    If the schema allows none of them, the value is the JSON, or else the literal, whose type the schema allows without
-    regard to members and items. Otherwise it is the text read as JSON, or the text if it is not JSON.
+    """The value of a text between tags. A string, if the schema allows one or does not mention the argument; else the
+    text read as JSON, with words such as `TRUE` in any case, or as a Python literal, as in SGLang; else the text.
 
     Args:
         name: name of the argument.
         schema: schema of the object of all arguments.
     """
-
-    def allowed(value: Any, *, exact: bool = True) -> bool:
-        return _allows(schema, {name: value}, schema, exact, {})
-
-    if text == "null" and allowed(None):
+    members = schema.get("properties")
+    types = _types(members.get(name) if isinstance(members, Mapping) else None, schema)
+    if text == "null" and (not types or "null" in types):
         return None
-    if allowed(text):
+    if not types or "string" in types:
         return text
     bare = text.strip()
-    try:
-        parsed = strict_json(bare.lower() if bare.lower() in _WORDS else bare)
-    except ValueError:
-        parsed = text
-    values = text, parsed, _literal(bare, text)
-    choices = [value for value in values if allowed(value)]
-    choices = choices or [value for value in values if allowed(value, exact=False)]
-    empty = {dict: {}, list: []}  # replaces a value with members or items
-    choices += [value for value in values[1:] if allowed(empty.get(type(value), value), exact=False)]
-    return choices[0] if choices else parsed
-
-
-def _literal(text: str, default: Any) -> Any:
-    """The value of a Python literal that JSON can express, else `default`."""
-    if len(text) <= MOST:  # of longer texts the syntax tree takes too much memory
+    with contextlib.suppress(ValueError):
+        return strict_json(bare.lower() if bare.lower() in _WORDS else bare)
+    if len(bare) <= MOST:  # of longer texts the syntax tree takes too much memory
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             with warnings.catch_warnings(action="ignore"):
-                value = ast.literal_eval(text)
-            return strict_json(json.dumps(value))
-    return default
+                value = strict_json(json.dumps(ast.literal_eval(bare)))
+            return value if _TYPES[type(value)] in types else text
+    return text
 
 
-def _allows(schema: Any, value: Any, root: Mapping[str, Any], exact: bool, memo: dict[tuple[str, int], bool]) -> bool:
-    """True if a JSON schema allows a value. Types, members and listed values are checked; other keywords are ignored.
-
-    Args:
-        root: the schema that references are relative to.
-        exact: False: `enum` and `const` allow other values of the same types, and members may be added.
-        memo: results by reference and id of the value. A reference that leads to itself allows nothing.
-    """
-    if not isinstance(schema, Mapping):
-        return schema is not False
-    if value is None and schema.get("nullable") is True:
-        return True
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Names of the types that a schema allows; empty: any. `depth`: number of enclosing schemas, which is limited
+    because references may lead back to themselves."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return set()
     if isinstance(reference := schema.get("$ref"), str):
-        place = reference, id(value)
-        if place not in memo:
-            memo[place] = False
-            memo[place] = _allows(_part(root, reference), value, root, exact, memo)
-        if not memo[place]:
-            return False
-    implied = "object" if "properties" in schema else "array" if "items" in schema else []
-    types = schema.get("type", implied)
-    types = types if isinstance(types, list) else [types]
-    if types and not any(name in _types(value) or name not in _TYPES for name in types):
-        return False
-    for listed in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
-        if isinstance(listed, list):
-            same = [item for item in listed if {*_types(item)} & {*_types(value)}]
-            if not (value in same if exact else same):
-                return False
-    members, others = schema.get("properties"), schema.get("additionalProperties", True)
-    members = members if isinstance(members, dict) else {}
-    others = True if others is False and not exact else others
-    if isinstance(value, dict) and not all(
-        _allows(members.get(key, others), member, root, exact, memo) for key, member in value.items()
-    ):
-        return False
-    return all(
-        check(_allows(option, value, root, exact, memo) for option in schema[key])
-        for key, check in (("allOf", all), ("anyOf", any), ("oneOf", any))
-        if isinstance(schema.get(key), list)
-    )
-
-
-def _types(value: Any) -> tuple[str, ...]:
-    match value:
-        case None:
-            return ("null",)
-        case bool():
-            return ("boolean",)
-        case int() | float():
-            return ("number", "integer") if value == int(value) else ("number",)
-        case str():
-            return ("string",)
-        case _:
-            return ("object",) if isinstance(value, dict) else ("array",)
+        return _types(_part(root, reference), root, depth + 1)
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(listed, list):
+        return {_TYPES[type(value)] for value in listed}
+    names = schema.get("type", "object" if "properties" in schema else "array" if "items" in schema else [])
+    types = {name for name in (names if isinstance(names, list) else [names]) if name in _TYPES.values()}
+    for key in ("allOf", "anyOf", "oneOf"):
+        if not types and isinstance(options := schema.get(key), list):
+            several = [_types(option, root, depth + 1) for option in options]
+            types = set().union(*several) if key == "allOf" or all(several) else types
+    return types | ({"null"} if types and schema.get("nullable") is True else set())
 
 
 def _part(root: Any, reference: str) -> Any:
-    """The part of a schema that a reference names. True, which allows everything, if there is none."""
-    if not reference.startswith("#"):
-        return True
-    for name in unquote(reference).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
-            root = root[int(name)]
-        elif isinstance(root, dict) and name in root:
-            root = root[name]
-        else:
-            return True
-    return root
+    """The part of a schema that a reference such as `#/$defs/Name` names; None if there is none."""
+    for name in unquote(reference).removeprefix("#").split("/")[1:]:
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root if reference.startswith("#") else None

@@ -195,32 +195,16 @@ TAGGED: dict[str, tuple[str, Callable[[str, str], str]]] = {
         "glm45", lambda key, value: f"<tool_call>add<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
     ),
 }  # fmt: skip
-SHAPES = ('{"a": %s}', '{"b": 1, "a": {"c": [0, %s, 2]}}')
-VALUES: dict[str, Any] = {  # as the model writes them, and as clients get them
-    "1e999": "1e999", "-1E+999": "-1E+999", "NaN": "NaN", "Infinity": "Infinity", "-Infinity": "-Infinity",
-    "9" * 5000: "9" * 5000, "007": "007", "True": "True", "None": "None",
-    r'"\ud83d"': r"\ud83d", r'"x\uDC00"': r"x\uDC00", r'"\ud83d\u0041 \ud83d"': r"\ud83dA \ud83d",
-    r'"\q\u12"': r"\q\u12",
-    r'{"\udead": 1}': {r"\udead": 1}, '"a\x01\n"': "a\x01\n", r'"\ud83d\ude00\\ud83d\""': '😀\\ud83d"', "1e-999": 0.0,
-    "-1.5E+3": -1500.0, "true": True, "[null, 0, 2]": [None, 0, 2],
-}  # fmt: skip
+VALUES = (
+    "1e999", "NaN", "Infinity", "9" * 5000, "007", "True", "None", r'"\ud83d"', r'"\ud83d\u0041 \ud83d"', r'"\q\u12"',
+    '"a\x01\n"', r'"\ud83d\ude00\\ud83d\""', "true", "[null, 0, 2]",
+)  # fmt: skip
 
 
 def arguments(parts: list[tuple[str, Any]]) -> Any:
     """The arguments of the only call in an answer."""
     (value,) = (text for kind, text in parts if kind in NAMES)
     return strict(value) if isinstance(value, str) else value
-
-
-@pytest.mark.parametrize(
-    ("format", "route"), [*((name, CHAT) for name in FORMATS), ("hermes", RESPONSES), ("mistral, named", MESSAGES)]
-)
-def test_values_that_are_not_strict_json_become_text(format, route):
-    parser, written = FORMATS[format]
-    for shape in SHAPES:
-        for value, expected in VALUES.items():
-            result = arguments(both(route, parser, written(shape % value)))
-            assert result == json.loads(shape % json.dumps(expected)), (shape, value)
 
 
 @pytest.mark.parametrize("format", TAGGED)
