@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 
 from specjax.serve.app import Extension, Generation
-from specjax.serve.control import get
 from specjax.serve.metrics import read
 from specjax.serve.openai_answers import fingerprint
 from specjax.serve.runner import Runner
@@ -46,7 +45,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
     def rank_loads() -> list[dict[str, Any]]:
         return [load_of(replica, rank) for rank, replica in enumerate(generation.runner.ranks)]
 
-    @get(app, "/v1/loads", tags=["SGLang"])
+    @app.get("/v1/loads", tags=["SGLang"])
     async def get_loads() -> dict[str, Any]:
         ranks = rank_loads()
 
@@ -69,7 +68,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
             },
         }
 
-    @get(app, "/get_load", tags=["SGLang"])
+    @app.get("/get_load", tags=["SGLang"])
     async def get_load() -> list[dict[str, int]]:
         # sglang-router reads it for its policy power_of_two.
         return [

@@ -28,7 +28,7 @@ from specjax.checkpoint.prompts import begins_thinking
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import NO_SCORES, Sequence
-from specjax.serve.control import add_control_routes, get
+from specjax.serve.control import add_control_routes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import (
     ABORTED,
@@ -41,9 +41,9 @@ from specjax.serve.errors import (
     form_of,
     unavailable,
 )
-from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, BodyRoute
+from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
-from specjax.serve.middleware import IN_DRAIN, INTERNAL, OPEN, Gate, check_state
+from specjax.serve.middleware import IN_DRAIN, INTERNAL, Gate, check_state
 from specjax.serve.openai_answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
 from specjax.serve.runner import Service
@@ -55,16 +55,7 @@ logger = logging.getLogger("specjax.serve")
 
 LATER = 60  # seconds after which memory may be free again
 
-ABOUT = f"""\
-Speculative decoding for JAX, behind OpenAI's interface and SGLang's `/generate`.
-
-- Unsupported fields of OpenAI, SGLang and vLLM return a 400 that names the field, unless their value changes nothing.
-- Unknown fields are ignored and named in the header `{IGNORED_HEADER}`, or refused with `--strict-fields`.
-- Parameters that a request omits are those of the model's `generation_config.json` where the server uses it, else
-  OpenAI's.
-- A prompt and its new tokens must fit the context together, and the number of prompts times `n` the queue.
-- A body has at most {MAX_VALUES:,} JSON values, {MAX_NODES:,} of them lists, objects or members of objects.
-"""
+ABOUT = "Speculative decoding for JAX, behind OpenAI's interface and SGLang's `/generate`."
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "With `stream`: server-sent events.", "content": {"text/event-stream": {}}}
 }
@@ -209,8 +200,6 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nginx's status; only the log shows it
 
-    if settings.api_key:
-        app.openapi = functools.partial(with_security, app.openapi)  # type: ignore[method-assign]
     app.add_middleware(Gate, runner=runner, settings=settings, in_drain=in_drain, error_forms=forms)
     if settings.allowed_origins:  # outermost: the browser's preflight request has no key
         app.add_middleware(
@@ -243,11 +232,11 @@ def add_openai_routes(app: FastAPI, generation: Generation) -> None:
         card = {"id": model, "object": "model", "created": int(runner.ready_at), "owned_by": "specjax", "root": model}
         return card | {"max_model_len": runner.engine.context_length}
 
-    @get(app, "/v1/models", tags=["OpenAI"])
+    @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card()]}
 
-    @get(app, "/v1/models/{name:path}", tags=["OpenAI"])
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def one_model(name: str) -> dict[str, Any]:
         check_model(name, model)
         return model_card()
@@ -270,21 +259,10 @@ def add_generate_route(app: FastAPI, generation: Generation) -> None:
             names=generation.names if body.return_text_in_logprobs else None,
         )
 
-    # The inner route answers, the outer one describes it: a route of two methods has one id.
+    @app.put("/generate", include_in_schema=False)
     @app.post("/generate", tags=["SGLang"], responses=STREAM)
-    @app.api_route("/generate", methods=["POST", "PUT"], include_in_schema=False)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         return await generation.respond(request, body, secrets.token_hex(16), functools.partial(answer, body))
-
-
-def with_security(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """FastAPI's OpenAPI document of a server that needs an API key."""
-    document = describe()
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"key": []}]
-    for path in OPEN:
-        document["paths"][path]["get"]["security"] = []
-    return document
 
 
 class EventStream(StreamingResponse):

@@ -186,22 +186,10 @@ class _Everything(Collector):
                 family = make(prefix + metric.name, metric.about, labels=["model_name"])
                 family.add_metric(label, metric.value)
                 yield family
-        if len(self._replicas) > 1:
-            yield from _by_rank(self._replicas, label)
         for name, about in LATENCIES.items():
             total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
             for prefix in (OURS, SGLANG):
                 yield total.family(prefix + name, about, model)
-
-
-def _by_rank(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
-    """The metrics of each replica, under other names, so that a sum over a name counts nothing twice."""
-    for metrics in zip(*(read([replica]) for replica in replicas), strict=True):
-        make, name = _FAMILIES[metrics[0].kind], f"{OURS}rank_{metrics[0].name}"
-        family = make(name, f"One replica: {metrics[0].about}", labels=["model_name", "dp_rank"])
-        for rank, metric in enumerate(metrics):
-            family.add_metric([*label, str(rank)], metric.value)
-        yield family
 
 
 def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:

@@ -1,21 +1,15 @@
 """A request's prompts on their way to the engine: `Task` describes its sequences, `Tokenising` makes them in threads.
 
-A huge prompt must delay neither streams nor other clients' short prompts. One thread handles short requests in order of
-arrival, one handles requests with a grammar to compile, one all others. The last two sort requests by arrival time plus
-an allowance for their size: smaller requests overtake larger ones, but no request waits for ever. `tokenizers` and the
-compiler of grammars release Python's lock.
+A huge prompt must delay neither streams nor other clients' short prompts. One thread handles short requests, one
+requests with a grammar to compile, one all others. `tokenizers` and the compiler of grammars release Python's lock.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import queue
-import threading
-import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -146,56 +140,21 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
 
 
 SHORT = 16_384  # maximum number of characters of a short request: some 10 ms of work
-ALLOWANCE = 1e-5  # seconds a character by which larger requests are delayed: ten times the time to tokenise it
 PER_SEQUENCE = 100  # cost of making a sequence, in characters
 
 Result = TypeVar("Result")
-
-
-class _Lane:
-    """A thread that runs jobs in the order of their keys."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.PriorityQueue[tuple[float, int, Future[Any], list[Callable[[], Any]]]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def put(self, key: float, function: Callable[[], Result]) -> Future[Result]:
-        future: Future[Result] = Future()
-        work: list[Callable[[], Any]] = [function]
-        # A cancelled job stays in the queue, but the prompt that its function holds is freed at once.
-        future.add_done_callback(lambda _: work.clear())
-        self._jobs.put((key, next(self._numbers), future, work))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            self._next()
-
-    def _next(self) -> None:
-        """Waits for a job and runs it. A separate function, so that no variable holds the result while waiting."""
-        _, _, future, work = self._jobs.get()
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work[0]())
-            except BaseException as error:
-                future.set_exception(error)
 
 
 class Tokenising:
     """Call `submit` from any thread."""
 
     def __init__(self) -> None:
-        self._short = _Lane("specjax-tokenise-short")
-        self._long = _Lane("specjax-tokenise-long")
-        self._compiling = _Lane("specjax-tokenise-compile")
+        names = ("short", "long", "compile")
+        self._lanes = {name: ThreadPoolExecutor(1, thread_name_prefix=f"specjax-tokenise-{name}") for name in names}
 
     def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
         """Calls the function in a thread, unless the future is cancelled before. `size`: `work` of the function."""
-        if size <= SHORT and not compiles:
-            return self._short.put(0.0, function)
-        lane = self._compiling if compiles else self._long
-        return lane.put(time.monotonic() + size * ALLOWANCE, function)
+        return self._lanes["compile" if compiles else "short" if size <= SHORT else "long"].submit(function)
 
 
 def work(prompts: List[Any], choices: int) -> int:

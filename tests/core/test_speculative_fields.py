@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 import re
 from typing import Any
@@ -205,7 +203,7 @@ def test_page_without_key_and_its_policy():
     with running(shared_engine("NGRAM"), ServerSettings(api_key=("secret-key",))) as server, server.client() as client:
         answer = client.get("/")
         assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-        assert client.head("/").status_code == 200 and client.post("/").status_code == 405
+        assert client.post("/").status_code == 405
         assert client.get("/get_server_info").status_code == 401
         server.runner.drain()
         assert client.get("/").status_code == 200, "the page shows the state of the server"
@@ -213,10 +211,6 @@ def test_page_without_key_and_its_policy():
     assert "set-cookie" not in answer.headers and "secret-key" not in answer.text
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
-    for tag in ("script", "style"):
-        inside = answer.text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
     text = control.PLAYGROUND.read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^'\" ]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage|cookie", text)

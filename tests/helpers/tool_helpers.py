@@ -75,7 +75,6 @@ _SCRIPTS = {
     "h": "[TOOL_CALLS]¦ none ¦[ARGS]¦ needed",
     "i": "<think>¦Nothing¦ to do.¦</think>¦Fine.",
     "s": "<think>¦The Ask: ¦goes easy.\n\n¦</think>¦\n\n¦It is four.¦ Ask: ¦me again.",
-    "k": '<tool_call>¦{"name": "get_weather", "argum¦ents": {"city": "\\ud8¦3d", ¦"days": [NaN, ¦1e999]}}¦</tool_call>',
     "j": '<tool_call>¦{"name": "unknown", ¦"arguments": {}}!¦</tool_call>',
 }
 SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _SCRIPTS.items()}

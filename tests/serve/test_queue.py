@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
-from functools import partial
 
 import pytest
 from body_helpers import COMPLETE, GENERATE
@@ -28,7 +25,7 @@ from specjax.engine import SamplingParams
 from specjax.engine.intake import Intake
 from specjax.engine.scheduler import OVERTAKEN, Scheduler
 from specjax.serve import tokenising
-from specjax.serve.tokenising import ALLOWANCE, SHORT, Tokenising
+from specjax.serve.tokenising import SHORT, Tokenising
 
 
 @pytest.fixture(scope="module")
@@ -75,38 +72,6 @@ def test_grammars_have_a_lane():
     finally:
         let_go.set()
     assert [job.result(SECONDS) for job in slow] == [True] * 3
-
-
-def test_smaller_prompts_go_first_within_limits(blocker, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(tokenising.time, "monotonic", lambda: now[0])
-    lanes, order = Tokenising(), []
-    lanes.submit(SHORT + 1, blocker)
-    assert blocker.began.wait(SECONDS)
-    huge = lanes.submit(1_000_000, partial(order.append, "huge"))
-    lanes.submit(100_000, partial(order.append, "middle"))
-    now[0] += 1_000_000 * ALLOWANCE
-    late = lanes.submit(100_000, partial(order.append, "late"))
-    blocker.let_go.set()
-    huge.result(SECONDS), late.result(SECONDS)
-    assert order == ["middle", "huge", "late"]
-
-
-def test_cancelled_work_is_freed(blocker):
-    class Prompt:
-        pass
-
-    lanes, prompt = Tokenising(), Prompt()
-    reference = weakref.ref(prompt)
-    lanes.submit(SHORT + 1, blocker)
-    assert blocker.began.wait(SECONDS)
-    waiting = lanes.submit(SHORT + 1, partial(id, prompt))
-    del prompt
-    assert waiting.cancel()
-    gc.collect()
-    assert reference() is None, "freed while the lane is still busy"
-    blocker.let_go.set()
-    assert lanes.submit(SHORT + 1, lambda: 1).result(SECONDS) == 1
 
 
 # Places.

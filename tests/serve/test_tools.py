@@ -92,7 +92,6 @@ ANSWERS: dict[str, tuple[str, str, list[list[str]], str]] = {
     "g": ("auto", "", [["noop", "{}"]], "A city, so a call."),
     "h": ("mistral", " none  needed", [], ""),
     "i": ("auto", "Fine.", [], "Nothing to do."),
-    "k": ("auto", "", [["get_weather", r'{"city": "\\ud83d", "days": ["NaN", "1e999"]}']], ""),
     "j": ("auto", '<tool_call>{"name": "unknown", "arguments": {}}!</tool_call>', [], ""),
 }
 

@@ -124,7 +124,6 @@ def test_requests_over_both_replicas(server, engines):
     assert after["sglang:num_requests_total"] - before["sglang:num_requests_total"] == len(PROMPTS)
     latencies = "specjax:e2e_request_latency_seconds_count"
     assert after[latencies] - before[latencies] == len(PROMPTS)
-    assert after["specjax:rank_generation_tokens_total"] == after["specjax:generation_tokens_total"]
     assert after["specjax:max_total_num_tokens"] == 2 * engines[0].intake.pool_tokens
 
 
