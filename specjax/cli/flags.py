@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
@@ -21,7 +21,7 @@ from specjax.drafters.options import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
-from specjax.serve import server_settings
+from specjax.serve.server_settings import ServerSettings
 from specjax.settings import place_of, setting
 from specjax.thresholds import AcceptAbove
 
@@ -187,34 +187,13 @@ class SpeculativeSettings:
 
 
 @dataclass(frozen=True)
-class ServerSettings(server_settings.ServerSettings):
-    """Address, access, limits and interfaces of the server, and the processes and replicas behind it."""
-
-    data_parallel_size: int = setting(
-        1,
-        "replicas of the engine in this server, each on --tp devices of its own; requests are spread over them, and "
-        "limits of requests and pool tokens apply to each",
-        minimum=1, names=("--dp", "--dp-size"),
-    )  # fmt: skip
-    dist_init_addr: str | None = setting(
-        None,
-        "where --node-rank 0 listens for the others, on this port and the next; see docs/serving.md",
-        metavar="HOST:PORT",
-    )
-    nnodes: int = setting(
-        1, "processes, usually one per host, over which the model is split; --tp counts the devices of all", minimum=1
-    )
-    node_rank: int = setting(0, "rank of this process; rank 0 leads, and it alone serves requests", minimum=0)
-
-
-@dataclass(frozen=True)
 class Settings:
     """The tables of a file. The server uses all; `generate` all but the last."""
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     speculative: SpeculativeSettings = SpeculativeSettings()
-    server: ServerSettings = ServerSettings()
+    server: ServerSettings = field(default_factory=ServerSettings)
 
 
 OPTIONS = {

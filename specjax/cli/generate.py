@@ -31,11 +31,10 @@ from tqdm import tqdm
 from specjax import settings
 from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
-from specjax.cli.lines import line_files, parse_object, read_lines
+from specjax.cli.lines import check_writable, line_files, parse_object, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import as_lines, doubt, drafting_summary, speculation_table
-from specjax.engine.programs import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
@@ -199,8 +198,6 @@ def run(
         replica.warm_up(replica.buckets.first_keys(added, replica.pool.page_size), progress=progress)
     shown: Counter[Sequence] = Counter()  # trees printed
     drafted_before = sum(replica.counters.drafted_steps for replica in engines)
-    times = engine.programs.phase_times
-    before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()
     shown_bar = progress and bool(count["requests"])
@@ -247,7 +244,7 @@ def run(
         "draft": "; ".join(filter(None, (engine.drafter.note, engine.drafter.source))),
         "device": engine.device_name,
         **({"replicas": len(engines)} if others else {}),
-    } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
+    }
 
 
 DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
@@ -279,11 +276,6 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--no-progress", action="store_true", help="no progress bars")
     add("--show-trees", action="store_true", help="print each step's draft tree: proposed, drawn and accepted tokens")
-    add(
-        "--time-phases",
-        action="store_true",
-        help="add the times of drafting, verifying and committing to the last line; slower: phases cannot overlap",
-    )
     settings.add_flags(parser, DEFAULTS, TABLES)
     add = parser.add_argument_group(
         "sampling", "a line of the input may override these values, with the same names"
@@ -309,15 +301,6 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def check_output(args: argparse.Namespace) -> None:
-    """Raises ValueError if `--output` is the input or cannot be written."""
-    target = Path(args.output)
-    if args.input != "-" and target.exists() and any(target.samefile(file) for file in line_files([args.input])):
-        raise ValueError(f"--output {args.output} is the input file")
-    if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
-        raise ValueError(f"--output {args.output} cannot be written")
-
-
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     chosen = replace(chosen, server=replace(chosen.server, data_parallel_size=args.dp))  # not the file's [server]
@@ -328,15 +311,12 @@ def main(argv: list[str] | None = None) -> int:
         SamplingParams.from_mapping(sampling)
         if args.dp < 1:
             raise ValueError(f"--data-parallel-size must be at least 1, got {args.dp}")
-        if args.dp > 1 and args.time_phases:
-            raise ValueError(f"--time-phases is for one engine, without --data-parallel-size {args.dp}")
         lines = read_input(args.input)
-        check_output(args)
+        check_writable(Path(args.output), [args.input])
         if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
         build.claim_gpu(chosen)
-        config = {"trace": args.show_trees, "time_phases": args.time_phases}
-        engine, *others = build.make_engines(chosen, progress=progress, **config)
+        engine, *others = build.make_engines(chosen, progress=progress, trace=args.show_trees)
         if progress:
             print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
         requests, defaults = [], {**engine.sampling_defaults, **sampling}

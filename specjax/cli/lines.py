@@ -136,8 +136,10 @@ def check_encodes(name: str, value: Any) -> None:
         raise ValueError(f"{name} holds {text[error.start]!r}: surrogates must come in pairs") from None
 
 
-def check_writable(file: Path) -> None:
-    """Raises ValueError if `--output FILE` cannot be written."""
+def check_writable(file: Path, inputs: Sequence[str] = ()) -> None:
+    """Raises ValueError if `--output FILE` is a file of `inputs`, or cannot be written."""
+    if file.exists() and any(file.samefile(path) for path in line_files(inputs) if path != "-"):
+        raise ValueError(f"--output {file} is also an input")
     folder = file.resolve().parent
     if file.exists() and not file.is_file():
         raise ValueError(f"--output {file} cannot be written: it is not a file")

@@ -14,7 +14,7 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Address, access, limits and interfaces of the server."""
+    """Address, access, limits and interfaces of the server, and the processes and replicas behind it."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
@@ -66,3 +66,18 @@ class ServerSettings:
         metavar="FOLDER",
     )
     profile_steps: int = setting(100, "steps in a trace", minimum=1, maximum=MOST_TRACED)
+    data_parallel_size: int = setting(
+        1,
+        "replicas of the engine in this server, each on --tp devices of its own; requests are spread over them, and "
+        "limits of requests and pool tokens apply to each",
+        minimum=1, names=("--dp", "--dp-size"),
+    )  # fmt: skip
+    dist_init_addr: str | None = setting(
+        None,
+        "where --node-rank 0 listens for the others, on this port and the next; see docs/serving.md",
+        metavar="HOST:PORT",
+    )
+    nnodes: int = setting(
+        1, "processes, usually one per host, over which the model is split; --tp counts the devices of all", minimum=1
+    )
+    node_rank: int = setting(0, "rank of this process; rank 0 leads, and it alone serves requests", minimum=0)

@@ -232,9 +232,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     lines = lines[shard - 1 :: shards]
     output, progress = Path(args.output), not args.no_progress
     meta, lock_file = (output.with_name(name) for name in (f"{output.name}.meta.json", f".{output.name}.lock"))
-    if output.exists() and any(output.samefile(file) for file in line_files([args.input])):
-        raise ValueError(f"--output {output} is also an input")
-    check_writable(output)
+    check_writable(output, [args.input])
     if (lock := try_lock(lock_file)) is None:
         raise ValueError(f"--output {output} is being written by another run")
     with lock:

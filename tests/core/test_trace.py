@@ -222,13 +222,9 @@ def run(model, tmp_path, capsys):
     return call
 
 
-def test_show_trees_and_time_phases(run, monkeypatch):
+def test_show_trees(run, monkeypatch):
     plain, summary = run()
     assert len(summary.splitlines()) == 1
-    rows, times = run("--time-phases")
-    assert rows == plain and set(json.loads(times)) - set(json.loads(summary)) == {"phase_ms"}
-    milliseconds = json.loads(times)["phase_ms"]
-    assert list(milliseconds) == ["draft", "verify", "commit"] and milliseconds["verify"] > 0
     rows, out = run("--show-trees")
     assert rows == plain
     *blocks, last = out.split("\n\n")

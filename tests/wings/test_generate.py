@@ -331,7 +331,7 @@ def refused(tmp_path, capsys, model):
 def test_wrong_files(refused, tmp_path):
     assert str(tmp_path / "no.jsonl") in refused(input=tmp_path / "no.jsonl")
     assert "no/such/out" in refused(output=tmp_path / "no/such/out")
-    assert "is the input file" in refused(output=tmp_path / "in.jsonl")
+    assert "is also an input" in refused(output=tmp_path / "in.jsonl")
     assert json.loads((tmp_path / "in.jsonl").read_text()) == GOOD
     (tmp_path / "out.jsonl").write_text("earlier run")
     assert str(tmp_path / "nowhere") in refused(model=tmp_path / "nowhere")
@@ -418,7 +418,6 @@ def test_config_file(run, tmp_path):
     [
         (("--dp", 0), "--data-parallel-size must be at least 1, got 0"),
         (("--dp-size", 30), "--data-parallel-size 30 needs 30 devices, and JAX has "),
-        (("--dp", 2, "--time-phases"), "--time-phases is for one engine, without --data-parallel-size 2"),
     ],
 )
 def test_wrong_replicas(run, tmp_path, flags, message):
