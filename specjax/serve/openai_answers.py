@@ -93,8 +93,7 @@ def echo_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Any, *, with_piece
     """The echo of a prompt, which is a text or token ids.
 
     A character that spans several tokens belongs to the last of them. Special tokens that the tokenizer added have an
-    empty piece. If the decoded tokens differ from the text, for example after normalisation, the tokenizer's offset
-    mapping gives the pieces.
+    empty piece. If the decoded tokens differ from the text, for example after normalisation, they are the echo.
     """
     text = prompt if isinstance(prompt, str) else tokenizer.decode(list(tokens))
     if not with_pieces:
@@ -103,8 +102,6 @@ def echo_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Any, *, with_piece
         pieces = _decoded(tokens, tokenizer, skip)
         if "".join(pieces) == text:
             return Echo(text, pieces)
-    if isinstance(prompt, str) and (ends := _ends(prompt, tokens, tokenizer)) is not None:
-        return Echo(text, tuple(prompt[start:end] for start, end in zip([0, *ends], ends, strict=False)))
     pieces = _decoded(tokens, tokenizer, isinstance(prompt, str))
     return Echo("".join(pieces), pieces)
 
@@ -114,20 +111,6 @@ def _decoded(tokens: Sequence[int], tokenizer: Any, skip: bool) -> tuple[str, ..
     stream.extend(tokens)
     stream.finish()
     return tuple(stream.piece(index) for index in range(len(tokens)))
-
-
-def _ends(text: str, tokens: Sequence[int], tokenizer: Any) -> list[int] | None:
-    """The end of each token's characters in the text; None without an offset mapping."""
-    if not getattr(tokenizer, "is_fast", False):
-        return None
-    encoding = tokenizer(text, return_offsets_mapping=True)
-    if list(encoding["input_ids"]) != list(tokens):
-        return None
-    ends, last = [], 0
-    for _, end in encoding["offset_mapping"]:
-        last = max(last, end)
-        ends.append(last)
-    return [*ends[:-1], len(text)]
 
 
 def finite(logprob: float) -> float:

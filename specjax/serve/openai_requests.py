@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
 from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
@@ -44,7 +43,6 @@ from specjax.verify import TOP_LOGPROBS
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message
 MAX_NAMES = 64  # variables of the chat template
-MAX_VARIABLES = 2**14  # characters of all variables as JSON
 
 
 def _arguments(value: Any, info: Any) -> Any:
@@ -134,15 +132,6 @@ class Message(Body):
         return message
 
 
-def _few_characters(value: Any) -> Any:
-    """Checks the length of the template variables as JSON."""
-    if isinstance(value, dict) and len(text := json.dumps(value)) > MAX_VARIABLES:
-        numbers = {"length": len(text), "most": MAX_VARIABLES}
-        problem = "has {length} characters of JSON; at most {most} are supported"
-        raise PydanticCustomError("too_long_json", problem, numbers)
-    return value
-
-
 class TemplateFields(Body):
     """Arguments of the chat template."""
 
@@ -152,10 +141,9 @@ class TemplateFields(Body):
     continue_final_message: Flag | None = Field(
         None, description="Continue the last message, which is the assistant's."
     )
-    chat_template_kwargs: (
-        Annotated[dict[str, Any], Field(max_length=MAX_NAMES), at_most(MAX_NAMES), AfterValidator(_few_characters)]
-        | None
-    ) = Field(None, description=f"Variables of the chat template; at most {MAX_VARIABLES} characters of JSON.")
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_NAMES), at_most(MAX_NAMES)] | None = Field(
+        None, description="Variables of the chat template."
+    )
 
     def chat(self, messages: list[Message]) -> Chat:
         """The prompt. Raises an ApiError if fields exclude each other, or the last message cannot continue."""
@@ -180,14 +168,8 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
 
 
-def _is_schema(value: Any) -> Any:
-    if value is None or (isinstance(value, dict | str) and value != ""):
-        return value
-    raise PydanticCustomError("json_schema", "must be a JSON schema, as an object or a text")
-
-
-# `Grammar.json` checks the schema itself.
-JsonSchema = Annotated[Any, BeforeValidator(_is_schema, json_schema_input_type=dict[str, Any] | str | None)]
+# `Grammar.json` checks the schema.
+JsonSchema = SkipValidation[dict[str, Any] | str | None]
 
 
 with warnings.catch_warnings():
@@ -429,10 +411,6 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
 
     def task(self, rules: Rules) -> Task:
         check_capacity(self.n or 1, 1, rules, "messages")
-        if self.max_completion_tokens is not None and self.max_tokens is not None and self.max_tokens > rules.room:
-            # `max_tokens` has no effect here, but a wrong value is still an error.
-            problem = f"max_tokens must be from 1 to {rules.room} in a context of {rules.context_length}"
-            raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -480,15 +458,11 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: NewTokensOrNone | None = Field(
         None, description=f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."
     )
-    best_of: Integer | None = Field(None, description="1, or `n`.")
     echo: Flag | None = Field(None, description="Return the prompt before the text, with its `logprobs`.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
     def task(self, rules: Rules) -> Task:
         choices = self.n or 1
-        if self.best_of not in (None, 1, choices):
-            problem = f"must be 1 or n ({choices}), got {shown(self.best_of)}"
-            raise bad_request(f"best_of is not supported beyond n: it {problem}", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens must be at least 1, got 0, which is for echo: true alone", "max_tokens")
         start = 0 if self.echo and self.logprobs is not None else None

@@ -69,10 +69,7 @@ def check_certificate(settings: ServerSettings) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:
         place = f"--ssl-certfile {certificate}" + (f" --ssl-keyfile {key}" if key else "")
-        advice = ""
-        if isinstance(error, ssl.SSLError) and error.reason != "KEY_VALUES_MISMATCH":
-            advice = "; in PEM form there must be a certificate and, there or in --ssl-keyfile, its private key"
-        raise ValueError(f"{place}: {error.strerror or error}{advice}") from error
+        raise ValueError(f"{place}, in PEM form with a private key: {error.strerror or error}") from error
 
 
 class _Uvicorn(uvicorn.Server):

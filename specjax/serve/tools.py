@@ -26,17 +26,11 @@ from specjax.serve.fields import Body, Flag, Text, at_most, finite
 from specjax.serve.message_format import AnswerForm, ReplyOptions
 
 MAX_TOOLS = 128  # functions of a request; OpenAI's limit
-NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's; also without a line break at the end, which `$` would allow
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's
 CHOICES = ("none", "auto", "required")
 
 
-def _name(name: Any) -> Any:
-    if isinstance(name, str) and (name.endswith("\n") or not 1 <= len(name) <= 64):
-        raise PydanticCustomError("name", "must have 1 to 64 letters, digits, underscores and dashes")
-    return name
-
-
-FunctionName = Annotated[Text, Field(pattern=NAME), BeforeValidator(_name)]
+FunctionName = Annotated[Text, Field(pattern=NAME)]
 
 
 def object_schema(schema: Any) -> Any:

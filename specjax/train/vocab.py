@@ -157,9 +157,7 @@ def check_output(output: Path, inputs: Sequence[str]) -> None:
     """Raises ValueError if the format is unknown, or the file is an input or cannot be written."""
     if output.suffix not in WRITERS:
         raise ValueError(f"--output {output} must end in {', '.join(WRITERS)}")
-    if output.resolve() in [Path(file).resolve() for file in inputs]:
-        raise ValueError(f"--output {output} is also an input")
-    check_writable(output)
+    check_writable(output, inputs)
 
 
 def build_parser() -> argparse.ArgumentParser:

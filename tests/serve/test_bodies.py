@@ -39,7 +39,7 @@ from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
 from specjax.serve.dialects.responses import ResponsesRequest
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, MAX_MARKS, MAX_NAMED, Reading
-from specjax.serve.openai_requests import MAX_NAMES, MAX_VARIABLES, ChatRequest, CompletionRequest, Message
+from specjax.serve.openai_requests import MAX_NAMES, ChatRequest, CompletionRequest, Message
 from specjax.serve.runner import Runner
 from specjax.serve.sglang_generate import GenerateRequest, SamplingBody
 from specjax.serve.tokenising import Rules
@@ -298,7 +298,7 @@ WRONG_VALUES: list[tuple[tuple[str, ...], dict[str, list[tuple[Any, str]]]]] = [
             ({"messages": []}, "'messages'"), ({"self": 1}, "'self'"), ({"bos_token": "x"}, "'bos_token'"),
             ({"kwargs": 1, "conversation": 1}, "'conversation'"),
             ({"add_generation_prompt": "x"}, "a field of the body"),
-            ({str(i): i for i in range(MAX_NAMES + 1)}, "at most"), ({"a": "x" * MAX_VARIABLES}, "characters of JSON"),
+            ({str(i): i for i in range(MAX_NAMES + 1)}, "at most"),
         ],
     }),
     ((COMPLETE,), {
@@ -332,8 +332,7 @@ WRONG_BODIES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, LEAST[CHAT] | {"logprobs": True, "top_logprobs": -1}, "top_logprobs", ""),
     (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "x"}], "continue_final_message": True,
             "add_generation_prompt": True}, "continue_final_message", "add_generation_prompt"),
-    *((CHAT, LEAST[CHAT] | {"max_tokens": value, "max_completion_tokens": 5}, "max_tokens", "")
-      for value in (0, -1, 128, 10**30)),
+    *((CHAT, LEAST[CHAT] | {"max_tokens": value, "max_completion_tokens": 5}, "max_tokens", "") for value in (0, -1)),
     (COMPLETE, {"prompt": "x", "n": 2, "best_of": 3}, "best_of", ""),
     (COMPLETE, {"prompt": "x" * 100, "max_tokens": 29}, "max_tokens", "128"),
     *((GENERATE, {"text": "x", "sampling_params": sampling}, "sampling_params", text) for sampling, text in (

@@ -61,7 +61,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {  # by field: a value, a part of the 
         ({"type": "xml"}, "json_object"), ({}, "type is required"), ("json_object", "json_object"),
         ({"type": "json_schema"}, "json_schema is required"), (form(schema=[]), "JSON schema"),
         ({"type": "json_object", "schema": {}}, "not supported"), (form(schema={"type": "foo"}), "foo"),
-        ({"type": "text", "json_schema": {"schema": ""}}, "JSON schema"), (form(schema={"not": {}}), "not"),
+        (form(schema={"not": {}}), "not"),
     ],
     "regex": [("(a", "unclosed"), ("", "empty"), (5, "string"), ("a" * (MAX_SOURCE + 1), "at most")],
     "ebnf": [("root ::= foo", "foo")],

@@ -281,7 +281,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {  # by field: other fie
         ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type is required"),
         ({"tools": [{"type": "function"}]}, "tools[0].function is required"),
         ({"tools": [{"type": "function", "function": {}}]}, "name is required"),
-        *((function(name=name), "1 to 64") for name in ("", "x" * 65, "a\n")),
+        *((function(name=name), "pattern") for name in ("", "x" * 65, "a\n")),
         (function(name="a b"), "name"), (function(name=5), "string"), (function(description=[]), "string"),
         (function(parameters=[]), "object"), (function(parameters={"type": "array"}), "schema of an object"),
         (function(parameters={"type": "object", "properties": []}), "properties"),

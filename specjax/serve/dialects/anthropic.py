@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
-from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
@@ -52,6 +51,7 @@ from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     FIELDS,
     MAX_MESSAGES,
+    JsonSchemaFormat,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -240,16 +240,11 @@ class CountTokensRequest(Body):
         return Chat([*system, *messages], variables)
 
 
-with warnings.catch_warnings():
-    # pydantic's base class has a deprecated method of this name.
-    warnings.filterwarnings("ignore", message='Field name "schema"')
+class OutputFormat(JsonSchemaFormat):
+    type: Literal["json_schema"]
 
-    class OutputFormat(Body):
-        type: Literal["json_schema"]
-        schema: SkipValidation[dict[str, Any]]  # type: ignore[assignment]
-
-        def chosen(self) -> Grammar:
-            return Grammar.json(self.schema)
+    def chosen(self) -> Grammar:
+        return Grammar.json(self.schema)
 
 
 class OutputConfig(Body):

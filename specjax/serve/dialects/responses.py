@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ from specjax.serve.openai_requests import (
     FIELDS,
     MAX_MESSAGES,
     CallArguments,
-    JsonSchema,
+    JsonSchemaFormat,
     NewTokens,
     SamplingFields,
     TaskBody,
@@ -170,16 +169,8 @@ FlatToolChoice = Annotated[
 FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
 
-with warnings.catch_warnings():
-    # pydantic's base class has a deprecated method of this name.
-    warnings.filterwarnings("ignore", message='Field name "schema"')
-
-    class TextFormat(Body):
-        type: Literal["text", "json_object", "json_schema"]
-        name: Text | None = None
-        description: Text | None = None
-        schema: JsonSchema = Field(None, description="Needs the type `json_schema`.")  # type: ignore[assignment]
-        strict: Flag | None = Field(None, description="Schemas are always followed.")
+class TextFormat(JsonSchemaFormat):
+    type: Literal["text", "json_object", "json_schema"]
 
 
 class TextOptions(Body):
