@@ -120,12 +120,12 @@ def test_methods_and_paths(server):
         check_error(client.get("/v1/nothing"), 404, text="/v1/nothing")
         check_error(client.get("/v1/models/other"), 404, "model")
         for method, path, allowed in (
-            ("POST", "/", "GET"), ("GET", CHAT, "POST"), ("GET", COMPLETE, "POST"), ("GET", GENERATE, "POST, PUT"),
-            ("POST", "/v1/models", "GET"), ("DELETE", "/flush_cache", "GET, POST"),
+            ("POST", "/", "GET"), ("GET", CHAT, "POST"), ("GET", COMPLETE, "POST"), ("GET", GENERATE, "POST"),
+            ("POST", "/v1/models", "GET"),
         ):  # fmt: skip
             refused = client.request(method, path)
             check_error(refused, 405)
-            assert set(allowed.split(", ")) <= set(refused.headers["allow"].split(", "))
+            assert refused.headers["allow"] == allowed
         answer = client.post(f"{COMPLETE}/", json=BODY, headers={"Host": "evil.example"})
         assert answer.status_code == 404 and "location" not in answer.headers and answer.json()["error"]
         assert client.put(GENERATE, json={"text": "x", "sampling_params": {"max_new_tokens": 1}}).status_code == 200

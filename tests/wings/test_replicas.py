@@ -15,11 +15,9 @@ from server_helpers import SECONDS, Running, braked, in_background, running, wai
 from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
-from specjax.engine.batch import Counters
 from specjax.fleet import replicas
 from specjax.fleet.replicas import Balance, Replicas
 from specjax.serve.errors import ENGINE_STUCK, FAILED_STEP, State
-from specjax.serve.metrics import Latencies
 from specjax.serve.runner import EngineStuck
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
@@ -78,19 +76,6 @@ def test_balance_bounds_the_load(monkeypatch):
     for token in range(50):
         balance.choose([token, token], None, [0, 0])
     assert len(balance._ranks) == 5
-
-
-def test_sums():
-    """Sums of counters and latencies do not change their terms."""
-    first, second = Counters(generated=3, accepted_at=[2, 1]), Counters(generated=4, accepted_at=[1])
-    both = Counters.sum([first, second])
-    assert (both.generated, both.accepted_at, first.accepted_at) == (7, [3, 1], [2, 1])
-    assert Counters.sum([first]) == first
-    slow, fast = Latencies(), Latencies()
-    slow.observe(9.0, 2)
-    fast.observe(0.002)
-    samples = {s.name: s.value for s in Latencies.sum([slow, fast]).family("x", "About.", "m").samples}
-    assert (samples["x_count"], samples["x_sum"]) == (3, pytest.approx(18.002))
 
 
 def test_too_few_devices():
@@ -197,17 +182,6 @@ def test_loads_and_aborts_at_both_replicas(server, engines):
             for name, job in asked.items()
         }
     assert ends == {"mine": {"abort"}, "other": {"length"}}
-    server.wait_idle()
-
-
-def test_leaving_client(server, engines):
-    server.wait_idle()
-    body = {"prompt": PROMPTS[:4], "max_tokens": 100, "stream": True, "ignore_eos": True}
-    with ExitStack() as stack, server.client() as client:
-        brakes = [stack.enter_context(braked(engine, after=3)) for engine in engines]
-        with client.stream("POST", "/v1/completions", json=body):
-            for brake in brakes:
-                brake.wait()
     server.wait_idle()
 
 
