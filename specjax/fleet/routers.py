@@ -82,4 +82,4 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
         ]
 
 
-EXTENSIONS = (Extension(add_routes, in_drain=frozenset({"/v1/loads", "/get_load"})),)
+EXTENSIONS = (Extension(add_routes),)

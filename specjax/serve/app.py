@@ -43,7 +43,7 @@ from specjax.serve.errors import (
 )
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
-from specjax.serve.middleware import IN_DRAIN, INTERNAL, Gate, check_state
+from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openai_answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
 from specjax.serve.runner import Service
@@ -116,6 +116,7 @@ class Generation:
             echo: the answer repeats the prompts.
         """
         runner = self.runner
+        check_state(runner)
         task = await request.state.reading.run(body.task, self.rules())
 
         def tokenise() -> tuple[list[Sequence], list[Echo]]:
@@ -153,12 +154,10 @@ class Extension(NamedTuple):
 
     Attributes:
         add: registers the routes with the application.
-        in_drain: paths that are answered while the server drains; see `specjax.serve.middleware.IN_DRAIN`.
         error_forms: maps prefixes of paths to the form of their errors. Default: OpenAI's.
     """
 
     add: Callable[[FastAPI, Generation], None]
-    in_drain: frozenset[str] = frozenset()
     error_forms: Mapping[str, ErrorForm] = MappingProxyType({})
 
 
@@ -186,7 +185,6 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     add_control_routes(app, runner, settings, model=model, tokenising=generation.tokenising)
     for extension in extensions:
         extension.add(app, generation)
-    in_drain = IN_DRAIN.union(*(extension.in_drain for extension in extensions))
     forms = error_forms(extensions)
 
     @app.exception_handler(HTTPException)
@@ -200,7 +198,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nginx's status; only the log shows it
 
-    app.add_middleware(Gate, runner=runner, settings=settings, in_drain=in_drain, error_forms=forms)
+    app.add_middleware(Gate, runner=runner, settings=settings, error_forms=forms)
     if settings.allowed_origins:  # outermost: the browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],

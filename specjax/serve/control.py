@@ -26,7 +26,7 @@ from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.openai_answers import fingerprint
-from specjax.serve.openai_requests import Ids, Messages, TemplateFields, Texts, check_model
+from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server_settings import MOST_TRACED, ServerSettings
 from specjax.serve.tokenising import Tokenising, refusal, work
@@ -38,20 +38,15 @@ PLAYGROUND = Path(__file__).with_name("playground.html")
 HEALTH_SECONDS = 20.0  # time limit for a token of `/health_generate`
 
 
-class TokenizeRequest(TemplateFields):
-    """A text, several texts, or a chat for the model's template, as in SGLang and vLLM."""
+class TokenizeRequest(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"messages": ()}
 
     model: Text | None = None
-    prompt: SkipValidation[Texts | None] = None
-    messages: Messages | None = None
-    add_special_tokens: Flag | None = Field(None, description="Only for texts. Default: true.")
+    prompt: SkipValidation[Texts]
+    add_special_tokens: Flag | None = Field(None, description="Default: true.")
 
     def prompts(self) -> tuple[list[Any], bool]:
         """The prompts, and True if the request has a list of prompts."""
-        if (self.prompt is None) == (self.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
-        if self.messages is not None:
-            return [self.chat(self.messages)], False
         several = isinstance(self.prompt, list)
         prompts: Any = self.prompt if several else [self.prompt]
         if not all(isinstance(text, str) for text in prompts):
@@ -314,8 +309,6 @@ def add_control_routes(
 
         def encode() -> list[list[int]]:
             intake = engine.intake
-            if body.messages is not None:
-                return [intake.encode(prompts[0])]
             for text in prompts:
                 intake.check_text(text)
             special = True if body.add_special_tokens is None else body.add_special_tokens
@@ -324,7 +317,7 @@ def add_control_routes(
         try:
             ids = await asyncio.wrap_future(tokenising.submit(work(prompts, 1), encode))
         except ValueError as error:
-            raise refusal(error, {}, "prompt" if body.messages is None else "messages") from error
+            raise refusal(error, {}, "prompt") from error
         counts = [len(tokens) for tokens in ids]
         answer = {"tokens": ids, "count": counts} if several else {"tokens": ids[0], "count": counts[0]}
         return answer | {"max_model_len": engine.context_length}

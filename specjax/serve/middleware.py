@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
@@ -26,12 +26,6 @@ MAX_BODIES = 2**30  # bytes of the bodies of all unanswered requests
 HEALTH = "/health"  # answers in any state
 PAGE = "/"  # the chat page: static and without secrets
 OPEN = (HEALTH, PAGE)  # paths that need no API key
-# Cheap routes that routers and Prometheus call during a drain, and routes that end requests or let them continue.
-IN_DRAIN = frozenset(
-    ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/models",
-     "/abort_request", "/continue_generation")
-)  # fmt: skip
-
 CLOSE = {"Connection": "close"}
 INTERNAL = "internal error; the server's log has it"
 
@@ -40,7 +34,6 @@ class Gate:
     """Checks every request before its route, limits the size of its body, and logs the answer.
 
     Args:
-        in_drain: paths that are answered while the server drains.
         error_forms: as `form_of`.
     """
 
@@ -50,11 +43,10 @@ class Gate:
         *,
         runner: Service,
         settings: ServerSettings,
-        in_drain: Set[str] = IN_DRAIN,
         error_forms: Mapping[str, ErrorForm] = MappingProxyType({}),
     ) -> None:
         self._app, self._runner, self._settings = app, runner, settings
-        self._in_drain, self._error_forms = in_drain, error_forms
+        self._error_forms = error_forms
         self._bytes = 0  # of the bodies of all unanswered requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,8 +104,8 @@ class Gate:
             if scheme.lower() != "bearer" or not valid:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        drains = self._runner.state is State.DRAINING and self._runner.loaded
-        if not (drains and path in self._in_drain):
+        # During a drain, `Generation.respond` refuses new requests. Routers and Prometheus read the state meanwhile.
+        if self._runner.state is not State.DRAINING or not self._runner.loaded:
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:

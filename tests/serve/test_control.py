@@ -68,20 +68,12 @@ def test_tokenize_and_detokenize(server, prefix):
         assert server.post(f"{prefix}/detokenize", body).json()["text"] == text
 
 
-def test_tokens_of_a_chat_are_its_prompt(server):
-    answer = server.post("/tokenize", {"messages": HELLO}).json()
-    assert answer["tokens"] == server.engine.encode(HELLO)
-    assert answer["count"] == server.chat("hello", max_tokens=1).json()["usage"]["prompt_tokens"]
-
-
 @pytest.mark.parametrize(
     ("path", "wrong", "param"),
     [
-        ("/tokenize", [{}, {"prompt": 5}, {"prompt": ["a", 5]}, {"prompt": "a", "messages": HELLO},
-                       {"prompt": "a" * 100_000}], "prompt"),
-        ("/tokenize", [{"messages": []}], "messages"),
+        ("/tokenize", [{}, {"prompt": 5}, {"prompt": ["a", 5]}, {"prompt": "a" * 100_000}], "prompt"),
+        ("/tokenize", [{"prompt": "a", "messages": HELLO}], "messages"),
         ("/tokenize", [{"prompt": "a", "add_special_tokens": 1}], "add_special_tokens"),
-        ("/tokenize", [{"messages": HELLO, "chat_template_kwargs": {"tokenize": 1}}], "chat_template_kwargs"),
         ("/detokenize", [{}, {"tokens": "abc"}, {"tokens": [1, [2]]}, {"tokens": [[1], 2]}, {"tokens": [10**6]},
                          {"tokens": [-1]}, {"tokens": [True]}], "tokens"),
         ("/abort_request", [{}, {"rid": 5}], "rid"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, MESSAGES, RESPONSES, RULES, refusal
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, MESSAGES, RESPONSES, RULES, refusal, task
 from engine_helpers import END, TEMPLATE, byte_ids, shared_engine, toy
 from engine_helpers import tokenizer as plain_tokenizer
 from server_helpers import Running, check_error, running
@@ -185,11 +185,10 @@ def test_conversation_with_a_function(servers):
     assert message.tool_calls
     messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "22 b"}]
     assert completions.create(**fields, messages=messages).choices[0].message.content == ANSWERS["b"][1]
-    tokens = (
-        servers().post("/tokenize", {"messages": [messages[0], message.model_dump(), messages[2]]}).json()["tokens"]
-    )
+    body = {"messages": [messages[0], message.model_dump(), messages[2]]}
+    (chat,) = task(CHAT, body, replace(RULES, form=answer_form(tool_tokenizer()))).prompts
     call = '<tool_call>{"name": "noop", "arguments": {}}</tool_call>'
-    prompt = servers().engine.tokenizer.decode(tokens)
+    prompt = servers().engine.tokenizer.decode(servers().engine.encode(chat))
     assert f"assistant:<think>A city, so a call.</think>{call}<|im_end|>tool:22 b" in prompt
 
 
