@@ -15,8 +15,7 @@ from server_helpers import SECONDS, Running, braked, in_background, running, wai
 from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
-from specjax.fleet import replicas
-from specjax.fleet.replicas import Balance, Replicas
+from specjax.fleet.replicas import Replicas
 from specjax.serve.errors import ENGINE_STUCK, FAILED_STEP, State
 from specjax.serve.runner import EngineStuck
 
@@ -47,35 +46,6 @@ def server(engines) -> Iterator[Running]:
 
 def text_of(answer: Any) -> str:
     return answer.json()["choices"][0]["text"]
-
-
-# The choice of a replica.
-
-
-def test_balance_by_load_and_prefix():
-    balance = Balance(2, page_size=4)
-    first, second, long = [1] * 8, [2] * 8, [1] * 8 + [3] * 20
-    assert balance.choose(first, None, [0, 0]) == 0
-    assert balance.choose(second, None, [0, 0]) == 1, "the fewest requests so far"
-    assert balance.choose(long, None, [1, 0]) == 0, "its prefix is cached there"
-    assert balance.choose(long, None, [2, 0]) == 1, "too much load at the other"
-    assert balance.choose(long, None, [1, 0]) == 1, "cached at both: the load decides"
-    assert balance.choose(long, None, [5, 4]) == 1
-    assert balance.choose(second, "salt", [1, 0]) == balance.choose(second, "other", [1, 0]) == 1
-    assert balance.choose(first[:3], None, [0, 3]) == 0, "less than a page"
-
-
-def test_balance_bounds_the_load(monkeypatch):
-    """For any prompts, at most a quarter and two requests more than the smallest load. Memory is bounded, too."""
-    balance, loads = Balance(3, page_size=2), [0, 0, 0]
-    for count in range(200):
-        loads[balance.choose([7] * (count % 9), None, loads)] += 1
-        assert max(loads) <= min(loads) + 2 + min(loads) // 4, loads
-    monkeypatch.setattr(replicas, "MAX_PAGES", 5)
-    balance = Balance(2, page_size=1)
-    for token in range(50):
-        balance.choose([token, token], None, [0, 0])
-    assert len(balance._ranks) == 5
 
 
 def test_too_few_devices():
