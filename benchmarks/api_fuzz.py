@@ -3,7 +3,7 @@
     make schemathesis
     python benchmarks/api_fuzz.py --schemathesis .schemathesis/bin/st [--examples 200] [--model MODEL]
 
-Starts `specjax serve` three times: as it is, with an API key, and with --strict-fields. The document has no rules
+Starts `specjax serve` twice: as it is, and with an API key. The document has no rules
 between fields and no limits of the served model, so the server may refuse a request that the document allows. Without
 --model the target is a random Llama of one layer. Fails if there is a finding. The last line is one JSON document.
 """
@@ -27,7 +27,7 @@ import httpx
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 KEY = "open-sesame"
-RUNS = {"open": [], "key": ["--api-key", KEY], "strict": ["--strict-fields"]}
+RUNS = {"open": [], "key": ["--api-key", KEY]}
 SMALL = [
     "--context-length", "1024", "--max-running-requests", "16", "--speculative-algorithm", "NGRAM",
     "--speculative-num-draft-tokens", "4", "--speculative-ngram-capacity", "4096",

@@ -312,11 +312,8 @@ class Leader(Group):
         return least
 
     def compare(self, digest: str, what: str) -> None:
-        """Waits for the next digest of each follower. Ends the group if one differs. Call from one thread at a time.
-
-        Args:
-            what: names the digest's program in the message.
-        """
+        """Waits for the next digest of each follower. Ends the group if one differs; `what` names the program in the
+        message. Call from one thread at a time."""
         with self._changed:
             self._changed.wait_for(lambda: all(self._digests.values()))
             others = {rank: digests.popleft() for rank, digests in self._digests.items()}
@@ -328,11 +325,8 @@ class Leader(Group):
                 )
 
     def stop(self, status: int, reason: str = "") -> None:
-        """Ends the followers with this status, and waits up to `FAREWELL` seconds. End this process afterwards.
-
-        Args:
-            reason: reason of a failure, for the followers' logs.
-        """
+        """Ends the followers with this status, and waits up to `FAREWELL` seconds. End this process afterwards. The
+        `reason` of a failure is for the followers' logs."""
         with self._ending:
             self._leaving = True
         self.send("stop", status=status, reason=reason)

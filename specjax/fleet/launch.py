@@ -27,11 +27,8 @@ PER_PROCESS = {
 
 
 def make_group(chosen: Settings) -> Leader | Follower | None:
-    """Joins the group of processes that share the model; None for a single process.
-
-    Raises:
-        ValueError: settings contradict each other, or the leader cannot listen.
-    """
+    """Joins the group of processes that share the model; None for a single process. Raises ValueError if settings
+    contradict each other, or the leader cannot listen."""
     server, devices = chosen.server, chosen.engine.tensor_parallel_size
     address, count, rank = server.dist_init_addr, server.nnodes, server.node_rank
 

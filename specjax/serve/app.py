@@ -176,7 +176,6 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
         redirect_slashes=False,  # the address would be made of the Host header
     )
     app.router.route_class = BodyRoute
-    app.state.strict_fields = settings.strict_fields
     for rank in runner.ranks:
         rank.traffic.model = model
     generation = Generation(runner, settings, model=model)

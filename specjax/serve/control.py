@@ -17,7 +17,7 @@ from pydantic import Field, SkipValidation
 from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from specjax.engine import Engine, SamplingParams
+from specjax.engine import SamplingParams
 from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import drafting_summary
 from specjax.serve.delivery import Listener
@@ -140,7 +140,7 @@ def stored_in(params: Any) -> str:
 
 def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
     """The answer of `/get_model_info`: sizes of one engine, counts of it and `others`, its replicas."""
-    config, engines = engine.target.config, (engine, *others)
+    engines = (engine, *others)
     counters, verify = Counters.sum(replica.counters for replica in engines), engine.verify
     lossy = None
     if isinstance(verify, AcceptAbove) and verify.lossy:
@@ -150,7 +150,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "served_model_name": model,
         "tokenizer_path": engine.tokenizer.name_or_path,
         "is_generation": True,
-        "dtype": config.dtype,
+        "dtype": engine.target.config.dtype,
         "vocab_size": engine.vocab_size,
         "context_length": engine.context_length,
         "max_total_num_tokens": engine.intake.pool_tokens,

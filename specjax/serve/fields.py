@@ -2,14 +2,13 @@
 
 The declaration of a `Body`'s field gives the check, the error message and the OpenAPI document. Unsupported fields of
 OpenAI, SGLang and vLLM return a 400 that names the field, unless their value changes nothing. Unknown fields are
-ignored and named in a response header, or refused with `--strict-fields`.
+ignored and named in a response header.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +28,8 @@ from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.verify import LOGPROB_IDS
 
-logger = logging.getLogger("specjax.serve")
-
 IGNORED_HEADER = "X-Specjax-Ignored-Fields"  # names the fields of the request that had no effect
-MAX_NAMED = 16  # maximum number of ignored fields in the header and the log
+MAX_NAMED = 16  # maximum number of ignored fields in the header
 MAX_NAME = 64  # maximum number of characters of a field's name in headers and messages
 
 MAX_MARKS = 2**20  # maximum number of commas, colons and opening brackets in a body: room for batches of token ids
@@ -46,15 +43,11 @@ Result = TypeVar("Result")
 
 
 class Reading:
-    """Limits the JSON values of one body, and collects its ignored fields. The context of pydantic's validation.
+    """Limits the JSON values of one body of `size` bytes, and collects its ignored fields. The context of pydantic's
+    validation."""
 
-    Args:
-        strict: refuse unknown fields.
-        size: bytes of the body.
-    """
-
-    def __init__(self, *, strict: bool = False, size: int = 0) -> None:
-        self._strict, self._size = strict, size
+    def __init__(self, size: int = 0) -> None:
+        self._size = size
         self._marks = 0
         self._ignored: dict[str, None] = {}  # names in order, at most MAX_NAMED + 1
 
@@ -82,10 +75,7 @@ class Reading:
             raise bad_request(f"the body is not valid JSON: {error}") from error
 
     def ignore(self, name: str) -> None:
-        """Records an unknown field. Raises an ApiError with `--strict-fields`."""
-        if self._strict:
-            message = f"unknown field {name!r}; this server refuses unknown fields (--strict-fields)"
-            raise bad_request(message, _root(name), "unknown_field")
+        """Records an unknown field."""
         if len(self._ignored) <= MAX_NAMED:
             self._ignored[name] = None
 
@@ -95,11 +85,6 @@ class Reading:
         names = [quote(name, safe="[]", errors="replace") or '""' for name in self._ignored]
         names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
         return {IGNORED_HEADER: ", ".join(names)} if names else {}
-
-    def log(self, path: str) -> None:
-        """Logs the names of ignored fields. Values are private and not logged."""
-        if self._ignored:
-            logger.warning("%s: ignored fields: %s", path, self.headers[IGNORED_HEADER])
 
 
 def whole(value: Any) -> Any:
@@ -290,10 +275,9 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             data = await receive_body(request, optional=bool(optional))
-            reading = request.state.reading = Reading(strict=request.app.state.strict_fields, size=len(data))
+            reading = request.state.reading = Reading(len(data))
             absent = bool(optional) and not data
             body = None if absent else await reading.run(lambda: kind.read(reading.parse(data), reading))
-            reading.log(self.path)
             more = {"request": request} if self.dependant.request_param_name else {}
             answer = await self.endpoint(body=body, **more)
             response = answer if isinstance(answer, Response) else JSONResponse(answer)

@@ -1,7 +1,7 @@
 """Metrics for Prometheus at `/metrics`, and log lines about steps in SGLang's form.
 
-Metrics have our own names, and SGLang's. Totals and gauges are read from the
-engine on request. The engine's thread records latencies after each step.
+Metrics have our own names, and SGLang's. Totals and gauges are read from the engine on request. The engine's thread
+records latencies after each step.
 """
 
 from __future__ import annotations

@@ -31,11 +31,8 @@ INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
-    """Checks every request before its route, limits the size of its body, and logs the answer.
-
-    Args:
-        error_forms: as `form_of`.
-    """
+    """Checks every request before its route, limits the size of its body, and logs the answer. `error_forms`: as in
+    `form_of`."""
 
     def __init__(
         self,

@@ -300,11 +300,8 @@ class SamplingFields(Body):
         return {"grammar": chosen(self, self.asked, self.place)[0] or "grammar"}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
-        """Sampling parameters: the request's values, else the model's defaults, else temperature 1. Raises an ApiError.
-
-        Args:
-            more: parameters without a field of the same name.
-        """
+        """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
+        without a field of the same name. Raises an ApiError."""
         more.setdefault("grammar", chosen(self, self.asked, self.place)[1])
         names = {field.name for field in dataclasses.fields(SamplingParams)} & set(type(self).model_fields)
         values = {name: getattr(self, name) for name in names} | more

@@ -54,9 +54,6 @@ class ServerSettings:
         "or the vocabulary has these; none = it stays in the content; all other names = always",
         choices=(AUTO, NONE, *THINKERS), parse=str.lower, metavar="NAME",
     )  # fmt: skip
-    strict_fields: bool = setting(
-        False, "refuse unknown fields; default: the header X-Specjax-Ignored-Fields names them"
-    )
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )
