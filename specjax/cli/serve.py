@@ -142,8 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_certificate(server)
         if dry_run is not None and args.dry_run:
-            devices = args.assume_devices or settings.engine.tensor_parallel_size
-            return dry_run.dry_run(settings, args.assume_device, devices, as_json=args.json)
+            return dry_run.dry_run(settings, args.assume_device, as_json=args.json)
         if server.profile is not None:
             make_folder(server.profile)
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:

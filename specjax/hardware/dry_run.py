@@ -64,16 +64,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print the plan as one line of JSON, and no report")
     text = f"compute for one of {', '.join(DEVICES)}; default: this machine's device"
     group.add_argument("--assume-device", type=str.upper, choices=tuple(DEVICES), metavar="NAME", help=text)
-    group.add_argument("--assume-devices", type=int, metavar="N", help="split over N devices; default: --tp")
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     """Exits if a flag of a dry run is wrong or --dry-run is missing."""
-    for name in ("json", "assume_device", "assume_devices"):
+    for name in ("json", "assume_device"):
         if getattr(args, name) and not args.dry_run:
             parser.error(f"--{dashed(name)} needs --dry-run")
-    if args.assume_devices is not None and args.assume_devices < 1:
-        parser.error(f"--assume-devices must be an integer of at least 1, got {args.assume_devices}")
 
 
 def this_device(dtype: str) -> Device:
@@ -99,7 +96,7 @@ def this_device(dtype: str) -> Device:
     return Device(kind, total, bandwidth, speed, speed, "measured: a copy of 256 MB, a product")
 
 
-def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
+def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = False) -> int:
     """Prints the plan; returns 0 if the model fits, 1 if not, 2 for a wrong setting. `device`: see `DEVICES`."""
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
@@ -120,7 +117,7 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_js
             model = described(arguments["dtype"], True)
             checkpoint.check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
             bounds = DEVICES[device] if device else this_device(model.target.config.dtype)
-            replicas = settings.server.data_parallel_size
+            devices, replicas = settings.engine.tensor_parallel_size, settings.server.data_parallel_size
             case = Case(model, arguments["config"], bounds, platform, devices, share, replicas)
             plan = {"model": settings.model.model, **make_plan(case)}
             plan["changes"] = [*changes(case, described)] if plan["problems"] else []
@@ -381,7 +378,7 @@ def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[s
         "--context-length": settings("context_length", [room] if config.context_length and room else []),
         "--max-running-requests": settings("max_running_requests", batches),
         "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
-        "--assume-devices": ((changed.devices, changed) for changed in wider if not any(_split_problems(changed))),
+        "--tp": ((changed.devices, changed) for changed in wider if not any(_split_problems(changed))),
         "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
     }
     if dtype == "float32":

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence as List
 from typing import Any
 
+import jax
 import numpy as np
 import oracle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -202,6 +203,12 @@ def check_plain(model: Toy, prompt: List[int], params: SamplingParams, done: Com
     stopped = expected.finish == oracle.STOP
     assert done.finish_reason["type"] == ("stop" if stopped else "length")
     assert done.text == shown(expected.tokens[:-1] if stopped else expected.tokens)
+
+
+def devices(engine: Engine) -> list[int]:
+    """Ids of the devices with arrays of the engine."""
+    leaves = jax.tree.leaves((engine.params, engine.device.state))
+    return sorted({device.id for leaf in leaves for device in leaf.devices()})
 
 
 def check_idle(engine: Engine) -> None:

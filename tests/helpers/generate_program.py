@@ -14,6 +14,8 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 2)
 
+from engine_helpers import devices  # noqa: E402
+
 from specjax.cli import build, generate  # noqa: E402
 from specjax.engine import Engine  # noqa: E402
 
@@ -24,12 +26,6 @@ make_engines = build.make_engines
 def remembered(*args, **config) -> list[Engine]:
     ENGINES[:] = make_engines(*args, **config)
     return list(ENGINES)
-
-
-def devices(engine: Engine) -> list[int]:
-    """Ids of the devices with arrays of the engine."""
-    leaves = jax.tree.leaves((engine.params, engine.device.state))
-    return sorted({device.id for leaf in leaves for device in leaf.devices()})
 
 
 if __name__ == "__main__":

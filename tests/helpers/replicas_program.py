@@ -12,9 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import mesh_program  # asks for four devices
-from engine_helpers import tokenizer
+from engine_helpers import devices, tokenizer
 from mesh_program import BIAS, CASES, PROMPTS
 from server_helpers import Running, running
 
@@ -82,12 +81,6 @@ def text(server: Running, prompt: list[int], fields: dict[str, Any]) -> list[int
     answer = server.post("/generate", {"input_ids": prompt, "sampling_params": fields})
     assert answer.status_code == 200, answer.text
     return answer.json()["output_ids"]
-
-
-def devices(engine: Engine) -> list[int]:
-    """All on which arrays of the engine lie."""
-    leaves = jax.tree.leaves((engine.params, engine.device.state))
-    return sorted({device.id for leaf in leaves for device in leaf.devices()})
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_path_of_a_config_and_tied_embedding(configs, dry_run):
     paths = configs / "8b", configs / "8b" / "config.json"
     folder, file = (dry_run("--model", path, "--assume-device", "A100").document for path in paths)
     assert folder | {"model": ""} == file | {"model": ""}
-    two = dry_run("--model", paths[0], "--assume-device", "A100", "--dp", 2, "--assume-devices", 2)
+    two = dry_run("--model", paths[0], "--assume-device", "A100", "--dp", 2, "--tp", 2)
     assert two.document["memory"]["limit"] == folder["memory"]["limit"] and "2 for each of 2 replicas" in two.text
     assert file["drafter"]["name"] == "NGRAM"
     with pytest.raises(CheckpointError, match=r"has none of: model.safetensors"):
@@ -165,11 +165,11 @@ def test_several_devices(configs):
 
 
 def test_devices_that_cannot_split_the_heads(configs, dry_run):
-    given = "--model", configs / "70b", "--assume-device", "H100", "--assume-devices"
+    given = "--model", configs / "70b", "--assume-device", "H100", "--tp"
     output = dry_run(*given, 3)
     reason = "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly"
     assert output.status == 1 and reason in output.document["problems"]
-    assert [change for change in output.document["changes"] if "devices" in change] == ["--assume-devices 4"]
+    assert [change for change in output.document["changes"] if "--tp" in change] == ["--tp 4"]
     assert dry_run(*given, 4).status == 0
 
 
@@ -293,9 +293,9 @@ def test_gguf_described_without_conversion(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090", "unset --assume-devices --assume-device"),
-        ("8b --assume-device RTX4090 --dtype float32", "--dtype --assume-devices --assume-device"),
-        ("70b --assume-device H200", "--assume-devices"),
+        (f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090", "unset --tp --assume-device"),
+        ("8b --assume-device RTX4090 --dtype float32", "--dtype --tp --assume-device"),
+        ("70b --assume-device H200", "--tp"),
         (
             "8b --assume-device L40S --context-length 131072 --mem-fraction 0.68",
             "--context-length --mem-fraction-static",
@@ -339,7 +339,6 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
     [
         ("--assume-device H200", "--assume-device needs --dry-run"),
         ("--dry-run --assume-device B9", "argument --assume-device: invalid choice: 'B9' (choose from "),
-        ("--dry-run --assume-devices 0", "--assume-devices must be an integer of at least 1, got 0"),
     ],
 )
 def test_wrong_flags(capsys, argv, message):

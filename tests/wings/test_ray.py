@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ import psutil
 import pytest
 from generate_helpers import saved_model
 from ray_helpers import QUICK
+from server_helpers import SECONDS, parse_events, wait_until
 
 # Ray Serve gives up a proxy that takes longer than 5 s to start. Ray reads these variables at its import.
 os.environ |= {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
@@ -28,8 +29,6 @@ from specjax.fleet.ray import SpecjaxServer, build_app  # noqa: E402
 from specjax.fleet.ray_data import Generate  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
-
-SECONDS = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +105,6 @@ def ready(app: str) -> int:
     return deployments["SpecjaxServer:tiny"].replica_states.get("RUNNING", 0)
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
-        time.sleep(0.2)
-
-
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": [10, 11, 12, 10, 11], "max_tokens": 8, "seed": 3, "temperature": 0.7} | fields
 
@@ -121,9 +113,7 @@ def streamed(client: httpx.Client, path: str = "/v1/completions", fields: Any = 
     """The events of a stream without the last, [DONE]. `fields`: default `body()`."""
     with client.stream("POST", path, json=(fields or body()) | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+        return parse_events(response.read())
 
 
 def expected_text(model: str) -> str:
@@ -172,7 +162,7 @@ def test_autoscaling(client):
     for thread in threads:
         thread.start()
     try:
-        wait_for(lambda: ready("llm") == 2, "a second replica that takes requests")
+        wait_until(lambda: ready("llm") == 2)
         assert len(replicas("llm") - before) == 1
     finally:
         done.set()
@@ -180,7 +170,7 @@ def test_autoscaling(client):
             thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
     assert len(set(texts)) == 1, "both replicas give the same text, and no request fails"
-    wait_for(lambda: len(replicas("llm")) == 1, "one replica again")
+    wait_until(lambda: len(replicas("llm")) == 1)
     assert client.post("/v1/completions", json=body()).status_code == 200
 
 
@@ -217,7 +207,7 @@ def test_killed_replica(client):
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
     assert len(results) == 24
     assert set(results) <= {expected, "broken"}, results
-    wait_for(lambda: len(now := replicas("plain")) == 2 and now != before, "another replica for the killed one")
+    wait_until(lambda: len(now := replicas("plain")) == 2 and now != before)
 
 
 def test_data(cluster, model, tmp_path):
