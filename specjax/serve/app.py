@@ -49,7 +49,7 @@ from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBo
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
 from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest
-from specjax.serve.tokenising import Rules, Task, Tokenising, work
+from specjax.serve.tokenising import PER_SEQUENCE, Rules, Task, Tokenising
 
 logger = logging.getLogger("specjax.serve")
 
@@ -131,7 +131,8 @@ class Generation:
             compiles = any(
                 params.grammar is not None and not grammars.holds(params.grammar) for params in task.sampling
             )
-            job = self.tokenising.submit(work(task.prompts, task.n), tokenise, compiles=compiles)
+            size = request.state.reading.size + len(task.prompts) * task.n * PER_SEQUENCE
+            job = self.tokenising.submit(size, tokenise, compiles=compiles)
             sequences, echoes = await while_connected(request, asyncio.wrap_future(job))
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)

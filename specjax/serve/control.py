@@ -29,7 +29,7 @@ from specjax.serve.openai_answers import fingerprint
 from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server_settings import MOST_TRACED, ServerSettings
-from specjax.serve.tokenising import Tokenising, refusal, work
+from specjax.serve.tokenising import Tokenising, refusal
 from specjax.thresholds import AcceptAbove
 
 Result = TypeVar("Result")
@@ -76,7 +76,6 @@ class DetokenizeRequest(Body):
 class AbortRequest(Body):
     rid: Text | None = Field(None, description="Name of the request; all its choices and prompts end.")
     abort_all: Flag | None = None
-    abort_message: Text | None = None  # accepted, and not used
 
 
 class PauseRequest(Body):
@@ -85,10 +84,6 @@ class PauseRequest(Body):
         description="abort (the default): requests end with their text so far. retract: requests free their pages and "
         "continue later. in_place: requests keep their pages and continue later.",
     )
-
-
-class ContinueRequest(Body):
-    torch_empty_cache: Flag | None = None  # accepted, and not used
 
 
 class ProfileRequest(Body):
@@ -289,7 +284,7 @@ def add_control_routes(
         return {"success": True, "message": "Generation paused."}
 
     @app.post("/continue_generation", tags=["SGLang"])
-    async def continue_generation(body: ContinueRequest | None = None) -> dict[str, Any]:
+    async def continue_generation(body: Body | None = None) -> dict[str, Any]:
         await on_all(runner, Runner.go_on)
         return {"success": True, "message": "Generation continues."}
 
@@ -302,7 +297,7 @@ def add_control_routes(
 
     @app.post("/tokenize", tags=["SGLang"])
     @app.post("/v1/tokenize", tags=["SGLang"])
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model, model)
         engine = runner.engine
         prompts, several = body.prompts()
@@ -315,7 +310,7 @@ def add_control_routes(
             return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompts]
 
         try:
-            ids = await asyncio.wrap_future(tokenising.submit(work(prompts, 1), encode))
+            ids = await asyncio.wrap_future(tokenising.submit(request.state.reading.size, encode))
         except ValueError as error:
             raise refusal(error, {}, "prompt") from error
         counts = [len(tokens) for tokens in ids]
@@ -324,12 +319,12 @@ def add_control_routes(
 
     @app.post("/detokenize", tags=["SGLang"])
     @app.post("/v1/detokenize", tags=["SGLang"])
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
         check_model(body.model, model)
         lists, several = body.lists(runner.engine.vocab_size)
         skip = True if body.skip_special_tokens is None else body.skip_special_tokens
         decode = functools.partial(runner.engine.tokenizer.decode, skip_special_tokens=skip)
-        job = tokenising.submit(work(lists, 1), lambda: [decode(tokens) for tokens in lists])
+        job = tokenising.submit(request.state.reading.size, lambda: [decode(tokens) for tokens in lists])
         texts = await asyncio.wrap_future(job)
         text = texts if several else texts[0]
         return {"text": text, "prompt": text}  # SGLang's name, and vLLM's

@@ -47,13 +47,13 @@ class Reading:
     validation."""
 
     def __init__(self, size: int = 0) -> None:
-        self._size = size
+        self.size = size
         self._marks = 0
         self._ignored: dict[str, None] = {}  # names in order, at most MAX_NAMED + 1
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Calls a function whose run time grows with the body, in a thread if the body is large."""
-        if self._size <= INLINE_BYTES:
+        if self.size <= INLINE_BYTES:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(_PARSING, function, *arguments)
 

@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror or error).partition(" (while")[0]
         if error.errno == errno.EADDRINUSE:
-            reason += "; stop what listens there, or choose another --port (0 = any free one)"
+            reason += "; choose another --port (0 = any free one)"
         raise ValueError(f"--host {host} --port {port}: {reason}") from error
     sock.setblocking(False)
     return sock

@@ -6,7 +6,6 @@ requests with a grammar to compile, one all others. `tokenizers` and the compile
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,8 +138,8 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
     return cast(list[Prompt], prompts)
 
 
-SHORT = 16_384  # maximum number of characters of a short request: some 10 ms of work
-PER_SEQUENCE = 100  # cost of making a sequence, in characters
+SHORT = 16_384  # maximum number of bytes of a short request: some 10 ms of work
+PER_SEQUENCE = 100  # cost of making a sequence, in bytes
 
 Result = TypeVar("Result")
 
@@ -153,22 +152,5 @@ class Tokenising:
         self._lanes = {name: ThreadPoolExecutor(1, thread_name_prefix=f"specjax-tokenise-{name}") for name in names}
 
     def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
-        """Calls the function in a thread, unless the future is cancelled before. `size`: `work` of the function."""
+        """Calls the function in a thread, unless the future is cancelled before. `size`: bytes of its texts and ids."""
         return self._lanes["compile" if compiles else "short" if size <= SHORT else "long"].submit(function)
-
-
-def work(prompts: List[Any], choices: int) -> int:
-    """The approximate cost of tokenising these prompts, with `choices` for each, in characters."""
-    return sum(_characters(prompt) for prompt in prompts) + len(prompts) * choices * PER_SEQUENCE
-
-
-def _characters(prompt: Any) -> int:
-    """Characters of a text or of all messages. A token id, which is only checked, counts as a quarter."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, Mapping):
-        return sum(len(value) if isinstance(value, str) else PER_SEQUENCE for value in prompt.values())
-    if prompt and isinstance(prompt[0], Mapping):
-        template = getattr(prompt, "template", None)
-        return sum(map(_characters, prompt)) + (len(json.dumps(template)) if template else 0)
-    return len(prompt) // 4

@@ -88,17 +88,22 @@ class Choice(Body):
     function: FunctionChoice | None = None
 
 
-def _as_object(value: Any) -> Any:
+def as_choice(value: Any, *, flat: bool = False) -> Any:
+    """`tool_choice` as an object. `flat`: the name is a member of it, as in the Responses interface."""
     if isinstance(value, str) and value in CHOICES:
         return {"type": value}
-    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict):
-        return value
-    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "function": {{"name": ...}}}}'
+    if isinstance(value, dict) and value.get("type") == "function":
+        if flat and "name" in value:
+            return {"type": "function", "function": {"name": value["name"]}}
+        if not flat and isinstance(value.get("function"), dict):
+            return value
+    named = '"name": ...' if flat else '"function": {"name": ...}'
+    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", {named}}}'
     raise PydanticCustomError("choice", "{problem}", {"problem": problem})
 
 
 ToolChoice = Annotated[
-    Choice, BeforeValidator(_as_object, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice)
+    Choice, BeforeValidator(as_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice)
 ]
 
 

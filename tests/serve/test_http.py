@@ -44,9 +44,9 @@ def server():
 
 
 def test_request_ids(server, caplog):
-    """A client's id is used if it is short and printable; no id can forge a line of the log."""
+    """A client's id is used if it is short and plain; no id can forge a line of the log."""
     caplog.set_level("INFO", "specjax.serve")
-    ids = {"abc-1": True, "x" * 128: True, "x" * 129: False, "a\tb": False, "": False, 'x" 200, request y': True}
+    ids = {"abc-1": True, "x" * 128: True, "x" * 129: False, "a\tb": False, "": False, 'x" 200, request y': False}
     with server.client() as client:
         for id, used in ids.items():
             answer = client.get("/health", headers={"X-Request-Id": id})
@@ -54,7 +54,6 @@ def test_request_ids(server, caplog):
         client.get("/%0a[2026] forged", headers={"X-Request-Id": "plain-1"})
     lines = [record.getMessage() for record in caplog.records if record.name == "specjax.serve"]
     assert '"GET /health HTTP/1.1" 200, request abc-1' in lines[0]
-    assert r'request "x\" 200, request y"' in lines[-2]
     assert lines[-1].endswith("404, request plain-1") and "\n" not in lines[-1]
 
 

@@ -59,7 +59,7 @@ from specjax.serve.openai_requests import (
     check_model,
     with_tools,
 )
-from specjax.serve.tokenising import Rules, Task, refusal, work
+from specjax.serve.tokenising import Rules, Task, refusal
 from specjax.serve.tools import (
     MAX_TOOLS,
     Choice,
@@ -416,7 +416,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
         form, engine = generation.form, generation.runner.engine
         chat = with_tools(body.chat(), form, body.functions().offered(form))
         try:
-            job = generation.tokenising.submit(work([chat], 1), lambda: len(engine.encode(chat)))
+            job = generation.tokenising.submit(request.state.reading.size, lambda: len(engine.encode(chat)))
             count = await while_connected(request, asyncio.wrap_future(job))
         except ValueError as error:
             raise refusal(error, {}, "messages") from error

@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from specjax.checkpoint.prompts import Chat
@@ -51,7 +50,7 @@ from specjax.serve.openai_requests import (
     grammar_of_type,
 )
 from specjax.serve.tokenising import Rules, Task
-from specjax.serve.tools import CHOICES, MAX_TOOLS, Choice, FunctionName, FunctionTool, Tool, ToolFields
+from specjax.serve.tools import MAX_TOOLS, Choice, FunctionName, FunctionTool, Tool, ToolFields, as_choice
 
 
 class InputPart(Body):
@@ -154,17 +153,11 @@ class FlatChoice(Body):
     name: FunctionName
 
 
-def _from_flat(value: Any) -> Any:
-    if isinstance(value, str) and value in CHOICES:
-        return {"type": value}
-    if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
-        return {"type": "function", "function": {"name": value["name"]}}
-    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": ...}}'
-    raise PydanticCustomError("choice", "{problem}", {"problem": problem})
-
-
 FlatToolChoice = Annotated[
-    Choice, BeforeValidator(_from_flat, json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice)
+    Choice,
+    BeforeValidator(
+        functools.partial(as_choice, flat=True), json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice
+    ),
 ]
 FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
