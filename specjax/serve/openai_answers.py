@@ -141,18 +141,13 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames, off
     }
 
 
-def echo_logprobs(
-    logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Echo, count: int | None
-) -> dict[str, Any] | None:
-    """`completion_logprobs` for the prompt; null for its first token. `count`: number of most likely tokens; None: no
-    log-probabilities were requested."""
-    if count is None:
-        return None
+def echo_logprobs(logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Echo) -> dict[str, Any]:
+    """`completion_logprobs` for the prompt; null for its first token."""
 
     def top(item: PromptLogprob) -> dict[str, float] | None:
         if item.logprob is None:
             return None
-        return {names.text(token): finite(value) for token, value in (*item.top[:count], (item.token, item.logprob))}
+        return {names.text(token): finite(value) for token, value in (*item.top, (item.token, item.logprob))}
 
     return {
         "tokens": list(echo.pieces),
@@ -176,11 +171,6 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
         "drafted_steps": sum(c.drafted_steps for c in done),
         "not_drafted": next((c.not_drafted for c in done if c.not_drafted is not None), None),
     }
-
-
-def token_origins(origins: Iterable[TokenOrigin]) -> list[dict[str, Any]]:
-    """One entry a token; their texts joined are the text of the choice, or of the event's delta."""
-    return [{"token": origin.token, "text": origin.text, "drafted": origin.drafted} for origin in origins]
 
 
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
@@ -311,11 +301,12 @@ class OpenAIAnswer(Answer):
             return None
         echo = self.echo[index // self.task.n]
         self._offsets[index] = len(echo.text)
-        return echo_logprobs(logprobs, self.names, echo, self.task.sampling[0].logprobs)
+        return echo_logprobs(logprobs, self.names, echo)
 
     def _drafting(self, origins: Iterable[TokenOrigin]) -> dict[str, Any]:
-        """The member of a choice about its drafts, if requested."""
-        return {"speculative": {"tokens": token_origins(origins)}} if self.body.return_speculative_tokens else {}
+        """The member of a choice about its tokens, if requested. Their texts join to the text or the delta."""
+        tokens = [{"token": one.token, "text": one.text, "drafted": one.drafted} for one in origins]
+        return {"speculative": {"tokens": tokens}} if self.body.return_speculative_tokens else {}
 
     def _event(
         self,
