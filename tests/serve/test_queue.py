@@ -25,7 +25,7 @@ from specjax.engine import SamplingParams
 from specjax.engine.intake import Intake
 from specjax.engine.scheduler import OVERTAKEN, Scheduler
 from specjax.serve import tokenising
-from specjax.serve.tokenising import SHORT, Tokenising
+from specjax.serve.tokenising import Tokenising
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +51,6 @@ def blocker():
     block.let_go, block.began = let_go, began
     yield block
     let_go.set()
-
-
-def test_short_prompts_do_not_wait_for_long_ones(blocker):
-    lanes = Tokenising()
-    long = lanes.submit(SHORT + 1, blocker)
-    assert lanes.submit(SHORT, lambda: "short").result(SECONDS) == "short"
-    assert not long.done()
-    blocker.let_go.set()
-    assert long.result(SECONDS) == "done"
-    with pytest.raises(ZeroDivisionError):
-        lanes.submit(0, lambda: 1 / 0).result(SECONDS)
 
 
 def test_grammars_have_a_lane():
@@ -210,20 +199,6 @@ def test_lowest_priority_is_retracted_first():
     for prompt, done in zip(prompts, completions, strict=True):
         assert done.text == plain.generate(prompt, SamplingParams(max_new_tokens=40)).text
     check_idle(engine)
-
-
-def test_highest_priority_runs_first_over_http():
-    engine = make_engine(toy(), "NONE", max_running_requests=1)
-    ended, finish = [], engine.scheduler.finish
-    engine.scheduler.finish = lambda sequence: (ended.append(sequence.params.priority), finish(sequence))[1]
-    with running(engine) as server:
-        answers = []
-        with server.blocked():
-            for priority in (0, 1, 2):
-                answers.append(in_background(server.complete, "hello", max_tokens=2, priority=priority))
-                wait_until(lambda: server.runner.unfinished == len(answers))
-        assert [answer.result(SECONDS).status_code for answer in answers] == [200, 200, 200]
-        assert ended == [2, 1, 0]
 
 
 # SGLang's `/pause_generation` and `/continue_generation`.

@@ -149,15 +149,6 @@ def test_compose():
 # Kubernetes.
 
 
-@pytest.mark.parametrize("folder", ["base", "cuda"])
-def test_files_that_kustomize_reads(folder):
-    place = DEPLOY / "kubernetes" / folder
-    document = yaml.safe_load((place / "kustomization.yaml").read_text())
-    names = [*document["resources"], *(patch["path"] for patch in document.get("patches", ()))]
-    assert all((place / name).exists() for name in names)
-    assert {path.name for path in place.glob("*.yaml")} - {"kustomization.yaml"} == {n for n in names if "/" not in n}
-
-
 def test_probes_of_a_worker():
     server = flags.ServerSettings()
     document = make_app(Runner(lambda: pytest.fail("not started"), server), server, model="m").openapi()
@@ -200,24 +191,6 @@ def test_labels_and_rights_of_the_router():
     service = spec_of("router.yaml", "Service")
     assert service["selector"].items() <= router_spec["template"]["metadata"]["labels"].items()
     assert service["ports"][0]["targetPort"] == router["ports"][0]["name"]
-
-
-@pytest.mark.parametrize("file", ["worker.yaml", "router.yaml"])
-def test_limits(file):
-    _, pod, container = deployment(file)
-    assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
-    assert {"cpu", "memory"} <= set(container["resources"]["limits"]) & set(container["resources"]["requests"])
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-
-
-def test_a_gpu_for_each_worker():
-    patch = yaml.safe_load((DEPLOY / "kubernetes" / "cuda" / "gpu.yaml").read_text())
-    (container,) = patch["spec"]["template"]["spec"]["containers"]
-    assert container["name"] == WORKER["name"] and container["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert patch["metadata"]["name"] == objects("worker.yaml")[0]["metadata"]["name"]
-    volumes = {volume["name"] for volume in deployment("worker.yaml")[1]["volumes"]}
-    assert {volume["name"] for volume in patch["spec"]["template"]["spec"]["volumes"]} <= volumes
 
 
 def test_commands_in_the_documentation():
