@@ -4,8 +4,7 @@ The input is JSONL, plain or gzipped, or a folder of JSONL files, read in order 
 object with `prompt`, `messages` or `input_ids`. It may also hold an `id`, sampling fields, and one grammar field:
 `response_format`, `json_schema`, `regex` or `ebnf`. Output lines are in input order and hold `id`, `RESULT_FIELDS`, and
 `logprobs`, `prompt_logprobs` or `origins` if the input line asks for them. The last line of stdout is one JSON object
-about the run. With `--dp`, several devices of one process share the run. Exit status: 0 all lines done, 1 some lines
-failed, 2 the run could not start.
+about the run. Exit status: 0 all lines done, 1 some lines failed, 2 the run could not start.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -31,7 +30,7 @@ def engine_facts(
 ) -> dict[str, str]:  # fmt: skip
     """Maps names of properties, for errors, to their values."""
     source = hash_of(source_files())[:16]
-    facts = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
+    facts = {"version of specjax": f"{specjax.__version__} (source {source})"}
     facts["version of jax"] = jax.__version__
     facts["model"] = repr(target.config)
     facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"

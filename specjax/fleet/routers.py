@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from specjax.serve.app import Extension, Generation
 from specjax.serve.metrics import read
-from specjax.serve.openai_answers import fingerprint
+from specjax.serve.openai_answers import FINGERPRINT
 from specjax.serve.runner import Runner
 
 
@@ -55,7 +55,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
         running, waiting = total("num_running_reqs"), total("num_waiting_reqs")
         return {
             "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
-            "version": fingerprint(),
+            "version": FINGERPRINT,
             "dp_rank_count": len(ranks),
             "loads": ranks,
             "aggregate": {

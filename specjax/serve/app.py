@@ -44,7 +44,7 @@ from specjax.serve.errors import (
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, Gate, check_state
-from specjax.serve.openai_answers import Answer, Echo, OpenAIAnswer, TokenNames, echo_of, fingerprint
+from specjax.serve.openai_answers import FINGERPRINT, Answer, Echo, OpenAIAnswer, TokenNames, echo_of
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
@@ -171,7 +171,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     """The ASGI application over a runner that is loading or ready. `model` is the name that it serves."""
     app = FastAPI(
         title="specjax",
-        version=fingerprint(),
+        version=FINGERPRINT,
         description=ABOUT,
         responses=ERRORS,
         redirect_slashes=False,  # the address would be made of the Host header

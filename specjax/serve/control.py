@@ -25,7 +25,7 @@ from specjax.serve.errors import Pause, bad_request, shown, unavailable
 from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import HEALTH, PAGE, check_state
-from specjax.serve.openai_answers import fingerprint
+from specjax.serve.openai_answers import FINGERPRINT
 from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server_settings import MOST_TRACED, ServerSettings
@@ -178,7 +178,7 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
         "speculative_num_steps": engine.drafter.depth,
         "speculative_eagle_topk": engine.drafter.topk or 1,
         "disable_radix_cache": not engine.config.prefix_cache,
-        "version": fingerprint(),
+        "version": FINGERPRINT,
         "dp_size": len(runner.ranks),
         "tp_size": engine.config.tensor_parallel,
         "ep_size": engine.config.expert_parallel,

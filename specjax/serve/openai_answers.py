@@ -9,10 +9,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from specjax import __version__
 from specjax.checkpoint.prompts import Prompt
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin
@@ -54,12 +54,7 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, allow_nan=False).encode() + b"\n\n"
 
 
-@functools.cache  # part of every event; `version` reads files
-def fingerprint() -> str:
-    try:
-        return f"specjax-{version('specjax')}"
-    except PackageNotFoundError:  # run from the tree
-        return "specjax-source"
+FINGERPRINT = f"specjax-{__version__}"
 
 
 class TokenNames:
@@ -328,7 +323,7 @@ class OpenAIAnswer(Answer):
             "object": kind if self._chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": fingerprint(),
+            "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
         if self.body.return_speculative_metrics and done:
