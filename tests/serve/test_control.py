@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import json
 import time
@@ -359,26 +358,3 @@ def test_traces_without_a_folder(server, tmp_path, capsys):
     for folder in (f"{tmp_path}/file", f"{tmp_path}/file/traces"):
         assert command.main(["--port", "0", "--profile", folder]) == 2
         assert f"specjax serve: --profile {folder} cannot hold traces: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("process", "thread"), [("/device:GPU:0", "Stream #13"), ("/host:CPU", "tf_XLAEigen/7")])
-def test_idle_time_of_a_trace(tmp_path, idle, process, thread):
-    """Four steps of 10 ms, every 12 ms, with kernels from 1 to 5 and twice from 6 to 9 ms; then one after a pause."""
-    names = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}},
-        {"ph": "M", "pid": 1, "tid": 7, "name": "thread_name", "args": {"name": thread}},
-        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "/host:CPU"}},
-        {"ph": "M", "pid": 2, "tid": 1, "name": "thread_name", "args": {"name": "specjax-engine"}},
-    ]
-    events = []
-    for begin in (0.0, 12e3, 24e3, 36e3, 48e3, 200e3):
-        host, kernel = {"ph": "X", "pid": 2, "tid": 1}, {"ph": "X", "pid": 1, "tid": 7, "name": "kernel"}
-        events += [host | {"name": "step", "ts": begin, "dur": 10e3}]
-        events += [host | {"name": "wait", "ts": begin + 3e3, "dur": 6e3}]
-        times = ((1e3, 4e3), (6e3, 2e3), (7e3, 2e3))
-        events += [kernel | {"ts": begin + at, "dur": duration} for at, duration in times]
-    (tmp_path / "x.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": [*names, *events]}).encode()))
-    assert idle.idle(idle.Trace(tmp_path)) == {
-        "steps": 4, "left_out": 1, "step": 12.0, "device": 7.0, "idle": 5.0, "engine": 4.0, "server": 2.0, "wait": 6.0,
-        "idle_share": round(5 / 12, 4),
-    }  # fmt: skip

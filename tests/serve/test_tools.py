@@ -372,69 +372,41 @@ def answered(server: Running, path: str, body: dict[str, Any], *, stream: bool) 
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def ended(server: Running, path: str, mode: str, stream: bool, **fields: Any) -> tuple[str, str, Any]:
+def ended(server: Running, mode: str, stream: bool, **fields: Any) -> tuple[str, str, Any]:
     """Thoughts, content, and the stop or reason that ended the answer to script s.
 
     `mode`: thoughts are begun by the model ("own") or by the prompt ("template").
     """
-    opened = mode == "template"
-    body: dict[str, Any] = ask("s") | fields
-    messages = body.pop("messages")
-    if path == CHAT:
-        body |= {"messages": messages, "chat_template_kwargs": {"enable_thinking": opened}}
-        events = answered(server, path, body, stream=stream)
-        choices = [event["choices"][0] for event in (events if stream else [events])]
-        messages = [choice["delta" if stream else "message"] for choice in choices]
-        texts = ["".join(m.get(key) or "" for m in messages) for key in ("reasoning_content", "content")]
-        return texts[0], texts[1], choices[-1]["matched_stop"] or choices[-1]["finish_reason"]
-    if path == RESPONSES:
-        events = answered(server, path, body | {"input": messages}, stream=stream)
-        response = events[-1]["response"] if stream else events
-        texts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
-        return texts["reasoning"], texts.get("message", ""), response["status"]
-    sampling = {name: value for name, value in body.items() if name not in ("model", "max_tokens")}
-    sampling["max_new_tokens"] = body.get("max_tokens", 50)
-    body = {"text": PROMPT.format("s") + "<think>" * opened, "sampling_params": sampling, "require_reasoning": True}
-    events = answered(server, path, body, stream=stream)
-    last = events[-1] if stream else events
-    thoughts, _, content = last["text"].removeprefix("<think>").partition("</think>")
-    reason = last["meta_info"]["finish_reason"]
-    return thoughts.strip(), content.lstrip(), reason.get("matched") or reason["type"]
+    body = ask("s") | fields | {"chat_template_kwargs": {"enable_thinking": mode == "template"}}
+    events = answered(server, CHAT, body, stream=stream)
+    choices = [event["choices"][0] for event in (events if stream else [events])]
+    messages = [choice["delta" if stream else "message"] for choice in choices]
+    thoughts, content = ("".join(m.get(key) or "" for m in messages) for key in ("reasoning_content", "content"))
+    return thoughts, content, choices[-1]["matched_stop"] or choices[-1]["finish_reason"]
 
 
 # By name: fields, thoughts, content, what ended the answer.
 STOPS: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "in both": ({"stop": ["Ask:"]}, THOUGHTS, "It is four. ", "Ask:"),
-    "only in the thoughts": ({"stop": ["goes", "The"]}, THOUGHTS, ANSWER, 2),
-    "white space after the thoughts": ({"stop": ["\n\n"]}, THOUGHTS, ANSWER, 2),
     "across the end of the thoughts": ({"stop": [">\n\nIt", "</think>", "\nIt"]}, THOUGHTS, ANSWER, 2),
     "the answer's beginning": ({"stop": ["It"]}, THOUGHTS, "", "It"),
     "pattern": ({"stop_regex": ["A[a-z]k:"]}, THOUGHTS, "It is four. ", "A[a-z]k:"),
-    "pattern across": ({"stop_regex": [r"easy[^?]*It"]}, THOUGHTS, ANSWER, 2),
     "pattern at the beginning": ({"stop_regex": ["^(It|The)"]}, THOUGHTS, "", "^(It|The)"),
     "not trimmed": ({"stop": ["Ask:"], "no_stop_trim": True}, THOUGHTS, "It is four. Ask:", "Ask:"),
     "token": ({"stop_token_ids": [token("goes easy.\n\n")]}, "The Ask:", "", token("goes easy.\n\n")),
     "thoughts without an end": ({"stop": ["Ask:"], "max_tokens": 2}, "The Ask:", "", "length"),
     "after a grammar": ({"stop": [": ", "s"], "regex": "four: [0-9]{3}"}, THOUGHTS, "four", ": "),
 }  # fmt: skip
-# Chats are tested with all stops, other routes with some. `/v1/responses` sets no variable of the template.
-STOP_CASES = [(CHAT, mode, name) for mode in ("own", "template") for name in STOPS] + [
-    (path, mode, name)
-    for path, mode in ((RESPONSES, "own"), (GENERATE, "own"), (GENERATE, "template"))
-    for name in ("in both", "across the end of the thoughts", "pattern", "token", "thoughts without an end")
-]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(("path", "mode", "name"), STOP_CASES)
-def test_stops_match_after_the_thoughts(servers, name, path, mode, stream):
+@pytest.mark.parametrize("mode", ["own", "template"])
+@pytest.mark.parametrize("name", STOPS)
+def test_stops_match_after_the_thoughts(servers, name, mode, stream):
     fields, thoughts, content, end = STOPS[name]
-    if path == RESPONSES:
-        fields = {("max_output_tokens" if key == "max_tokens" else key): value for key, value in fields.items()}
-        end = "incomplete" if end == "length" else "completed"
     if name == "thoughts without an end" and mode == "template":  # neither of the two tokens is <think>
         thoughts = THOUGHTS
-    assert ended(servers(), path, mode, stream, **fields) == (thoughts, content, end)
+    assert ended(servers(), mode, stream, **fields) == (thoughts, content, end)
 
 
 def text_of(events: Any) -> str:
@@ -512,14 +484,3 @@ def test_call_that_a_stop_cuts_off_is_incomplete(servers, name, stream):
     end = next(event["delta"] for event in message if event["type"] == "message_delta") if stream else message
     matches = "stop" in fields or "stop_regex" in fields
     assert end["stop_reason"] == ("stop_sequence" if matches else "tool_use" if complete else "end_turn")
-
-
-def test_last_of_several_calls_decides_the_finish_reason(servers):
-    for stop, finish in (("Rome", "stop"), ('"get', "stop"), ('ments": {"c', "stop"), ("</tool_call>", "tool_calls")):
-        chat = answered(servers(), CHAT, ask("c", tools=TOOLS, stop=stop), stream=True)
-        assert chat[-1]["choices"][0]["finish_reason"] == finish, stop
-
-
-def test_server_without_a_reasoning_parser():
-    with running(tool_engine(), ServerSettings(reasoning_parser="none")) as server:
-        assert text_of(answered(server, CHAT, ask("s", stop="Ask:"), stream=False)) == "<think>The "
