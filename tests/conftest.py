@@ -143,7 +143,7 @@ def _shared(self: Programs, key: Any) -> Any:
 
     Disabled while a test has replaced a member of a module, which a program may depend on.
     """
-    if _replaced or self.phase_times is not None:
+    if _replaced:
         return _compile(self, key)
     try:
         function, unpack, shape = self._function(key)

@@ -49,7 +49,6 @@ class BenchSettings:
     repeats: int = setting(1, "runs of everything; more runs narrow the intervals", minimum=1)
     seed: int = setting(0, "seed of requests that sample", minimum=0)
     baseline: str | None = setting(None, "method that the others are compared with; default: the first")
-    timed: int = setting(1, "conversations of each set in a further run that times drafting and verifying", minimum=0)
     output: str = setting("runs/bench", "folder of the log, tables and pictures", metavar="FOLDER")
     plots: str = setting(
         "auto", "pictures: auto = svg if matplotlib is installed, none", choices=("auto", "none", *results.PICTURES)
@@ -63,7 +62,7 @@ class Settings(flags.Settings):
     bench: BenchSettings = BenchSettings()
 
 
-QUICK = BenchSettings(("none", "NGRAM", "EAGLE3"), limit=2, max_new_tokens=64, repeats=2, timed=0,
+QUICK = BenchSettings(("none", "NGRAM", "EAGLE3"), limit=2, max_new_tokens=64, repeats=2,
                       output="runs/bench-quick")  # fmt: skip
 """Defaults of `--quick`: a table within three minutes on 2 cores."""
 
@@ -113,7 +112,7 @@ def make_plan(bench: BenchSettings) -> Plan:
     sets = read_sets(bench.sets, data=data, limit=bench.limit, turns=bench.turns)
     return Plan(
         tuple(methods), tuple(sets), temperatures, batches, baseline, bench.max_new_tokens, bench.repeats, bench.seed,
-        bench.ignore_eos, bench.timed,
+        bench.ignore_eos,
     )  # fmt: skip
 
 

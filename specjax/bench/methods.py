@@ -29,7 +29,6 @@ from specjax.drafters.options import CHOICES, algorithm, algorithms
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.engine.draft_policy import drafting_summary
-from specjax.engine.programs import PhaseTimes
 from specjax.limits import check, check_value, setting
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
@@ -239,11 +238,6 @@ class EngineContender:
     def note(self) -> str:
         """The reason why some steps may not draft; may be empty."""
         return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0)["not_drafted"] or ""
-
-    def phases(self) -> PhaseTimes:
-        times = self.engine.programs.phase_times
-        assert times is not None, "needs EngineConfig.time_phases"
-        return replace(times)
 
 
 @dataclass

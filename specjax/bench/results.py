@@ -103,11 +103,8 @@ def by_depth(histogram: Sequence[int]) -> list[float]:
     return [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
 
 
-def row(
-    samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row, phases: dict[str, float] | None
-) -> Row:  # fmt: skip
-    """One row of the table. `where`: set, temperature, batch size and method. `phases`: milliseconds of drafting,
-    verifying and committing in a step."""
+def row(samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row) -> Row:
+    """One row of the table. `where`: set, temperature, batch size and method."""
     histogram = add_histograms(sample.histogram for sample in samples)
     steps, drafted = sum(histogram), total([sample.drafted_steps for sample in samples])
     return where | {
@@ -124,14 +121,13 @@ def row(
         "verify_steps": steps,
         "drafted_steps": drafted,
         "not_drafted": samples[0].note if drafted is not None and drafted < steps else "",
-        "phase_ms": phases,
         "texts": {verdict: sum(sample.texts.get(verdict, 0) for sample in samples) for verdict in VERDICTS},
     }
 
 
 HEADER = (
     "set", "T", "batch", "method", "tokens/s", "speed-up", "accept length", "acceptance by depth, %", "drafted steps",
-    "draft ms", "verify ms", "equal texts",
+    "equal texts",
 )  # fmt: skip
 TERMINAL_COLUMNS = 100
 
@@ -144,7 +140,7 @@ def interval_text(interval: Interval, digits: int) -> str:
 
 def cells(row: Row) -> list[str]:
     """A row as text, in the order of `HEADER`."""
-    steps, phases, texts = row["verify_steps"], row["phase_ms"] or {}, row["texts"]
+    steps, texts = row["verify_steps"], row["texts"]
     compared = sum(count for verdict, count in texts.items() if verdict != "other prompt")
     near = f" + {texts['near tie']} near ties" if texts["near tie"] else ""
     other = f", {texts['other prompt']} with another prompt" if texts["other prompt"] else ""
@@ -158,7 +154,6 @@ def cells(row: Row) -> list[str]:
         f"{row['accept_length']:.2f}",
         " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_depth"]),
         f"{row['drafted_steps'] / steps:.0%}" if steps and row["drafted_steps"] is not None else "",
-        *(f"{phases[name]:.1f}" if name in phases else "" for name in ("draft", "verify")),
         f"{texts['equal']} of {compared}{near}{other}" if compared + texts["other prompt"] else "",
     ]
 
@@ -179,7 +174,7 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """The table for a terminal, without the interval of tokens/s, acceptance by depth and phases. Cells of sets and
+    """The table for a terminal, without the interval of tokens/s and acceptance by depth. Cells of sets and
     methods lose their middle if lines exceed `TERMINAL_COLUMNS`."""
     table = [["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]]
     for row in rows:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -93,7 +92,6 @@ class Plan:
     repeats: int = 1
     seed: int = 0
     ignore_eos: bool = False
-    timed: int = 0  # conversations of each set with timed phases of steps
 
 
 def applies(method: Method, temperature: float, batch: int) -> bool:
@@ -145,20 +143,17 @@ class Experiment:
             )
         return fitting
 
-    def config(self, batch: int, *, time_phases: bool = False) -> EngineConfig:
+    def config(self, batch: int) -> EngineConfig:
         longest = max(self.max_tokens(conversation) for part in self.sets.values() for conversation in part)
         room = batch * (longest + 256)  # steps in flight commit past the end
         return EngineConfig(
-            max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed,
-            time_phases=time_phases,
+            max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed
         )  # fmt: skip
 
     def run(self) -> None:
         for batch in self.plan.batch_sizes:
             if missing := [key for key in self._blocks(batch) if key not in self.log]:
                 self._run_blocks(batch, missing)
-            if self.plan.timed:
-                self._time_phases(batch)
 
     def _blocks(self, batch: int) -> Iterator[tuple[Any, ...]]:
         for repeat in range(self.plan.repeats):
@@ -248,25 +243,6 @@ class Experiment:
         tokens = tokens[:-1] if tokens and tokens[-1] in self.source.first.eos_ids else tokens
         return self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
-    def _time_phases(self, batch: int) -> None:
-        """Logs milliseconds of drafting, verifying and committing in a step, by separate engines: the host waits for
-        each phase, which is slower."""
-        for method in self.plan.methods:
-            keys = [("phases", batch, name, t, method.name) for name in self.sets for t in self.plan.temperatures]
-            missing = [key for key in keys if key not in self.log]
-            if method.transformers is not None or not missing:
-                continue
-            contender = EngineContender(self.source.engine(method, self.config(batch, time_phases=True)))
-            self._warm_up(contender, batch)
-            with progress_bar(f"Timing phases of {method.name}", len(missing), "run", shown=self._progress) as bar:
-                for key in missing:
-                    before = contender.phases()
-                    contender.forget()
-                    for group in groups(self.sets[key[2]], batch)[: max(self.plan.timed // batch, 1)]:
-                        self._complete(contender, group, key[3])
-                    self.log[key] = contender.phases().since(before)
-                    bar.update()
-
     def rows(self) -> list[dict[str, Any]]:
         """A row for each batch size, temperature, set and method, then for all sets together."""
         parts = {name: [name] for name in self.sets}
@@ -277,7 +253,6 @@ class Experiment:
                 [sample for sample in samples if sample.method == method.name],
                 [sample for sample in samples if sample.method == self.plan.baseline],
                 where={"set": title, "temperature": temperature, "batch": batch, "method": method.name},
-                phases=self._phases(batch, names, temperature, method.name),
             )
             for batch in self.plan.batch_sizes
             for temperature in self.plan.temperatures
@@ -293,12 +268,6 @@ class Experiment:
             for repeat in range(self.plan.repeats)
             for sample in self.log["block", batch, name, temperature, repeat]
         ]
-
-    def _phases(self, batch: int, names: Sequence[str], temperature: float, method: str) -> dict[str, float] | None:
-        """Milliseconds of each phase, averaged over sets; None: phases were not timed."""
-        keys = [("phases", batch, name, temperature, method) for name in names]
-        times = [self.log[key] for key in keys if key in self.log]
-        return {phase: mean(row[phase] for row in times) for phase in times[0]} if times else None
 
 
 def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:

@@ -225,7 +225,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Searches, prints and writes. Returns the command's summary."""
     started, tune, folder = time.perf_counter(), chosen.tune, Path(chosen.tune.output)
     shared = {flag.name: getattr(tune, flag.name) for flag in fields(BenchSettings) if flag.name in vars(tune)}
-    bench = BenchSettings(**shared | {"methods": (NONE.text,), "temperatures": (str(tune.temperature),), "timed": 0})
+    bench = BenchSettings(**shared | {"methods": (NONE.text,), "temperatures": (str(tune.temperature),)})
     plan = make_plan(bench)
     build.claim_gpu(chosen)
     draft = build.draft_options(chosen)

@@ -87,14 +87,10 @@ def load(
     connects this process to others before the engine's settings are read, so that a refused one ends all of them."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
-    single = split * settings.server.data_parallel_size == 1
-    if timed := settings.server.log_level == "debug" and single:
-        logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     build.claim_gpu(settings)
     build.check_devices(settings)
     join()
-    config = {"time_phases": timed, "first_device": rank * split}
-    engine = build.make_engine(settings, kind=kind, **config)
+    engine = build.make_engine(settings, kind=kind, first_device=rank * split)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))

@@ -66,9 +66,6 @@ class EngineConfig:
         "drafter's width is explicit",
     )
     trace: bool = setting(False, "keep each step's tree, in `Completion.trees`")
-    time_phases: bool = setting(
-        False, "measure drafting, verifying and committing; slower, since the host waits for each phase"
-    )
     isolate_ngrams: bool = setting(
         False,
         "share n-grams only between requests with the same `cache_salt`, since the timing of drafts can reveal other "
@@ -99,21 +96,15 @@ class EngineConfig:
                 f"experts are spread: {', '.join(map(str, divisors))}"
             )
             raise ParameterError("expert_parallel", problem, "EngineConfig")
-        if self.time_phases and (self.tensor_parallel > 1 or self.first_device):
-            problem = (
-                f"works on JAX's first device alone, not with tensor_parallel {self.tensor_parallel} and first_device "
-                f"{self.first_device}"
-            )
-            raise ParameterError("time_phases", problem, "EngineConfig")
 
     @property
     def largest_batch(self) -> int:
         return min(self.max_running_requests, self.max_batch or self.max_running_requests)
 
     def chooses(self, drafter: Drafter) -> bool:
-        """True if `DraftPolicy` decides which steps draft. Tracing and timing need drafts in every step."""
+        """True if `DraftPolicy` decides which steps draft. Tracing needs drafts in every step."""
         adaptive = not drafter.explicit_width if self.adaptive is None else self.adaptive
-        return adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
+        return adaptive and drafter.width > 1 and not self.trace
 
 
 def check_config(config: object) -> None:

@@ -112,7 +112,7 @@ class Engine:
             shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
         self.programs = Programs(
             target, drafter, self.buckets, params, shapes, new_pages=-(-lookahead // size), verify=verify,
-            trace=config.trace, time_phases=config.time_phases, room=room_beside(shapes, self.mesh), mesh=self.mesh,
+            trace=config.trace, room=room_beside(shapes, self.mesh), mesh=self.mesh,
         )  # fmt: skip
         self.device = self.new_device()
         self.flights = Flights(lambda: len(self.programs.compiled()))

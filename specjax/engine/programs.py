@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -27,7 +25,6 @@ from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import PLAIN, Buckets, Key
 from specjax.engine.device import (
-    Output,
     Program,
     Resident,
     Unavailable,
@@ -43,7 +40,7 @@ from specjax.models.target import Target
 from specjax.parallel.sharding import everywhere, under
 from specjax.progress import progress_bar
 from specjax.state import DecodeState
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, prefill_step, speculate_step
+from specjax.step import StepConfig, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
@@ -73,12 +70,10 @@ class Programs:
         room: int | None = None,
         verify: Verifier = verify_tree,
         trace: bool = False,
-        time_phases: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         self._target, self._drafter, self._trace = target, drafter, trace
         self._buckets, self._verify, self._room, self._mesh = buckets, verify, room, mesh
-        self.phase_times = PhaseTimes() if time_phases else None
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             where = None if mesh is None else leaf.sharding
@@ -334,9 +329,6 @@ class Programs:
             self.announce(key)
         function, unpack, shape = self._function(key)
         arguments: Any = (self._params, self._state, self._input(shape))
-        if self.phase_times is not None and key.kind == "step":
-            with self.launch_lock:
-                return _compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
         leaves, tree = jax.tree.flatten(arguments)
         count = len(jax.tree.leaves(self._params))
         call = function if key.kind == "propose" else partial(packed, function)  # a proposal packs its own output
@@ -418,66 +410,3 @@ def _failures_logged() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().partition("\n")[0] or type(error).__name__)[:500]
-
-
-# Timing of phases
-
-
-@dataclass
-class PhaseTimes:
-    """Total seconds of all steps, for `EngineConfig.time_phases`. Reports take differences."""
-
-    steps: int = 0
-    draft: float = 0.0  # the drafter's proposal
-    verify: float = 0.0  # the target's forward and the walk
-    commit: float = 0.0  # pages, rows, and the drafter's `observe`
-
-    def since(self, before: PhaseTimes) -> dict[str, float]:
-        """Milliseconds per step, by phase."""
-        steps = max(self.steps - before.steps, 1)
-        names = ("draft", "verify", "commit")
-        return {name: 1e3 * (getattr(self, name) - getattr(before, name)) / steps for name in names}
-
-
-def _compile_in_phases(
-    arguments: Any,
-    unpack: Callable[..., Any],
-    times: PhaseTimes,
-    *,
-    target: Target,
-    drafter: Drafter,
-    verify: Verifier,
-    config: StepConfig,
-) -> Program:
-    """Compiles `speculate_step` for arguments of these shapes as one program per phase. The result adds to `times`."""
-    params, state, inputs = arguments
-    trees = jax.tree.structure(params), jax.tree.structure(state)
-    propose = partial(draft_phase, drafter=drafter, config=config)
-    check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=config)
-    finish = partial(packed, commit_phase, drafter=drafter, config=config)
-    jit = partial(jax.jit, compiler_options=compiler_options())
-    unpacked = jit(unpack, donate_argnums=1).lower(inputs, state.tables).compile()
-    arguments = (params, state.decode, jax.eval_shape(unpack, inputs, state.tables)[0])
-    tree, _ = jax.eval_shape(propose, *arguments)
-    checked = jax.eval_shape(check, *arguments, tree)
-    draft = jit(propose, donate_argnums=1).lower(*arguments).compile()
-    check_program = jit(check).lower(*arguments, tree).compile()
-    commit = jit(finish, donate_argnums=1).lower(*arguments, tree, checked).compile()
-
-    def timed(name: str, program: Callable[..., Any], *inputs: Any) -> Any:
-        started = time.perf_counter()
-        result = jax.block_until_ready(program(*inputs))
-        setattr(times, name, getattr(times, name) + time.perf_counter() - started)
-        return result
-
-    def step(params_leaves: list[Any], leaves: list[Any], packed: np.ndarray) -> tuple[list[Any], Output]:
-        params, state = map(jax.tree.unflatten, trees, (params_leaves, leaves))
-        jax.block_until_ready(state)
-        times.steps += 1
-        inputs, tables = unpacked(packed, state.tables)
-        tree, decode = timed("draft", draft, params, state.decode, inputs)
-        checked = timed("verify", check_program, params, decode, inputs, tree)
-        decode, output = timed("commit", commit, params, decode, inputs, tree, checked)
-        return jax.tree.leaves(Resident(decode, tables)), output
-
-    return step

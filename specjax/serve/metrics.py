@@ -25,7 +25,6 @@ from prometheus_client.utils import floatToGoString
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import doubt, drafting_summary
-from specjax.engine.programs import PhaseTimes
 from specjax.engine.sequence import Sequence, Status
 
 OURS, SGLANG = "specjax:", "sglang:"
@@ -215,7 +214,6 @@ class Report:
         self._doubted = False
         self._idle = True
         self.throughput = 0.0  # tokens a second in the last line about decoding
-        self._phases = PhaseTimes()
 
     def after_step(self) -> None:
         engine, now = self._engine, replace(self._engine.counters)
@@ -258,8 +256,4 @@ class Report:
             self.throughput = rate
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
-            if (times := engine.programs.phase_times) is not None:
-                phases = times.since(self._phases).items()
-                logger.debug("Decode step. %s", ", ".join(f"{name}: {value:.2f} ms" for name, value in phases))
-                self._phases = replace(times)
             self._decoded, self._since = now, time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import logging
 import sys
 from dataclasses import fields
 
@@ -21,7 +20,6 @@ from toy_models import Runner, as_arrays, random_table, table_model
 from specjax.cli import generate
 from specjax.drafters import none_drafter
 from specjax.engine import SamplingParams
-from specjax.serve.metrics import Report
 from specjax.state import StepOutput, Trace
 from specjax.trace import StepTree, render, step_trees
 from specjax.tree import NO_TOKEN
@@ -246,29 +244,3 @@ def test_show_trees(run, monkeypatch):
     shown = narrow.read()
     assert rows[0]["id"] == "é\x1b[31m\n1: " and "\\xe9\\x1b[31m\\n1: : " in shown and "\x1b" not in shown
     assert "\\u2514\\u2500\\u2500 " in shown
-
-
-# The server's log.
-
-PHASES = "Decode step. draft: "
-
-
-def test_log_of_phase_times(caplog):
-    engine = make_engine(toy(), NGRAM, warm=False, max_running_requests=1, time_phases=True)
-    report = Report(engine, interval=4)
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    with caplog.at_level(logging.DEBUG, logger="specjax.serve"):
-        sequence = engine.add([70, 71, 72] * 3, params)
-        while engine.unfinished:
-            engine.step()
-            report.after_step()
-    messages = [record.getMessage() for record in caplog.records if record.name == "specjax.serve"]
-    decodes = [message for message in messages if message.startswith("Decode batch.")]
-    records = [record for record in caplog.records if record.getMessage().startswith(PHASES)]
-    assert len(records) == len(decodes) >= 2
-    for record in records:
-        assert record.levelno == logging.DEBUG
-        parts = record.getMessage().removeprefix("Decode step. ").split(", ")
-        assert [part.split(": ")[0] for part in parts] == ["draft", "verify", "commit"]
-        assert all(part.endswith(" ms") and float(part.split(": ")[1].split(" ")[0]) >= 0 for part in parts)
-    assert sequence.output.tokens == shared_engine("NGRAM").generate([70, 71, 72] * 3, params).output_ids

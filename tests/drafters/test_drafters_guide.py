@@ -123,7 +123,7 @@ def test_in_the_benchmark(my_drafter, tmp_path):
     path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
     words = COMMAND.replace("PYTHONPATH=. specjax", "-m specjax").split()
     model = saved_model(tmp_path, max_position_embeddings=1024)
-    few = ["--model", model, "--limit", "1", "--turns", "1", "--max-new-tokens", "24", "--timed", "0"]
+    few = ["--model", model, "--limit", "1", "--turns", "1", "--max-new-tokens", "24"]
     done = subprocess.run(
         [sys.executable, *words, *few, "--output", str(tmp_path / "out"), "--no-progress"],
         cwd=ROOT,

@@ -348,8 +348,7 @@ def test_always_draft_needs_a_drafter():
         with pytest.raises(ParameterError, match="always_draft contradicts"):
             SamplingParams(always_draft=True, **others)
     assert make_engine(toy(), "NONE", warm=False, adaptive=True).policy is None
-    for name in ("trace", "time_phases"):
-        assert make_engine(toy(), NGRAM, warm=False, adaptive=True, **{name: True}).policy is None
+    assert make_engine(toy(), NGRAM, warm=False, adaptive=True, trace=True).policy is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])

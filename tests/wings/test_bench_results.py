@@ -53,21 +53,21 @@ def test_acceptance_by_depth():
     assert results.add_histograms([[1], [0, 2, 0], []]) == [1, 2]
 
 
-def row(samples, base, phases=None, **where):
+def row(samples, base, **where):
     where = {"set": "s", "temperature": 0.0, "batch": 1, "method": samples[0].method} | where
-    return results.row(samples, base, where=where, phases=phases)
+    return results.row(samples, base, where=where)
 
 
 def test_a_row_and_its_table():
     base = [sample("NONE", str(i), 2.0) for i in range(3)]
-    texts, phases = {"equal": 1, "near tie": 1}, {"draft": 1.0, "verify": 2.0, "commit": 0.5}
+    texts = {"equal": 1, "near tie": 1}
     ours = [sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts=texts) for i in range(3)]
-    rows = [row(samples, base, phases) for samples in (base, ours)]
+    rows = [row(samples, base) for samples in (base, ours)]
     assert rows[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
     assert rows[1]["acceptance_by_depth"] == [0.3333] and rows[1]["texts"]["near tie"] == 3
     markdown = results.as_markdown(rows)
     assert "| 3 of 6 + 3 near ties |" in markdown and "| my_m & 50% |" in markdown and "| 1.33 " in markdown
-    assert "drafted steps" in markdown and markdown.splitlines()[1].count("|") == 13
+    assert "drafted steps" in markdown and markdown.splitlines()[1].count("|") == 11
     assert len({len(line) for line in markdown.splitlines()}) == 1, "aligned"
 
 

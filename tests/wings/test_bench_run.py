@@ -60,7 +60,6 @@ def test_a_comparison(bench, tmp_path, capsys):
     assert rows[0, "NONE"]["accept_length"] == 1 == rows[0, "transformers"]["accept_length"]
     assert rows[0, "NONE"]["speed_up"] == {"value": 1, "low": 1, "high": 1}
     assert rows[0, "transformers"]["drafted_steps"] is None and rows[0, "NONE"]["drafted_steps"] == 0
-    assert rows[0, "n-grams"]["phase_ms"]["verify"] > 0 and rows[0, "transformers"]["phase_ms"] is None
 
     # A second run measures nothing.
     before = (folder / "runs.jsonl").read_text()
@@ -101,11 +100,11 @@ def own_drafter(tmp_path, monkeypatch):
 
 def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_drafter, tmp_path, capsys):
     """Batches of two, twice: the third conversation has no partner."""
-    flags = "--timed", "0", "--plots", "none", "--batch-sizes", "2", "--repeats", "2"
+    flags = "--plots", "none", "--batch-sizes", "2", "--repeats", "2"
     methods = "none", "my_own_drafter:make"
     assert bench(*flags, methods=methods) == 0
     for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]:
-        assert (row["conversations"], row["repeats"], row["phase_ms"]) == (2, 2, None)
+        assert (row["conversations"], row["repeats"]) == (2, 2)
         assert row["texts"]["different"] == row["texts"]["other prompt"] == 0
     assert bench(*flags, methods=methods) == 0  # from the log
     own_drafter.write_text(DRAFTER.format(8192))
