@@ -206,7 +206,7 @@ class Body(BaseModel):
         try:
             return cls.model_validate(values, context=reading)
         except ValidationError as error:
-            raise _refusal(error.errors(include_url=False)[0], place) from error
+            raise _refusal(cls, error.errors(include_url=False)[0], place) from error
 
     def drop_unknown(self, place: str = "") -> Iterator[str]:
         """Removes unknown fields and yields their names, also in nested bodies: `messages[].content[].name`."""
@@ -247,20 +247,48 @@ def _root(name: str) -> str | None:
     return re.split(r"[.\[]", name, maxsplit=1)[0] or None
 
 
-def _refusal(error: ErrorDetails, place: str) -> ApiError:
+def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
     """Pydantic's error in the form "`field` must be ..., got ..."."""
-    location, code, got = [*error["loc"]], None, f", got {shown(error['input'])}"
-    problem = re.sub("^(Input|String|List|Dictionary) should ", "must ", error["msg"])
-    problem = re.sub(" or instance of .*", "", problem).replace("dictionary", "object")
+    location, limits, code = [*error["loc"]], error.get("ctx", {}), None
+    got = f", got {shown(error['input'])}"
     match error["type"]:
         case "missing":
             problem, got = "is required", ""
         case "unsupported":
             problem, got, code = error["msg"], "", "unsupported"
-            location.append(error.get("ctx", {})["field"])
+            location.append(limits["field"])
+        case "union_tag_invalid":
+            problem = f"has a type that is not one of {limits['expected_tags']}"
+        case "union_tag_not_found":
+            problem = "must be an object with a type"
+        case "string_too_short" | "too_short":
+            problem = "must not be empty"
+        case "string_too_long":
+            problem = f"must have at most {limits['max_length']} characters"
+        case "too_long":
+            problem = f"has {limits['actual_length']} items; at most {limits['max_length']} are supported"
+        case "string_pattern_mismatch":
+            problem = f"must match the pattern {limits['pattern']}"
+        case "greater_than" | "greater_than_equal" | "less_than_equal":
+            problem = _range(kind.model_json_schema()["properties"][error["loc"][0]])
+        case _:
+            problem = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
+            problem = problem.replace("dictionary", "object")
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location]
     name = (place + "".join(parts).removeprefix(".")).removesuffix(".")
     return bad_request(f"{name or 'the body'} {problem}{got}", _root(name), code)
+
+
+def _range(schema: dict[str, Any]) -> str:
+    """The limits of a number, or of an object's numbers, in words."""
+    choices = schema.get("anyOf", [schema])  # a required field has no `anyOf`
+    forms = [*choices, *(choice.get("additionalProperties") for choice in choices)]
+    limits = next(form for form in forms if isinstance(form, dict) and {"minimum", "exclusiveMinimum"} & set(form))
+    high = whole(limits.get("maximum"))
+    if "exclusiveMinimum" in limits:
+        return f"must be above {whole(limits['exclusiveMinimum'])} and at most {high}"
+    low = whole(limits["minimum"])
+    return f"must be at least {low}" if high is None else f"must be from {low} to {high}"
 
 
 class BodyRoute(APIRoute):

@@ -21,6 +21,7 @@ from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import MIN_DOUBTED_STEPS, doubt, drafting_summary
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies, Report
+from specjax.serve.server_settings import MOST_TRACED
 from specjax.thresholds import AcceptAbove
 
 ROOT = Path(__file__).parents[2]
@@ -332,7 +333,7 @@ def test_traces_of_first_steps_and_on_request(tmp_path, idle):
         assert written(tmp_path) == first, "one trace, unless another is requested"
 
         for body, text in (
-            ({"num_steps": 0}, "equal to 1"),
+            ({"num_steps": 0}, f"from 1 to {MOST_TRACED}"),
             ({"num_steps": "x"}, "num_steps"),
             ({"output_dir": "/tmp"}, "output_dir is not supported"),
         ):

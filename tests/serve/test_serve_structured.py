@@ -63,7 +63,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {  # by field: a value, a part of the 
         ({"type": "json_object", "schema": {}}, "not supported"), (form(schema={"type": "foo"}), "foo"),
         (form(schema={"not": {}}), "not"),
     ],
-    "regex": [("(a", "unclosed"), ("", "at least 1"), (5, "string"), ("a" * (MAX_SOURCE + 1), "at most")],
+    "regex": [("(a", "unclosed"), ("", "empty"), (5, "string"), ("a" * (MAX_SOURCE + 1), "at most")],
     "ebnf": [("root ::= foo", "foo")],
 }  # fmt: skip
 
