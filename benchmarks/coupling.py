@@ -18,7 +18,7 @@ from records import DATA, finish, machine
 from tqdm import tqdm
 
 from specjax import SamplingParams, checkpoint
-from specjax.bench.methods import EngineContender, Method, Source, parse_methods
+from specjax.bench.methods import Method, Source, parse_methods
 from specjax.bench.results import accept_length, add_histograms
 from specjax.bench.sets import read_sets
 from specjax.checkpoint.prompts import encode
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     source, rows = Source({"model": args.model}), []
     config = EngineConfig(max_running_requests=1, max_total_tokens=MAX_TOKENS + 256, prefix_cache=False)
     for method in methods_of(args):
-        contender, loaded = EngineContender(source.engine(method, config)), source.first
+        engine, loaded = source.engine(method, config), source.first
         for prompt_set in read_sets(args.sets, data=args.data, limit=args.limit, turns=1):
             prompts = {
                 id: encode([{"role": "user", "content": turn}], loaded.tokenizer, loaded.target.config.vocab_size)
@@ -64,12 +64,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for id, ids in tqdm(prompts.items(), desc=f"{method.name}, {prompt_set.name} {text}", disable=None):
                     seed = crc32(id.encode())
                     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, seed=seed, **setting(text))
-                    answers[id] = contender.run([ids], [sampling]).answers[0]
-                histogram = add_histograms(answer.histogram for answer in answers.values())
+                    answers[id] = engine.generate(ids, sampling)
+                histogram = add_histograms(answer.spec_accept_histogram for answer in answers.values())
                 rows.append({
                     "set": prompt_set.name, "setting": text, "method": method.name, "prompts": len(answers),
-                    "tokens": sum(len(answer.tokens) for answer in answers.values()), "histogram": histogram,
-                    "samples": {id: answer.histogram for id, answer in answers.items()},
+                    "tokens": sum(len(answer.output_ids) for answer in answers.values()), "histogram": histogram,
+                    "samples": {id: answer.spec_accept_histogram for id, answer in answers.items()},
                     "accept_length": round(accept_length(histogram), 4),
                 })  # fmt: skip
     return rows

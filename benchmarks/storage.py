@@ -9,15 +9,8 @@ texts of f32, q4_1 and f16 should be equal: f32 and q4_1 have equal weights, and
     llama.cpp           llama-cpp-python; llama.cpp-lookup: with its prompt lookup
     transformers        with the dequantised weights in float32 and bfloat16; lookup: with prompt lookup
 
-Greedy, one request at a time, 128 tokens a prompt. Contenders take turns in a rotating order. Columns of the table:
-
-    end to end   tokens / second, with the prompt's forward
-    decode       tokens / second after the first arrival
-    accept       tokens / forward, without the prompt's
-    step         ms between arrivals: median, 20th and 80th percentile
-    share        bytes of weights read per second, relative to the memory's bandwidth
-
-The last line is one JSON document.
+Greedy, one request at a time, 128 tokens a prompt. Contenders take turns in a rotating order. The table has tokens per
+second, with the prompt's forward. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -30,21 +23,19 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from gguf.quants import quantize
 from records import DATA, finish, machine, read_prompts
-from timing import read_bandwidth
 from tqdm import tqdm
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
-from specjax.bench.methods import Answer, EngineContender, TransformersContender
+from specjax.bench.methods import complete
 from specjax.bench.run import compare_texts, logit_gap
 from specjax.checkpoint import hub
 
@@ -55,27 +46,36 @@ TRANSFORMERS = ("transformers-float32", "transformers-bfloat16", "lookup-float32
 LOOKUP_TOKENS = 10
 
 
-class Contender(NamedTuple):
-    complete: Callable[[list[int], int], Answer]  # (prompt, tokens to emit)
-    weight_bytes: int  # bytes that a forward reads
+Contender = Callable[[list[int], int], tuple[list[int], float]]
+"""(prompt, tokens to emit) -> tokens, seconds."""
 
 
-def contender(runs: EngineContender | TransformersContender, weight_bytes: int) -> Contender:
-    def complete(prompt: list[int], count: int) -> Answer:
-        return runs.run([prompt], [SamplingParams(max_new_tokens=count, ignore_eos=True)]).answers[0]
-
-    return Contender(complete, weight_bytes)
-
-
-def make_engine(model: str, algorithm: str) -> tuple[Engine, int]:
-    """An engine, and the bytes of weights that a forward reads."""
+def make_engine(model: str, algorithm: str) -> Engine:
     config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False, adaptive=False)
     engine = Engine.from_pretrained(model, draft=algorithm, config=config, progress=False)
     engine.warm_up(engine.buckets.single_request_keys())
-    target = engine.params.target
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target))
-    # A forward reads one row of the embedding, unless it is also the output layer.
-    return engine, weights - (0 if engine.target.config.tied_embeddings else target["embed"].nbytes)
+    return engine
+
+
+def engine_contender(engine: Engine) -> Contender:
+    def run(prompt: list[int], count: int) -> tuple[list[int], float]:
+        completions, seconds = complete(engine, [prompt], [SamplingParams(max_new_tokens=count, ignore_eos=True)])
+        return completions[0].output_ids, seconds
+
+    return run
+
+
+def transformers_contender(model: Any, options: dict[str, Any]) -> Contender:
+    import torch
+
+    def run(prompt: list[int], count: int) -> tuple[list[int], float]:
+        started, ids = perf_counter(), torch.tensor([prompt])
+        options_of_length = {"max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+        with torch.inference_mode():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), **options_of_length, **options)
+        return output[0, len(prompt) :].tolist(), perf_counter() - started
+
+    return run
 
 
 def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
@@ -88,17 +88,13 @@ def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
         verbose=False,
     )  # fmt: skip
 
-    def complete(prompt: list[int], count: int) -> Answer:
+    def run(prompt: list[int], count: int) -> tuple[list[int], float]:
         model.reset()
-        started, tokens, arrivals = perf_counter(), [], []
-        for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
-            tokens.append(token)
-            arrivals.append((perf_counter() - started, len(tokens)))
-            if len(tokens) == count:
-                break
-        return Answer(tokens, arrivals, [])
+        started = perf_counter()
+        tokens = [*islice(model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0), count)]
+        return tokens, perf_counter() - started
 
-    return Contender(complete, file.stat().st_size)
+    return run
 
 
 def rewrite(file: Path, to: Path, kind: GGMLQuantizationType) -> None:
@@ -142,8 +138,8 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
             for kind in args.contenders:
                 name = f"{kind}-{storage}"
                 if kind in ENGINES:
-                    engines[name], size = make_engine(str(file), ENGINES[kind])
-                    contenders[name] = contender(EngineContender(engines[name]), size)
+                    engines[name] = make_engine(str(file), ENGINES[kind])
+                    contenders[name] = engine_contender(engines[name])
                 elif kind in LLAMA_CPP:
                     contenders[name] = llama_cpp_contender(file, args.threads, lookup=kind == "llama.cpp-lookup")
         if wanted := [name for name in args.contenders if name in TRANSFORMERS]:
@@ -160,29 +156,8 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
             for name in wanted:
                 model = models[name.partition("-")[2]]
                 options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if "lookup" in name else {}
-                size = sum(parameter.nbytes for parameter in model.parameters())
-                contenders[name] = contender(TransformersContender(model, options, ()), size)
+                contenders[name] = transformers_contender(model, options)
         yield contenders, engines
-
-
-def summary(runs: dict[str, Answer], weight_bytes: int, bandwidth: float) -> dict[str, Any]:
-    """One row of the table, and its samples."""
-    steps = [1e3 * (b[0] - a[0]) for run in runs.values() for a, b in pairwise(run.arrivals)]
-    decoding = sum(run.arrivals[-1][0] - run.arrivals[0][0] for run in runs.values())
-    decoded = sum(run.arrivals[-1][1] - run.arrivals[0][1] for run in runs.values())
-    p20, median, p80 = np.percentile(steps, (20, 50, 80)).round(2).tolist()
-    tokens = sum(len(run.tokens) for run in runs.values())
-    return {
-        "tokens_per_second": round(tokens / sum(run.arrivals[-1][0] for run in runs.values()), 2),
-        "decode_tokens_per_second": round(decoded / decoding, 2),
-        "accept_length": round((tokens - len(runs)) / len(steps), 4),
-        "step_ms": {"p20": p20, "median": median, "p80": p80},
-        "share_of_ceiling": round(len(steps) * weight_bytes / decoding / bandwidth, 3),
-        "samples": [
-            {"id": id, "seconds": round(run.arrivals[-1][0], 4), "first_seconds": round(run.arrivals[0][0], 4),
-             "forwards": len(run.arrivals) - 1} for id, run in runs.items()
-        ],
-    }  # fmt: skip
 
 
 def main() -> None:
@@ -200,34 +175,31 @@ def main() -> None:
         if not engines:
             parser.error(f"--contenders must name one of {', '.join(ENGINES)}, which renders the prompts")
         engine = next(iter(engines.values()))
-        bandwidth = read_bandwidth()
-        print(f"reads {bandwidth / 1e9:.1f} GB/s")
         prompts = {
             id: engine.encode([{"role": "user", "content": text}])
             for id, text in read_prompts(DATA / f"{args.set}.jsonl", args.limit)
         }
-        runs: dict[str, dict[str, Answer]] = {name: {} for name in contenders}
+        runs: dict[str, dict[str, tuple[list[int], float]]] = {name: {} for name in contenders}
         for index, (id, prompt) in enumerate(tqdm(prompts.items())):
             turn = index % len(contenders)
             for name in [*contenders][turn:] + [*contenders][:turn]:
-                runs[name][id] = contenders[name].complete(prompt, args.max_new_tokens)
-        rows = {name: summary(runs[name], contenders[name].weight_bytes, bandwidth) for name in contenders}
-        print(f"{'':24}{'end to end':>12}{'decode':>9}{'accept':>8}{'step':>8}{'p20':>7}{'p80':>7}{'share':>8}")
-        for name, row in rows.items():
-            step = row["step_ms"]
-            print(
-                f"{name:24}{row['tokens_per_second']:12.1f}{row['decode_tokens_per_second']:9.1f}"
-                f"{row['accept_length']:8.2f}{step['median']:8.1f}{step['p20']:7.1f}{step['p80']:7.1f}"
-                f"{row['share_of_ceiling']:8.0%}"
-            )
+                runs[name][id] = contenders[name](prompt, args.max_new_tokens)
+        rows: dict[str, Any] = {}
+        for name, answers in runs.items():
+            rate = sum(len(tokens) for tokens, _ in answers.values()) / sum(seconds for _, seconds in answers.values())
+            samples = [{"id": id, "seconds": round(seconds, 4)} for id, (_, seconds) in answers.items()]
+            rows[name] = {"tokens_per_second": round(rate, 2), "samples": samples}
+            print(f"{name:24}{rate:8.1f} tokens/s")
         texts: dict[str, dict[str, int]] = {}
         if "none-f32" in engines:
-            gap = partial(logit_gap, EngineContender(engines["none-f32"]))
-            turns = {name: [(prompts[id], answer) for id, answer in answers.items()] for name, answers in runs.items()}
+            gap = partial(logit_gap, engines["none-f32"])
+            turns = {
+                name: [(prompts[id], tokens) for id, (tokens, _) in answers.items()] for name, answers in runs.items()
+            }
             texts = {name: compare_texts(turns[name], turns["none-f32"], gap) for name in contenders}
         for name, counts in texts.items():
             print(f"{name:28}texts as none-f32: {', '.join(f'{n} {verdict}' for verdict, n in counts.items() if n)}")
-    document = machine() | {"threads": args.threads, "limit": args.limit, "read_gb_per_second": bandwidth / 1e9}
+    document = machine() | {"threads": args.threads, "limit": args.limit}
     finish("storage", document | {"contenders": rows, "texts": texts}, record=args.record)
 
 

@@ -158,7 +158,7 @@ with redirect_stderr(sys.stdout):  # messages belong into this cell
         [
             *("--model", MODEL, "--methods", *METHODS, "--temperatures", *TEMPERATURES),
             *("--sets", *SETS[: 2 if SHORT else None], "--limit", "2" if SHORT else "4"),
-            *("--max-new-tokens", "8" if SHORT else "64", "--timed", "0"),
+            *("--max-new-tokens", "8" if SHORT else "64"),
             *("--output", str(folder)),
         ]
     )

@@ -1,7 +1,7 @@
 """`specjax bench` compares methods of decoding on sets of prompts. In reading order:
 
 sets         prompts by name or file
-methods      names of methods, and the engines or transformers that run them
+methods      names of methods, and the engines that run them
 run          runs methods in turns, and logs each measured part
 results      figures with intervals, and tables
 provenance   head of every record: machine, versions, commit

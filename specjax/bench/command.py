@@ -15,7 +15,7 @@ from specjax import settings
 from specjax.bench import results
 from specjax.bench.methods import Source, check_available, parse_methods
 from specjax.bench.provenance import code_digest, commit, file_stamps, machine, processor
-from specjax.bench.run import Experiment, Log, Plan, applies
+from specjax.bench.run import Experiment, Log, Plan
 from specjax.bench.sets import DATA, read_sets, set_names
 from specjax.checkpoint.files import write_text
 from specjax.cli import build, flags, run_command
@@ -28,8 +28,8 @@ class BenchSettings:
 
     methods: tuple[str, ...] = setting(
         ("none", "NGRAM", "AUTO"),
-        "ALGORITHM[:option=value,...], module:function, transformers[:prompt-lookup=10 or :assisted=MODEL]; "
-        "name=... is the name in tables, adaptive=on drafts only in steps with a measured gain",
+        "ALGORITHM[:option=value,...], module:function; name=... is the name in tables, "
+        "adaptive=on drafts only in steps with a measured gain",
         metavar="METHOD",
     )  # fmt: skip
     sets: tuple[str, ...] = setting(
@@ -99,12 +99,6 @@ def make_plan(bench: BenchSettings) -> Plan:
         raise ValueError(f"--baseline {baseline} is none of the methods: {', '.join(by_name)}")
     temperatures = numbers("temperatures", bench.temperatures, float, 0)
     batches = numbers("batch-sizes", bench.batch_sizes, int, 1)
-    if all(method.transformers is not None for method in methods):
-        raise ValueError("--methods: one must be the engine's, such as none, to compare transformers with")
-    if not all(applies(by_name[baseline], t, batch) for t in temperatures for batch in batches):
-        raise ValueError(
-            f"--baseline {baseline} runs only at temperature 0 and batch size 1; take one of the engine's methods"
-        )
     data = DATA if bench.data is None else Path(bench.data)
     sets = read_sets(bench.sets, data=data, limit=bench.limit, turns=bench.turns)
     return Plan(
@@ -136,7 +130,7 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
-    head = machine("jaxlib", "flax", "torch", "transformers")
+    head = machine("jaxlib", "flax")
     experiment = Experiment(plan, Source(dict(vars(chosen.model)), progress=progress), log, progress=progress)
     for name, ids in experiment.left_out.items():
         print(f"{name}: {len(ids)} conversations are left out, which exceed the model's context", file=sys.stderr)

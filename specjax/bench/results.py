@@ -33,10 +33,8 @@ class Sample:
     repeat: int
     seconds: float  # end to end, prompts included
     tokens: int
-    decode_seconds: float  # after the first tokens of each request, summed over requests
-    decode_tokens: int
     histogram: list[int]  # forwards by number of accepted drafts
-    drafted_steps: int | None  # None: unknown, for transformers
+    drafted_steps: int
     texts: dict[str, int]  # turns by verdict
     conversations: int = 1
     note: str = ""  # why the method may not draft in every step
@@ -52,31 +50,26 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Inte
     return {"value": value, "low": low, "high": high}
 
 
-def _ratio(samples: Sequence[Sample], groups: Sequence[str], numerator: str, denominator: str) -> Any:
-    """The sum of one field divided by the sum of another, as a statistic."""
+def _rate(samples: Sequence[Sample], groups: Sequence[str]) -> Any:
+    """Tokens per second, as a statistic."""
     place = {group: index for index, group in enumerate(groups)}
     sums = np.zeros((2, len(groups)))
     for sample in samples:
-        sums[:, place[sample.group]] += getattr(sample, numerator), getattr(sample, denominator)
+        sums[:, place[sample.group]] += sample.tokens, sample.seconds
     return lambda drawn: sums[0][drawn].sum(axis=1) / np.maximum(sums[1][drawn].sum(axis=1), 1e-9)
 
 
-def rate(samples: Sequence[Sample], tokens: str = "tokens", seconds: str = "seconds") -> Interval:
+def rate(samples: Sequence[Sample]) -> Interval:
     """Tokens per second."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    return bootstrap(_ratio(samples, groups, tokens, seconds), len(groups))
+    return bootstrap(_rate(samples, groups), len(groups))
 
 
 def speed_up(samples: Sequence[Sample], baseline: Sequence[Sample]) -> Interval:
     """Tokens per second relative to the baseline's runs of the same groups."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    ours, theirs = (_ratio(runs, groups, "tokens", "seconds") for runs in (samples, baseline))
+    ours, theirs = (_rate(runs, groups) for runs in (samples, baseline))
     return bootstrap(lambda drawn: ours(drawn) / theirs(drawn), len(groups))
-
-
-def total(counts: Sequence[int | None]) -> int | None:
-    """The sum; None if one count is unknown."""
-    return None if None in counts else sum(filter(None, counts))
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
@@ -101,21 +94,20 @@ def by_depth(histogram: Sequence[int]) -> list[float]:
 def row(samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row) -> Row:
     """One row of the table. `where`: set, temperature, batch size and method."""
     histogram = add_histograms(sample.histogram for sample in samples)
-    steps, drafted = sum(histogram), total([sample.drafted_steps for sample in samples])
+    steps, drafted = sum(histogram), sum(sample.drafted_steps for sample in samples)
     return where | {
         "conversations": sum({sample.group: sample.conversations for sample in samples}.values()),
         "repeats": len({sample.repeat for sample in samples}),
         "tokens": sum(sample.tokens for sample in samples),
         "seconds": round(sum(sample.seconds for sample in samples), 3),
         "tokens_per_second": rate(samples),
-        "decode_tokens_per_second": rate(samples, "decode_tokens", "decode_seconds"),
         "speed_up": speed_up(samples, baseline),
         "accept_length": round(accept_length(histogram), 4),
         "acceptance_by_depth": by_depth(histogram),
         "histogram": histogram,
         "verify_steps": steps,
         "drafted_steps": drafted,
-        "not_drafted": samples[0].note if drafted is not None and drafted < steps else "",
+        "not_drafted": samples[0].note if drafted < steps else "",
         "texts": {verdict: sum(sample.texts.get(verdict, 0) for sample in samples) for verdict in VERDICTS},
     }
 
@@ -148,7 +140,7 @@ def cells(row: Row) -> list[str]:
         interval_text(row["speed_up"], 2),
         f"{row['accept_length']:.2f}",
         " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_depth"]),
-        f"{row['drafted_steps'] / steps:.0%}" if steps and row["drafted_steps"] is not None else "",
+        f"{row['drafted_steps'] / steps:.0%}" if steps else "",
         f"{texts['equal']} of {compared}{near}{other}" if compared + texts["other prompt"] else "",
     ]
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from zlib import crc32
 
-from specjax.bench.methods import Answer, Contender, EngineContender, Method, Run, Source
-from specjax.bench.results import VERDICTS, Sample, add_histograms, row, total
+from specjax.bench.methods import Method, Source, complete
+from specjax.bench.results import VERDICTS, Sample, add_histograms, row
 from specjax.bench.sets import ALL, Conversation, PromptSet
 from specjax.checkpoint.prompts import encode
-from specjax.engine import SamplingParams
+from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.config import EngineConfig
+from specjax.engine.draft_policy import drafting_summary
 from specjax.progress import progress_bar
 
 NEAR = 1e-3
@@ -28,7 +29,7 @@ NEAR = 1e-3
 (docs/design.md)."""
 
 WARM_UP_TOKENS = 8
-Turn: TypeAlias = tuple[list[int], Answer]  # a prompt and its completion
+Turn: TypeAlias = tuple[list[int], list[int]]  # tokens of a prompt and of its answer
 
 
 class Log:
@@ -94,11 +95,6 @@ class Plan:
     ignore_eos: bool = False
 
 
-def applies(method: Method, temperature: float, batch: int) -> bool:
-    """True if the method can run: transformers completes one prompt at a time, greedily."""
-    return method.transformers is None or (temperature == 0 and batch == 1)
-
-
 class Experiment:
     """Measures the parts of a plan that the log lacks."""
 
@@ -107,8 +103,7 @@ class Experiment:
     ) -> None:  # fmt: skip
         self.plan, self.source, self.log, self._progress = plan, source, log, progress
         for method in plan.methods:
-            if method.transformers is None:
-                source.load(method)
+            source.load(method)
         self._tokenizer, self._target = source.first.tokenizer, source.first.target.config
         self.left_out: dict[str, list[str]] = {}  # ids of conversations that exceed the model's context, by set
         self.sets = {prompts.name: self._fitting(prompts) for prompts in plan.sets}
@@ -162,29 +157,29 @@ class Experiment:
                     yield "block", batch, name, temperature, repeat
 
     def _run_blocks(self, batch: int, missing: Sequence[tuple[Any, ...]]) -> None:
-        contenders: dict[str, Contender] = {}
-        methods = [method for method in self.plan.methods if any(applies(method, key[3], batch) for key in missing)]
-        with progress_bar("Compiling", len(methods), "method", shown=self._progress) as bar:
-            for method in methods:
-                contenders[method.name] = self.source.contender(method, self.config(batch))
-                self._warm_up(contenders[method.name], batch)
+        engines: dict[str, Engine] = {}
+        with progress_bar("Compiling", len(self.plan.methods), "method", shown=self._progress) as bar:
+            for method in self.plan.methods:
+                engines[method.name] = self.source.engine(method, self.config(batch))
+                self._warm_up(engines[method.name], batch)
                 bar.update()
         for key in missing:
-            self.log[key] = self._block(contenders, *key[1:])
+            self.log[key] = self._block(engines, *key[1:])
 
-    def _warm_up(self, contender: Contender, batch: int) -> None:
+    def _warm_up(self, engine: Engine, batch: int) -> None:
         """Compiles the remaining programs by an unmeasured run."""
         group = groups(next(iter(self.sets.values())), batch)[0]
         prompts = [self.encode([{"role": "user", "content": conversation.turns[0]}]) for conversation in group]
-        contender.run(prompts, [SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)] * len(prompts))
+        complete(engine, prompts, [SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)] * len(prompts))
 
     def _block(
-        self, contenders: Mapping[str, Contender], batch: int, name: str, temperature: float, repeat: int
+        self, engines: Mapping[str, Engine], batch: int, name: str, temperature: float, repeat: int
     ) -> list[dict[str, Any]]:
         """The samples of all methods."""
-        methods = [method.name for method in self.plan.methods if applies(method, temperature, batch)]
-        for method in methods:
-            contenders[method].forget()
+        methods = [method.name for method in self.plan.methods]
+        for method in methods:  # drafters forget earlier texts
+            if not engines[method].flush_cache():
+                raise RuntimeError("requests still run")
         parts = groups(self.sets[name], batch)
         title = f"{name}, T={temperature:g}" + (f", batch {batch}" if batch > 1 else "")
         title += f", repeat {repeat + 1} of {self.plan.repeats}" if self.plan.repeats > 1 else ""
@@ -193,10 +188,9 @@ class Experiment:
             for index, group in enumerate(parts):
                 first = (index + repeat) % len(methods)
                 for method in methods[first:] + methods[:first]:
-                    runs[method].append(self._complete(contenders[method], group, temperature))
+                    runs[method].append(self._complete(engines[method], group, temperature))
                     bar.update()
-        baseline = contenders[self.plan.baseline]
-        gap = partial(logit_gap, baseline) if isinstance(baseline, EngineContender) and temperature == 0 else None
+        gap = partial(logit_gap, engines[self.plan.baseline]) if temperature == 0 else None
         return [
             asdict(replace(sample, method=method, repeat=repeat, texts=compare_texts(turns, baseline_turns, gap)))
             for method in methods
@@ -204,7 +198,7 @@ class Experiment:
         ]
 
     def _complete(
-        self, contender: Contender, group: Sequence[Conversation], temperature: float
+        self, engine: Engine, group: Sequence[Conversation], temperature: float
     ) -> tuple[Sample, list[Turn]]:  # fmt: skip
         """Completes all turns of a group. The sample lacks method, repeat and verdicts."""
         messages: list[list[dict[str, str]]] = [[] for _ in group]
@@ -212,7 +206,8 @@ class Experiment:
             max_new_tokens=self.plan.max_new_tokens, temperature=temperature, ignore_eos=self.plan.ignore_eos
         )
         turns: list[Turn] = []
-        runs: list[Run] = []
+        done: list[Completion] = []
+        seconds = 0.0
         for turn in range(max(len(conversation.turns) for conversation in group)):
             rows = [i for i, conversation in enumerate(group) if turn < len(conversation.turns)]
             for i in rows:
@@ -220,21 +215,19 @@ class Experiment:
             prompts = [self.encode(messages[i]) for i in rows]
             # Requests with one seed would share their noise.
             seeds = [self.plan.seed + crc32(group[i].id.encode()) + turn for i in rows]
-            runs.append(contender.run(prompts, [replace(sampling, seed=seed) for seed in seeds]))
-            for i, prompt, answer in zip(rows, prompts, runs[-1].answers, strict=True):
-                messages[i].append({"role": "assistant", "content": self._text(answer.tokens)})
-                turns.append((prompt, answer))
-        answers = [answer for _, answer in turns]
-        spans = [(answer.arrivals[0], answer.arrivals[-1]) for answer in answers if answer.arrivals]
+            answers, duration = complete(engine, prompts, [replace(sampling, seed=seed) for seed in seeds])
+            seconds += duration
+            done += answers
+            for i, prompt, answer in zip(rows, prompts, answers, strict=True):
+                messages[i].append({"role": "assistant", "content": self._text(answer.output_ids)})
+                turns.append((prompt, answer.output_ids))
         sample = Sample(
             method="", repeat=0, texts={}, conversations=len(group),
             group="+".join(conversation.id for conversation in group),
-            seconds=round(sum(run.seconds for run in runs), 6),
-            tokens=sum(len(answer.tokens) for answer in answers),
-            decode_seconds=round(sum(last[0] - first[0] for first, last in spans), 6),
-            decode_tokens=sum(last[1] - first[1] for first, last in spans),
-            histogram=add_histograms(answer.histogram for answer in answers),
-            drafted_steps=total([run.drafted_steps for run in runs]), note=contender.note(),
+            seconds=round(seconds, 6), tokens=sum(len(answer.output_ids) for answer in done),
+            histogram=add_histograms(answer.spec_accept_histogram for answer in done),
+            drafted_steps=sum(answer.drafted_steps for answer in done),
+            note=drafting_summary(engine.drafter, engine.buckets, 1, 0)["not_drafted"] or "",
         )  # fmt: skip
         return sample, turns
 
@@ -259,7 +252,6 @@ class Experiment:
             for title, names in parts.items()
             for samples in [[sample for name in names for sample in self._samples(batch, name, temperature)]]
             for method in self.plan.methods
-            if applies(method, temperature, batch)
         ]
 
     def _samples(self, batch: int, name: str, temperature: float) -> list[Sample]:
@@ -281,22 +273,22 @@ def compare_texts(
     """Number of turns by verdict. `gap`: see `logit_gap`; None: no near ties."""
     counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
     for (prompt, answer), (other_prompt, other) in zip(turns, baseline, strict=True):
-        verdict = "equal" if answer.tokens == other.tokens else "different"
+        verdict = "equal" if answer == other else "different"
         if prompt != other_prompt:
             verdict = "other prompt"
         elif verdict == "different" and gap is not None:
-            pairs = enumerate(zip(answer.tokens, other.tokens, strict=False))
+            pairs = enumerate(zip(answer, other, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), None)
-            if at is not None and gap(prompt + answer.tokens[:at], {answer.tokens[at], other.tokens[at]}) < NEAR:
+            if at is not None and gap(prompt + answer[:at], {answer[at], other[at]}) < NEAR:
                 verdict = "near tie"
         counts[verdict] += 1
     return counts
 
 
-def logit_gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
+def logit_gap(baseline: Engine, context: list[int], tokens: set[int]) -> float:
     """Difference of the two largest logits after a context; infinite unless their tokens are `tokens`."""
     sampling = SamplingParams(max_new_tokens=1, logprobs=2, ignore_eos=True)
-    logprobs = baseline.engine.generate(context, sampling).logprobs
+    logprobs = baseline.generate(context, sampling).logprobs
     assert logprobs is not None
     (first, best), (second, next_best) = logprobs[0].top
     return best - next_best if {first, second} == tokens else float("inf")

@@ -8,7 +8,7 @@ import pytest
 
 from specjax.bench import command, sets
 from specjax.bench.command import BenchSettings, make_plan
-from specjax.bench.methods import Transformers, check_available, parse_method, parse_methods
+from specjax.bench.methods import check_available, parse_method, parse_methods
 from specjax.drafters import Auto, Eagle, Eagle3, Ngram, NoDraft, Standalone
 from specjax.settings import parse
 
@@ -34,15 +34,10 @@ def test_algorithms_with_options(text):
         assert str(method.draft.token_map) == draft.token_map
     else:
         assert method.draft == draft
-    assert (method.name, method.transformers, method.drafter, method.adaptive) == (name, None, None, False)
+    assert (method.name, method.drafter, method.adaptive) == (name, None, False)
 
 
-def test_transformers_and_custom_methods():
-    assert parse_method("transformers").transformers == Transformers()
-    assert parse_method("transformers:prompt-lookup").transformers == Transformers(prompt_lookup=10)
-    lookup = parse_method("transformers:prompt-lookup=4,dtype=bfloat16").transformers
-    assert lookup == Transformers(4, None, "bfloat16")
-    assert parse_method("transformers:assisted=m").transformers == Transformers(assisted="m")
+def test_custom_methods():
     own = parse_method("a.b:c,adaptive=on")
     assert (own.drafter, own.adaptive, own.name) == ("a.b:c", True, "a.b:c adaptive")
     custom = parse_method("EAGLE3:adaptive=on,verifier=x:y")
@@ -60,10 +55,7 @@ WRONG_METHODS = {
     "AUTO:adaptive=maybe": "adaptive must be on or off",
     "STANDALONE:path=a,model=b": "model and path are one option",
     "EAGLE3:steps=1,topk=2,nodes=8": "give 2 candidates",
-    "transformers:fast": "transformers has no option fast; it has: prompt_lookup, assisted, dtype",
-    "transformers:prompt-lookup=0": "must be an integer of at least 1, got 0",
-    "transformers:prompt-lookup=4,assisted=m": "exclude each other",
-    "transformers:assisted": "assisted needs a value",
+    "EAGLE3:path": "path needs a value",
     "NGRAM:": "nothing follows",
 }
 
@@ -75,16 +67,13 @@ def test_wrong_methods(text):
     assert WRONG_METHODS[text] in str(refused.value)
 
 
-def test_unavailable_methods(tmp_path, monkeypatch):
+def test_unavailable_methods(tmp_path):
     with pytest.raises(ValueError, match="two are called NGRAM; add name="):
         parse_methods(["NGRAM", "ngram"])
     with pytest.raises(ValueError, match="nowhere does not exist"):
         check_available([parse_method(f"EAGLE3:path={tmp_path}/nowhere")])
     with pytest.raises(ValueError, match="cannot import no_such_module"):
         check_available([parse_method("no_such_module:make")])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="torch is not installed"):
-        check_available([parse_method("transformers")])
 
 
 # Sets
@@ -158,8 +147,6 @@ WRONG_SETTINGS = {
     "--batch-sizes must be at least 1": {"batch_sizes": ("0",)},
     "--batch-sizes must be different": {"batch_sizes": ("1", "1")},
     "--baseline EAGLE3 is none of the methods": {"baseline": "EAGLE3"},
-    "one must be the engine's": {"methods": ("transformers",)},
-    "runs only at temperature 0 and batch size 1": {"methods": ("transformers", "none"), "temperatures": ("1",)},
     "both need at least one name": {"methods": ()},
 }
 
