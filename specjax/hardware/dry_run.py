@@ -1,8 +1,7 @@
-"""`--dry-run`: computes a model's memory on a device, bounds of its speed, and settings that would fit.
+"""`--dry-run`: computes a model's memory on a device, a bound of its speed, and settings that would fit.
 
 Reads configs and tensor headers only. The engine's own functions compute the memory; temporaries are estimated. A step
-takes at least the time to read its bytes, or to multiply, whichever is longer. Drafting, kernel launches, attention's
-products and communication between devices are left out.
+without drafts takes at least the time to read its bytes.
 
 In reading order: `outline` describes a model, `make_plan` computes, `changes` tries settings that fit.
 """
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,13 +29,13 @@ from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
-from specjax.drafters.factories import make_speculation
+from specjax.drafters.factories import make_drafter, make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.buckets import BATCHES
 from specjax.engine.config import EngineConfig, Layout, context_length
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
-from specjax.gpu import DEVICES, SHARE_VARIABLES, Device, Memory, given_share, share_of, this_memory
+from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
@@ -46,13 +45,13 @@ from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
 from specjax.models.target import Target
 from specjax.parallel.sharding import check_experts, fitted
-from specjax.parallel.shares import held_bytes, leaf_share, page_bytes
+from specjax.parallel.shares import held_bytes, page_bytes
 from specjax.settings import Parser, dashed
 from specjax.state import init_state
 
-CONTEXT = 1024  # cached tokens of each request, in the bounds of speed
+CONTEXT = 1024  # cached tokens of each request, in the bound of the speed
 HIGH_FRACTION = 0.9  # largest proposed share of a GPU's memory for weights and pool
-MAX_DEVICES = 64  # largest proposed number of devices
+MAX_DEVICES = 64  # largest proposed --tensor-parallel-size
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -60,40 +59,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "dry run", "Reads configs and tensor headers; status 1 if the model does not fit."
     )
-    group.add_argument("--dry-run", action="store_true", help="print memory, buckets and bounds of the speed, and end")
+    group.add_argument("--dry-run", action="store_true", help="print memory, buckets and a bound of the speed, and end")
     group.add_argument("--json", action="store_true", help="print the plan as one line of JSON, and no report")
     text = f"compute for one of {', '.join(DEVICES)}; default: this machine's device"
     group.add_argument("--assume-device", type=str.upper, choices=tuple(DEVICES), metavar="NAME", help=text)
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
-    """Exits if a flag of a dry run is wrong or --dry-run is missing."""
+    """Exits if --dry-run is missing beside its flags."""
     for name in ("json", "assume_device"):
         if getattr(args, name) and not args.dry_run:
             parser.error(f"--{dashed(name)} needs --dry-run")
 
 
-def this_device(dtype: str) -> Device:
-    """Measures this process's device by a copy and by a product of `dtype`, in about a second."""
+def this_device() -> Device:
+    """This process's device. Its bandwidth is measured, by copies of 256 MB; its speed is not."""
     memory = this_memory()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory is None else memory.total
     for file in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if memory is None and file.is_file() and (text := file.read_text().strip()).isdecimal():
             total = min(total, int(text))  # of a control group
-
-    def fastest(function: Callable[..., jax.Array], x: jax.Array, *more: jax.Array) -> float:
-        compiled, seconds = jax.jit(function, donate_argnums=0), []
-        for _ in range(6):
-            start = time.perf_counter()
-            x = jax.block_until_ready(compiled(x, *more))
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
-    array, rows, width = jnp.zeros(2**26, jnp.float32), 256, 2048
-    bandwidth = 2 * array.nbytes / fastest(lambda x: x + 1, array)
-    product = fastest(jnp.matmul, jnp.ones((rows, width), dtype), jnp.zeros((width, width), dtype))
-    speed, kind = 2 * rows * width * width / product, jax.local_devices()[0].device_kind
-    return Device(kind, total, bandwidth, speed, speed, "measured: a copy of 256 MB, a product")
+    array, seconds = jnp.zeros(2**26, jnp.float32), []
+    copy = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for _ in range(6):
+        start = time.perf_counter()
+        array = jax.block_until_ready(copy(array))
+        seconds.append(time.perf_counter() - start)
+    kind, bandwidth = jax.local_devices()[0].device_kind, 2 * array.nbytes / min(seconds)
+    return Device(kind, total, bandwidth, 0.0, 0.0, "measured: a copy of 256 MB")
 
 
 def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = False) -> int:
@@ -102,25 +95,17 @@ def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = Fal
         jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
     try:
         arguments = build.engine_arguments(settings)
-        share = given_share()
         if device is None:
             build.claim_gpu(settings)
         platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
-        names = ("model", "revision", "quantization")
-
-        @cache
-        def described(dtype: str, drafts: bool) -> Outline:
-            draft = arguments["draft"] if drafts else NoDraft()
-            return outline(**{name: arguments[name] for name in names}, draft=draft, dtype=dtype, platform=platform)
-
+        names = ("model", "revision", "quantization", "draft", "dtype")
         with flags.named_as_flags(settings):
-            model = described(arguments["dtype"], True)
+            model = outline(**{name: arguments[name] for name in names}, platform=platform)
             checkpoint.check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
-            bounds = DEVICES[device] if device else this_device(model.target.config.dtype)
-            devices, replicas = settings.engine.tensor_parallel_size, settings.server.data_parallel_size
-            case = Case(model, arguments["config"], bounds, platform, devices, share, replicas)
+            bounds = DEVICES[device] if device else this_device()
+            case = Case(model, arguments["config"], bounds, platform, settings.server.data_parallel_size)
             plan = {"model": settings.model.model, **make_plan(case)}
-            plan["changes"] = [*changes(case, described)] if plan["problems"] else []
+            plan["changes"] = [*changes(case)] if plan["problems"] else []
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
@@ -159,7 +144,6 @@ class Outline:
     params: Params  # `jax.ShapeDtypeStruct` leaves, or the parameters of a user-defined drafter
     drafter: Drafter
     parts: tuple[Part, ...]  # target, and draft head or model if any
-    headers: bool  # False: read from config.json alone
 
 
 def outline(
@@ -205,7 +189,7 @@ def outline(
         params = params if small is None else StandaloneParams(params)
     else:
         drafter, params, _ = make_speculation(plugin, target)
-    return Outline(target, Params(weights, params), drafter, tuple(parts), bool(files.weights))
+    return Outline(target, Params(weights, params), drafter, tuple(parts))
 
 
 def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadConfig:
@@ -226,8 +210,6 @@ class Case(NamedTuple):
     config: EngineConfig
     device: Device
     platform: str  # "cpu" or "gpu"
-    devices: int = 1  # that split weights and pages
-    share: float | None = None  # of a GPU's memory that JAX reserves; None: the commands' setting
     replicas: int = 1  # engines of one process, each on separate devices
 
     @property
@@ -235,19 +217,19 @@ class Case(NamedTuple):
         """Bytes of a device that may be used. Replicas on CPU devices share one memory."""
         if self.platform == "cpu":
             return int(self.device.memory * self.config.mem_fraction) // self.replicas
-        return int(self.device.memory * (self.share or share_of(self.config.mem_fraction, self.device.memory)))
+        return int(self.device.memory * (given_share() or share_of(self.config.mem_fraction, self.device.memory)))
 
 
 def make_plan(case: Case) -> dict[str, Any]:
     """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
-    model, config, n, groups = case.outline, case.config, case.devices, case.config.expert_parallel
+    model, config, n = case.outline, case.config, case.config.tensor_parallel
     target, drafter, rows = model.target, model.drafter, config.max_running_requests
     context = context_length(target, config)
     token, fixed = _state_bytes(model, config.page_size, rows)
     pages, draft_pages = page_bytes(target.pages, n), token - page_bytes(target.pages)
     for part in model.parts[1:]:
         draft_pages += page_bytes(part.pages, n) - page_bytes(part.pages)
-    reads = _reads(model, n, groups)
+    reads = _reads(model, n, config.expert_parallel)
     weights, draft_weights = reads["weights"], reads["draft_weights"]
     problems = [*_split_problems(case)]
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
@@ -272,12 +254,10 @@ def make_plan(case: Case) -> dict[str, Any]:
         problems.append(f"{total / 1e9:.2f} GB are needed and there are {case.limit / 1e9:.2f} GB")
     if not problems and config.context_length and tokens < context:
         problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
-    plan: dict[str, Any] = {
+    return {
         "dtype": target.config.dtype,
-        "headers": model.headers,
         "device": case.device._asdict(),
         "devices": n,
-        "expert_parallel": groups,
         "replicas": case.replicas,
         "fits": not problems,
         "problems": problems,
@@ -291,17 +271,19 @@ def make_plan(case: Case) -> dict[str, Any]:
         "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
         "speculation": speculation_table(drafter, buckets),
         "reads": reads,
+        "speeds": {
+            batch: batch * case.device.bandwidth / (reads["forward"] + batch * min(CONTEXT, context) * pages)
+            for batch in buckets.batches
+        },
     }
-    plan["speeds"] = [_bounds(case, plan, batch, buckets.tree_widths(batch)[-1]) for batch in buckets.batches]
-    return plan
 
 
 def _split_problems(case: Case) -> Iterator[str]:
     """Yields reasons why the devices cannot split heads or experts."""
-    groups = case.config.expert_parallel
+    devices, groups = case.config.tensor_parallel, case.config.expert_parallel
     checks: list[Callable[[], Any]] = [partial(check_experts, case.outline.target.config, groups)]
     for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
-        checks.append(partial(fitted, part.config, case.devices, name, groups))
+        checks.append(partial(fitted, part.config, devices, name, groups))
     for check in checks:
         try:
             check()
@@ -311,7 +293,7 @@ def _split_problems(case: Case) -> Iterator[str]:
 
 @lru_cache(16)
 def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
-    """Computes bytes of parameters on each device, bytes that a `forward` of one token reads, and its `products`."""
+    """Computes bytes of parameters on each device, and bytes that a `forward` of one token reads."""
     target, *drafts = outline.parts
     experts = outline.target.config.experts
 
@@ -320,31 +302,12 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
             return 1.0
         return experts.per_token / experts.count
 
-    def products(leaf: Leaf) -> int:
-        share = leaf_share(leaf, target.sizes, devices, groups)
-        return int(prod(leaf.shape(target.sizes)) * share * active(leaf))
-
-    read, draft = [*read_leaves(target.table)], _nbytes(outline.params.draft)  # of a user-defined drafter
+    draft = _nbytes(outline.params.draft)  # of a user-defined drafter
     for part in drafts:
         draft = part.bytes(leaves_of(part.table), devices, groups)
-    return {
-        "weights": target.bytes(leaves_of(target.table), devices, groups),
-        "draft_weights": draft,
-        "forward": sum(int(target.bytes([leaf], devices, groups) * active(leaf)) for leaf in read),
-        "products": sum(map(products, read)),
-    }
-
-
-def _bounds(case: Case, plan: dict[str, Any], batch: int, nodes: int) -> dict[str, Any]:
-    """Computes minimum seconds of a plain step, and of verifying trees."""
-    device, reads, context = case.device, plan["reads"], batch * min(CONTEXT, plan["context_length"])
-
-    def forward(tokens: int) -> float:
-        read = reads["forward"] + context * plan["token_bytes"]
-        return max(read / device.bandwidth, 2 * reads["products"] * tokens / device.speed(plan["dtype"]))
-
-    plain, verify = forward(batch), forward(batch * nodes)
-    return {"batch": batch, "plain_tokens_per_second": batch / plain, "plain": plain, "nodes": nodes, "verify": verify}
+    forward = sum(int(target.bytes([leaf], devices, groups) * active(leaf)) for leaf in read_leaves(target.table))
+    weights = target.bytes(leaves_of(target.table), devices, groups)
+    return {"weights": weights, "draft_weights": draft, "forward": forward}
 
 
 @lru_cache(16)
@@ -362,9 +325,9 @@ def _nbytes(tree: Any) -> int:
     return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[str]:
-    """Yields changes of single flags or variables that make the model fit. `described(dtype, drafts)` -> outline."""
-    config, dtype, drafts = case.config, case.outline.target.config.dtype, case.outline.drafter.width > 1
+def changes(case: Case) -> Iterator[str]:
+    """Yields changes of single flags or variables that make the model fit."""
+    config, model = case.config, case.outline
     room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
 
     def settings(field: str, values: Iterable[Any]) -> Iterator[tuple[object, Case]]:
@@ -372,21 +335,20 @@ def changes(case: Case, described: Callable[[str, bool], Outline]) -> Iterator[s
 
     batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    wider = (case._replace(devices=count) for count in range(case.devices + 1, MAX_DEVICES + 1))
+    groups = config.expert_parallel
+    wider = settings("tensor_parallel", range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups))
     candidates: dict[str, Iterable[tuple[object, Case]]] = {
         "--max-total-tokens": settings("max_total_tokens", [room] if config.max_total_tokens and room else []),
         "--context-length": settings("context_length", [room] if config.context_length and room else []),
         "--max-running-requests": settings("max_running_requests", batches),
         "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
-        "--tp": ((changed.devices, changed) for changed in wider if not any(_split_problems(changed))),
+        "--tensor-parallel-size": ((count, split) for count, split in wider if not any(_split_problems(split))),
         "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
     }
-    if dtype == "float32":
-        candidates["--dtype"] = [("bfloat16", case._replace(outline=described("bfloat16", drafts)))]
-    if drafts:
-        candidates["--speculative-algorithm"] = [("NONE", case._replace(outline=described(dtype, False)))]
-    if case.share is not None:
-        candidates["unset"] = [(" and ".join(SHARE_VARIABLES), case._replace(share=None))]
+    if model.drafter.width > 1:
+        none = make_drafter(NoDraft(), target=model.target)
+        plain = replace(model, drafter=none, params=Params(model.params.target, None), parts=model.parts[:1])
+        candidates["--speculative-algorithm"] = [("NONE", case._replace(outline=plain))]
     for flag, cases in candidates.items():
         if fitting := next((value for value, changed in cases if make_plan(changed)["fits"]), None):
             yield f"{flag} {fitting}"
@@ -397,8 +359,7 @@ def report(plan: dict[str, Any]) -> str:
     device, memory = plan["device"], plan["memory"]
     lines = [
         f"model     {plan['model']}",
-        f"          {plan['dtype']}, {plan['context_length']} tokens of context; from "
-        f"{'tensor headers' if plan['headers'] else 'config.json alone'}",
+        f"          {plan['dtype']}, {plan['context_length']} tokens of context",
         *(f"{name:9} {text}" for name, text in plan["speculation"].items()),
         f"devices   {plan['devices']} for each of {plan['replicas']} replicas; figures are for one device",
         f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s",
@@ -409,15 +370,12 @@ def report(plan: dict[str, Any]) -> str:
         "",
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",
-        f"bounds of the speed with {CONTEXT} tokens of context",
-        "requests  tok/s plain  ms plain  nodes  ms verify",
+        f"at most, without drafts, with {CONTEXT} tokens of context (the memory's bandwidth)",
+        *(f"{batch:8} requests {rate:12,.1f} tokens/s" for batch, rate in plan["speeds"].items()),
+        "",
+        *(f"why: {problem}" for problem in plan["problems"]),
+        *(f"change: {change}" for change in plan["changes"]),
     ]
-    for speed in plan["speeds"]:
-        batch, rate, plain, nodes, verify = speed.values()
-        drafts = f"{nodes:7} {1e3 * verify:10.3f}" if nodes > 1 else ""
-        lines.append(f"{batch:8} {rate:12,.1f} {1e3 * plain:9.3f}{drafts}")
-    lines += ["", *(f"why: {problem}" for problem in plan["problems"])]
-    lines += [f"change: {change}" for change in plan["changes"]]
     if not (plan["fits"] or plan["changes"]):
         lines.append("change: a smaller model; no single flag and no listed device is enough")
     left = (memory["limit"] - memory["total"]) / 1e9

@@ -100,7 +100,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     tree += ("--speculative-draft-quantization", kind) if kind else ()
     output = dry_run("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
     document, memory = output.document, output.document["memory"]
-    assert output.status == 0 and document["fits"] and document["dtype"] == "bfloat16" and not document["headers"]
+    assert output.status == 0 and document["fits"] and document["dtype"] == "bfloat16"
     assert memory["weights"] == 2 * 8_030_261_248
     assert document["reads"]["forward"] == memory["weights"] - 2 * 128256 * 4096, "an embedding is read by rows"
     layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
@@ -115,14 +115,10 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     token, draft_token = 32 * 2 * 8 * 128 * 2, 2 * 8 * 128 * 2
     assert document["pool_tokens"] == room // (token + draft_token) // 16 * 16
     assert memory["pool"] == document["pool_tokens"] * token
-    one = document["speeds"][0]
-    context = 1024
-    assert one["plain"] == pytest.approx((document["reads"]["forward"] + context * token) / 4.8e12)
-    assert one["verify"] == one["plain"], "bound by bandwidth"
-    many = document["speeds"][-1]
-    assert (many["batch"], many["nodes"]) == (48, 8)
-    assert many["verify"] == pytest.approx(2 * document["reads"]["products"] * 48 * 8 / 989e12)
-    assert "ms verify" in output.text
+    forward, context = document["reads"]["forward"], 1024
+    for batch in (1, 48):
+        assert document["speeds"][str(batch)] == pytest.approx(batch * 4.8e12 / (forward + batch * context * token))
+    assert "48 requests" in output.text
     assert re.search(r"^fits: \d+\.\d\d GB are left$", output.text, re.MULTILINE)
 
 
@@ -147,7 +143,7 @@ def test_path_of_a_config_and_tied_embedding(configs, dry_run):
 
 
 def planned(described: Any, devices: int = 1) -> dict[str, Any]:
-    return make_plan(Case(described, EngineConfig(), DEVICES["H200"], "gpu", devices))
+    return make_plan(Case(described, EngineConfig(tensor_parallel=devices), DEVICES["H200"], "gpu"))
 
 
 def test_several_devices(configs):
@@ -157,7 +153,7 @@ def test_several_devices(configs):
     assert two["memory"]["weights"] == (weights - norms) // 2 + norms
     for name in ("token_bytes", "draft_token_bytes"):
         assert two[name] == one[name] // 2
-    assert two["speeds"][0]["plain"] < 0.51 * one["speeds"][0]["plain"]
+    assert two["speeds"][1] > 1.96 * one["speeds"][1]
     # Each of 16 devices has a copy of a key/value head and two of its query heads: 4 of 48 heads.
     qkv = 2 * 32 * 4096 * 48 * 128
     assert many["memory"]["weights"] == (weights - norms - qkv) // 16 + norms + qkv // 12
@@ -169,7 +165,7 @@ def test_devices_that_cannot_split_the_heads(configs, dry_run):
     output = dry_run(*given, 3)
     reason = "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly"
     assert output.status == 1 and reason in output.document["problems"]
-    assert [change for change in output.document["changes"] if "--tp" in change] == ["--tp 4"]
+    assert [change for change in output.document["changes"] if "parallel" in change] == ["--tensor-parallel-size 4"]
     assert dry_run(*given, 4).status == 0
 
 
@@ -188,7 +184,6 @@ def test_expert_parallel(configs, dry_run):
     whole, spread = dry_run(*given), dry_run(*given, "--ep", 32)
     experts = 2 * 4 * 64 * 3 * 1024 * 712
     assert whole.document["memory"]["weights"] - spread.document["memory"]["weights"] == experts - experts // 32
-    assert spread.document["expert_parallel"] == 32
     (reason,) = dry_run(*given, "--ep", 2).document["problems"]
     assert reason.startswith("--expert-parallel-size 2 cannot spread the 64 experts of the model, each 712 wide")
     assert reason.endswith("over 32 devices; these can: 1, 4, 8, 16, 32"), reason
@@ -219,7 +214,7 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     described = outline(str(tiny / "model"), draft=draft)
     device = DEVICES["RTX4090"]
     plan = make_plan(Case(described, config, device, "cpu"))
-    assert described.headers and plan["fits"]
+    assert plan["fits"]
     functions = dict.fromkeys(("init", "propose", "observe", "resize"))
     assert described.drafter._replace(**functions) == engine.drafter._replace(**functions)
     memory, state, buckets = plan["memory"], engine.programs.state_shapes, engine.buckets
@@ -234,7 +229,8 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     stats = {"bytes_limit": limit, "bytes_in_use": used}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     tokens = pool_tokens(engine.target, config, engine.context_length, "gpu", engine.drafter, engine.params)
-    small = make_plan(Case(described, config, device._replace(memory=limit / 0.75), "gpu", share=0.75))
+    monkeypatch.setenv(SHARE_VARIABLES[0], "0.75")
+    small = make_plan(Case(described, config, device._replace(memory=limit / 0.75), "gpu"))
     assert small["pool_tokens"] == tokens // 4 * 4 > 0
 
 
@@ -293,16 +289,15 @@ def test_gguf_described_without_conversion(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090", "unset --tp --assume-device"),
-        ("8b --assume-device RTX4090 --dtype float32", "--dtype --tp --assume-device"),
-        ("70b --assume-device H200", "--tp"),
+        (f"{SHARE_VARIABLES[1]}=0.715 8b --assume-device RTX4090", "--tensor-parallel-size --assume-device"),
+        ("70b --assume-device H200", "--tensor-parallel-size"),
         (
             "8b --assume-device L40S --context-length 131072 --mem-fraction 0.68",
             "--context-length --mem-fraction-static",
         ),
         (
             f"{SHARE_VARIABLES[0]}=0.75 8b --assume-device H200 --max-total-tokens 850000",
-            "--max-total-tokens unset",
+            "--max-total-tokens",
         ),
         (
             "8b --assume-device L40S --max-running-requests 256 --speculative-algorithm NGRAM "
@@ -321,14 +316,7 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
     changes = output.document["changes"]
     assert set(expected.split()) <= {change.split()[0] for change in changes}, changes
     for change in changes:
-        with monkeypatch.context() as patch:
-            argv = [*given]
-            if change.startswith("unset "):
-                for variable in SHARE_VARIABLES:
-                    patch.delenv(variable, raising=False)
-            else:
-                argv += change.split()
-            assert dry_run("--model", configs / name, *argv).status == 0, change
+        assert dry_run("--model", configs / name, *given, *change.split()).status == 0, change
 
 
 # Flags.
@@ -387,7 +375,7 @@ def test_measured_speed_of_this_machine(tiny, dry_run):
     output = dry_run("--model", tiny / "model", "--speculative-algorithm", "NONE", "--max-running-requests", 2)
     device = output.document["device"]
     assert output.status == 0 and output.document["dtype"] == "float32"
-    assert device["bandwidth"] > 1e8 and device["flops"] > 1e8 and "measured: a copy" in output.text
+    assert device["bandwidth"] > 1e8 and "measured: a copy" in output.text
     assert output.document["memory"]["limit"] == int(device["memory"] * 0.85)
     # 10^10 tokens of 3 layers exceed any machine's memory.
     assert dry_run("--model", tiny / "model", "--max-total-tokens", 10**10).status == 1
