@@ -25,7 +25,6 @@ from timing import seconds
 from specjax import checkpoint
 from specjax.models import init_params
 from specjax.models.draft_head import draft_head
-from specjax.models.head_spec import head_table
 from specjax.train import head as heads
 from specjax.train.data import Rows
 from specjax.train.features import teach, training_target
@@ -68,7 +67,7 @@ def main() -> None:
     first = heads.new_params(head_config, target, params, ids, seed=0)
     weights, frozen = heads.split_params(first)
     chosen = OptimizerSettings(schedule="constant", warmup_steps=0)
-    optimizer = make_optimizer(chosen, schedule(chosen, 100), head_table(head_config))
+    optimizer = make_optimizer(chosen, schedule(chosen, 100))
     head = draft_head(replace(head_config, dtype=args.dtype), target, backend=packed_attention)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, optimizer.init(weights))

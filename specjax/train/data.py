@@ -1,19 +1,15 @@
 """Training examples from JSONL, packed into rows of equal length: token ids, and a mask of the tokens with a loss.
 
-The first of these groups of fields that a row contains decides how it is read (`row_fields`):
+The first of these fields that a row contains decides how it is read (`row_fields`):
 
-    response_ids or output_ids      the answer, after prompt_ids, input_ids, messages or prompt: the ids are unchanged,
-                                    with loss on the answer. A prompt without ids is rendered as the server renders it
-    loss_mask                       with tokens or input_ids, of their length: loss where it is true
-    response                        the answer, as text, after messages or prompt: loss on the response only
-    messages                        a chat in OpenAI's form: loss on every assistant turn and its end token
-    text                            running text, loss on every token
-    tokens or input_ids             ids, loss on every token
-    prompt                          running text; only if every token has a loss
+    response_ids    the answer, after prompt_ids: the ids are unchanged, with loss on the answer
+    response        the answer, as text, after messages or prompt: loss on the response only
+    messages        a chat in OpenAI's form: loss on every assistant turn and its end token
+    text, prompt    running text, loss on every token; a prompt only in --text-data
 
 The row's `tools` and `chat_template_kwargs` are passed to the chat template. Ids get no end token. Text gets the
-template's end token, unless `finish_reason` is in `CUT`, or a stop string in `matched`, `matched_stop` or `stop_reason`
-ended the answer. Earlier assistant turns that the template rewrites, for example by dropping thoughts, have no loss.
+template's end token, unless a limit or a stop string ended the answer (`finish_reason`). Earlier assistant turns that
+the template rewrites, for example by dropping thoughts, have no loss.
 
 Random choices depend on the seed only, so a resumed run continues with the same data.
 """
@@ -31,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 from tokenizers import Tokenizer, processors
 
-from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, encode, render_chat
+from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, render_chat
 from specjax.cli.lines import SkippedLine, check_encodes, read_batches
 
 # Purposes of permutations: a seed gives a different permutation for each.
@@ -123,17 +119,12 @@ def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.n
     return order
 
 
-PROMPT_IDS, PROMPT_TEXTS = ("prompt_ids", "input_ids"), ("messages", "prompt")
-ANSWER_IDS = ("response_ids", "output_ids")
-ALONE = ("messages", "text", "tokens", "input_ids", "prompt")
+NOT_READ = ("output_ids", "input_ids", "tokens", "loss_mask", "completion", "chosen")
 NO_ANSWER = (
     "the line has a prompt and no answer, such as `response`: `specjax train generate` writes answers, and --text-data "
     "takes prompts"
 )
-OTHER_MASKS = ("labels", "assistant_masks", "assistant_mask", "completion_mask")
 CUT = ("length", "max_tokens", "abort", "content_filter", "stop_sequence")  # finish reasons without an end token
-# Values of `stop_reason` that are not stop strings: some servers write the finish reason there.
-ENDED = ("stop", "end_turn", "tool_use", "tool_calls", "eos", "eos_token")
 ROLES = {"developer": "system"}  # roles that chat templates name differently, as in the server
 
 
@@ -152,7 +143,7 @@ class Tokens(NamedTuple):
 
 
 def load_examples(
-    paths: Sequence[str], tokenizer: Any, vocabulary: int, *, max_length: int, loss_on: str = "assistant",
+    paths: Sequence[str], tokenizer: Any, vocabulary: int, *, max_length: int, texts: bool = False,
     progress: bool = False,
 ) -> ExampleSet:  # fmt: skip
     """All examples of JSONL files, plain or gzipped, in order; `-` is stdin.
@@ -161,12 +152,11 @@ def load_examples(
         tokenizer: a fast tokenizer of transformers; its chat template renders the chats.
         vocabulary: ids are 0 to vocabulary - 1.
         max_length: tokens of an example, at least 2; the rest is cut off.
-        loss_on: assistant, or all for every token of every line.
+        texts: lines are running text, not chats.
 
     Raises OSError if a file cannot be read.
     """
-    everything = loss_on == "all"
-    reader = RowReader(tokenizer, vocabulary, max_length, everything=everything)
+    reader = RowReader(tokenizer, vocabulary, max_length, texts=texts)
     examples: list[Example] = []
     skipped: list[SkippedLine] = []
     lines = truncated = lost = 0
@@ -174,7 +164,7 @@ def load_examples(
         lines += 1
         try:
             tokens = reader.read(line.row())
-            example, is_cut = _example(tokens.ids, tokens.loss | everything, vocabulary, max_length)
+            example, is_cut = _example(tokens.ids, tokens.loss, vocabulary, max_length)
         except (ValueError, RecursionError) as error:
             skipped.append(line.skipped(error))
             continue
@@ -191,11 +181,8 @@ def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_l
     check_ids("the line", ids, vocabulary)
     used = len(np.trim_zeros(loss, "b"))  # drop tokens after the last token with a loss
     end = min(used, max_length)
-    if not loss[1:end].any():
-        if loss[:end].any():
-            raise ValueError("only the first token is to be predicted, and nothing is before it")
-        first = f"its first {max_length}" if len(ids) > max_length else f"its {len(ids)}"
-        raise ValueError(f"none of {first} tokens is to be predicted")
+    if not loss[1:end].any():  # nothing is before the first token
+        raise ValueError(f"none of its tokens 2 to {min(len(ids), max_length)} is to be predicted")
     return Example(np.asarray(ids[:end], np.int32), loss[:end]), used > max_length
 
 
@@ -207,10 +194,10 @@ NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
 
 
 class RowReader:
-    """Reads rows with a tokenizer and its chat template. `everything`: every token of a row has a loss."""
+    """Reads rows with a tokenizer and its chat template. `texts`: rows are running text."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, max_length: int, *, everything: bool) -> None:
-        self.tokenizer, self.vocabulary, self.everything = tokenizer, vocabulary, everything
+    def __init__(self, tokenizer: Any, vocabulary: int, max_length: int, *, texts: bool) -> None:
+        self.tokenizer, self.vocabulary, self.texts = tokenizer, vocabulary, texts
         core = tokenizer.backend_tokenizer
         special = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
         special = (special | {tokenizer.eos_token or ""}) - {""}
@@ -229,40 +216,25 @@ class RowReader:
     def read(self, row: dict[str, Any]) -> Tokens:
         """The row's tokens. Raises ValueError if the row cannot be used."""
         names = row_fields(row)
+        if self.texts and names not in (("text",), ("prompt",)):
+            raise ValueError(f"--text-data reads text or prompt, not {' and '.join(names)}: give the line as --data")
         match names:
+            case ("prompt_ids", "response_ids"):
+                prompt, answer = (_read_ids(name, row[name], self.vocabulary) for name in names)
+                check_written(self.tokenizer, row)
+                return Tokens([*prompt, *answer], np.arange(len(prompt) + len(answer)) >= len(prompt))
             case ("messages",):
                 return self._chat(read_messages("messages", row["messages"]), _template(row), cut=_is_cut(row))
-            case (("messages" | "prompt") as name, "response"):
-                prompt = read_prompt(row, name, self.tokenizer)
+            case (name, "response"):
+                chat = read_prompt(row, name, self.tokenizer)
                 reply = {"role": "assistant", "content": read_text("response", row["response"])}
-                messages: list[Any] = [*(prompt if isinstance(prompt, Chat) else ()), reply]
+                messages: list[Any] = [*(chat if isinstance(chat, Chat) else ()), reply]
                 return self._chat(messages, _template(row), cut=_is_cut(row), last_only=True)
-            case ("prompt",) if not self.everything:
+            case ("prompt",) if not self.texts:
                 raise ValueError(NO_ANSWER)
-            case ("text" | "prompt" as name,):
-                ids = self._plain.encode(read_text(name, row[name])[: self._most_characters]).ids
-                return Tokens(ids, np.ones(len(ids), bool))
-            case ("tokens" | "input_ids" as name,):
-                prompt, answer = [], _read_ids(name, row[name], self.vocabulary)
-            case (name, "response_ids" | "output_ids" as last):
-                answer = _read_ids(last, row[last], self.vocabulary)
-                check_written(self.tokenizer, row, last)
-                if name in ("messages", "prompt"):
-                    prompt = encode(read_prompt(row, name, self.tokenizer, answer), self.tokenizer, self.vocabulary)
-                else:
-                    prompt = _read_ids(name, row[name], self.vocabulary)
-            case _:
-                needed = " or ".join(PROMPT_TEXTS if names[-1] == "response" else PROMPT_IDS + PROMPT_TEXTS)
-                raise ValueError(f"{names[-1]} is an answer, and its prompt ({needed}) is not there")
-        ids, mask = [*prompt, *answer], row.get("loss_mask")
-        if mask is None:
-            other = [name for name in OTHER_MASKS if row.get(name) not in (None, ids)]  # labels may equal the ids
-            if other and not self.everything and names[-1] not in ANSWER_IDS:
-                raise ValueError(f"{other[0]} is not read; give loss_mask: a list of {len(ids)} of 0 and 1")
-            return Tokens(ids, np.arange(len(ids)) >= len(prompt))
-        if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
-            raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, got {mask!r:.60}")
-        return Tokens(ids, np.asarray(mask, bool))
+        text = read_text(names[0], row[names[0]])
+        ids = self._plain.encode(text[: self._most_characters]).ids
+        return Tokens(ids, np.ones(len(ids), bool))
 
     def _chat(
         self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool, last_only: bool = False
@@ -277,24 +249,23 @@ class RowReader:
         Raises ValueError if the last answer cannot be located.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not self.everything:
-            if not turns:
-                roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-                raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
-            messages = messages[: turns[-1] + 1]
+        if not turns:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
+        messages = messages[: turns[-1] + 1]
         last = len(messages) - 1
         learnt: dict[int, tuple[str, int]] = {}  # by turn: the text up to its end, and its start
         for index in turns[-1:] if last_only else turns:
             try:
                 prompt, turn = self._turn(messages[: index + 1], template, cut=cut and index == last)
             except ValueError:
-                if index == last and not self.everything:
+                if index == last:
                     raise
             else:
                 learnt[index] = prompt + turn, len(prompt)
-        text = learnt[last][0] if last in learnt else self._rendered(messages, template)
+        text = learnt[last][0]
         spans = [(start, len(part)) for part, start in learnt.values() if text.startswith(part)]
-        lost = 0 if self.everything or last_only else len(turns) - len(spans)
+        lost = 0 if last_only else len(turns) - len(spans)
         return self._masked(text[: self._most_characters], spans)._replace(lost=lost)
 
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
@@ -372,69 +343,51 @@ class RowReader:
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields from which a row is read: prompt and answer, or a single field.
+    """The fields from which a row is read: prompt and answer, or a single field. Ids take precedence over their text.
 
-    Ids take precedence over their text. An answer without a prompt is returned alone.
-
-    Raises ValueError if there is no such field, the ids contain padding, or an answer in another field would be lost.
+    Raises ValueError if there is no such field, or an answer in another field would be lost.
     """
-    names, mask = _row_fields(row), row.get("attention_mask")
-    if mask is None or {"tokens", *PROMPT_IDS, *ANSWER_IDS}.isdisjoint(names):
-        return names
-    if not isinstance(mask, list) or any(value != 1 for value in mask):
-        raise ValueError(f"attention_mask must be 1 for every token, got {mask!r:.60}: remove the padding")
-    return names
-
-
-def _row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
-    def first(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if row.get(name) is not None)[:1]
-
-    answer, masked = first(*ANSWER_IDS, "response"), first("tokens", "input_ids")
-    if masked and row.get("loss_mask") is not None and answer in ((), ("response",)):
-        return masked
-    other = first("completion") if row.get("messages") is not None else first("completion", "chosen")
-    if other and not answer:
-        raise ValueError(f"{other[0]} is not read; give the answer as response, after messages or prompt")
-    prompt = first(*PROMPT_TEXTS, *PROMPT_IDS) if answer == ("response",) else first(*PROMPT_IDS, *PROMPT_TEXTS)
-    if answer and (prompt or row.get("text") is None):
-        return prompt + answer
-    if answer and answer != ("output_ids",):  # `specjax generate` writes text and output_ids: both are the answer
-        raise ValueError(f"text is running text, and {answer[0]} an answer: give the prompt as messages or prompt")
-    if names := first(*ALONE):
-        return names
-    raise missing_fields(row, dict.fromkeys((*ANSWER_IDS, "response", *ALONE)))
+    present = [name for name, value in row.items() if value is not None]
+    if "response_ids" in present:
+        if "prompt_ids" not in present:
+            raise ValueError("response_ids needs prompt_ids; without both, the texts are used")
+        return "prompt_ids", "response_ids"
+    if other := [name for name in NOT_READ if name in present and "response" not in present]:
+        raise ValueError(f"{other[0]} is not read; give response after messages or prompt, or prompt_ids, response_ids")
+    first = next((name for name in ("messages", "prompt") if name in present), None)
+    if "response" in present:
+        if first is None:
+            raise ValueError("response is an answer, and its prompt (messages or prompt) is not there")
+        return first, "response"
+    for name in ("messages", "text", "prompt"):
+        if name in present:
+            return (name,)
+    raise missing_fields(row, ("response_ids", "response", "messages", "text", "prompt"))
 
 
 def missing_fields(row: Mapping[str, Any], names: Iterable[str]) -> ValueError:
     return ValueError(f"the line has none of the fields {', '.join(names)}; it has {', '.join(row) or 'none':.80}")
 
 
-def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError if the text of the answer's ids does not contain the response: another tokenizer wrote them.
+def check_written(tokenizer: Any, row: Mapping[str, Any]) -> None:
+    """Raises ValueError if the text of `response_ids` does not contain the response: another tokenizer wrote them.
 
-    The response may end earlier, before a stop string.
+    The response may end earlier, before a stop string. White space and incomplete characters are not compared.
     """
-    response = row.get("response")
-    if isinstance(response, str) and not _contains(tokenizer, row[name], response):
-        text = tokenizer.backend_tokenizer.decode(row[name])
+    core, response = tokenizer.backend_tokenizer, row.get("response")
+    expected = re.sub(r"[\s\ufffd]", "", response) if isinstance(response, str) else ""
+    decoded = [core.decode(row["response_ids"], skip_special_tokens=skip) for skip in (False, True)]
+    if not any(expected in re.sub(r"[\s\ufffd]", "", text) for text in decoded):
         raise ValueError(
-            f"{name} decodes to {text!r:.60} and response is {response!r:.60}: the ids are of another tokenizer; "
-            "without the ids, the text is used"
+            f"response_ids decodes to {decoded[1]!r:.60} and response is {response!r:.60}: the ids are of another "
+            "tokenizer; without the ids, the text is used"
         )
 
 
-def _contains(tokenizer: Any, ids: list[int], text: str) -> bool:
-    """True if the decoded ids contain the text. Decoders differ in white space and incomplete characters."""
-    core, expected = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", text)
-    decoded = (core.decode(ids, skip_special_tokens=skip) for skip in (True, False))
-    return any(expected in re.sub(r"[\s\ufffd]", "", variant) for variant in decoded)
-
-
-def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any, answer: list[int] | None = None) -> Prompt:
+def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
     """The prompt of a row, from `messages` or `prompt`; a text is a user's message if there is a chat template.
 
-    A last message that repeats the row's `response`, or the answer of these ids, is dropped.
+    A last message that repeats the row's `response` is dropped.
     """
     prompt = row[name]
     if isinstance(prompt, str):
@@ -442,14 +395,9 @@ def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any, answer: list[
             return prompt
         prompt = [{"role": "user", "content": prompt}]
     *before, last = messages = read_messages(name, prompt)
-    if last["role"] == "assistant":
-        response, content = row.get("response"), last["content"]
-        if isinstance(response, str):
-            repeated = content.strip() == response.strip()
-        else:
-            repeated = answer is not None and _contains(tokenizer, answer, content)
-        messages = before if repeated else messages
-    return Chat(messages, _template(row))
+    response = row.get("response") if last["role"] == "assistant" else None
+    repeated = isinstance(response, str) and last["content"].strip() == response.strip()
+    return Chat(before if repeated else messages, _template(row))
 
 
 def _read_ids(name: str, value: Any, vocabulary: int) -> list[int]:
@@ -474,20 +422,9 @@ def read_text(name: str, value: Any, *, empty: bool = False) -> str:
     return value
 
 
-def _read_json(name: str, text: str, verb: str = "is") -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} {verb} not JSON: {error.msg} at character {error.pos + 1}") from None
-    check_encodes(name, value)
-    return value
-
-
 def _template(row: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the chat template."""
     tools, variables = row.get("tools"), row.get("chat_template_kwargs")
-    if isinstance(tools, str):  # some data sets store tools as a string of JSON
-        tools = _read_json("tools", tools)
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", variables, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} must be a JSON {'array' if kind is list else 'object'}, got {value!r:.60}")
@@ -500,10 +437,7 @@ def _is_cut(row: Mapping[str, Any]) -> bool:
     """True if a length limit or a stop string ended the answer."""
     reason = row.get("finish_reason")
     details = reason if isinstance(reason, dict) else {"type": reason}
-    if details.get("type") in CUT:
-        return True
-    stop = None if row.get("stop_reason") in ENDED else row.get("stop_reason")
-    return any(isinstance(value, str) for value in (details.get("matched"), row.get("matched_stop"), stop))
+    return details.get("type") in CUT or isinstance(details.get("matched"), str)
 
 
 def read_messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -539,7 +473,11 @@ def _read_calls(where: str, calls: Any) -> list[Any]:
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            arguments = _read_json(f"{where}: the arguments", function["arguments"], "are")
+            try:
+                arguments = json.loads(function["arguments"])
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: the arguments are not JSON: {error.msg} at {error.pos + 1}") from None
+            check_encodes(where, arguments)
             call = call | {"function": function | {"arguments": arguments}}
         parsed.append(call)
     return parsed

@@ -8,9 +8,8 @@ response_ids, finish_reason, seed`. The ids are those that the model read and wr
 unchanged. `response_ids` ends with the stop token if the model stopped. The last line of stdout is a JSON object about
 the run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could not start.
 
-An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
-near-ties). So the same command resumes a killed run after the last complete line and produces the same file.
-`OUTPUT.meta.json` has the settings that answers depend on; a run with other settings is refused.
+The same command resumes a killed run after the last complete line and produces the same file (exactly in float32, up to
+near-ties). `OUTPUT.meta.json` has the settings that answers depend on; a run with other settings is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +52,18 @@ DEFAULTS = flags.Settings(
 )
 
 
-def parse_mixture(texts: list[str]) -> dict[float, float]:
-    """Shares by temperature, from T or T=SHARE. Raises ValueError for a wrong number or form."""
-    shares: dict[float, float] = {}
+def parse_temperatures(texts: list[str]) -> list[float]:
+    """Raises ValueError for a wrong number."""
+    temperatures: list[float] = []
     for text in " ".join(texts).split():
-        name, _, share = text.partition("=")
         try:
-            temperature, weight = float(name), float(share) if "=" in text else 1.0
-            SamplingParams(temperature=temperature)
-            if not (isfinite(weight) and weight > 0):
-                raise ValueError("a share must be above 0")
+            temperatures.append(float(text))
+            SamplingParams(temperature=temperatures[-1])
         except ValueError as error:
-            raise ValueError(f"--temperatures takes T or T=SHARE, such as 0 0.8=2, got {text!r:.40}: {error}") from None
-        if temperature in shares:
-            raise ValueError(f"--temperatures has {temperature:g} twice")
-        shares[temperature] = weight
-    if not shares:
+            raise ValueError(f"--temperatures must be numbers such as 0 0.8, got {text!r:.40}: {error}") from None
+    if not temperatures:
         raise ValueError("--temperatures needs at least one")
-    return shares
+    return temperatures
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -101,14 +94,12 @@ def resume(output: Path, meta: Path, current: Mapping[str, Any], lines: list[Inp
                 size, last = size + len(line), line
     if not size:
         return 0, lines
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         seed = json.loads(last)["seed"]  # identifies the line
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--output {output} ends with a line that is not from this command ({error})") from None
-    for done, line in enumerate(lines, start=1):
-        if later_seed(current["seed"], line.place) == seed:
-            return size, lines[done:]
-    raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
+        for done, line in enumerate(lines, start=1):
+            if later_seed(current["seed"], line.place) == seed:
+                return size, lines[done:]
+    raise ValueError(f"--output {output} ends with a line that is no answer of this command to a line of --input")
 
 
 def with_batch(chosen: flags.Settings, tokens: int, lines: int, *, progress: bool) -> flags.Settings:
@@ -129,7 +120,7 @@ def with_batch(chosen: flags.Settings, tokens: int, lines: int, *, progress: boo
 
 
 def requests(
-    engine: Engine, lines: Iterable[InputLine], mixture: Mapping[float, float], args: argparse.Namespace,
+    engine: Engine, lines: Iterable[InputLine], temperatures: list[float], args: argparse.Namespace,
     too_long: list[InputLine],
 ) -> Iterator[Line | BadLine | None]:  # fmt: skip
     """Requests of input lines; None for a prompt that is too long, whose line is added to `too_long`."""
@@ -150,7 +141,7 @@ def requests(
             yield None
             continue
         draw = random.Random(f"temperature {args.seed} {raw.place}")  # independent of other lines
-        (temperature,) = draw.choices([*mixture], [*mixture.values()])
+        (temperature,) = draw.choices(temperatures)
         seed = later_seed(args.seed, raw.place)
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed)
         copied = {name: row[name] for name in COPIED_FIELDS if name in row}
@@ -176,7 +167,6 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     files.add_argument("--output", required=True, metavar="FILE", help="JSONL; FILE.meta.json has the settings")
     files.add_argument("--overwrite", action="store_true", help="replace an existing --output")
-    files.add_argument("--count", type=int, metavar="N", help="only the first N lines; more can be added later")
     files.add_argument(
         "--shard", default="1/1", metavar="I/N",
         help="answer every Nth line, from the Ith: N runs, each with its own --output, share an input",
@@ -184,8 +174,8 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument("--no-progress", action="store_true", help="no progress bars")
     answers = parser.add_argument_group("answers")
     answers.add_argument(
-        "--temperatures", nargs="+", default=["0.0", "0.8"], metavar="T[=SHARE]",
-        help="each line draws a temperature, by its share; the default share is 1",
+        "--temperatures", nargs="+", default=["0.0", "0.8"], metavar="T",
+        help="each line draws one of these; a temperature may be repeated, to be drawn more often",
     )  # fmt: skip
     answers.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum tokens of an answer")
     answers.add_argument(
@@ -196,8 +186,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def identity(args: argparse.Namespace, chosen: flags.Settings, mixture: Mapping[float, float]) -> dict[str, Any]:
-    """The settings that answers and their order depend on. Batch, algorithm and --count change no text.
+def identity(args: argparse.Namespace, chosen: flags.Settings, temperatures: list[float]) -> dict[str, Any]:
+    """The settings that answers and their order depend on. Batch and algorithm change no text.
 
     JAX must have its device (`specjax.cli.build.claim_gpu`).
     """
@@ -212,7 +202,7 @@ def identity(args: argparse.Namespace, chosen: flags.Settings, mixture: Mapping[
         **{name: getattr(table, name) for table, names in tables for name in names},
         "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
         "content of the input": " ".join(sha256(Path(file)) for file in line_files([args.input])),
-        "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
+        "temperatures": " ".join(f"{temperature:g}" for temperature in temperatures),
         **({} if parse_shard(args.shard)[1] == 1 else {"shard": args.shard}),
     }
 
@@ -222,13 +212,13 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     if args.input == "-":
         raise ValueError("--input must be a file: a resumed run reads it again")
     lines, (shard, shards) = read_input(args.input), parse_shard(args.shard)
-    for name in ("count", "max_new_tokens", "max_prompt_tokens"):
-        if (value := getattr(args, name)) is not None and value < 1:
+    for name in ("max_new_tokens", "max_prompt_tokens"):
+        if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     SamplingParams(seed=args.seed)
-    mixture = parse_mixture(args.temperatures)
+    temperatures = parse_temperatures(args.temperatures)
     build.claim_gpu(chosen)
-    current = identity(args, chosen, mixture)
+    current = identity(args, chosen, temperatures)
     lines = lines[shard - 1 :: shards]
     output, progress = Path(args.output), not args.no_progress
     meta, lock_file = (output.with_name(name) for name in (f"{output.name}.meta.json", f".{output.name}.lock"))
@@ -238,7 +228,6 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     with lock:
         size, left = (0, lines) if args.overwrite else resume(output, meta, current, lines)
         done = len(lines) - len(left)
-        left = left[: max((args.count or len(lines)) - done, 0)]
         if not left:
             return {"resumed_after": done, "requests": 0, "failed": 0, "too_long": 0}
         chosen = with_batch(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
@@ -249,7 +238,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
             rows = engine.config.max_running_requests
             tqdm.write(f"{note}; {rows} at once; speculation:{table}", file=sys.stderr)
         too_long: list[InputLine] = []
-        prompts = requests(engine, left, mixture, args, too_long)
+        prompts = requests(engine, left, temperatures, args, too_long)
         with output.open("a", encoding="utf-8", newline="\n") as file:  # the first change of an existing file
             file.truncate(size)
             write_text(meta, json.dumps(current, indent=1) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from specjax.models.draft_head import draft_head, init_head_params, output_colum
 from specjax.models.head_spec import ALGORITHMS, default_aux_layers, head_table
 from specjax.models.target import Target
 from specjax.train.data import Rows
-from specjax.train.export import export_head
 from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings, TrainOptions
 from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unroll
 from specjax.train.vocab import token_map
@@ -126,25 +124,13 @@ class HeadDraft:
             f"tokens{layers}.\nTrained by `specjax train`, in the layout that specjax, SGLang and vLLM read."
         )
 
-    def export(self, folder: Path, params: Weights, card: str) -> Path:
-        options, export = self._options, self._options.export
-        return export_head(
-            folder, self.config, params, self._source.config, target_name=options.model.model, card=card,
-            dtype=export.export_dtype, license=export.license,
-        )  # fmt: skip
-
 
 def objective(algorithm: str, settings: LossSettings) -> Objective:
     """The training loss; defaults are the values of the kind's authors."""
     default = Objective(**ALGORITHMS[algorithm].training)
     rounds, first = settings.rounds or len(default.weights), default.weights[0]
     weights = (*default.weights, *(first * 0.8**j for j in range(len(default.weights), rounds)))[:rounds]
-    scale = 1.0 if settings.loss_weight is None else settings.loss_weight / first
-    changes = {"loss": settings.loss, "regression": settings.regression_weight, "noise": settings.feature_noise}
-    return default._replace(
-        weights=tuple(weight * scale for weight in weights),
-        **{name: value for name, value in changes.items() if value is not None},
-    )
+    return default._replace(loss=settings.loss or default.loss, weights=weights)
 
 
 def head_loss(head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None) -> Loss:

@@ -19,10 +19,9 @@ class DataSettings:
 
     data: tuple[str, ...] = setting(
         (), "JSONL (.gz) or a folder of such files: answers of specjax train generate, messages, prompt + response, "
-        "text, ids", metavar="FILE",
+        "text", metavar="FILE",
     )  # fmt: skip
     text_data: tuple[str, ...] = setting((), "JSONL of prompts or text; every token has a loss", metavar="FILE")
-    loss_on: str = setting("assistant", "tokens of --data that have a loss", choices=("assistant", "all"))
     text_examples: int = setting(0, "number of examples of --text-data, drawn by the seed; 0 = all", minimum=0)
     text_skip: int = setting(0, "skip the first N drawn examples of --text-data", minimum=0)
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
@@ -53,14 +52,11 @@ class LossSettings:
 
     loss: str | None = setting(None, "loss of each round; defaults: see above", choices=tuple(LOSSES), metavar="NAME")
     rounds: int | None = setting(None, "times that the head reads its own output (training-time test)", minimum=1)
-    regression_weight: float | None = setting(None, "weight of the distance to the target's next feature", minimum=0)
-    loss_weight: float | None = setting(None, "weight of the loss beside the regression", minimum=0)
-    feature_noise: float | None = setting(None, "uniform noise on the features: width at 512 tokens a row", minimum=0)
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer, AdamW, and its schedule."""
+    """The optimizer, Adam, and its schedule."""
 
     learning_rate: float = setting(1e-4, "peak of the learning rate", above=0)
     schedule: str = setting(
@@ -70,7 +66,6 @@ class OptimizerSettings:
         0.0, "learning rate at the last step, as a share of the peak", minimum=0, maximum=1
     )
     warmup_steps: int = setting(100, "steps in which the learning rate rises from 0", minimum=0)
-    weight_decay: float = setting(0.0, "weight decay of matrices", minimum=0)
     clip_norm: float = setting(0.5, "maximum norm of the gradient; 0 = unlimited", minimum=0)
 
 
@@ -93,9 +88,7 @@ class RunSettings:
     feature_folder: str | None = setting(None, "folder for --features disk; default: in --output", metavar="FOLDER")
     train_seed: int = setting(0, "seed of new weights and of the noise", minimum=0)
     checkpoint_every: int = setting(200, "steps between two checkpoints", minimum=1)
-    keep_checkpoints: int = setting(2, "number of checkpoints to keep", minimum=1)
     log_every: int = setting(10, "steps between two lines of metrics.jsonl", minimum=1)
-    stop_after: float = setting(0.0, "minutes after which the run saves and ends, to be resumed; 0 = never", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -110,9 +103,8 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """The head, written in the Hugging Face layout."""
+    """The head, written to head/ in --output in the Hugging Face layout."""
 
-    export: str | None = setting(None, "folder; default: head/ in --output", metavar="FOLDER")
     export_dtype: str = setting("bfloat16", "dtype of its tensors", choices=("bfloat16", "float16", "float32"))
     license: str | None = setting(None, "licence that the model card names; default: none", metavar="NAME")
 
@@ -132,8 +124,8 @@ class TrainOptions:
 
 
 RESUMABLE = frozenset(
-    {"output", "feature_folder", "checkpoint_every", "keep_checkpoints", "log_every", "stop_after", "measure_every",
-     "measure_prompts", "measure_tokens", "measure_steps", "export", "export_dtype", "license", "steps"}
+    {"output", "feature_folder", "checkpoint_every", "log_every", "measure_every", "measure_prompts",
+     "measure_tokens", "measure_steps", "export_dtype", "license", "steps"}
 )  # fmt: skip
 """Settings that a resumed run may change. Only `steps` affects training: from the resumed step on, the learning rate
 follows the schedule of the new length."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import sys
 import time
 from collections import ChainMap
@@ -33,15 +31,13 @@ from specjax.models import make_target
 from specjax.progress import progress_bar
 from specjax.train import update
 from specjax.train.data import Example, Rows, batch_rows, load_examples, pack, split
-from specjax.train.export import other_files
+from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.head import HeadDraft, TargetSource
 from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
-from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
+from specjax.train.output import RunError, RunFolder, model_card, read_metrics
 from specjax.train.unroll import Teacher
 from specjax.train.update import Metrics, TrainState, everywhere, spread
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_HELD_BACK = 64  # examples, at most a tenth of --data
 
@@ -68,15 +64,6 @@ def prepare(options: TrainOptions) -> Inputs:
     devices = jax.local_device_count()
     if batch % devices:
         raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
-    if (export := options.export.export) is not None:
-        folder = Path(export).absolute()
-        parent = next(path for path in (folder, *folder.parents) if path.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(f"--export {export} cannot be written: {parent} is not a writable folder")
-        if others := other_files(folder):
-            raise ValueError(
-                f"--export {export} contains files that a draft does not have: {', '.join(others)[:80]}; give another"
-            )
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
     config = checkpoint.model_config(files.config, dtype=model.dtype)
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
@@ -97,15 +84,13 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
         load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, progress=True,
         max_length=min(settings.row_length, target.max_positions),
     )  # fmt: skip
-    answers = load(line_files(settings.data, "--data"), loss_on=settings.loss_on)
-    texts = load(line_files(settings.text_data, "--text-data"), loss_on="all")
-    for flag, loaded in {"--data": answers, "--text-data": texts}.items():
-        if loaded.skipped and not loaded.examples:
-            path, number, reason = loaded.skipped[0]
-            raise ValueError(f"{flag}: none of the {loaded.lines} lines is usable; {path}, line {number}: {reason}")
+    answers = load(line_files(settings.data, "--data"))
+    texts = load(line_files(settings.text_data, "--text-data"), texts=True)
+    for flag, files, loaded in (("--data", settings.data, answers), ("--text-data", settings.text_data, texts)):
+        if files and not loaded.examples:
+            first = "".join(f"; {path}, line {number}: {reason}" for path, number, reason in loaded.skipped[:1])
+            raise ValueError(f"{flag}: none of the {loaded.lines} lines is usable{first}")
     report([*answers.skipped, *texts.skipped])
-    if not answers.examples and not texts.examples:
-        raise ValueError(f"--data and --text-data contain no example to learn from: {', '.join(paths):.300}")
     count, reserved, chosen = len(answers.examples), settings.held_back, texts.examples
     if reserved and not settings.data:
         raise ValueError(
@@ -209,7 +194,7 @@ class Trainer:
         place = update.split if run.target_placement == "split" else everywhere
         self.target_params = place(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = update.schedule(options.optimizer, run.steps)
-        optimizer = update.make_optimizer(options.optimizer, self.rate, draft.table)
+        optimizer = update.make_optimizer(options.optimizer, self.rate)
         self.features = None if run.features == "none" else self._feature_store()
         weights, self.frozen = draft.first_weights(target_params, self._first_batch)
         weights = everywhere(self.mesh, weights)
@@ -270,12 +255,10 @@ class Trainer:
                 measured = self.measure(step)
         done, head = int(self.state.step), None
         if done == run.steps:
-            head = str(self.export(Path(self.options.export.export or folder / "head"), measured))
-        curves = plot(folder)
+            head = str(self.export(folder / "head", measured))
         return {
             "step": done, "steps": run.steps, "output": run.output, "head": head,
             "accept_length": measured and measured.accept_length, "by_depth": measured and measured.by_depth,
-            "plot": curves and str(curves),
         }  # fmt: skip
 
     def _to_measure(self, step: int) -> bool:
@@ -286,7 +269,7 @@ class Trainer:
         """Train; yields the number of each completed step."""
         run, first = self.options.run, int(self.state.step)
         shape = (run.accumulate, run.batch_size)
-        since = started = time.perf_counter()
+        since = time.perf_counter()
         pending: list[tuple[Metrics, int]] = []
         sizes = (self.inputs.rows.segments > 0).sum(axis=1)
         total = sum(int(sizes[self.row_numbers(step)].sum()) for step in range(first))
@@ -301,8 +284,7 @@ class Trainer:
                 pending.append((metrics, tokens))
                 total += tokens
                 bar.update()
-                stop = run.stop_after and time.perf_counter() - started > run.stop_after * 60
-                save = step % run.checkpoint_every == 0 or step == run.steps or stop
+                save = step % run.checkpoint_every == 0 or step == run.steps
                 # Each checkpoint has a line of metrics, so that a resumed run logs equal lines.
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
@@ -324,8 +306,6 @@ class Trainer:
                 before = time.perf_counter()
                 yield step
                 since += time.perf_counter() - before  # exclude the time of measurements
-                if stop:
-                    return
 
     def _row(self, step: int, pending: list[tuple[Metrics, int]], seconds: float) -> dict[str, Any]:
         """Means over the steps since the last line of metrics.jsonl."""
@@ -380,7 +360,10 @@ class Trainer:
             metrics=[*read_metrics(self.folder.folder), *unlogged],
             measured=measured and measured._asdict(),
         )  # fmt: skip
-        return draft.export(folder, self.draft_params(), card)
+        return export_head(
+            folder, draft.config, self.draft_params(), self.inputs.source.config, target_name=options.model.model,
+            card=card, dtype=options.export.export_dtype, license=options.export.license,
+        )  # fmt: skip
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -392,11 +375,7 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
     """Train a head; see `specjax train --help`. Raises ValueError or OSError for a wrong input."""
     use_compilation_cache()
     inputs = prepare(options)
-    if options.measure.measure_prompts and not any(prompt_of(example) for example in inputs.held_back):
-        logger.warning(
-            "no accept length will be measured: --held-back reserves no example of --data with a prompt and an answer"
-        )
-    with RunFolder(Path(options.run.output), identity(options, inputs), keep=options.run.keep_checkpoints) as folder:
+    with RunFolder(Path(options.run.output), identity(options, inputs)) as folder:
         print(", ".join(f"{name} {value}" for name, value in inputs.facts.items()), file=sys.stderr)
         source = inputs.source
         params = checkpoint.load_params(source.files, source.config, quantization="none", progress=True)

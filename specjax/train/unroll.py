@@ -171,7 +171,6 @@ def packed_attention(
 #
 #     cross_entropy      -sum p log q                the target's distribution as the label (EAGLE-1/2/3)
 #     token              -log q(the text's token)    an ordinary language model's loss (MTP)
-#     acceptance         -log sum min(p, q)          the likelihood of acceptance (LK loss, alpha form)
 #     hybrid             l cross_entropy + (1 - l) (1 - a), l = exp(-3 a), a = sum min(p, q)   (LK loss, lambda form)
 #
 # Where p and q hardly overlap, sum min(p, q) has almost no gradient; the hybrid loss handles that case. Sources: EAGLE
@@ -200,7 +199,6 @@ def hybrid(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
 LOSSES: dict[str, Callable[[Logits, Logits, Labels], Losses]] = {
     "cross_entropy": cross_entropy,
     "token": token,
-    "acceptance": lambda logits, teacher, _: -jnp.log(jnp.maximum(accepted(logits, teacher), 1e-9)),
     "hybrid": hybrid,
 }
 """Each maps draft logits [..., W], target probabilities [..., W] and the text's tokens as draft ids [...] to float32

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
 
 from specjax.cache import Weights
-from specjax.models.params import Table
 from specjax.train.data import Rows
 from specjax.train.options import OptimizerSettings
 from specjax.train.unroll import Loss, Sums, Teacher
@@ -37,16 +36,10 @@ def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, decay], [warmup])
 
 
-def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule, table: Table) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm (0: no clipping). Only matrices decay; `table` declares the parameters."""
-    leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
-
-    def decays(params: Weights) -> dict[str, bool]:
-        return {name: leaves[name].init == "normal" for name in params}
-
-    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decays)
+def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule) -> optax.GradientTransformation:
+    """Adam after clipping by global norm (0: no clipping)."""
     clip = optax.clip_by_global_norm(settings.clip_norm) if settings.clip_norm else optax.identity()
-    return optax.chain(clip, adamw)
+    return optax.chain(clip, optax.adam(rate, b1=0.9, b2=0.95))
 
 
 class TrainState(NamedTuple):

@@ -6,28 +6,25 @@ A draft head that ranks only the frequent part of the vocabulary is cheaper. Tok
 proposed: fewer drafts are accepted, and the text stays equal (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The best
 corpus is the target's own answers, as ids, which include its end tokens.
 
-The prompt and the answer of a JSONL row are counted as `specjax train` reads them, ids before text. `--field NAME`
-(repeatable) counts these fields instead; `--field NAME=20` counts each token there 20 times. A text, or a list of
-texts, is tokenised without a template and without added tokens; a list of ids is counted unchanged; the contents of a
-list of messages are tokenised.
+The prompt and the answer of a JSONL row are counted as `specjax train` reads them, ids before text. A text is tokenised
+without a template and without added tokens; a list of ids is counted unchanged; the contents of a list of messages are
+tokenised.
 
 Ids are sorted by falling count, ties by id; the model's end tokens are always in the map. The last line of stdout is a
-JSON object: `lines` read, `bad` lines, `tokens` counted, `distinct` ids, and `coverage`: the share of all counts, by
-weight, that a map of each size covers. Exit status: 0 all lines counted, 1 some were bad, 2 no map.
+JSON object: `lines` read, `bad` lines, `tokens` counted, `distinct` ids, and `coverage`: the share of all counts
+that a map of each size covers. Exit status: 0 all lines counted, 1 some were bad, 2 no map.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -38,29 +35,20 @@ from specjax.checkpoint.files import replacing
 from specjax.checkpoint.torch_files import write_torch_list
 from specjax.cli import run_command
 from specjax.cli.lines import SkippedLine, check_writable, line_files, read_batches, report
-from specjax.train.data import ANSWER_IDS, check_ids, check_written, missing_fields, read_messages, row_fields
+from specjax.train.data import check_ids, check_written, read_messages, row_fields
 
 DEFAULT_SIZE = 32768
 COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
-MAX_WEIGHT = 10**6
 
 Counts = Int64[np.ndarray, "V"]
 
 
-class Tally(NamedTuple):
-    counts: Counts  # by weight
-    tokens: int  # without weights
-    lines: int  # including skipped ones
-    skipped: list[SkippedLine]
-
-
 def count(
-    files: Sequence[str], weights: Mapping[str, int], tokenizer: Any, vocabulary: int, *, progress: bool
-) -> Tally:
-    """Count the ids of all files.
+    files: Sequence[str], tokenizer: Any, vocabulary: int, *, progress: bool
+) -> tuple[Counts, int, list[SkippedLine]]:
+    """Count the ids of all files. Returns the counts, the number of lines, and lines that were skipped.
 
     Args:
-        weights: by field of the rows; empty: `row_fields`, with weight 1.
         tokenizer: a fast tokenizer of transformers.
         vocabulary: ids are 0 to vocabulary - 1.
     """
@@ -68,39 +56,29 @@ def count(
     core.no_truncation()  # a tokenizer.json may set the lengths of the model's training
     core.no_padding()
     counts: Counts = np.zeros(vocabulary, np.int64)
-    tokens = lines = 0
+    lines = 0
     skipped: list[SkippedLine] = []
     for batch in read_batches(files, label="Counting", progress=progress):
         lines += len(batch)
-        parts: defaultdict[int, list[str | list[int]]] = defaultdict(list)  # by weight
+        parts: list[str | list[int]] = []
         for line in batch:
             try:
-                row_parts = weighted_parts(line.row(), weights, tokenizer, vocabulary)
+                parts += row_parts(line.row(), tokenizer, vocabulary)
             except (ValueError, RecursionError) as error:
                 skipped.append(line.skipped(error))
-                continue
-            for weight, part in row_parts:
-                parts[weight].append(part)
-        for weight, weighted in parts.items():
-            texts = [part for part in weighted if isinstance(part, str)]
-            encoded = (encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False))
-            flat = np.fromiter(chain(*encoded, *(part for part in weighted if isinstance(part, list))), np.int64)
-            counts += weight * np.bincount(flat, minlength=vocabulary)
-            tokens += len(flat)
-    return Tally(counts, tokens, lines, skipped)
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = (encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False))
+        flat = np.fromiter(chain(*encoded, *(part for part in parts if isinstance(part, list))), np.int64)
+        counts += np.bincount(flat, minlength=vocabulary)
+    return counts, lines, skipped
 
 
-def weighted_parts(
-    row: dict[str, Any], weights: Mapping[str, int], tokenizer: Any, vocabulary: int
-) -> list[tuple[int, Any]]:
-    """(weight, text or ids) of each counted part."""
-    names = [name for name in weights or row_fields(row) if row.get(name) is not None]
-    if not names:
-        raise missing_fields(row, weights)
-    parts = [(weights.get(name, 1), part) for name in names for part in _parts(name, row[name], vocabulary)]
-    if not weights and names[-1] in ANSWER_IDS:
-        check_written(tokenizer, row, names[-1])
-    return parts
+def row_parts(row: dict[str, Any], tokenizer: Any, vocabulary: int) -> list[Any]:
+    """The texts and lists of ids of a row that are counted."""
+    names = row_fields(row)
+    if "response_ids" in names:
+        check_written(tokenizer, row)
+    return [part for name in names for part in _parts(name, row[name], vocabulary)]
 
 
 def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
@@ -112,9 +90,9 @@ def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
         return [value]
     if kinds == {dict}:
         return [message["content"] for message in read_messages(name, value)]
-    if kinds <= {str}:
-        return value
-    raise ValueError(f"{name} must be a text, a list of ids, of texts or of messages, got {value!r:.60}")
+    if value == []:
+        return []
+    raise ValueError(f"{name} must be a text, a list of ids or of messages, got {value!r:.60}")
 
 
 def token_map(counts: Counts, size: int, ends: Iterable[int]) -> Int64[np.ndarray, "X"]:
@@ -140,19 +118,6 @@ WRITERS: dict[str, Callable[[Path, list[int]], object]] = {
 }
 
 
-def parse_weights(texts: Iterable[str]) -> dict[str, int]:
-    """Weights by field, from NAME or NAME=WEIGHT. Raises ValueError for a wrong form or a repeated name."""
-    weights: dict[str, int] = {}
-    for text in texts:
-        match = re.fullmatch(r"([^=]+)(?:=([0-9]{1,7}))?", text)
-        if not match or not 1 <= (weight := int(match[2] or 1)) <= MAX_WEIGHT:
-            raise ValueError(f"--field must be NAME or NAME=WEIGHT, weight from 1 to {MAX_WEIGHT}, got {text!r}")
-        if match[1] in weights:
-            raise ValueError(f"--field {match[1]} is given twice")
-        weights[match[1]] = weight
-    return weights
-
-
 def check_output(output: Path, inputs: Sequence[str]) -> None:
     """Raises ValueError if the format is unknown, or the file is an input or cannot be written."""
     if output.suffix not in WRITERS:
@@ -164,7 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="specjax train vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
-        epilog="Without --field, the prompt and the answer of a JSONL line are counted, or its messages, text or ids.",
+        epilog="The prompt and the answer of a JSONL line are counted, or its messages or text.",
     )
     parser.add_argument(
         "--model", "--tokenizer", dest="tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
@@ -173,10 +138,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--input", required=True, nargs="+", action="extend", metavar="FILE",
         help="JSONL (.gz) or a folder of such files; - = stdin; the target's own answers are best",
-    )  # fmt: skip
-    parser.add_argument(
-        "--field", action="append", default=[], metavar="NAME[=WEIGHT]",
-        help="field of the lines to count, and how often; may be repeated",
     )  # fmt: skip
     parser.add_argument("--size", type=int, metavar="N", help=f"ids in the map (default: {DEFAULT_SIZE}, or all)")
     parser.add_argument(
@@ -190,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the map; returns the summary."""
     started, progress = time.perf_counter(), not args.no_progress
-    weights, inputs, output = parse_weights(args.field), line_files(args.input), Path(args.output)
+    inputs, output = line_files(args.input), Path(args.output)
     check_output(output, inputs)
     if args.size is not None and args.size < 1:
         raise ValueError(f"--size must be at least 1, got {args.size}")
@@ -207,17 +168,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--size {size} leaves no room for the {len(ends)} end tokens of {args.tokenizer}")
     if not ends:
         print(f"the tokenizer {args.tokenizer} names no end token, so the map may have none", file=sys.stderr)
-    tally = count(inputs, weights, tokenizer, vocabulary, progress=progress)
-    report(tally.skipped)
-    bad = len(tally.skipped)
-    if not tally.tokens:
-        raise ValueError(f"nothing to count in {', '.join(args.input)}: {tally.lines} lines, {bad} of them bad")
+    counts, lines, skipped = count(inputs, tokenizer, vocabulary, progress=progress)
+    report(skipped)
+    bad, tokens = len(skipped), int(counts.sum())
+    if not tokens:
+        raise ValueError(f"nothing to count in {', '.join(args.input)}: {lines} lines, {bad} of them bad")
     with replacing(output) as draft:
-        WRITERS[output.suffix](draft, token_map(tally.counts, size, ends).tolist())
+        WRITERS[output.suffix](draft, token_map(counts, size, ends).tolist())
     sizes = sorted({size, *(other for other in COVERAGE_SIZES if len(ends) <= other <= vocabulary)})
     return {
-        "lines": tally.lines, "bad": bad, "tokens": tally.tokens, "distinct": int(np.count_nonzero(tally.counts)),
-        "vocabulary": vocabulary, "size": size, "end_ids": ends, "coverage": coverage(tally.counts, sizes, ends),
+        "lines": lines, "bad": bad, "tokens": tokens, "distinct": int(np.count_nonzero(counts)),
+        "vocabulary": vocabulary, "size": size, "end_ids": ends, "coverage": coverage(counts, sizes, ends),
         "output": args.output, "seconds": round(time.perf_counter() - started, 3),
     }  # fmt: skip
 

@@ -121,14 +121,11 @@ def test_only_the_response_has_a_loss(load, prompt, text):
     ended, cut = text + chat("a:hell the"), text + "<|im_start|>assistant\n⟦hell the⟧"
     row = {"response": "hell the"} | prompt
     assert only(load([row])) == only(load([row | {"prompt_ids": [7]}])) == unmark(ended), "ids need response_ids"
-    for response in ("hell the", None):
-        written = {"response": response, "response_ids": [*ids("hell the"), END]}
-        assert only(load([row | written])) == unmark(ended)
-    assert only(load([row | {"output_ids": ids("hell the")}])) == unmark(cut)
+    assert only(load([row | {"finish_reason": "length"}])) == unmark(cut)
 
 
 def test_tools_and_variables_reach_the_template(load):
-    """Tools and arguments of calls may be strings of JSON."""
+    """Arguments of calls may be strings of JSON."""
     template = (
         "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}{% for m in messages %}"
         "{{ m.role[0] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
@@ -137,26 +134,17 @@ def test_tools_and_variables_reach_the_template(load):
     tools = [{"type": "function", "function": {"name": "look"}}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 12}'}}
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    for form in (tools, json.dumps(tools)):
-        row = {"messages": messages, "tools": form, "chat_template_kwargs": {"mood": "12"}}
-        assert only(load([row], like=with_template(template))) == unmark("look12uhello 12<|im_end|>a⟦12<|im_end|>⟧")
+    row = {"messages": messages, "tools": tools, "chat_template_kwargs": {"mood": "12"}}
+    assert only(load([row], like=with_template(template))) == unmark("look12uhello 12<|im_end|>a⟦12<|im_end|>⟧")
 
 
 CUT = [
     ({}, False),
-    ({"response_ids": ids("hell the")}, True),
-    ({"response_ids": [*ids("hell the"), END]}, False),
     ({"finish_reason": "length"}, True),
     ({"finish_reason": {"type": "length", "length": 3}}, True),
     ({"finish_reason": {"type": "stop", "matched": END}}, False),
     ({"finish_reason": {"type": "stop", "matched": "Ask:"}}, True),
-    ({"finish_reason": "stop", "matched_stop": "stop"}, True),  # SGLang
-    ({"finish_reason": "stop", "stop_reason": "Ask:"}, True),  # vLLM
-    ({"stop_reason": "end_turn"}, False),
-    ({"stop_reason": "max_tokens"}, True),
     ({"finish_reason": {"type": "abort", "message": "gone"}}, True),
-    ({"finish_reason": "stop", "response_ids": ids("hell the")}, True),
-    ({"finish_reason": "length", "response_ids": [*ids("hell the"), END]}, False),
 ]
 
 
@@ -179,16 +167,8 @@ IDS = [
     ({"prompt_ids": [5], "response_ids": ids("hello 12"), "response": "hello"},  # before a stop string
      [5, *ids("hello 12")], "0" + "1" * len(ids("hello 12"))),
     ({"prompt_ids": [5, 6], "response_ids": [END], "response": ""}, [5, 6, END], "001"),
-    ({"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]}, [5, 6, 7, 8, 9], "00101"),
-    ({"messages": [USER, REPLY], "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, [5, 6, 7], "011"),
-    ({"input_ids": [5], "output_ids": [7, 8]}, [5, 7, 8], "011"),
     ({"prompt_ids": [], "response_ids": [7, 8]}, [7, 8], "11"),
-    ({"tokens": [5, 6, 7]}, [5, 6, 7], "111"),
-    ({"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0]}, [5, 6, 7, 8], "0101"),
-    ({"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [-100, 6], "attention_mask": [1, 1]}, [5, 6], "01"),
-    ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]}, [5, 6], "11"),
-    ({"text": "hello", "input_ids": [5, 0], "attention_mask": [1, 0]}, ids("hello"), "1" * len(ids("hello"))),
-    ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], "01"),
+    ({"text": "hello"}, ids("hello"), "1" * len(ids("hello"))),
 ]  # fmt: skip
 
 
@@ -197,16 +177,11 @@ def test_ids_and_text(load, row, tokens, loss):
     assert only(load([row])) == (tokens, [digit == "1" for digit in loss])
 
 
-def test_loss_on_all_is_on_every_token(load):
-    rows = [{"messages": [USER, REPLY, USER]}, {"prompt_ids": [5], "response_ids": [6]}]
-    rows += [{"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, {"prompt": "the 12", "response": None}]
-    rows += [{"messages": [USER]}]
-    loaded = load(rows, loss_on="all")
-    assert not loaded.skipped and all(example.loss.all() for example in loaded.examples)
-    text = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
-    assert [example.tokens.tolist() for example in loaded.examples[:4]] == [ids(text), [5, 6], [5, 6, 7], ids("the 12")]
-    like = with_template("{{ messages | length }}{{ messages[-1].content }}")  # does not locate the answer
-    assert only(load([{"messages": [USER, REPLY]}], like=like, loss_on="all"))[0] == ids("2hell the")
+def test_text_data_has_a_loss_on_every_token(load):
+    loaded = load([{"prompt": "the 12", "response": None}, {"text": "hello"}, {"messages": [USER, REPLY]}], texts=True)
+    assert [example.tokens.tolist() for example in loaded.examples] == [ids("the 12"), ids("hello")]
+    assert all(example.loss.all() for example in loaded.examples)
+    assert "--text-data reads text or prompt, not messages: give the line as --data" in loaded.skipped[0].reason
 
 
 def test_text_begins_with_the_tokens_of_a_text_prompt(load):
@@ -270,40 +245,35 @@ BAD = [
     ([1, 2], "must be a JSON object, got [1, 2]"),
     ({"question": "a", "answer": None}, "it has question, answer"),
     ({"response": "the"}, "its prompt (messages or prompt) is not there"),
-    ({"input_ids": [5], "response": "the"}, "its prompt (messages or prompt) is not there"),
-    ({"response_ids": [5]}, "its prompt (prompt_ids or input_ids or messages or prompt)"),
+    ({"messages": [USER], "response_ids": [5]}, "response_ids needs prompt_ids"),
     ({"prompt": "the"}, "the line has a prompt and no answer, such as `response`: "),
-    ({"prompt": "a", "completion": "b"}, "completion is not read; give the answer as response"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen is not read; give the answer as response"),
-    ({"text": "a", "response_ids": [5]}, "text is running text, and response_ids an answer"),
+    ({"prompt": "a", "completion": "b"}, "completion is not read; give response after"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen is not read; give response after"),
+    ({"text": "a", "output_ids": [5]}, "output_ids is not read; give response after"),
     ({"messages": [USER, REPLY | {"function_call": {"name": "f"}}]}, "messages[1].function_call is not read"),
-    ({"input_ids": [5, 6], "labels": [-100, 6]}, "labels is not read; give loss_mask: a list of 2 of 0 and 1"),
-    ({"input_ids": [5, 6], "assistant_masks": [0, 1]}, "assistant_masks is not read"),
-    ({"input_ids": [5, 0], "attention_mask": [1, 0]}, "attention_mask must be 1 for every token, got [1, 0]"),
+    ({"input_ids": [5, 6], "labels": [-100, 6]}, "input_ids is not read; give response after"),
     ({"prompt_ids": [5], "response_ids": ids("the 12"), "response": "hello"},
      "response_ids decodes to 'the 12' and response is 'hello': the ids are of another tokenizer"),
     ({"messages": [USER, REPLY], "tools": {"name": "f"}}, "tools must be a JSON array, got {'name': 'f'}"),
-    ({"messages": [USER, REPLY], "tools": "look"}, "tools is not JSON"),
     ({"messages": [USER, REPLY], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
     ({"messages": [USER, REPLY], "chat_template_kwargs": {"add_generation_prompt": False}}, "may not set 'add_gen"),
     (b'{"text": "\\ud800"}', "text holds '\\ud800': surrogates must come in pairs"),
-    (b'{"prompt": "a", "response_ids": [5], "tools": [{"name": "\\ud800"}]}', "tools holds '\\ud800'"),
-    ({"tokens": [1, VOCABULARY]}, f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
+    ({"prompt_ids": [VOCABULARY], "response_ids": [2]},
+     f"prompt_ids holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
     ({"prompt_ids": [1], "response_ids": [2, -1]}, "response_ids holds the id -1"),
-    ({"tokens": [1, True]}, "tokens must be a list of ids"),
-    ({"tokens": [5]}, "only the first token"),
+    ({"prompt_ids": [1, True], "response_ids": [2]}, "prompt_ids must be a list of ids"),
+    ({"prompt_ids": [], "response_ids": [5]}, "none of its tokens 2 to 1"),
     ({"text": ""}, "text is empty"),
     ({"text": 5}, "text must be a text, got 5"),
     ({"prompt": "a", "response": ""}, "response is empty"),
-    ({"prompt_ids": [5, 6], "response_ids": []}, "none of its 2 tokens"),
-    ({"tokens": [5, 6], "loss_mask": [1]}, "loss_mask must be a list of 2 of 0 and 1"),
+    ({"prompt_ids": [5, 6], "response_ids": []}, "none of its tokens 2 to 2"),
     ({"messages": []}, "messages must be a list of messages"),
     ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content must be a text, got None"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}, "messages[0].content"),
     ({"messages": [USER]}, "no message has the role assistant; there are user"),
     ({"messages": [USER, REPLY | {"tool_calls": [{"function": {"arguments": "{"}}]}]},
      "messages[1].tool_calls: the arguments are not JSON"),
-    ({"prompt": "l " * 600, "response": "the"}, "none of its first 512 tokens is to be predicted"),
+    ({"prompt": "l " * 600, "response": "the"}, "none of its tokens 2 to 512 is to be predicted"),
 ]  # fmt: skip
 
 
@@ -318,7 +288,7 @@ def test_a_bad_line_is_named_and_skipped(load, tmp_path, row, reason):
 
 def test_half_a_gzip_file_is_read_as_far_as_it_goes(tmp_path):
     rng = np.random.default_rng(0)
-    rows = [json.dumps({"tokens": rng.integers(0, VOCABULARY, 50).tolist()}) for _ in range(200)]
+    rows = [json.dumps({"text": " ".join(map(str, rng.integers(0, VOCABULARY, 50)))}) for _ in range(200)]
     packed = gzip.compress("\n".join(rows).encode())
     (tmp_path / "half.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     loaded = load_examples([str(tmp_path / "half.jsonl.gz")], tokenizer(), VOCABULARY, max_length=64)
@@ -326,13 +296,12 @@ def test_half_a_gzip_file_is_read_as_far_as_it_goes(tmp_path):
 
 
 def test_long_examples_are_cut_and_counted(load):
-    rows = [{"tokens": [5] * 9}, {"tokens": [6] * 8}, {"prompt_ids": [7] * 6, "response_ids": [8] * 6}]
-    rows += [{"tokens": [9] * 12, "loss_mask": [1] * 8 + [0] * 4}, {"text": "l " * 10**5}]
+    rows = [{"prompt_ids": [7] * 6, "response_ids": [8] * count} for count in (2, 6)] + [{"text": "l " * 10**5}]
     loaded = load(rows, max_length=8)
-    assert [len(example.tokens) for example in loaded.examples] == [8] * 5
-    assert loaded.examples[2].loss.tolist() == [False] * 6 + [True] * 2
-    assert loaded.examples[4].tokens.tolist() == ids("l l l l ")[:8]
-    assert loaded.truncated == 3, "tokens after the last answer do not count"
+    assert [len(example.tokens) for example in loaded.examples] == [8] * 3
+    assert loaded.examples[1].loss.tolist() == [False] * 6 + [True] * 2
+    assert loaded.examples[2].tokens.tolist() == ids("l l l l ")[:8]
+    assert loaded.truncated == 2
 
 
 def test_saved_truncation_and_padding_are_ignored(load):

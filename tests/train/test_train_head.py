@@ -164,7 +164,6 @@ def test_feature_scale():
         ("EAGLE3", {"rounds": 9}, [0.8**j for j in range(9)]),
         ("EAGLE", {"rounds": 2}, [0.1, 0.08]),
         ("EAGLE", {}, [0.1]),
-        ("EAGLE", {"loss_weight": 0.3}, [0.3]),
         ("MTP", {"rounds": 1}, [0.51]),
         ("MTP", {}, [0.51, 0.31, 0.18]),
     ],

@@ -76,9 +76,9 @@ def test_counts_of_files_gzip_and_stdin(run, monkeypatch):
     monkeypatch.setattr(lines, "BATCH_BYTES", 50)
     generator = np.random.default_rng(0)
     rows = [{"text": "".join(generator.choice(list("abc é"), n))} for n in generator.integers(0, 15, 200)]
-    ids_rows = [{"input_ids": generator.integers(0, VOCABULARY, 7).tolist()} for _ in range(50)]
+    ids_rows = [{"prompt_ids": [], "response_ids": generator.integers(0, VOCABULARY, 7).tolist()} for _ in range(50)]
     expected = Counter(token for row in rows for token in encode(row["text"]))
-    expected.update(token for row in ids_rows for token in row["input_ids"])
+    expected.update(token for row in ids_rows for token in row["response_ids"])
     marked = [b"\xef\xbb\xbf" + json.dumps(rows[100]).encode(), *rows[101:]]
     status, ids, summary, err = run({"a.jsonl": rows[:100], "b.jsonl.gz": marked, "-": ids_rows}, size=None)
     assert (status, err) == (0, "")
@@ -99,13 +99,9 @@ MESSAGES = [
 @pytest.mark.parametrize(
     ("row", "counted"),
     [
-        ({"text": "hello", "output_ids": [9, 9]}, ["hello"]),
+        ({"text": "hello", "prompt": "no"}, ["hello"]),
         ({"messages": MESSAGES, "prompt": "no", "response": "the", "text": "no"}, ["hello", "the end", "the"]),
         ({"messages": MESSAGES, "response": "the", "prompt_ids": [3], "response_ids": encode("the")}, [[3], "the"]),
-        ({"messages": MESSAGES, "response_ids": [40, 41]}, ["hello", "the end", [40, 41]]),
-        ({"input_ids": [30], "response": "the"}, [[30], "the"]),
-        ({"output_ids": [40, 41]}, [[40, 41]]),
-        ({"response": "the", "prompt": None}, ["the"]),
         ({"text": "", "other": 1}, []),
     ],
 )
@@ -117,15 +113,6 @@ def test_fields_that_are_counted(run, row, counted):
     assert (status, err, summary["lines"]) == (0, "", 2), "blank lines do not count"
     assert ids == ranked(expected)
     assert summary["tokens"] == expected.total()
-
-
-def test_chosen_fields_and_weights(run):
-    rows = [{"turns": ["hello", "the"], "response_ids": [40, 41], "text": "zzz"}, {"turns": ["q"]}]
-    expected = Counter([*encode("hello"), *encode("the"), *encode("q"), *[40, 41] * 3])
-    status, ids, summary, _ = run({"a.jsonl": rows}, "--field", "turns", "--field", "response_ids=3")
-    assert status == 0
-    assert ids == ranked(expected)
-    assert summary["tokens"] == expected.total() - 4, "tokens are counted once"
 
 
 def test_map_and_coverage_against_a_counter():
@@ -148,7 +135,7 @@ def test_map_and_coverage_against_a_counter():
 def test_every_end_token_of_a_model_is_in_the_map(run, tmp_path):
     model = save(tmp_path / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 99_999]}))
-    files = {"a.jsonl": [{"input_ids": [9, 9, 8, 8, 7, 1]}]}
+    files = {"a.jsonl": [{"prompt_ids": [], "response_ids": [9, 9, 8, 8, 7, 1]}]}
     status, ids, summary, _ = run(files, "--tokenizer", model, size=4)
     assert (status, ids, summary["end_ids"]) == (0, [8, 1, 0, 2], [0, 1, 2])
     status, _, _, err = run(files, "--tokenizer", model, size=2)
@@ -191,10 +178,10 @@ def test_a_map_is_replaced_through_a_link_and_kept_if_writing_fails(run, tmp_pat
 
 
 BAD = [
-    (b'{"text": 5}', "text must be a text, a list of ids, of texts or of messages, got 5"),
-    (b'{"input_ids": [5, "a"]}', "input_ids must be a text"),
-    (b'{"input_ids": [5, 265]}', "holds the id 265; ids of this model are 0 to 264"),
-    (b'{"response_ids": [40], "response": "hello"}', "the ids are of another tokenizer"),
+    (b'{"text": 5}', "text must be a text, a list of ids or of messages, got 5"),
+    (b'{"prompt_ids": [5, "a"], "response_ids": []}', "prompt_ids must be a text"),
+    (b'{"prompt_ids": [5, 265], "response_ids": []}', "holds the id 265; ids of this model are 0 to 264"),
+    (b'{"prompt_ids": [], "response_ids": [40], "response": "hello"}', "the ids are of another tokenizer"),
     (b"[" * 100_000, "recursion"),
     (b"not shown", ""),
 ]
@@ -222,9 +209,6 @@ REFUSED = [
     (["--size", 266], "--size 266 is more than the 265 ids of the tokenizer"),
     (["--input", "no-such.jsonl"], "No such file or directory: 'no-such.jsonl'"),
     (["--input", "-", "-"], "--input - is given twice"),
-    (["--field", "a=0"], "--field must be NAME or NAME=WEIGHT, weight from 1 to 1000000, got 'a=0'"),
-    (["--field", "a=" + "9" * 5000], "--field must be"),
-    (["--field", "a", "--field", "a=2"], "--field a is given twice"),
     (["--tokenizer", "./no/such"], "looks like a path"),
     (["--output", "no/such/m.json"], "--output no/such/m.json cannot be written: "),
     (["--output", "m.bin"], "--output m.bin must end in .pt, .json"),
