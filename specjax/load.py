@@ -35,8 +35,7 @@ from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR, dimensions, leaves_of
 from specjax.models.target import Target
-from specjax.parallel.sharding import check_experts, fitted, group_count
-from specjax.parallel.shares import held_bytes
+from specjax.parallel.sharding import check_experts, fitted, group_count, held_bytes
 from specjax.verify import Verifier
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, leaves_of, map_leaves
 from specjax.models.target import Target
 from specjax.parallel import sharding
-from specjax.parallel.shares import leaf_share, page_bytes, splits_input
+from specjax.parallel.sharding import leaf_share, page_bytes, splits_input
 from specjax.state import DecodeState, init_state
 
 # Parameters

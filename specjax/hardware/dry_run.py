@@ -44,8 +44,7 @@ from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
 from specjax.models.target import Target
-from specjax.parallel.sharding import check_experts, fitted
-from specjax.parallel.shares import held_bytes, page_bytes
+from specjax.parallel.sharding import check_experts, fitted, held_bytes, page_bytes
 from specjax.settings import Parser, dashed
 from specjax.state import init_state
 

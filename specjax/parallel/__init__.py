@@ -1,5 +1,1 @@
-"""Models split over devices. In reading order:
-
-sharding   the mesh, and the placement of parameters, pages and state
-shares     bytes of a leaf or a page on each device, without arrays
-"""
+"""Models split over devices: `sharding` has the mesh, placements, and bytes on each device."""

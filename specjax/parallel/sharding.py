@@ -1,11 +1,10 @@
-"""Splits a model over the devices of one or several processes: the mesh, and the placement of parameters and state.
+"""Splits a model over the devices of one or several processes: the mesh, the placement of parameters and state, and
+bytes on each device.
 
 A leaf is split along its first logical axis (`specjax.models.params`) whose size the devices divide; leaves without
 such an axis are copied to all devices. The experts of a mixture may be distributed over groups of devices, and each
-group splits the width of its experts (`group_count`). `specjax_kernels.mesh` holds the part for traced functions.
-
-Each replica of a model in a process has its own mesh. A mesh of one device places the model on a device other than
-JAX's first; programs and kernels are the same as without a mesh.
+group splits the width of its experts (`group_count`). `specjax_kernels.mesh` holds the part for traced functions. A
+mesh of one device places the model on a device other than JAX's first.
 
 If a model has fewer key/value heads than devices, each head is copied to a group of devices, which split its query
 heads (`fitted`, `regrouped`). Example: 2 key/value heads with 4 query heads each on 4 devices become 4 key/value heads
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
@@ -29,9 +28,10 @@ from specjax_kernels import Quantised, dequantise
 from specjax_kernels.mesh import AXIS, EXPERTS, GROUPS, on_axis, spec
 from specjax_kernels.quantised import expert_specs, shared, split_axes
 
+from specjax.cache import PageSpec
 from specjax.config import Experts, HeadConfig, ModelConfig, MtpConfig
 from specjax.limits import ParameterError
-from specjax.models.params import AXES, Leaf, head_copies, input_letters, output_major
+from specjax.models.params import AXES, Bits, Leaf, Sizes, head_copies, input_letters, leaf_bytes, output_major
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,10 @@ AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
 def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = False) -> Mesh | None:
-    """Makes a mesh of `count` devices of this process from number `first` on, or with `hosts` of all devices of the
-    processes that JAX connects.
+    """Makes a mesh of `count` devices of this process from number `first` on, or with `hosts` of all devices of all
+    processes. Experts are distributed over `groups` of devices. Returns None for JAX's first device alone.
 
-    Experts are distributed over `groups` of devices. Returns None for JAX's first device alone. Raises ParameterError
-    if JAX has fewer devices.
+    Raises ParameterError if JAX has fewer devices.
     """
     shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
     if hosts:
@@ -135,28 +134,18 @@ def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int =
             f"{count} devices; these can: {', '.join(map(str, others))}"
         )
         raise ParameterError("expert_parallel", problem, "EngineConfig")
-    if isinstance(config, ModelConfig) and config.latent is not None:
-        if config.num_heads % count:
-            raise _unfit(count, config.num_heads, "query heads", what)
-        return config
+    latent = isinstance(config, ModelConfig) and config.latent is not None
     copies = copies_of(config, count)
-    if copies == 0:
-        heads = f"query heads on {config.num_kv_heads} key/value heads"
-        raise _unfit(count, config.num_heads, heads, what)
+    if copies == 0 or (latent and config.num_heads % count):
+        heads = "query heads" if latent else f"query heads on {config.num_kv_heads} key/value heads"
+        problem = f"{count} cannot split the {config.num_heads} {heads} of {what} evenly"
+        raise ParameterError("tensor_parallel", problem, "EngineConfig")
     return config if copies == 1 else cast(AnyConfig, replace(config, num_kv_heads=config.num_kv_heads * copies))
 
 
 def _spread(experts: Experts, count: int, groups: int) -> bool:
-    """Returns True if groups get equally many experts, and devices equal parts of their width.
-
-    In a single group, a width that the devices do not divide is copied.
-    """
+    """True if groups get equally many experts, and devices equal parts of their width. A single group may copy."""
     return groups == 1 or not (count % groups or experts.count % groups or experts.width % (count // groups))
-
-
-def _unfit(count: int, heads: int, name: str, what: str) -> ValueError:
-    problem = f"{count} cannot split the {heads} {name} of {what} evenly"
-    return ParameterError("tensor_parallel", problem, "EngineConfig")
 
 
 def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:
@@ -209,20 +198,15 @@ class Widened(list[str]):
         """Logs the names in one line, if there are any."""
         if self:
             names = ", ".join(sorted(set(self)))
-            logger.warning(
-                "%s: %d matrices are dequantised, whose codes so many devices cannot share along their inputs: %s",
-                what, len(self), names,
-            )  # fmt: skip
+            why = "their codes cannot be split along the inputs over so many devices"
+            logger.warning("%s: %d matrices are dequantised, %s: %s", what, len(self), why, names)
 
 
 def put_quantised(
     mesh: Mesh, value: Quantised, leaf: Leaf, shaped: Callable[[np.ndarray], np.ndarray], dtype: str, widened: Widened
 ) -> Any:  # fmt: skip
-    """Places a quantised leaf on the mesh, split like its floats.
-
-    If its blocks of inputs cannot be split, places the floats in `dtype`, with the declared axes from `shaped`, and
-    adds the name to `widened`.
-    """
+    """Places a quantised leaf on the mesh, split like its floats. If its blocks of inputs cannot be split, places the
+    floats in `dtype`, with the declared axes from `shaped`, and adds the name to `widened`."""
     split = split_quantised(value, leaf, mesh.size, group_count(mesh))
     if split is not None:
         return jax.tree.map(placed, split, places_of(mesh, split, leaf))
@@ -239,11 +223,8 @@ def places_of(mesh: Mesh, value: Quantised, leaf: Leaf) -> Quantised:
 
 
 def split_quantised(value: Quantised, leaf: Leaf, count: int, groups: int = 1) -> Quantised | None:
-    """Chooses the axis along which `count` devices, or the devices of an expert group, split a quantised leaf.
-
-    The axis is the first named output axis that the devices divide, else a named input axis. None if the blocks of
-    inputs cannot be split.
-    """
+    """Chooses the axis along which `count` devices, or the devices of an expert group, split a quantised leaf: the
+    first named output axis that the devices divide, else a named input axis. None if the inputs' blocks prevent it."""
     if groups > 1 and EXPERTS in leaf.axes:
         experts = shared(value, -value.codes.ndim, groups)  # with the scales of their outputs
         assert experts is not None, "see `fitted`"
@@ -267,12 +248,7 @@ def made(
     where = place_of(mesh, leaf.axes, shape)
     if where.is_fully_replicated:
         return placed(make((slice(None),) * len(shape)), where)
-
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None, "None is for opaque types such as keys of jax.random"
-        return make(index)
-
-    return jax.make_array_from_callback(shape, where, part)
+    return jax.make_array_from_callback(shape, where, cast(Any, make))  # the index of these arrays is never None
 
 
 def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:
@@ -293,10 +269,61 @@ def described(shapes: T, like: T) -> T:
 
 def local_bytes(tree: Any) -> int:
     """Computes the bytes of arrays, or of their shapes, on one device."""
-
-    def size(leaf: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
         where = getattr(leaf, "sharding", None)
-        shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
-        return prod(shape) * leaf.dtype.itemsize
+        total += prod(leaf.shape if where is None else where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return total
 
-    return sum(map(size, jax.tree.leaves(tree)))
+
+# Bytes on each device, computed from declared leaves without arrays.
+
+
+def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
+    """Returns the number of parts of an array: `devices` if they divide a named axis, else 1."""
+    named = (size for axis, size in zip(axes, shape, strict=True) if axis and axis != EXPERTS)
+    return devices if any(size % devices == 0 for size in named) else 1
+
+
+def leaf_share(leaf: Leaf, sizes: Sizes, devices: int, groups: int = 1) -> float:
+    """Computes the share of a leaf's elements on each device. `groups`: groups of devices with separate experts.
+
+    Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
+    """
+    if groups > 1 and EXPERTS in leaf.axes:
+        return 1 / devices
+    parts = _parts(leaf.axes, leaf.shape(sizes), devices)
+    if parts == 1 and "K" in leaf.dims and head_copies(sizes["H"], sizes["K"], devices) > 1 and not leaf.replicated:
+        if "Q" in leaf.dims:
+            return (sizes["H"] // devices + 2) / (sizes["K"] * sizes["Q"])
+        return 1 / devices if "G" in leaf.dims else 1 / sizes["K"]
+    return 1 / parts
+
+
+def held_bytes(
+    leaves: Iterable[Leaf], sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None, groups: int = 1
+) -> int:
+    """Computes the bytes of leaves on each device. `bits`: sizes of quantised weights."""
+    return sum(
+        round(leaf_bytes(leaf, sizes, dtype, bits) * leaf_share(leaf, sizes, devices, groups)) for leaf in leaves
+    )
+
+
+def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
+    """Returns True if a linear map's inputs are split, so that its outputs are sums over devices."""
+    inputs, _ = leaf.matrix or ((1,), ())
+    named = [leaf.axes[axis] for axis in inputs if leaf.axes[axis] != EXPERTS]
+    return any(named) and leaf_share(leaf, sizes, devices) < 1
+
+
+def page_bytes(specs: Any, devices: int = 1) -> int:
+    """Computes the bytes of a token in pages of these `PageSpec`s on each device, which has at least one head."""
+    total = 0
+    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
+    for leaf in leaves:
+        parts = _parts(leaf.axes, leaf.shape, devices)
+        heads = dict(zip(leaf.axes, leaf.shape, strict=True)).get("kv_heads", devices)
+        if parts == 1 and devices % heads == 0:
+            parts = heads if heads < devices else 1
+        total += round(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize / parts)
+    return total

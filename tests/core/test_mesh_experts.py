@@ -18,8 +18,7 @@ from specjax.config import Experts, MtpConfig
 from specjax.engine import EngineConfig
 from specjax.models.experts import expert_leaves
 from specjax.models.params import dimensions
-from specjax.parallel.sharding import check_experts, fitted
-from specjax.parallel.shares import held_bytes, leaf_share
+from specjax.parallel.sharding import check_experts, fitted, held_bytes, leaf_share
 
 process = pytest.mark.process
 

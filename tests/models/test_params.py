@@ -27,7 +27,7 @@ from specjax.models.params import (
     placements,
     tensors_of,
 )
-from specjax.parallel.shares import held_bytes
+from specjax.parallel.sharding import held_bytes
 
 ROPE = RopeConfig()
 MODEL = ModelConfig("llama", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False, True, True, True)
