@@ -1,4 +1,4 @@
-"""Compares loading weights with reading their files: seconds, GB/s, share of the reading speed, and peak memory.
+"""Compares loading weights with reading their files: seconds, GB/s, and share of the reading speed.
 
     python benchmarks/loading.py [--cases float32 bfloat16 fp8 gptq awq int8 q4_1] [--runs 5] [--record]
 
@@ -9,9 +9,8 @@ built-in model. Every measurement is a fresh process:
     load    `checkpoint.resolve`, `model_config` and `load_params`, until the weights are on the device
 
 They take turns, cold (`posix_fadvise(DONTNEED)` on the files first; a virtual machine's host may still cache them) and
-warm. A share is the median seconds of read divided by those of load; the aim is 0.7 for cold files. "peak"
-is the growth of anonymous memory (RssAnon, sampled every 2 ms) during a further load, divided by the bytes of the
-leaves; the aim is at most 1.15. New memory is slow on virtual machines whose host provides pages at their first use.
+warm. A share is the median seconds of read divided by those of load; the aim is 0.7 for cold files. New memory is slow
+on virtual machines whose host provides pages at their first use.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ONCE = 2**23  # bytes of one read
-WAIT = "ready"
 
 
 class Case(NamedTuple):
@@ -122,7 +120,6 @@ def read(files: list[str]) -> dict[str, Any]:
 
 
 def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
-    started = time.perf_counter()
     import jax
     import specjax_kernels  # noqa: F401 (the engine imports it before it loads)
 
@@ -131,51 +128,19 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
     from specjax.compiling import use_compilation_cache
 
     use_compilation_cache()
-
-    imported = time.perf_counter()
     jax.block_until_ready(jax.device_put(0))
-    device = time.perf_counter()
-    print(WAIT, flush=True)
-    sys.stdin.readline()
     begun = time.perf_counter()
     files = checkpoint.resolve(model, progress=False)
     config = checkpoint.model_config(files.config, dtype=dtype)
-    resolved = time.perf_counter()
     params = checkpoint.load_params(files, config, quantization=quantization, progress=False)
     seconds = time.perf_counter() - begun
-    return {
-        "seconds": seconds, "resolve_seconds": resolved - begun, "import_seconds": imported - started,
-        "jax_start_seconds": device - imported, "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-    }  # fmt: skip
+    return {"seconds": seconds, "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
 
 
-def child(*arguments: str, peak: bool = False) -> dict[str, Any]:
-    """Result of `read` or `load` in a fresh process; with `peak` also the growth of its anonymous memory."""
+def child(*arguments: str) -> dict[str, Any]:
+    """Result of `read` or `load` in a fresh process."""
     command = [sys.executable, __file__, "--child", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    before = most = 0
-    line = process.stdout.readline()
-    if line.strip() == WAIT:
-        before = most = anonymous(process.pid)
-        process.stdin.write("\n")
-        process.stdin.flush()
-        while peak and process.poll() is None:
-            most = max(most, anonymous(process.pid))
-            time.sleep(0.002)
-        line = process.stdout.readline()
-    if process.wait() or not line:
-        raise SystemExit(f"{command} failed")
-    return json.loads(line) | ({"peak_bytes": most - before} if peak else {})
-
-
-def anonymous(process: int) -> int:
-    """Bytes of a process without a file; 0 after its end."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def cool(files: list[str]) -> None:
@@ -207,13 +172,7 @@ def measured(model: str, files: list[str], options: tuple[str, str], runs: int) 
             **{f"{name}_gb_per_second": samples["read"][0]["bytes"] / 1e9 / medians[name] for name in medians},
             "samples": samples,
         }
-    rows = samples["load"]
-    fixed = ("import_seconds", "jax_start_seconds", "resolve_seconds")
-    result |= {name: statistics.median(row[name] for row in rows) for name in fixed}
-    largest = child("load", model, *options, peak=True)
-    file_bytes, leaf_bytes = samples["read"][0]["bytes"], largest["bytes"]
-    peak = largest["peak_bytes"] / leaf_bytes
-    return result | {"file_bytes": file_bytes, "leaf_bytes": leaf_bytes, "peak": peak}
+    return result | {"file_bytes": samples["read"][0]["bytes"], "leaf_bytes": samples["load"][0]["bytes"]}
 
 
 def models(names: list[str]) -> Iterator[tuple[str, str, tuple[str, str]]]:
@@ -244,13 +203,13 @@ def main() -> None:
     document: dict[str, Any] = machine("jaxlib", "numpy") | {"cases": {}}
     columns = ("read GB/s", "load GB/s", "of read")
     print(f"{'':10}{'MB':>6}{'cold:':>7}{''.join(f'{c:>11}' for c in columns)}{'warm:':>7}", end="")
-    print(f"{''.join(f'{c:>11}' for c in columns)}{'peak':>7}")
+    print(f"{''.join(f'{c:>11}' for c in columns)}")
     for name, model, options in models(args.cases):
         files = [str(file.resolve()) for file in checkpoint.resolve(model, progress=False).weights]
         row = document["cases"][name] = measured(model, files, options, args.runs)
         shown = ("read_gb_per_second", "load_gb_per_second", "share_of_read")
         cold, warm = ("".join(f"{row[state][key]:>11.2f}" for key in shown) for state in ("cold", "warm"))
-        print(f"{name:10}{row['file_bytes'] / 1e6:>6.0f}{'':7}{cold}{'':7}{warm}{row['peak']:>7.2f}", flush=True)
+        print(f"{name:10}{row['file_bytes'] / 1e6:>6.0f}{'':7}{cold}{'':7}{warm}", flush=True)
     finish("loading", document, record=args.record)
 
 

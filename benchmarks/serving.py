@@ -1,14 +1,12 @@
 """Measures latency and throughput of streams of a server under load, from the client's side.
 
-    python benchmarks/serving.py load [--sets mt_bench gsm8k] [--requests 64] [--concurrency 16 | --rate 2.5]
     python benchmarks/serving.py turns [--conversations 8]
     python benchmarks/serving.py beside [--prompt-tokens 5500]
     python benchmarks/serving.py burst [--requests 64]
 
-`load`: prompts of the sets, `--concurrency` at once (closed loop), or arriving at random with `--rate` a second (open
-loop, Poisson). `turns`: conversations of several turns, each with all earlier messages; also the number of tokens that
-a perfect cache would compute. `beside`: a long prompt arrives while a stream runs, then a short request; for comparison
-the stream and the short request alone. `burst`: all requests at once.
+`turns`: conversations of several turns, each with all earlier messages, `--concurrency` at once; also the number of
+tokens that a perfect cache would compute. `beside`: a long prompt arrives while a stream runs, then a short request;
+for comparison the stream and the short request alone. `burst`: all requests at once.
 
 `--algorithms` compares several in one run, `--before FOLDER` a checkout of another commit; their servers take turns,
 `--rounds` times, each with an empty cache. Times in seconds: to the first token (ttft), between two events of a stream
@@ -22,7 +20,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -127,24 +124,6 @@ def messages_of(turns: list[str]) -> list[dict[str, str]]:
     return [{"role": "user", "content": turns[0]}]
 
 
-async def load(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
-    """`--requests` prompts, `--concurrency` at once or `--rate` a second."""
-    prompts = [messages_of(rows[i % len(rows)]) for i in range(args.requests)]
-    if args.rate:
-        rng, tasks = random.Random(0), []
-        for prompt in prompts:
-            tasks.append(asyncio.create_task(chat(client, prompt, args.max_tokens)))
-            await asyncio.sleep(rng.expovariate(args.rate))
-        return [await task for task in tasks]
-    free = asyncio.Semaphore(args.concurrency)
-
-    async def limited(prompt: list[dict[str, str]]) -> Stream:
-        async with free:
-            return await chat(client, prompt, args.max_tokens)
-
-    return list(await asyncio.gather(*map(limited, prompts)))
-
-
 async def turns(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
     """Conversations, `--concurrency` at once."""
     free = asyncio.Semaphore(args.concurrency)
@@ -241,7 +220,7 @@ async def run(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
         if args.mode == "beside":
             return await beside(client, args, rows)
         before = time.perf_counter()
-        streams = await {"load": load, "turns": turns, "burst": burst}[args.mode](client, args, rows)
+        streams = await {"turns": turns, "burst": burst}[args.mode](client, args, rows)
         result = summary(streams, time.perf_counter() - before)
         if args.mode == "turns" and not result["errors"]:
             computed = result["prompt_tokens"] - result["cached_tokens"]
@@ -251,12 +230,11 @@ async def run(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("load", "turns", "beside", "burst"))
+    parser.add_argument("mode", choices=("turns", "beside", "burst"))
     parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="sets of prompts")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=None, help="requests a second, instead of --concurrency")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=5500, help="approximate tokens of the long prompt")
     parser.add_argument("--algorithms", nargs="+", default=["AUTO"])

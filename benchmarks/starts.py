@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +72,14 @@ def described(seconds: float, processor: float) -> str:
 
 
 def samples(rows: list[tuple[float, float]]) -> dict[str, Any]:
-    def of(values: Iterable[float]) -> dict[str, Any]:
-        found = [round(value, 3) for value in values]
-        return {"median": statistics.median(found), "all": found}
-
-    seconds, processor = zip(*rows, strict=True)
-    return {"seconds": of(seconds), "processor_seconds": of(processor)}
+    columns = zip(("seconds", "processor_seconds"), zip(*rows, strict=True), strict=True)
+    return {name: {"median": statistics.median(values), "all": [*values]} for name, values in columns}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--config", default="configs/smollm2-135m-instruct-eagle3.toml")
-    parser.add_argument("--skip-cold", action="store_true", help="measure only the import and warm starts")
     parser.add_argument("--record", nargs="?", const=True, help="write benchmarks/results/starts-<date>.json")
     args = parser.parse_args()
     document = machine("jaxlib") | {"config": args.config}
@@ -99,18 +93,13 @@ def main() -> None:
                 shutil.copytree(downloads, Path(folder, "downloads"))
             environment = os.environ | {"SPECJAX_CACHE": folder}
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-            if args.skip_cold:
-                environment["SPECJAX_CACHE"] = str(default_cache_dir())
             found = measured(serve, environment, (READY, COMPILED))
-            if not args.skip_cold:
-                cold.append(found[READY])
-                background.append((found[COMPILED][0] - found[READY][0], found[COMPILED][1] - found[READY][1]))
-                print(f"cold {number + 1}: {described(*cold[-1])}, background {described(*background[-1])}", flush=True)
+            cold.append(found[READY])
+            background.append((found[COMPILED][0] - found[READY][0], found[COMPILED][1] - found[READY][1]))
+            print(f"cold {number + 1}: {described(*cold[-1])}, background {described(*background[-1])}", flush=True)
             warm.append(measured(serve, environment, (READY,))[READY])
             print(f"warm {number + 1}: {described(*warm[-1])}", flush=True)
-    if cold:
-        document |= {"cold": samples(cold), "background": samples(background)}
-    document["warm"] = samples(warm)
+    document |= {"cold": samples(cold), "background": samples(background), "warm": samples(warm)}
     finish("starts", document, record=args.record)
 
 

@@ -7,7 +7,7 @@ texts of f32, q4_1 and f16 should be equal: f32 and q4_1 have equal weights, and
 
     none, ngram, auto   specjax
     llama.cpp           llama-cpp-python; llama.cpp-lookup: with its prompt lookup
-    transformers        with the dequantised weights in float32 and bfloat16; lookup: with prompt lookup
+    transformers        with the dequantised weights in float32
 
 Greedy, one request at a time, 128 tokens a prompt. Contenders take turns in a rotating order. The table has tokens per
 second, with the prompt's forward. The last line is one JSON document.
@@ -42,7 +42,7 @@ from specjax.checkpoint import hub
 STORAGES = ("f32", "f16", "q8_0", "q4_1")
 ENGINES = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
 LLAMA_CPP = ("llama.cpp", "llama.cpp-lookup")
-TRANSFORMERS = ("transformers-float32", "transformers-bfloat16", "lookup-float32")
+TRANSFORMERS = "transformers-float32"
 LOOKUP_TOKENS = 10
 
 
@@ -65,14 +65,14 @@ def engine_contender(engine: Engine) -> Contender:
     return run
 
 
-def transformers_contender(model: Any, options: dict[str, Any]) -> Contender:
+def transformers_contender(model: Any) -> Contender:
     import torch
 
     def run(prompt: list[int], count: int) -> tuple[list[int], float]:
         started, ids = perf_counter(), torch.tensor([prompt])
-        options_of_length = {"max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+        options = {"max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
         with torch.inference_mode():
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), **options_of_length, **options)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return output[0, len(prompt) :].tolist(), perf_counter() - started
 
     return run
@@ -142,27 +142,20 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
                     contenders[name] = engine_contender(engines[name])
                 elif kind in LLAMA_CPP:
                     contenders[name] = llama_cpp_contender(file, args.threads, lookup=kind == "llama.cpp-lookup")
-        if wanted := [name for name in args.contenders if name in TRANSFORMERS]:
-            import torch
+        if TRANSFORMERS in args.contenders:
             from transformers import AutoModelForCausalLM
 
             plain = folder / "float"
             plain.mkdir()
             checkpoint.save_dequantised(checkpoint.resolve(checkpoint.BUILT_IN_MODEL), plain)
-            models: dict[str, Any] = {
-                dtype: AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype)).eval()
-                for dtype in {name.partition("-")[2] for name in wanted}
-            }
-            for name in wanted:
-                model = models[name.partition("-")[2]]
-                options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if "lookup" in name else {}
-                contenders[name] = transformers_contender(model, options)
+            model = AutoModelForCausalLM.from_pretrained(plain, dtype="float32").eval()
+            contenders[TRANSFORMERS] = transformers_contender(model)
         yield contenders, engines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = (*ENGINES, *LLAMA_CPP, *TRANSFORMERS)
+    every = (*ENGINES, *LLAMA_CPP, TRANSFORMERS)
     parser.add_argument("--storages", nargs="+", default=STORAGES, choices=STORAGES)
     parser.add_argument("--contenders", nargs="+", default=every, choices=every)
     parser.add_argument("--set", default="mt_bench", help="a set of specjax/data/prompts")
