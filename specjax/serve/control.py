@@ -17,7 +17,7 @@ from pydantic import Field, SkipValidation
 from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from specjax.engine import SamplingParams
+from specjax.engine import Engine, SamplingParams
 from specjax.engine.batch import Counters
 from specjax.engine.draft_policy import drafting_summary
 from specjax.serve.delivery import Listener
