@@ -19,8 +19,8 @@
 # [Spec-Bench](https://github.com/hemingkx/Spec-Bench) asks 480 questions of six kinds: conversations of several turns
 # (MT-bench), translation, summarization, questions and answers, mathematical reasoning, and retrieval-augmented
 # generation. Half of them come with specjax; the other half is left for training. `specjax bench` runs
-# methods on them, one after another on each conversation, and writes the tables of a paper. This notebook runs it on a
-# few conversations of four of the kinds, reads what it wrote, and draws it.
+# methods on them, one after another on each conversation, and writes the tables and pictures of a paper. This notebook
+# runs it on a few conversations of four of the kinds, reads what it wrote, and draws it.
 #
 # Every text is the target's own, so methods differ in speed alone: the last column of the table counts the texts that
 # equal those of decoding without drafts.
@@ -120,6 +120,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from specjax.bench.__main__ import main as bench
+from specjax.bench.results import titles
 
 SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
 MODEL = os.environ.get("SPECJAX_NOTEBOOK_MODEL", "smollm2-135m-instruct")  # built in; a folder or a hub id will do, too
@@ -158,18 +159,18 @@ with redirect_stderr(sys.stdout):  # messages belong into this cell
         [
             *("--model", MODEL, "--methods", *METHODS, "--temperatures", *TEMPERATURES),
             *("--sets", *SETS[: 2 if SHORT else None], "--limit", "2" if SHORT else "4"),
-            *("--max-new-tokens", "8" if SHORT else "64"),
+            *("--max-new-tokens", "8" if SHORT else "64", "--plots", "none"),
             *("--output", str(folder)),
         ]
     )
 assert status == 0, "the comparison failed"
 
 # %% [markdown]
-# The same command in a shell resumes after an interruption. For reliable figures take all conversations and several
-# repeats:
+# The same command in a shell resumes after an interruption, and draws its own pictures. For reliable figures take all
+# conversations and several repeats:
 #
 # ```sh
-# specjax bench --sets spec_bench --temperatures 0 1 --repeats 3 --methods none NGRAM EAGLE3
+# specjax bench --sets spec_bench --temperatures 0 1 --repeats 3 --methods none NGRAM EAGLE3 --plots pdf
 # ```
 #
 # ## What it wrote
@@ -211,7 +212,7 @@ for ax, temperature in zip(panels, TEMPERATURES, strict=True):
         ax.bar(at, value, 0.9 * width, label=method if ax is panels[0] else None, **style)
     ax.axhline(1, color=COLORS["NONE"], linewidth=1, zorder=0)
     ax.set(ylabel="speed-up", title=f"temperature {temperature}")
-    ax.set_xticks(place, [name.rpartition("/")[2].replace("_", " ") for name in sets])
+    ax.set_xticks(place, titles(sets))
 figure.legend(loc="outside lower center", ncols=len(methods) - 1)
 plt.show()
 

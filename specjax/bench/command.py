@@ -49,7 +49,10 @@ class BenchSettings:
     repeats: int = setting(1, "runs of everything; more runs narrow the intervals", minimum=1)
     seed: int = setting(0, "seed of requests that sample", minimum=0)
     baseline: str | None = setting(None, "method that the others are compared with; default: the first")
-    output: str = setting("runs/bench", "folder of the log and tables", metavar="FOLDER")
+    output: str = setting("runs/bench", "folder of the log, tables and pictures", metavar="FOLDER")
+    plots: str = setting(
+        "auto", "pictures: auto = svg if matplotlib is installed, none", choices=("auto", "none", *results.PICTURES)
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def identity(plan: Plan, chosen: Settings) -> dict[str, Any]:
 def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Measures, prints and writes. Returns the command's summary."""
     started = time.perf_counter()
-    plan = make_plan(chosen.bench)
+    plan, picture = make_plan(chosen.bench), results.picture_format(chosen.bench.plots)
     build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
@@ -149,8 +152,9 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     print("".join(f"{note}\n" for note in document["notes"]), end="")
     print(f"Intervals: 95%, bootstrap over conversations. Speed-ups are over {plan.baseline}.")
     print(f"All columns: {folder / 'table.md'}")
+    pictures = [file.name for file in results.draw(folder, picture, rows)] if picture else []
     seconds = round(time.perf_counter() - started, 1)
-    return {"output": str(folder), "rows": len(rows), "seconds": seconds}
+    return {"output": str(folder), "rows": len(rows), "pictures": pictures, "seconds": seconds}
 
 
 def run(name: str, chosen: flags.Settings, work: Callable[[], dict[str, Any]]) -> int:

@@ -1,4 +1,4 @@
-"""Figures of runs: one row for each method, set, temperature and batch size; and tables of the rows.
+"""Figures of runs: one row for each method, set, temperature and batch size; tables and pictures of the rows.
 
 Intervals are percentiles of a bootstrap with a fixed seed. It resamples groups of conversations that ran together
 (single conversations at batch size 1) with all their repeats, because runs of one prompt are not independent. Speed-ups
@@ -7,12 +7,17 @@ are resampled in pairs with the baseline's runs of the same groups.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from specjax.bench.sets import ALL
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -178,3 +183,64 @@ def as_text(rows: Sequence[Row]) -> str:
         return text.ljust(width) if len(text) <= width else f"{text[: width - end - 1]}…{text[-end:]}"
 
     return "".join(f"{'  '.join(map(padded, line, widths)).rstrip()}\n" for line in table)
+
+
+def titles(sets: Sequence[str]) -> list[str]:
+    """Short titles of sets: the category of `spec_bench/math_reasoning`, unless another set has the same title."""
+    short = [name.rpartition("/")[2] for name in sets]
+    pairs = zip(short, sets, strict=True)
+    return [(title if short.count(title) == 1 else name).replace("_", " ") for title, name in pairs]
+
+
+PICTURES = ("svg", "png", "pdf")
+INSTALL = "pip install 'specjax[bench]'"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""By Okabe and Ito: colour-blind people can distinguish them."""
+HATCHES, LINES = ("", "////", "....", "xxxx"), ("-", "--", ":", "-.")  # for methods that share a colour
+
+
+def picture_format(option: str) -> str | None:
+    """The format for a value of `--plots`; None: no pictures. Without matplotlib it prints a note for `auto` and raises
+    ValueError for a named format."""
+    if option == "none" or importlib.util.find_spec("matplotlib") is not None:
+        return {"none": None, "auto": "svg"}.get(option, option)
+    if option != "auto":
+        raise ValueError(f"--plots {option} needs matplotlib, which is not installed: {INSTALL}")
+    print(f"There will be no pictures: matplotlib is not installed ({INSTALL})", file=sys.stderr)
+    return None
+
+
+def draw(folder: Path, kind: str, rows: Sequence[Row]) -> list[Path]:
+    """Writes a picture for each temperature and batch size: speed-ups by set, and acceptance by depth over all sets."""
+    from matplotlib.figure import Figure
+
+    files: list[Path] = []
+    for case in dict.fromkeys((row["temperature"], row["batch"]) for row in rows):
+        part = [row for row in rows if (row["temperature"], row["batch"]) == case]
+        sets, methods = (list(dict.fromkeys(row[name] for row in part)) for name in ("set", "method"))
+        height = 1.2 + 0.2 * len(methods) + 0.16 * len(sets) * (len(methods) + 1)
+        figure = Figure(figsize=(9.0, max(3.5, height)), layout="constrained")
+        bars, depths = figure.subplots(1, 2)
+        for index, method in enumerate(methods):
+            by_set = {row["set"]: row for row in part if row["method"] == method}
+            color, turn = COLORS[index % len(COLORS)], index // len(COLORS) % len(LINES)
+            places = [sets.index(name) + 0.8 * (index + 0.5) / len(methods) - 0.4 for name in by_set]
+            ends = [[row["speed_up"][key] for row in by_set.values()] for key in ("low", "value", "high")]
+            low, values, high = np.array(ends, float)
+            bars.barh(
+                places, values, 0.75 / len(methods), xerr=np.maximum([values - low, high - values], 0),
+                label=f" {method}".replace("$", r"\$"), color=color, hatch=HATCHES[turn], edgecolor="white",
+                linewidth=0,
+            )  # fmt: skip
+            shares = by_set.get(ALL, next(iter(by_set.values())))["acceptance_by_depth"]
+            depths.plot(range(1, len(shares) + 1), shares, color=color, linestyle=LINES[turn], marker="o")
+        bars.axvline(1, color="0.4", linewidth=0.8, linestyle="--")
+        bars.set(xlabel="speed-up", yticks=range(len(sets)), yticklabels=titles(sets))
+        bars.invert_yaxis()
+        depths.set(xlabel="depth of the draft", ylabel="accepted, if the parent was", ylim=(0, 1.03))
+        depths.xaxis.get_major_locator().set_params(integer=True)
+        figure.suptitle("temperature {:g}, batch size {}".format(*case), fontsize=10)
+        figure.legend(loc="outside lower center", fontsize=8, frameon=False)
+        files.append(folder / "picture-T{:g}-batch{}.{}".format(*case, kind))
+        figure.savefig(files[-1], dpi=150)
+    return files

@@ -1,7 +1,8 @@
-"""Figures of a comparison against slow definitions, tables and the log."""
+"""Figures of a comparison against slow definitions, tables, pictures and the log."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -92,6 +93,41 @@ def test_drafted_steps():
     assert [cells["drafted_steps"] for cells in rows] == [4, 1]
     assert [results.cells(cells)[8] for cells in rows] == ["100%", "25%"]
     assert [cells["not_drafted"] for cells in rows] == ["", "large batches"]
+
+
+def test_short_titles_of_sets():
+    assert results.titles(["spec_bench/math_reasoning", "gsm8k"]) == ["math reasoning", "gsm8k"]
+    both = ["spec_bench/mt_bench", "mt_bench", "all"]
+    assert results.titles(both) == ["spec bench/mt bench", "mt bench", "all"]
+
+
+def test_pictures(tmp_path):
+    """No wider than a page, every method once in the legend."""
+    pytest.importorskip("matplotlib")
+    methods, rows = [f"method {i}" for i in range(10)], []
+    for temperature in (0.0, 1.0):
+        for name in [*(f"set {i}" for i in range(9)), "all"]:
+            for method in methods:
+                samples = [sample(method, group, 1.0, histogram=(4, 2)) for group in "ab"[: 1 + (name != "set 0")]]
+                rows.append(row(samples, samples, set=name, temperature=temperature))
+    files = results.draw(tmp_path, "svg", rows)
+    assert [file.name for file in files] == ["picture-T0-batch1.svg", "picture-T1-batch1.svg"]
+    text = files[0].read_text()
+    assert float(re.search(r'width="([\d.]+)pt"', text)[1]) <= 9 * 72
+    assert [text.count(f"<!--  {method} -->") for method in methods] == [1] * 10
+    assert [text.count(f"<!-- set {i} -->") for i in range(9)] == [1] * 9
+
+
+def test_without_matplotlib(monkeypatch, capsys):
+    assert results.picture_format("none") is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--plots pdf needs .* pip install 'specjax\[bench\]'"):
+        results.picture_format("pdf")
+    assert results.picture_format("none") is None and capsys.readouterr().err == ""
+    assert results.picture_format("auto") is None
+    assert capsys.readouterr().err.startswith("There will be no pictures: matplotlib is not installed (pip install ")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert (results.picture_format("auto"), results.picture_format("pdf")) == ("svg", "pdf")
 
 
 def test_verdicts_on_texts():

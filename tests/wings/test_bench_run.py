@@ -40,7 +40,7 @@ def bench(model, prompts, tmp_path):
 
 def test_a_comparison(bench, tmp_path, capsys):
     temperatures = ("--temperatures", "0", "1")
-    assert bench(*temperatures, "--ignore-eos") == 0
+    assert bench(*temperatures, "--plots", "none", "--ignore-eos") == 0
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1])["rows"] == 4
     folder = tmp_path / "out"
@@ -62,10 +62,10 @@ def test_a_comparison(bench, tmp_path, capsys):
 
     # A second run measures nothing.
     before = (folder / "runs.jsonl").read_text()
-    assert bench(*temperatures, "--ignore-eos") == 0
+    assert bench(*temperatures, "--plots", "none", "--ignore-eos") == 0
     assert (folder / "runs.jsonl").read_text() == before
     capsys.readouterr()
-    assert bench("--temperatures", "0.5", "--ignore-eos") == 2
+    assert bench("--temperatures", "0.5", "--plots", "none", "--ignore-eos") == 2
     assert "holds runs with another temperatures" in capsys.readouterr().err
 
 
@@ -75,7 +75,7 @@ def test_errors_before_a_measurement(bench, tmp_path, capsys):
         ((), ("none", "EAGLE3"), "EAGLE3"),
         (("--batch-sizes", "1", "4"), ("none",), "--batch-sizes 4: mine has 3 conversations"),
     ):
-        assert bench(*arguments, methods=methods) == 2
+        assert bench(*arguments, "--plots", "none", methods=methods) == 2
         assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -99,7 +99,7 @@ def own_drafter(tmp_path, monkeypatch):
 
 def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_drafter, tmp_path, capsys):
     """Batches of two, twice: the third conversation has no partner."""
-    flags = "--batch-sizes", "2", "--repeats", "2"
+    flags = "--plots", "none", "--batch-sizes", "2", "--repeats", "2"
     methods = "none", "my_own_drafter:make"
     assert bench(*flags, methods=methods) == 0
     for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]:
