@@ -6,7 +6,7 @@
     head        a head's configuration and first weights; `export` writes it
     features    the target's outputs, computed once or in each step
     update      optimiser and training step
-    run         the loop; `output` writes checkpoints, metrics and model card
+    run         the loop; `output` writes checkpoints, metrics, model card and curves
     generate    `specjax train generate`: the target writes training data
     vocab       `specjax train vocab`: token frequencies for a draft vocabulary
 

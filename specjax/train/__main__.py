@@ -8,6 +8,7 @@ run loses the steps since its last checkpoint. A larger --steps extends a run. T
     checkpoints/     to resume from
     metrics.jsonl    loss, accuracy by round, tokens seen and tokens/s, and measured accept lengths
     best/, head/     for the server: the head with the best accept length, and the last head
+    curves.png       with matplotlib
 
 The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130 interrupted.
 """

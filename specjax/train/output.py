@@ -1,8 +1,9 @@
-"""What a run writes: checkpoints, metrics and the model card.
+"""What a run writes: checkpoints, metrics, the model card and a plot of the curves.
 
     checkpoints/<step>/    orbax: weights, optimiser state, step
     run.json               the settings that decide the results
     metrics.jsonl          an object a line; a resumed run drops the lines of steps that it repeats
+    curves.png             with matplotlib
 
 A complete checkpoint becomes visible by a rename: a killed run, or a full disk, leaves the previous checkpoint.
 """
@@ -19,9 +20,11 @@ from typing import Any, cast
 import jax
 import orbax.checkpoint as ocp
 
-from specjax.checkpoint.files import try_lock, write_text
+from specjax.checkpoint.files import replacing, try_lock, write_text
 from specjax.train import differences
 from specjax.train.update import TrainState
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 KEPT_CHECKPOINTS = 2
@@ -160,3 +163,38 @@ def model_card(
             table.append(f"| {' | '.join(map(str, cells))} |")
         sections += ["## Curves", "\n".join(table)]
     return "\n\n".join(sections) + "\n"
+
+
+def plot(folder: Path) -> Path | None:
+    """Write curves.png: loss, accuracy by round and accept length over tokens seen.
+
+    Returns None if there is nothing to draw, or if matplotlib is not installed.
+    """
+    rows = read_metrics(folder)
+    trained = [row for row in rows if "loss" in row]
+    if not trained:
+        return None
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+    except ImportError:
+        logger.warning("no curves.png: matplotlib is not installed (pip install 'specjax[train]')")
+        return None
+    tokens = {row["step"]: row["tokens"] for row in trained}
+    measured = [row for row in rows if "accept_length" in row and row["step"] in tokens]
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    loss, right, accept = figure.subplots(1, 3, sharex=True)
+    loss.plot([*tokens.values()], [row["loss"] for row in trained], "o-", markersize=4)
+    for j in range(len(trained[0]["matched"])):
+        right.plot([*tokens.values()], [row["matched"][j] for row in trained], "o-", markersize=4, label=f"round {j}")
+    right.legend()
+    accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], "o-")
+    titles = ("loss", "right, of the training text's tokens", "accept length in the engine, held back")
+    for axes, title in zip((loss, right, accept), titles, strict=True):
+        axes.set(title=title, xlabel="tokens seen")
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_formatter(EngFormatter())
+    file = folder / "curves.png"
+    with replacing(file) as draft:
+        figure.savefig(draft, dpi=120)
+    return file

@@ -35,7 +35,7 @@ from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.head import HeadDraft, TargetSource
 from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
-from specjax.train.output import RunError, RunFolder, model_card, read_metrics
+from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
 from specjax.train.unroll import Teacher
 from specjax.train.update import Metrics, TrainState, everywhere, spread
 
@@ -256,9 +256,11 @@ class Trainer:
         done, head = int(self.state.step), None
         if done == run.steps:
             head = str(self.export(folder / "head", measured))
+        curves = plot(folder)
         return {
             "step": done, "steps": run.steps, "output": run.output, "head": head,
             "accept_length": measured and measured.accept_length, "by_depth": measured and measured.by_depth,
+            "plot": curves and str(curves),
         }  # fmt: skip
 
     def _to_measure(self, step: int) -> bool:

@@ -20,7 +20,7 @@ from train_helpers import arguments, save_data, save_model, start
 from specjax.train import run
 from specjax.train.__main__ import main
 from specjax.train.options import PLACEMENTS, DataSettings, OptimizerSettings, TrainOptions
-from specjax.train.output import RunError, RunFolder, read_metrics
+from specjax.train.output import RunError, RunFolder, plot, read_metrics
 from specjax.train.update import schedule
 
 
@@ -184,7 +184,7 @@ def run(moment, step, arguments):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     return main(arguments)
 
-import orbax.checkpoint, transformers
+import orbax.checkpoint, matplotlib.pyplot, transformers
 assert threading.active_count() == 1
 results = []
 # Each run is a fork, since a start takes longer than such a run. JAX has no threads yet.
@@ -232,6 +232,19 @@ def test_a_killed_run_resumes_bit_for_bit(train, whole, ended, features, moment)
     check_same(whole(features), killed.output)
     head = "head/model.safetensors"
     assert (killed.output / head).read_bytes() == (whole(features) / head).read_bytes()
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_curves_are_visible(tmp_path, count):
+    """Each panel of the picture has coloured pixels, with few points or many."""
+    from matplotlib.image import imread
+
+    rows = [{"step": i, "tokens": 90 * i, "loss": 12 / i, "matched": [0.2, 0.1]} for i in range(1, count + 1)]
+    rows += [{"step": count, "accept_length": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picture = imread(plot(tmp_path))[..., :3]
+    coloured = np.ptp(picture[: len(picture) * 4 // 5], axis=-1) > 0.3
+    assert [part.sum() > 20 for part in np.array_split(coloured, 3, axis=1)] == [True] * 3
 
 
 @pytest.mark.process
