@@ -201,7 +201,7 @@ print(render(tree, decode))
 # longest match first, the latest first among equals), so the boxes show the order.
 
 # %%
-draw_tree(tree, decode, shade="order", title=f"NGRAM, step {number + 1}")
+draw_tree(tree, decode, title=f"NGRAM, step {number + 1}")
 
 # %% [markdown]
 # Steps in a row. The token in the dashed box, at the end of one step, is the root of the next. Where nothing matches,
@@ -209,7 +209,7 @@ draw_tree(tree, decode, shade="order", title=f"NGRAM, step {number + 1}")
 
 # %%
 first = max(0, min(number - 1, len(done.trees) - 3))
-draw_steps(done.trees[first : first + 3], decode, shade="order", first=first + 1)
+draw_steps(done.trees[first : first + 3], decode, first=first + 1)
 
 # %% [markdown]
 # ## EAGLE-3

@@ -53,9 +53,7 @@ def draw(args: argparse.Namespace) -> str:
     if not 1 <= number <= len(trees):
         raise ValueError(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
     tree = trees[number - 1]
-    ranks = all(score.is_integer() for score in tree.scores.tolist())  # log-probabilities are not whole numbers
-    shade = "order" if ranks else "probability"
-    draw_steps([tree], engine.tokenizer.decode, shade=shade, first=number).save(args.output)
+    draw_steps([tree], engine.tokenizer.decode, first=number).save(args.output)
     return f"wrote step {number} of {len(trees)} to {args.output}"
 
 

@@ -16,14 +16,13 @@ import html
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specjax.trace import StepTree
 from specjax.tree import NO_TOKEN
 
-Shade = Literal["probability", "order"]
 Text = Callable[[list[int]], str]
 
 LONGEST = 14  # characters of a label; longer ones are cut
@@ -32,6 +31,7 @@ LONGEST = 14  # characters of a label; longer ones are cut
 CHARACTER, PADDING, HEIGHT = 7.9, 9.0, 26.0
 GAP, LINE, MARGIN, HEADING = 40.0, 54.0, 12.0, 30.0
 LEGEND_WIDTH = 560.0
+MEANINGS = {"accepted": "accepted", "drawn": "drawn by the target, not proposed", "proposed": "proposed, rejected"}
 
 STYLE = """
 svg { --ink: #1f2933; --quiet: #5f6b7a; --edge: #aab2bd; --draft: #4a90d9; --emitted: #d55e00; --root: #dfe3e8; }
@@ -115,57 +115,50 @@ def layout(tree: StepTree, text: Text | None = None) -> Layout:
     return Layout(labels, parents, [columns[d] for d in depth], y, half, (right - GAP, (rows - 1) * LINE + HEIGHT + 18))
 
 
-def shades(tree: StepTree, shade: Shade) -> tuple[list[float], list[str]]:
-    """Computes each node's darkness, from 0 to 1, and its note."""
+def shades(tree: StepTree) -> tuple[list[float], list[str]]:
+    """Computes each node's darkness, from 0 to 1, and its note: a probability, or the rank of a score by n-grams."""
     scores = tree.scores.astype(np.float64)
-    if shade == "probability":
+    if not all(score.is_integer() for score in scores):  # log-probabilities are not whole numbers
         chance = np.exp(np.minimum(scores, 0.0))
         return chance.tolist(), [f"{100 * p:.0f}%" if p >= 0.005 else "<1%" for p in chance]
-    order = np.empty(len(scores), int)
-    order[np.argsort(-scores, kind="stable")] = np.arange(len(scores))  # the root's score is 0: always the first
+    order = np.argsort(np.argsort(-scores, kind="stable"))  # the root's score is 0: always the first
     return (1 - order / max(len(scores), 2)).tolist(), [f"#{place}" for place in order]
 
 
-def draw_tree(
-    tree: StepTree, text: Text | None = None, *, shade: Shade = "probability", title: str | None = None,
-    legend: bool = True,
-) -> Drawing:  # fmt: skip
+def draw_tree(tree: StepTree, text: Text | None = None, *, title: str | None = None) -> Drawing:
     """Draws the tree of one step.
 
-    Args:
-        tree: from `specjax.step_trees` or `Completion.trees`.
-        text: decodes token ids, such as a tokenizer's `decode`; None shows the ids.
-        shade: meaning of a box's colour and note: "probability" is exp(score), for cumulative log-probabilities;
-            "order" is the rank of the score, for n-grams.
+    `tree` is from `specjax.step_trees` or `Completion.trees`. `text` decodes token ids; None shows the ids.
     """
-    return _document([(tree, title)], text, shade, legend)
+    return _document([(tree, title)], text)
 
 
-def draw_steps(
-    trees: Sequence[StepTree], text: Text | None = None, *, shade: Shade = "probability", first: int = 1
-) -> Drawing:
+def draw_steps(trees: Sequence[StepTree], text: Text | None = None, *, first: int = 1) -> Drawing:
     """Draws consecutive steps below one another. `first`: number of the first step in the titles."""
     titles = [
         f"step {number}: {tree.accepted} of {len(tree.tokens) - 1} drafts accepted, {len(tree.emitted)} emitted"
         for number, tree in enumerate(trees, start=first)
     ]
-    return _document(list(zip(trees, titles, strict=True)), text, shade, True)
+    return _document(list(zip(trees, titles, strict=True)), text)
 
 
-def _document(steps: list[tuple[StepTree, str | None]], text: Text | None, shade: Shade, legend: bool) -> Drawing:
-    wide, top, parts = LEGEND_WIDTH if legend else 0.0, MARGIN, []
+def _document(steps: Sequence[tuple[StepTree, str | None]], text: Text | None) -> Drawing:
+    wide, top, parts = LEGEND_WIDTH, MARGIN, []
     for tree, title in steps:
         if title:
             parts.append(f'<text class="heading" x="{MARGIN}" y="{top + 12:.0f}">{html.escape(title)}</text>')
             top += HEADING
         place = layout(tree, text)
         parts.append(f'<g transform="translate({MARGIN},{top + HEIGHT / 2:.1f})">')
-        parts += _elements(tree, place, *shades(tree, shade))
+        parts += _elements(tree, place, *shades(tree))
         parts.append("</g>")
         wide, top = max(wide, place.size[0]), top + place.size[1] + MARGIN
-    if legend:
-        parts += _legend(top)
-        top += HEADING
+    x = MARGIN
+    for kind, meaning in MEANINGS.items():
+        parts.append(f'<g class="{kind}"><path d="M{x:.0f} {top + 8:.0f}h24"/></g>')
+        parts.append(f'<text class="legend" x="{x + 32:.0f}" y="{top + 12:.0f}">{meaning}</text>')
+        x += 32 + 7 * len(meaning) + 24
+    top += HEADING
     size = f'width="{wide + 2 * MARGIN:.0f}" height="{top:.0f}" viewBox="0 0 {wide + 2 * MARGIN:.0f} {top:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
     title = "<title>Draft trees, verified</title>"
@@ -174,34 +167,24 @@ def _document(steps: list[tuple[StepTree, str | None]], text: Text | None, shade
 
 def _elements(tree: StepTree, place: Layout, dark: list[float], notes: list[str]) -> list[str]:
     """Makes one SVG group per node: the line from its parent, its box, its label and its note."""
-    elements = []
+    elements: list[str] = []
     kinds = ["root", *("accepted" if node in tree.path else "proposed" for node in range(1, len(dark))), "drawn"]
     boxes = zip(kinds, place.labels, place.x, place.y, place.half, strict=False)  # the drawn token may be missing
     for node, (kind, shown, x, y, half) in enumerate(boxes):
-        group = [f'<g class="{kind}">']
+        elements.append(f'<g class="{kind}">')
         if node:
             parent = place.parents[node]
             start, end = place.x[parent] + place.half[parent], x - half
             middle, above = (start + end) / 2, place.y[parent]
             curve = f"C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {end:.1f} {y:.1f}"
-            group.append(f'<path d="M{start:.1f} {above:.1f}{curve}"/>')
+            elements.append(f'<path d="M{start:.1f} {above:.1f}{curve}"/>')
         is_draft = kind in ("accepted", "proposed")
         strength = f' fill-opacity="{0.06 + 0.44 * dark[node]:.2f}"' if is_draft else ""
         box = f'x="{x - half:.1f}" y="{y - HEIGHT / 2:.1f}" width="{2 * half:.1f}" height="{HEIGHT}" rx="5"'
-        group.append(f"<rect {box}{strength}/>")
-        group.append(f'<text class="token" x="{x:.1f}" y="{y + 4.5:.1f}">{html.escape(shown)}</text>')
+        elements.append(f"<rect {box}{strength}/>")
+        elements.append(f'<text class="token" x="{x:.1f}" y="{y + 4.5:.1f}">{html.escape(shown)}</text>')
         if is_draft:
             below = y + HEIGHT / 2 + 12
-            group.append(f'<text class="note" x="{x:.1f}" y="{below:.1f}">{html.escape(notes[node])}</text>')
-        elements.append("".join([*group, "</g>"]))
-    return elements
-
-
-def _legend(top: float) -> list[str]:
-    meanings = {"accepted": "accepted", "drawn": "drawn by the target, not proposed", "proposed": "proposed, rejected"}
-    elements, x = [], MARGIN
-    for kind, meaning in meanings.items():
-        elements.append(f'<g class="{kind}"><path d="M{x:.0f} {top + 8:.0f}h24"/></g>')
-        elements.append(f'<text class="legend" x="{x + 32:.0f}" y="{top + 12:.0f}">{meaning}</text>')
-        x += 32 + 7 * len(meaning) + 24
+            elements.append(f'<text class="note" x="{x:.1f}" y="{below:.1f}">{html.escape(notes[node])}</text>')
+        elements.append("</g>")
     return elements

@@ -57,8 +57,7 @@ def test_boxes_labels_and_shades():
 
 def test_ranks_and_markup():
     tree = tree_of([0, 1, 2, 3], [-1, 0, 0, 1], [5, 5, 5, 5], [0], [0.0, -272.0, -593.0, -288.0])
-    drawing = draw_tree(tree, words, shade="order", legend=False)
-    assert texts(drawing, "note") == ["#1", "#3", "#2"] and texts(drawing, "legend") == []
+    assert texts(draw_tree(tree, words), "note") == ["#1", "#3", "#2"]
 
     drawing = draw_tree(SMALL, lambda ids: '<b>&"', title="<i>")
     assert set(texts(drawing, "token")) == {'<b>&"'} and texts(drawing, "heading") == ["<i>"]
