@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from engine_helpers import END, shown, tokenizer
 from generate_helpers import saved_model
-from train_helpers import environment
 
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
@@ -236,29 +229,6 @@ def test_a_complete_run_loads_no_model(files, whole, monkeypatch):
     assert (status, summary) == (0, {"resumed_after": 12, "requests": 0, "failed": 0, "too_long": 0})
 
 
-@pytest.mark.process
-def test_killed_and_resumed(files):
-    """After a SIGKILL, the completed file equals that of an uninterrupted run, byte for byte."""
-    flags = ["--max-new-tokens", "20", "--temperatures", "0.0 1.0"]
-    files(*flags, lines=[{"source": "s", "prompt": f"{i} the hell"} for i in range(120)])
-    whole = files.target.read_bytes()
-    files.target.unlink()
-    files.target.with_name("out.jsonl.meta.json").unlink()
-    command = [sys.executable, "-m", "specjax.train.generate", *files.argv(*flags)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process:
-        limit = time.monotonic() + 240
-        while process.poll() is None and time.monotonic() < limit:
-            if files.target.exists() and files.target.stat().st_size > 2000:
-                break
-            time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "the run ended before the kill: it needs more lines"
-    assert 0 < files.target.stat().st_size < len(whole)
-    status, summary, _ = files(*flags)
-    assert status == 0 and summary is not None and summary["resumed_after"] > 0
-    assert files.target.read_bytes() == whole
-
-
 CHANGED = [
     (["--max-new-tokens", "9"], "--max-new-tokens was 8 and is 9"),
     (["--max-prompt-tokens", "30"], "--max-prompt-tokens was 64 and is 30"),
@@ -334,20 +304,6 @@ def test_refused_at_the_start(files, flags, message):
     (line,) = err.splitlines()
     assert line.startswith("specjax train generate: ") and message in line
     assert not files.target.exists()
-
-
-def test_an_interrupt(files, monkeypatch):
-    monkeypatch.setattr(generate, "run", Mock(side_effect=KeyboardInterrupt))
-    status, _, err = files(lines=PROMPTS)
-    assert (status, err) == (130, "specjax train generate: interrupted; the same command continues here\n")
-
-
-def test_progress_bar(files, capsys):
-    files.write(PROMPTS)
-    assert generate.main([part for part in files.argv() if part != "--no-progress"]) == 0
-    shown = capsys.readouterr().err
-    assert re.search(r"Generating: 12 requests in .*tok/s", shown)
-    assert "12 lines; 4 at once; speculation:\n  algorithm  NONE\n" in shown
 
 
 def test_default_and_chosen_batch(model):

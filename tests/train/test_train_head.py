@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import errno
 import functools
@@ -24,7 +23,6 @@ from specjax_kernels import CAUSAL
 from tiny_heads import save_head
 from toy_models import tiny_llama
 
-from specjax import settings
 from specjax.checkpoint import CheckpointError, load_head
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past
@@ -32,36 +30,7 @@ from specjax.models.draft_head import draft_head, init_head_params
 from specjax.train import head
 from specjax.train.data import Example, pack
 from specjax.train.export import export_head, head_description, head_tensors
-from specjax.train.options import RESUMABLE, DraftSettings, LossSettings, TrainOptions
-
-
-def read(*flags: str) -> TrainOptions:
-    parser = argparse.ArgumentParser()
-    settings.add_flags(parser, TrainOptions())
-    return settings.read(parser.parse_args(list(flags)), TrainOptions())
-
-
-def every_field():
-    for table in dataclasses.fields(TrainOptions()):
-        for field in dataclasses.fields(getattr(TrainOptions(), table.name)):
-            yield table.name, field
-
-
-def test_every_field_is_a_flag_and_a_key(tmp_path):
-    texts = {"tuple": "3", "int": "9", "float": "0.25", "str": "x"}
-    for table, field in every_field():
-        key, annotation = field.name.replace("_", "-"), str(field.type)
-        if choices := field.metadata["setting"].choices:
-            text = next(choice for choice in choices if choice != field.default)
-        else:
-            text = next(text for kind, text in texts.items() if kind in annotation)
-        by_flag = getattr(getattr(read(f"--{key}", text), table), field.name)
-        assert by_flag != field.default, key
-        quoted = f'["{text}"]' if "tuple" in annotation else f'"{text}"' if "str" in annotation else text
-        (tmp_path / "a.toml").write_text(f"[{table}]\n{key} = {quoted}\n")
-        by_key = getattr(getattr(read("--config", str(tmp_path / "a.toml")), table), field.name)
-        assert by_key == by_flag, key
-    assert {field.name for _, field in every_field()} >= RESUMABLE
+from specjax.train.options import DraftSettings, LossSettings
 
 
 def config(layers: int = 8):

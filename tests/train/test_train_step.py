@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 from toy_models import tiny_llama
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
@@ -29,7 +28,7 @@ from specjax.train.export import head_tensors
 from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
 from specjax.train.unroll import LOSSES, Objective, Teacher, packed_attention, packed_mask, unroll
-from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split
+from specjax.train.update import TrainState, make_optimizer, make_update, schedule
 
 V, M, W = 19, 16, 7
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)
@@ -203,16 +202,6 @@ def test_noise_depends_on_its_width_and_key():
     assert abs(first - quiet) < 20 * abs(float(world.unrolled(plain, teacher=moved)[0]) - quiet)
 
 
-def test_the_teacher_in_bfloat16_is_near():
-    world = World("eagle3")
-    params = init_params(TARGET, jax.random.key(0))
-    exact = jax.jit(teach(training_target(TARGET, "float32"), (0, 1, 3)))(params, world.batch)
-    half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)
-    rounded = jax.jit(teach(training_target(TARGET, "bfloat16"), (0, 1, 3)))(half, world.batch)
-    assert rounded.features.dtype == rounded.hidden.dtype == "bfloat16"
-    np.testing.assert_allclose(rounded.hidden.astype(jnp.float32), exact.hidden, atol=0.15)
-
-
 def test_the_mask_is_causal_within_an_example():
     mask = packed_mask(jnp.asarray([[1, 1, 2, 2, 0]], jnp.int32))
     rows = ["x....", "xx...", "..x..", "..xx.", "....x"]
@@ -306,17 +295,6 @@ def test_parts_add_up_to_the_batch():
     assert float(metrics.gradient_norm) > 1e-3
     for whole, parts in zip(*results, strict=True):
         np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-4 * (np.abs(whole).max() + 1e-9))
-
-
-def test_split_leaves_are_equal():
-    """An axis that the devices do not divide stays whole."""
-    mesh = Mesh(np.array(jax.local_devices()), ("data",))
-    tree = {"matrix": np.arange(24.0).reshape(4, 6), "scalar": np.float32(3)}
-    placed = split(mesh, jax.tree.map(jnp.asarray, tree))
-    for name, leaf in tree.items():
-        np.testing.assert_array_equal(placed[name], leaf)
-    assert placed["matrix"].sharding.spec == PartitionSpec(None, "data"), "its longest axis"
-    assert placed["scalar"].sharding.is_fully_replicated
 
 
 def test_master_weights_are_float32():

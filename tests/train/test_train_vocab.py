@@ -229,22 +229,6 @@ def test_refused_before_counting(run, tmp_path, monkeypatch, flags, message):
     assert message in err and len(err.splitlines()) == 1
 
 
-def test_hub_ids(run, folder, monkeypatch):
-    """No weights are fetched."""
-    import huggingface_hub
-
-    def snapshot(name, *, allow_patterns, **_):
-        if name == "some/gone":
-            raise OSError("gone")
-        assert not any("safetensors" in pattern for pattern in allow_patterns)
-        return folder
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert run(A, "--tokenizer", "some/model", size=5)[0] == 0
-    status, _, _, err = run(A, "--tokenizer", "some/gone")
-    assert status == 2 and "no model 'some/gone'" in err and "(OSError: gone)" in err
-
-
 def test_the_shipped_map_holds_every_id_once():
     about = json.loads((SHIPPED / "smollm2.json").read_text())
     ids = np.load(SHIPPED / about["file"])

@@ -158,12 +158,6 @@ def test_wrong_settings_name_the_flag(problem):
     assert problem in str(refused.value)
 
 
-@pytest.mark.parametrize("baseline", ["ngram:nodes=8", "NGRAM nodes=8"])
-def test_names_of_the_baseline(baseline):
-    plan = make_plan(BenchSettings(methods=("none", "ngram:nodes=8"), baseline=baseline))
-    assert plan.baseline == "NGRAM nodes=8"
-
-
 def test_a_configuration_file(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text(

@@ -70,9 +70,8 @@ def test_a_row_and_its_table():
 METHODS = ["NONE", "EAGLE3", "EAGLE3:steps=5,topk=8,nodes=32,path=/a/folder/of/heads/one", "m" * 150]
 
 
-@pytest.mark.parametrize("name", ["all", "spec_bench/multi_turn_conversation", "s" * 80])
-def test_the_table_fits_a_terminal(name):
-    rows = []
+def test_the_table_fits_a_terminal():
+    rows, name = [], "s" * 80
     for method in METHODS:
         texts = {"equal": 100, "near tie": 20}
         samples = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
@@ -171,16 +170,13 @@ def test_a_log(tmp_path):
         Log(tmp_path / "mine", {})
 
 
-@pytest.mark.parametrize(
-    ("program", "module", "written"),
-    [
+def test_command_line_of_a_record(monkeypatch):
+    for program, module, written in (
         ("/env/bin/specjax", None, "specjax bench --quick"),
         ("/env/specjax/__main__.py", "specjax.__main__", "python -m specjax bench --quick"),
         ("benchmarks/batch.py", None, "python benchmarks/batch.py bench --quick"),
-    ],
-)
-def test_command_line_of_a_record(program, module, written, monkeypatch):
-    monkeypatch.setattr("sys.argv", [program, "bench", "--quick"])
-    main = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    assert provenance.command() == written
+    ):
+        monkeypatch.setattr("sys.argv", [program, "bench", "--quick"])
+        main = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        assert provenance.command() == written
