@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -220,7 +220,7 @@ class RowReader:
             raise ValueError(f"--text-data reads text or prompt, not {' and '.join(names)}: give the line as --data")
         match names:
             case ("prompt_ids", "response_ids"):
-                prompt, answer = (_read_ids(name, row[name], self.vocabulary) for name in names)
+                prompt, answer = (read_ids(name, row[name], self.vocabulary) for name in names)
                 check_written(self.tokenizer, row)
                 return Tokens([*prompt, *answer], np.arange(len(prompt) + len(answer)) >= len(prompt))
             case ("messages",):
@@ -354,19 +354,13 @@ def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
         return "prompt_ids", "response_ids"
     if other := [name for name in NOT_READ if name in present and "response" not in present]:
         raise ValueError(f"{other[0]} is not read; give response after messages or prompt, or prompt_ids, response_ids")
-    first = next((name for name in ("messages", "prompt") if name in present), None)
+    names = ("messages", "prompt") if "response" in present else ("messages", "text", "prompt")
+    if first := next((name for name in names if name in present), None):
+        return (first, "response") if "response" in present else (first,)
     if "response" in present:
-        if first is None:
-            raise ValueError("response is an answer, and its prompt (messages or prompt) is not there")
-        return first, "response"
-    for name in ("messages", "text", "prompt"):
-        if name in present:
-            return (name,)
-    raise missing_fields(row, ("response_ids", "response", "messages", "text", "prompt"))
-
-
-def missing_fields(row: Mapping[str, Any], names: Iterable[str]) -> ValueError:
-    return ValueError(f"the line has none of the fields {', '.join(names)}; it has {', '.join(row) or 'none':.80}")
+        raise ValueError("response is an answer, and its prompt (messages or prompt) is not there")
+    fields = "response_ids, response, messages, text, prompt"
+    raise ValueError(f"the line has none of the fields {fields}; it has {', '.join(row) or 'none':.80}")
 
 
 def check_written(tokenizer: Any, row: Mapping[str, Any]) -> None:
@@ -400,7 +394,7 @@ def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
     return Chat(before if repeated else messages, _template(row))
 
 
-def _read_ids(name: str, value: Any, vocabulary: int) -> list[int]:
+def read_ids(name: str, value: Any, vocabulary: int) -> list[int]:
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} must be a list of ids, got {value!r:.60}")
     check_ids(name, value, vocabulary)

@@ -78,11 +78,6 @@ class FeatureStore:
         for number in reversed(range(-(-count // batch))):
             self._group[batch_rows(number, count, batch, seed)] = number
 
-    @property
-    def done(self) -> int:
-        """Rows computed so far."""
-        return int(self._done.sum())
-
     def get(self, numbers: np.ndarray) -> Teacher:
         """The features of these rows, in this order."""
         for number in np.unique(self._group[numbers[self._done[numbers] == 0]]):

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from specjax import checkpoint, settings
 from specjax.checkpoint.files import sha256, try_lock, write_text
@@ -37,7 +36,6 @@ from specjax.cli.generate import BadLine, Line, bad_line, line_writer, prompt_fi
 from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import check_writable, line_files
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.draft_policy import as_lines, speculation_table
 from specjax.engine.sampling_params import later_seed
 from specjax.train import differences
 from specjax.train.data import read_prompt
@@ -232,11 +230,6 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
             return {"resumed_after": done, "requests": 0, "failed": 0, "too_long": 0}
         chosen = with_batch(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
         engine = build.make_engine(chosen, progress=progress)
-        if progress:
-            table = as_lines(speculation_table(engine.drafter, engine.buckets))
-            note = f"{len(left)} lines{f', after {done} that are done' if done else ''}"
-            rows = engine.config.max_running_requests
-            tqdm.write(f"{note}; {rows} at once; speculation:{table}", file=sys.stderr)
         too_long: list[InputLine] = []
         prompts = requests(engine, left, temperatures, args, too_long)
         with output.open("a", encoding="utf-8", newline="\n") as file:  # the first change of an existing file

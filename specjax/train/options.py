@@ -59,9 +59,7 @@ class OptimizerSettings:
     """The optimizer, Adam, and its schedule."""
 
     learning_rate: float = setting(1e-4, "peak of the learning rate", above=0)
-    schedule: str = setting(
-        "cosine", "of the learning rate after the warm-up", choices=("cosine", "linear", "constant")
-    )
+    schedule: str = setting("cosine", "of the learning rate after the warm-up", choices=("cosine", "constant"))
     final_learning_rate: float = setting(
         0.0, "learning rate at the last step, as a share of the peak", minimum=0, maximum=1
     )

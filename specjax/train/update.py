@@ -28,7 +28,6 @@ def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     rest = max(steps - warmup, 1)
     decay = {
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=final),
-        "linear": optax.linear_schedule(peak, peak * final, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
     # The first update has rate / warm-up: a rate of 0 would change nothing.

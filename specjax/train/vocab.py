@@ -35,7 +35,7 @@ from specjax.checkpoint.files import replacing
 from specjax.checkpoint.torch_files import write_torch_list
 from specjax.cli import run_command
 from specjax.cli.lines import SkippedLine, check_writable, line_files, read_batches, report
-from specjax.train.data import check_ids, check_written, read_messages, row_fields
+from specjax.train.data import check_written, read_ids, read_messages, read_text, row_fields
 
 DEFAULT_SIZE = 32768
 COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -75,24 +75,17 @@ def count(
 
 def row_parts(row: dict[str, Any], tokenizer: Any, vocabulary: int) -> list[Any]:
     """The texts and lists of ids of a row that are counted."""
-    names = row_fields(row)
+    names, parts = row_fields(row), list[Any]()
     if "response_ids" in names:
         check_written(tokenizer, row)
-    return [part for name in names for part in _parts(name, row[name], vocabulary)]
-
-
-def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
-    if isinstance(value, str):
-        return [value]
-    kinds = {type(item) for item in value} if isinstance(value, list) else {None}
-    if kinds == {int}:
-        check_ids(name, value, vocabulary)
-        return [value]
-    if kinds == {dict}:
-        return [message["content"] for message in read_messages(name, value)]
-    if value == []:
-        return []
-    raise ValueError(f"{name} must be a text, a list of ids or of messages, got {value!r:.60}")
+    for name in names:
+        if name.endswith("_ids"):
+            parts.append(read_ids(name, row[name], vocabulary))
+        elif isinstance(row[name], list):
+            parts += [message["content"] for message in read_messages(name, row[name])]
+        else:
+            parts.append(read_text(name, row[name], empty=True))
+    return parts
 
 
 def token_map(counts: Counts, size: int, ends: Iterable[int]) -> Int64[np.ndarray, "X"]:

@@ -313,7 +313,7 @@ def test_master_weights_are_float32():
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("name", ["cosine", "constant"])
 def test_schedule(name, warmup):
     peak, steps, final = 0.5, 50, 0.1
     with jax.numpy_dtype_promotion("standard"):
@@ -322,7 +322,7 @@ def test_schedule(name, warmup):
         rates = [float(np.asarray(rate(step))) for step in range(steps + 1)]
     for step, value in enumerate(rates):
         share = (step - warmup) / (steps - warmup)
-        down = {"cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share, "constant": 1.0}[name]
+        down = {"cosine": (1 + math.cos(math.pi * share)) / 2, "constant": 1.0}[name]
         low = final if name != "constant" else 0.0
         expected = peak * (step + 1) / warmup if step < warmup else peak * (low + (1 - low) * down)
         assert value == pytest.approx(expected, rel=1e-5), step
@@ -380,7 +380,7 @@ def test_values_do_not_depend_on_the_order_of_requests(tmp_path):
     np.testing.assert_array_equal(forward.top, feature_rows().tokens + 1)
     batches = [sorted(batch_rows(step, COUNT, BATCH, SEED).tolist()) for step in range(3)]
     assert sorted(map(sorted, first.batches)) == sorted(batches) == sorted(map(sorted, second.batches))
-    assert other.done == COUNT
+    assert other._done.sum() == COUNT
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -393,7 +393,7 @@ def test_a_store_is_reused(tmp_path, dtype):
     assert file.stat().st_blocks * 512 >= file.stat().st_size > 0, "space is reserved"
     values = fresh.get(numbers)
     again = store(second, tmp_path, dtype=dtype)
-    assert again.done == BATCH
+    assert again._done.sum() == BATCH
     for expected, part, name in zip(values, again.get(numbers), Teacher._fields, strict=True):
         assert part.dtype == (np.int32 if name == "top" else dtype)
         np.testing.assert_array_equal(expected.view(np.uint8), part.view(np.uint8))
@@ -411,7 +411,7 @@ def test_a_store_is_reused(tmp_path, dtype):
 def test_other_inputs_use_another_folder(tmp_path, changes):
     store(Teach(), tmp_path).get(np.arange(COUNT))
     other = store(Teach(), tmp_path, **changes)
-    assert other.done == 0
+    assert other._done.sum() == 0
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -427,4 +427,4 @@ def test_a_full_disk_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--features disk cannot use .*file"):
         store(Teach(), tmp_path / "file")
     store(Teach(), tmp_path).get(np.arange(COUNT))
-    assert store(Teach(), tmp_path).done == COUNT
+    assert store(Teach(), tmp_path)._done.sum() == COUNT

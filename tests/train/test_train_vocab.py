@@ -178,8 +178,8 @@ def test_a_map_is_replaced_through_a_link_and_kept_if_writing_fails(run, tmp_pat
 
 
 BAD = [
-    (b'{"text": 5}', "text must be a text, a list of ids or of messages, got 5"),
-    (b'{"prompt_ids": [5, "a"], "response_ids": []}', "prompt_ids must be a text"),
+    (b'{"text": 5}', "text must be a text, got 5"),
+    (b'{"prompt_ids": [5, "a"], "response_ids": []}', "prompt_ids must be a list of ids"),
     (b'{"prompt_ids": [5, 265], "response_ids": []}', "holds the id 265; ids of this model are 0 to 264"),
     (b'{"prompt_ids": [], "response_ids": [40], "response": "hello"}', "the ids are of another tokenizer"),
     (b"[" * 100_000, "recursion"),
