@@ -126,27 +126,21 @@ def test_info_and_loads_of_replicas(server, engines):
     assert [load["dp_rank"] for load in old] == [0, 1]
 
 
-def test_loads_and_aborts_at_both_replicas(server, engines):
+def test_loads_and_aborts_at_both_replicas(server):
     server.wait_idle()
     params = {"max_new_tokens": 100, "ignore_eos": True, "n": 2}
-    with ExitStack() as stack, ThreadPoolExecutor(4) as clients:
-        brakes = [stack.enter_context(braked(engine, after=2)) for engine in engines]
+    server.post("/pause_generation", {"mode": "in_place"})
+    with ThreadPoolExecutor(4) as clients:
         asked = {
             name: clients.submit(server.post, "/generate", {"text": name, "sampling_params": params, "rid": name})
             for name in ("mine", "other")
         }
-        wait_until(lambda: server.runner.unfinished == 4)
-        for brake in brakes:
-            brake.wait()
-        loads = server.get("/v1/loads").json()
-        assert all(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
-        assert loads["aggregate"]["total_reqs"] == 4
+        wait_until(lambda: server.get("/v1/loads").json()["aggregate"]["total_reqs"] == 4)
+        assert [load["num_waiting_reqs"] for load in server.get("/v1/loads").json()["loads"]] == [2, 2]
         again = server.post("/generate", {"text": "x", "sampling_params": params, "rid": "mine"})
         assert again.status_code == 400 and "is running" in again.text
-        answer = server.post("/abort_request", {"rid": "mine"}).json()
-        assert answer["message"] == "2 aborted."
-        for brake in brakes:
-            brake.release()
+        assert server.post("/abort_request", {"rid": "mine"}).json()["message"] == "2 aborted."
+        server.post("/continue_generation", {})
         ends = {
             name: {choice["meta_info"]["finish_reason"]["type"] for choice in job.result(SECONDS).json()}
             for name, job in asked.items()
