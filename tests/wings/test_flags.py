@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import pickle
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_drafter
 from specjax.engine import EngineConfig
-from specjax.limits import ParameterError
 from specjax.thresholds import AcceptAbove
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -218,23 +216,6 @@ def test_errors_name_the_place_of_a_value(toml):
     message = r"^--config .*: speculative-num-draft-tokens is 30, but 2 steps .* larger top-k$"
     with pytest.raises(ValueError, match=message):
         drafting("--config", file, "--speculative-num-steps", 2, "--speculative-eagle-topk", 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "owner", "flag"),
-    [
-        ("steps", "Eagle3", "--speculative-num-steps"),
-        ("mem_fraction", "EngineConfig", "--mem-fraction-static"),
-        ("quantization", "Mtp", "--speculative-draft-quantization"),
-        ("quantization", "", "--quantization"),
-        ("backend", "", "--attention-backend"),
-        ("overlap", "EngineConfig", "EngineConfig.overlap"),
-    ],
-)
-def test_library_errors_with_names_of_flags(name, owner, flag):
-    error = ParameterError(name, "is wrong", owner)
-    assert str(flags.with_flag(error)) == f"{flag} is wrong"
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize(

@@ -341,20 +341,6 @@ def test_wrong_files(refused, tmp_path):
     assert refused(config=tmp_path / "my.toml") == f"specjax generate: error: {line}\n"
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("max_running_requests", -1, "--max-running-requests"),
-        ("speculative_num_draft_tokens", 1, "--speculative-num-draft-tokens must be an integer from 2"),
-        ("max_new_tokens", -1, "max_new_tokens must be"),
-        ("max_new_tokens", "many", "--max-new-tokens"),
-        ("seed", 2**64, "seed must be"),
-    ],
-)
-def test_wrong_flags(refused, flag, value, message):
-    assert message in refused(**{flag: value})
-
-
 def test_defaults():
     argv = ["--input", "a", "--output", "b"]
     args, chosen = settings.parse(generate.build_parser(), argv, generate.DEFAULTS)
@@ -386,17 +372,6 @@ def test_sampling_defaults_of_the_model(run, model, tmp_path):
     file.write_text(json.dumps({"suppress_tokens": [5]}))
     files = ["--model", str(folder), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "none")]
     assert generate.main(files) == 2
-
-
-def test_config_file(run, tmp_path):
-    (tmp_path / "my.toml").write_text(
-        '[speculative]\nspeculative-algorithm = "none"\n[engine]\ncontext-length = 64\n[server]\nport = 1\n'
-    )
-    status, _, summary, err = run([GOOD, {"input_ids": [5] * 64}], "--config", tmp_path / "my.toml")
-    assert (status, summary["algorithm"]) == (1, "NONE")
-    assert "64 tokens, but the context is 64" in err
-    _, _, summary, _ = run([], "--config", tmp_path / "my.toml", "--speculative-algorithm", "ngram")
-    assert summary["algorithm"] == "NGRAM", "flags win"
 
 
 @pytest.mark.parametrize(

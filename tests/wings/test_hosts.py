@@ -358,14 +358,6 @@ def test_missing_processes(ends, monkeypatch):
     assert not ends
 
 
-def test_follower_stopped_before_it_joins(monkeypatch):
-    statuses: list[int] = []
-    monkeypatch.setattr("specjax.fleet.hosts.os._exit", lambda status: (statuses.append(status), sys.exit()))
-    with pytest.raises(SystemExit):
-        Follower(Place(Address.parse(free_address()), 2, 1)).ask_to_stop()
-    assert statuses == [0]
-
-
 def test_leader_that_accepts_late(ends, monkeypatch):
     """It listens before it prepares its device, so a follower connects and then waits."""
     leader, (follower,) = new_group(2)
