@@ -254,17 +254,6 @@ def test_models_and_exceptions_of_the_client(client, server):
     assert server.complete(model=None, max_tokens=1).json()["model"] == MODEL
 
 
-def test_first_log_probabilities_compile_nothing():
-    """They are part of every step."""
-    engine = make_engine(toy(), max_running_requests=2)
-    with running(engine) as server:
-        plain = server.complete("hello", max_tokens=5, temperature=0).json()["choices"][0]
-        compiled = engine.programs.compiled()
-        scored = server.complete("hello", max_tokens=5, temperature=0, logprobs=1).json()["choices"][0]
-        assert engine.programs.compiled() == compiled
-        assert scored["text"] == plain["text"] and len(scored["logprobs"]["tokens"]) == 5
-
-
 # SGLang's `/generate`.
 
 
