@@ -121,7 +121,7 @@ import numpy as np
 
 from specjax import Completion, Eagle3, Engine, EngineConfig, Ngram, SamplingParams
 from specjax.progress import progress_bar
-from specjax.trace import StepTree, render
+from specjax.state import StepTree
 from specjax.viz.drawing import draw_steps, draw_tree
 
 SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
@@ -192,11 +192,9 @@ print("tokens ", tree.tokens)
 print("parents", tree.parents)
 print("drawn  ", tree.drawn)
 print("path   ", tree.path)
-print()
-print(render(tree, decode))
 
 # %% [markdown]
-# `specjax generate --show-trees` prints this for every step. As a picture: bold is the accepted path, dashed
+# As a picture: bold is the accepted path, dashed
 # what the target drew without anyone having proposed it. An n-gram's score is not a probability but a rank (the
 # longest match first, the latest first among equals), so the boxes show the order.
 
@@ -239,7 +237,6 @@ for name in prompts:
 # %%
 trees = eagle["prose"].trees
 number = richest(trees)
-print(render(trees[number], decode))
 draw_tree(trees[number], decode, title=f"EAGLE-3, step {number + 1}")
 
 # %% [markdown]
@@ -319,12 +316,11 @@ print(f"{len(believed)} nodes in {sum(len(done.trees) for done in eagle.values()
 # Without the engine: jit `speculate_step` with `StepConfig(trace=True)` and look at its output.
 #
 # ```python
-# from specjax import StepConfig, make_steps
-# from specjax.trace import step_trees
+# from specjax import StepConfig, make_steps, step_trees
 #
 # steps = make_steps(target, drafter, config=StepConfig(trace=True))
 # state, output = steps.speculate(params, state, inputs)
 # for tree in step_trees(output):  # one for each entry of the batch, None for the inactive ones
 #     if tree is not None:
-#         print(render(tree, tokenizer.decode))
+#         draw_tree(tree, tokenizer.decode).save("tree.svg")
 # ```

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from specjax.models import make_target
     from specjax.models.target import ForwardOutput, Target, hidden_states
     from specjax.sampling import DrawInputs, draw
-    from specjax.state import DecodeState, PrefillInput, Row, StepInput, StepOutput, admit, init_state, new_row
+    from specjax.state import DecodeState, PrefillInput, Row, StepInput, StepOutput, StepTree, admit, init_state
+    from specjax.state import new_row, step_trees
     from specjax.step import StepConfig, Steps, check_phase, commit_phase, draft_phase, make_steps
     from specjax.step import prefill_step, speculate_step, verify_phase
     from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
     from specjax.thresholds import AcceptAbove
     from specjax.verify import Verdict, Verifier, find_verdict, verify_tree
-    from specjax.trace import StepTree, render, step_trees
 
 _NAMES = {
     "specjax.cache": "PageSpec PoolShape commit init_cache",
@@ -39,11 +39,10 @@ _NAMES = {
     ),
     "specjax.drafters.check": "DrafterError check_drafter",
     "specjax.engine": "Completion Engine EngineConfig Grammar SamplingParams StreamChunk",
-    "specjax.trace": "StepTree render step_trees",
     "specjax.models": "make_target",
     "specjax.models.target": "ForwardOutput Target hidden_states",
     "specjax.sampling": "DrawInputs draw",
-    "specjax.state": "DecodeState PrefillInput Row StepInput StepOutput admit init_state new_row",
+    "specjax.state": "DecodeState PrefillInput Row StepInput StepOutput StepTree admit init_state new_row step_trees",
     "specjax.step": (
         "StepConfig Steps check_phase commit_phase draft_phase make_steps prefill_step speculate_step verify_phase"
     ),

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from specjax_kernels import Quantised
 
-from specjax.config import Experts
 from specjax.drafters.base import Drafter, Params
 from specjax.gpu import Device
 from specjax.models.target import Target
@@ -39,46 +38,24 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
 
     `device`: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
     """
+    (level, _), (forward, weights) = _size(params.draft), _size(params.target)
     if device is not None:
-        plain = _forward_seconds(target, params.target, device, batch)
-        drafted = _forward_seconds(target, params.target, device, batch * drafter.width)
-        if drafter.runs_model:
-            level, _ = _reads(params.draft, None, batch)
-            drafted += drafter.depth * (level / device.bandwidth + LEVEL_KERNELS * KERNEL)
-        return drafted / plain
-    tokens, seconds = list(CPU_STEP), list(CPU_STEP.values())
-    plain, checked = np.interp([batch, batch * drafter.width], tokens, seconds).tolist()
+        kernels = (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
+
+        def seconds(rows: int) -> float:
+            multiplying = 2 * rows * weights / device.speed(target.config.dtype)
+            return max(forward / device.bandwidth, multiplying) + kernels
+
+        draft = drafter.depth * (level / device.bandwidth + LEVEL_KERNELS * KERNEL) if drafter.runs_model else 0.0
+        return (seconds(batch * drafter.width) + draft) / seconds(batch)
+    tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
+    plain, checked = np.interp([batch, batch * drafter.width], tokens, durations).tolist()
     if not drafter.runs_model:
         return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
-    (level, _), (forward, _) = (_reads(part, None, batch) for part in (params.draft, params.target))
     return checked / plain + CPU_LEVEL * drafter.depth * level / forward
 
 
-def _forward_seconds(target: Target, params: Any, device: Device, rows: int) -> float:
-    read, weights = _reads(params, target.config.experts, rows)
-    multiplying = 2 * rows * weights / device.speed(target.config.dtype)
-    return (
-        max(read / device.bandwidth, multiplying) + (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
-    )
-
-
-def _reads(params: Any, experts: Experts | None, rows: int) -> tuple[float, float]:
-    """Bytes that a forward of `rows` tokens reads, and the number of weights that multiply each token."""
-    read = weights = 0.0
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-    for path, leaf in leaves:
-        stored = sum(part.nbytes for part in jax.tree.leaves(leaf))
-        if experts is not None and any(str(getattr(key, "key", "")).startswith("experts") for key in path):
-            read += stored * distinct_experts(experts, rows) / experts.count
-            weights += prod(leaf.shape) * experts.per_token / experts.count
-        else:
-            read, weights = read + stored, weights + prod(leaf.shape)
-    return read, weights
-
-
-def distinct_experts(experts: Experts, rows: int) -> float:
-    """Computes the expected number of distinct experts of `rows` tokens that choose uniformly.
-
-    Example: of 128 experts and 8 a token, 16 tokens choose 128 (1 - (120/128)^16) = 82.4.
-    """
-    return experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
+def _size(params: Any) -> tuple[int, int]:
+    """Bytes of parameters, and the number of weights. All experts of a mixture count, as in a large batch."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return sum(part.nbytes for part in jax.tree.leaves(params)), sum(prod(leaf.shape) for leaf in leaves)

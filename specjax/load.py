@@ -125,7 +125,6 @@ def load(
         tokenizer = reading.result()
     # Compiled in the background for the next start.
     threading.Thread(target=repacking.prepare, name="specjax-repacking", daemon=True).start()
-    _warn_of_positions(chosen.options, loaded, min(context_length or config.max_positions, config.max_positions))
     if loaded.head is not None and loaded.ids is not None:
         head, draft_params = with_token_map(
             loaded.head, loaded.params, target, weights, loaded.ids, loaded.quantization
@@ -339,17 +338,6 @@ def _load_model(
         draft = fitted(draft, mesh.size, "the draft", group_count(mesh))
     ids = None if ids is None else jax.device_put(ids)
     return _Draft(StandaloneParams(params, ids), quantization, model=make_target(draft, backend=backend))
-
-
-def _warn_of_positions(options: DraftOptions, draft: _Draft, context: int) -> None:
-    """Warns if the draft has fewer positions than the context and its context length is not set."""
-    positions = getattr(draft.head, "max_positions", None) if draft.model is None else draft.model.config.max_positions
-    if positions is None or positions >= context or cast(ModelOptions, options).positions is not None:
-        return
-    logger.warning(
-        "the draft %s has %d positions, texts may have %d tokens; nothing is drafted beyond the draft's positions "
-        "unless its context length is set", _path(options), positions, context,
-    )  # fmt: skip
 
 
 def attention_implementation(name: str | None) -> str | None:

@@ -1,8 +1,9 @@
-"""Pytrees of a step (`specjax.step`): the state on the device, the inputs and the output."""
+"""Pytrees of a step (`specjax.step`): the state on the device, the inputs and the output; and its trees on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -142,6 +143,54 @@ class StepOutput(NamedTuple):
     logprobs: Logprobs
     trace: Trace | None
     prompt: Logprobs | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepTree:
+    """The n valid nodes of one request's tree in one step, node 0 the root, parents before children.
+
+    Attributes:
+        tokens: int32 [n]. Token ids of the nodes.
+        parents: int32 [n]. Index of the parent; -1 for the root.
+        depth: int32 [n]. 0 for the root.
+        scores: float32 [n]. Cumulative log-probability under the draft (n-grams: a rank), 0 for the root.
+        drawn: int32 [n]. The target's draw at each node; -1 if not drawn.
+        path: int32 [m + 1]. The root and the m accepted nodes.
+        emitted: int32 [e]. Emitted tokens; e is m + 1, or less at the end of a text.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+    scores: np.ndarray
+    drawn: np.ndarray
+    path: np.ndarray
+    emitted: np.ndarray
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path) - 1
+
+    def children(self, node: int) -> list[int]:
+        return np.flatnonzero(self.parents == node).tolist()
+
+
+def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
+    """Extracts the tree of batch entry `row`, which emitted the tokens `emitted`."""
+    host = jax.tree.map(np.asarray, trace)  # copied once: an array caches its host copy
+    count = int(host.tree.valid[row].sum())
+    nodes = {name: getattr(host.tree, name)[row, :count].copy() for name in ("tokens", "parents", "depth", "scores")}
+    path = host.path[row, : int(host.accepted[row]) + 1].copy()
+    return StepTree(**nodes, drawn=host.drawn[row, :count].copy(), path=path, emitted=np.array(emitted))
+
+
+def step_trees(output: StepOutput) -> list[StepTree | None]:
+    """Extracts the tree of each batch entry; None for inactive entries. Raises ValueError without a trace."""
+    if output.trace is None:
+        raise ValueError("the step's output has no trace: compile it with StepConfig(trace=True)")
+    tokens = np.asarray(output.tokens)
+    counts = enumerate(np.asarray(output.emitted))
+    return [step_tree(output.trace, row, tokens[row, :count]) if count else None for row, count in counts]
 
 
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:

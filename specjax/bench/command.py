@@ -139,17 +139,14 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
         print(f"{name}: {len(ids)} conversations are left out, which exceed the model's context", file=sys.stderr)
     experiment.run()
     rows = experiment.rows()
-    undrafted = [row for row in rows if row["not_drafted"]]
-    notes = [f"{row['method']}, batch size {row['batch']}: {row['not_drafted']}" for row in undrafted]
     document = head | identity(plan, chosen) | {
         "repeats": plan.repeats, "left_out": experiment.left_out,
         "intervals": f"bootstrap, {results.LEVEL:.0%}, {results.RESAMPLES} resamples of groups of conversations",
-        "notes": list(dict.fromkeys(notes)), "results": rows,
+        "results": rows,
     }  # fmt: skip
     write_text(folder / "results.json", json.dumps(document, indent=1) + "\n")
     write_text(folder / "table.md", results.as_markdown(rows))
     print(results.as_text(rows), end="")
-    print("".join(f"{note}\n" for note in document["notes"]), end="")
     print(f"Intervals: 95%, bootstrap over conversations. Speed-ups are over {plan.baseline}.")
     print(f"All columns: {folder / 'table.md'}")
     pictures = [file.name for file in results.draw(folder, picture, rows)] if picture else []

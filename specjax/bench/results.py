@@ -42,7 +42,6 @@ class Sample:
     drafted_steps: int
     texts: dict[str, int]  # turns by verdict
     conversations: int = 1
-    note: str = ""  # why the method may not draft in every step
 
 
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval:
@@ -99,7 +98,6 @@ def by_depth(histogram: Sequence[int]) -> list[float]:
 def row(samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row) -> Row:
     """One row of the table. `where`: set, temperature, batch size and method."""
     histogram = add_histograms(sample.histogram for sample in samples)
-    steps, drafted = sum(histogram), sum(sample.drafted_steps for sample in samples)
     return where | {
         "conversations": sum({sample.group: sample.conversations for sample in samples}.values()),
         "repeats": len({sample.repeat for sample in samples}),
@@ -110,9 +108,8 @@ def row(samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row) ->
         "accept_length": round(accept_length(histogram), 4),
         "acceptance_by_depth": by_depth(histogram),
         "histogram": histogram,
-        "verify_steps": steps,
-        "drafted_steps": drafted,
-        "not_drafted": samples[0].note if drafted < steps else "",
+        "verify_steps": sum(histogram),
+        "drafted_steps": sum(sample.drafted_steps for sample in samples),
         "texts": {verdict: sum(sample.texts.get(verdict, 0) for sample in samples) for verdict in VERDICTS},
     }
 

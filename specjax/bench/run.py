@@ -21,7 +21,6 @@ from specjax.bench.sets import ALL, Conversation, PromptSet
 from specjax.checkpoint.prompts import encode
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.config import EngineConfig
-from specjax.engine.draft_policy import drafting_summary
 from specjax.progress import progress_bar
 
 NEAR = 1e-3
@@ -227,7 +226,6 @@ class Experiment:
             seconds=round(seconds, 6), tokens=sum(len(answer.output_ids) for answer in done),
             histogram=add_histograms(answer.spec_accept_histogram for answer in done),
             drafted_steps=sum(answer.drafted_steps for answer in done),
-            note=drafting_summary(engine.drafter, engine.buckets, 1, 0)["not_drafted"] or "",
         )  # fmt: skip
         return sample, turns
 

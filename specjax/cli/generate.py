@@ -10,7 +10,6 @@ about the run. Exit status: 0 all lines done, 1 some lines failed, 2 the run cou
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import json
 import logging
@@ -33,12 +32,11 @@ from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import check_writable, line_files, parse_object, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.batch import Counters
-from specjax.engine.draft_policy import as_lines, doubt, drafting_summary, speculation_table
+from specjax.engine.draft_policy import as_lines, speculation_table
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
 from specjax.progress import progress_bar
-from specjax.trace import render
 
 PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "prompt": (str, str, "a string"),
@@ -195,7 +193,6 @@ def run(
 
     for replica, added in zip(engines, feed(), strict=True):
         replica.warm_up(replica.buckets.first_keys(added, replica.pool.page_size), progress=progress)
-    shown: Counter[Sequence] = Counter()  # trees printed
     drafted_before = sum(replica.counters.drafted_steps for replica in engines)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()
@@ -203,13 +200,8 @@ def run(
     with progress_bar("Generating", total, "request", shown=shown_bar) as bar:
         while any(replica.unfinished for replica in engines):
             for sequence in itertools.chain.from_iterable(replica.step() for replica in engines if replica.unfinished):
-                for tree in sequence.output.trees[shown[sequence] :]:
-                    name = repr(str(unfinished[sequence][1].id))[1:-1]  # it may hold control characters
-                    tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
-                shown[sequence] = len(sequence.output.trees)
                 if sequence.status is not Status.FINISHED:
                     continue
-                del shown[sequence]
                 index, line, rank = unfinished.pop(sequence)
                 loads[rank] -= 1
                 done = completion(sequence)
@@ -227,8 +219,6 @@ def run(
             bar.update(count["settled"] - bar.n)
     seconds = time.perf_counter() - started
     counters = Counters.sum(replica.counters for replica in engines)
-    if problem := doubt(engine.drafter, counters.own_steps, counters.own_accepted):
-        logger.warning("%s", problem)
     drafted_steps = counters.drafted_steps - drafted_before
     return {
         "requests": count["requests"],
@@ -238,7 +228,7 @@ def run(
         "tokens_per_second": round(count["tokens"] / seconds, 2) if count["tokens"] else 0.0,
         "accept_length": round(accept_length(), 4),
         "verify_steps": count["steps"],
-        **drafting_summary(engine.drafter, engine.buckets, count["steps"], drafted_steps),
+        "drafted_steps": drafted_steps,
         "algorithm": engine.drafter.name,
         "draft": "; ".join(filter(None, (engine.drafter.note, engine.drafter.source))),
         "device": engine.device_name,
@@ -274,7 +264,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="replicas of the engine in this process, each on its own --tp devices, that share the lines",
     )  # fmt: skip
     add("--no-progress", action="store_true", help="no progress bars")
-    add("--show-trees", action="store_true", help="print each step's draft tree: proposed, drawn and accepted tokens")
     settings.add_flags(parser, DEFAULTS, TABLES)
     add = parser.add_argument_group(
         "sampling", "a line of the input may override these values, with the same names"
@@ -312,10 +301,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--data-parallel-size must be at least 1, got {args.dp}")
         lines = read_input(args.input)
         check_writable(Path(args.output), [args.input])
-        if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack the trees' lines
-            sys.stdout.reconfigure(errors="backslashreplace")
         build.claim_gpu(chosen)
-        engine, *others = build.make_engines(chosen, progress=progress, trace=args.show_trees)
+        engine, *others = build.make_engines(chosen, progress=progress)
         if progress:
             print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
         requests, defaults = [], {**engine.sampling_defaults, **sampling}

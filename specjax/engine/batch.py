@@ -21,17 +21,14 @@ from specjax.engine.device import (
     Program,
     Read,
     logprobs_from_bits,
-    memory_checked,
     prefill_input,
     read_output,
     step_input,
 )
-from specjax.engine.draft_policy import not_drafted
 from specjax.engine.grammar_steps import grammar_input
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence, Status
-from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED
-from specjax.trace import step_tree
+from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 
 if TYPE_CHECKING:
@@ -175,7 +172,7 @@ def collect(engine: Engine, flight: InFlight) -> None:
     batch = flight.batch
     key, sequences, top = batch.key, batch.sequences, min(TOP_LOGPROBS, engine.vocab_size)
     wanted = any(sequence.params.logprobs is not None for sequence in sequences)
-    with memory_checked(key), TraceAnnotation("wait"):
+    with TraceAnnotation("wait"):
         read = read_output(engine.device, flight.output, top if wanted else None)
     seconds = engine.flights.seconds(flight)
     if seconds is not None:
@@ -200,8 +197,6 @@ def collect(engine: Engine, flight: InFlight) -> None:
         stepped, drafted = key.verifies and bool(tokens), sequence in drafting
         engine.counters.count(kept, verified=stepped, drafted=drafted, free=sequence.params.grammar is None)
         sequence.output.drafted_steps += stepped and drafted
-        if stepped and not drafted:
-            sequence.output.not_drafted = not_drafted(engine.buckets, key, sequence)
         if sequence.output.finish_reason is not None:
             ended.append(sequence)
         engine.changed[sequence] = None

@@ -95,11 +95,6 @@ class Key(NamedTuple):
     def drafts(self) -> bool:
         return self.verifies and self.nodes != PLAIN
 
-    def covers(self, other: Key) -> bool:
-        """True if this program is at least as large in every dimension."""
-        ours, theirs = (key._replace(nodes=key.nodes != PLAIN, tokens=key.size) for key in (self, other))
-        return self.kind == other.kind and all(a >= b for a, b in zip(ours[1:], theirs[1:], strict=True))
-
 
 @dataclass(frozen=True)
 class Buckets:

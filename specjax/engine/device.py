@@ -12,8 +12,7 @@ Each array that is sent costs a copy, and page tables hardly change between step
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from math import prod
@@ -248,34 +247,11 @@ Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
 
 
-class Unavailable(MemoryError):
-    """A program does not fit into memory, or no program fits for some requests."""
-
-
-class OutOfMemory(Exception):
-    """A program ran out of memory; smaller ones may run."""
-
-    def __init__(self, key: Key, error: Exception) -> None:
-        super().__init__(f"out of memory: {key}")
-        self.key, self.error = key, error
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """True for exceptions of the compiler or of a program that report a lack of memory."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, MemoryError)
-
-
-@contextlib.contextmanager
-def memory_checked(key: Key) -> Iterator[None]:
-    """Turns XLA's error for a lack of memory into `OutOfMemory`."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if is_out_of_memory(error):
-            raise OutOfMemory(key, error) from error
-        raise
 
 
 class Device:
@@ -351,8 +327,8 @@ class Device:
             return True
 
     def run(self, key: Key, program: Program, inputs: np.ndarray) -> Output:
-        """Launches a step or a prefill. Raises OutOfMemory if XLA lacks memory for it."""
-        with memory_checked(key), self._launch_lock:
+        """Launches a step or a prefill."""
+        with self._launch_lock:
             leaves, tree = self._state.result()
             leaves, output = program(self._params, leaves, inputs)
             self._set((leaves, tree))

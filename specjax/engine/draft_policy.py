@@ -12,17 +12,17 @@ own draw, so the choice changes the speed and never the text.
 
 With `Drafter.costly_observe` the mode is chosen once for each request, at its admission.
 
-The rest of the file describes drafting for logs and summaries. Plain Python, independent of the device.
+The rest of the file describes drafting for the log. Plain Python, independent of the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specjax.drafters.base import Drafter
-from specjax.engine.buckets import PLAIN, TREE, Buckets, Key
+from specjax.engine.buckets import PLAIN, TREE, Buckets
 
 if TYPE_CHECKING:
     from specjax.engine.sequence import Sequence
@@ -99,8 +99,6 @@ class DraftPolicy:
         drafting = [request for request in requests if request.drafts]
         if not drafting:
             return PLAIN
-        if any(request.params.always_draft for request in drafting):
-            return TREE
         accepted = sum(self.accept_length(request) for request in drafting)
         plain = float(len(requests))
         return self._best(batch, {PLAIN: plain, TREE: plain - len(drafting) + accepted})
@@ -112,8 +110,8 @@ class DraftPolicy:
 
     def admit(self, batch: int, sequence: Sequence) -> bool:
         """Chooses whether a request drafts from its first step to its end. `batch`: bucket that it will run in."""
-        if not sequence.drafts or sequence.params.always_draft:
-            return sequence.drafts
+        if not sequence.drafts:
+            return False
         return self._best(batch, {PLAIN: 1.0, TREE: self._accepted.value}, steps=sequence.request.limit) == TREE
 
     def accept_length(self, request: Sequence) -> float:
@@ -155,32 +153,8 @@ class DraftPolicy:
             self._buckets[batch] = Bucket(self._ratio(batch))
         return self._buckets[batch]
 
-    def report(self) -> dict[str, Any]:
-        """The accept length of all requests, and by batch bucket the mode in use and the measurements."""
 
-        def measured(bucket: Bucket) -> dict[str, Any]:
-            return {
-                NAMES[mode]: {
-                    "steps": bucket.ran.get(mode, 0),
-                    "milliseconds": round(1e3 * mean.value, 3) if mean.weight else None,
-                }
-                for mode, mean in bucket.seconds.items()
-            }
-
-        return {
-            "accept_length": round(self._accepted.value, 3),
-            "batches": {
-                str(batch): {"using": None if bucket.using is None else NAMES[bucket.using], **measured(bucket)}
-                for batch, bucket in sorted(self._buckets.items())
-            },
-        }
-
-
-# For logs and summaries
-
-NOT_ASKED = "requests with speculate: false or draft_limit: 0 (the page's limit of drafts) are decoded without drafts"
-SLOWER = "steps without drafts are faster by measurement, or are being measured (adaptive drafting)"
-MIN_DOUBTED_STEPS = 200  # steps of a draft model without an accepted draft after which a warning is logged
+# For the log
 
 
 def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
@@ -203,46 +177,3 @@ def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
 def as_lines(table: Mapping[str, str]) -> str:
     """Formats `speculation_table` as indented lines below a heading."""
     return "".join(f"\n  {name:9}  {text}" for name, text in table.items())
-
-
-def _too_many(buckets: Buckets) -> str:
-    return (
-        f"batches of more than {buckets.most_drafting} requests are decoded without drafts, which is faster here; set "
-        "the number of draft tokens to draft in all of them"
-    )
-
-
-def not_drafted(buckets: Buckets, key: Key, sequence: Sequence) -> str:
-    """The reason why a step of the program `key` did not draft for a request."""
-    if not buckets.drafts(1):
-        return "there is no drafter (the speculative algorithm is NONE)"
-    if not sequence.params.drafts:
-        return NOT_ASKED
-    if not buckets.drafts(key.width):
-        return _too_many(buckets)
-    if sequence.params.always_draft:
-        return "the programs that draft were being compiled"
-    return SLOWER
-
-
-def drafting_summary(drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int) -> dict[str, Any]:
-    """`drafted_steps`, the number of steps of single requests that could draft, and `not_drafted`, the reason why other
-    steps could not; None: all could, or there is no drafter."""
-    reason = None
-    if drafter.width > 1 and drafted_steps < verify_steps:
-        reason = NOT_ASKED
-        if buckets.adaptive:
-            reason = SLOWER
-        elif buckets.most_drafting < buckets.batches[-1]:
-            reason = _too_many(buckets)
-    return {"drafted_steps": drafted_steps, "not_drafted": reason}
-
-
-def doubt(drafter: Drafter, drafted_steps: int, accepted: int) -> str | None:
-    """A warning if the target accepts no draft of a draft model; None: no reason for a warning."""
-    if not drafter.runs_model or accepted or drafted_steps < MIN_DOUBTED_STEPS:
-        return None
-    return (
-        f"{drafter.name}: the target has accepted no draft in {drafted_steps} steps; the draft was probably made for "
-        "another model, or its checkpoint is damaged. The text is correct, and NONE would be faster"
-    )

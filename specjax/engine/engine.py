@@ -37,7 +37,7 @@ from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.device import Device, OutOfMemory, Resident, admission
+from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -302,8 +302,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
 
-        A batch that runs out of memory is not tried again: its requests go on in smaller ones. If nothing can run
-        before another thread has compiled a program or computed a mask, the step pauses for `IDLE_SECONDS`.
+        If nothing can run before another thread has compiled a program, the step pauses for `IDLE_SECONDS`.
         """
         with self.lock, TraceAnnotation("step"):
             with self._guarded():
@@ -328,16 +327,12 @@ class Engine:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Encloses all changes of the device's state and of `flights`. An exception leaves the two inconsistent, and
-        the next call starts over. A program that runs out of memory is left out, with all larger ones."""
+        the next call starts over."""
         with self.lock:
             if self._inconsistent or self.device.lost:
                 self._start_over()
             self._inconsistent = True
-            try:
-                yield
-            except OutOfMemory as error:
-                self.programs.fail(error.key, error.error)
-                self._start_over()
+            yield
             self._inconsistent = False
 
     def _start_over(self) -> None:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +35,6 @@ COMPILE_SECONDS = 0.5  # limit of processor time for compiling a grammar
 SHORT = 256  # characters; a shorter JSON schema or expression compiles quickly
 LEXER_STATES = 20_000  # limit for a compiled grammar; 1 to 2 kB each
 LEXER = "lexer error"  # in llguidance's messages
-SLOW_SECONDS = 0.005  # processor time of a mask, above which other threads compute the sequence's masks
-SLOW_THREADS = 2
 WORD = 32  # bits
 ALL = np.uint32(2**32 - 1)
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -168,13 +165,6 @@ def compiles_soon(grammar: Grammar) -> bool:
     return done.returncode not in (-signal.SIGPROF, 128 + signal.SIGPROF)
 
 
-class Compiled(NamedTuple):
-    """A compiled grammar."""
-
-    matcher: LLMatcher  # in its initial state, never advanced
-    slow: bool  # the first mask took more than `SLOW_SECONDS`
-
-
 class Grammars:
     """Compiled grammars for one tokenizer. Thread-safe.
 
@@ -186,9 +176,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self.vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # in their initial states, never advanced
         self._lock = threading.Lock()  # for `_cache`
-        self.pool = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="specjax-mask")  # for slow masks
 
     def prepare(self) -> None:
         """Converts the tokenizer (half a second), so that the first grammar does not wait for it. An unsupported
@@ -200,7 +189,7 @@ class Grammars:
         """True if a grammar is compiled."""
         return grammar in self._cache
 
-    def compiled(self, grammar: Grammar) -> Compiled:
+    def compiled(self, grammar: Grammar) -> LLMatcher:
         """Raises GrammarError."""
         with self._lock:
             if grammar in self._cache:
@@ -215,29 +204,28 @@ class Grammars:
         """
         with self._lock:
             cached = self._cache.get(grammar)
-        if cached is not None and cached.matcher is not worn:
-            return cached.matcher, False
-        compiled = Compiled(self._matcher(library_source(grammar)), cached is not None and cached.slow)
-        return self._store(grammar, compiled).matcher, True
+        if cached is not None and cached is not worn:
+            return cached, False
+        return self._store(grammar, self._matcher(library_source(grammar))), True
 
-    def _store(self, grammar: Grammar, compiled: Compiled) -> Compiled:
+    def _store(self, grammar: Grammar, compiled: LLMatcher) -> LLMatcher:
         with self._lock:
             self._cache[grammar] = compiled
             while len(self._cache) > MAX_COMPILED or sum(len(g.source) for g in self._cache) > MAX_COMPILED_SOURCE:
                 self._cache.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         if not compiles_soon(grammar):
             fewer = "give fewer patterns for one place, or fewer rules"
             raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: {fewer}")
         matcher = self._matcher(library_source(grammar))
         if matcher.is_error():
             raise GrammarError(f"is refused: {error_of(matcher)}")
-        started, first = time.thread_time(), matcher.deep_copy()
+        first = matcher.deep_copy()
         if not any(first.compute_bitmask()) or first.is_error():  # some errors appear at the first token
             raise GrammarError(f"cannot be followed: {error_of(first) or 'no token may come first'}")
-        return Compiled(matcher, time.thread_time() - started > SLOW_SECONDS)
+        return matcher
 
     def _matcher(self, source: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -301,13 +289,11 @@ class Constraint:
     Attributes:
         failure: why the sequence cannot go on, set when its next mask is computed.
         eos_ids: tokens that end the text where the grammar may end.
-        slow: a mask took more than `SLOW_SECONDS`. From then on another thread computes masks, so that other requests
-            go on; no tokens are forced or drafted.
     """
 
     def __init__(self, grammars: Grammars, grammar: Grammar, reasoning: Reasoning | None = None) -> None:
         self._grammars, self._grammar, self._reasoning = grammars, grammar, reasoning
-        self._compiled, self.slow = grammars.compiled(grammar)
+        self._compiled = grammars.compiled(grammar)
         self._words = -(-grammars.vocab_size // WORD)
         self.eos_ids = tuple(grammars.core.eos_tokens)
         self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
@@ -316,7 +302,6 @@ class Constraint:
         self._renewed_at = -1  # number of consumed tokens at the last `renewed`
         self._thinks = False if reasoning is None else reasoning.begun or None  # None: the next token may begin it
         self._mask: np.ndarray | None = None  # cached mask of the next token
-        self._pending: Future[None] | None = None  # computes `_mask`
         self.failure: str | None = None
         self._ended = False  # by one of `eos_ids`
 
@@ -333,22 +318,17 @@ class Constraint:
             self._consumed.append(token)
             self._ended = token in self.eos_ids
 
-    def ready(self) -> bool:
-        """True if `mask` does not block. Otherwise another thread computes it, and no other method may be called
-        until then."""
-        if self.slow and self._mask is None and self._pending is None:
-            self._pending = self._grammars.pool.submit(self._compute)
-        return self._pending is None or self._pending.done()
-
     def mask(self) -> np.ndarray:
         """uint32 [ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` is set if token v may come next. If none may, all
-        bits are set, and `failure`. Waits for a thread that computes the mask."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        bits are set, and `failure`."""
         if self._mask is None:
-            self._compute()
-        assert self._mask is not None
+            bits = self._bits()
+            while not bits.any() and self._recover():
+                bits = self._bits()
+            if not bits.any():
+                self._fail()
+                bits[:] = ALL
+            self._mask = bits
         return self._mask
 
     def problem(self) -> str | None:
@@ -358,7 +338,7 @@ class Constraint:
 
     def forced(self, most: int) -> list[int]:
         """Returns up to `most` tokens that must come next."""
-        if self._thinks is not False or self.failure is not None or self.slow:
+        if self._thinks is not False or self.failure is not None:
             return []
         tokens = self._matching.compute_ff_tokens()[:most]
         count = self._matching.try_consume_tokens(tokens)
@@ -413,7 +393,7 @@ class Constraint:
                         self._restore()
                 self._thinks = thinks
 
-        if self.failure is None and not self.slow:
+        if self.failure is None:
             visit(0)
         return kept
 
@@ -451,16 +431,6 @@ class Constraint:
             return False
         self._thinks = token != self._reasoning.end
         return True
-
-    def _compute(self) -> None:
-        started, bits = time.thread_time(), self._bits()
-        while not bits.any() and self._recover():
-            bits = self._bits()
-        if not bits.any():
-            self._fail()
-            bits[:] = ALL
-        self._mask = bits
-        self.slow = self.slow or time.thread_time() - started > SLOW_SECONDS
 
     def _bits(self) -> np.ndarray:
         """The bits of the next token, uint32 [ceil(V / 32)]; zeros after an error of the library."""

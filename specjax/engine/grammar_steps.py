@@ -24,7 +24,7 @@ from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import PLAIN, Key
-from specjax.engine.device import Output, Unavailable, memory_checked, unpack_step
+from specjax.engine.device import Output, unpack_step
 from specjax.engine.grammar import ALL, WORD
 from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
@@ -163,14 +163,12 @@ def grammar_input(engine: Engine, batch: Batch, step: np.ndarray) -> np.ndarray:
 
 
 def _drafted_trees(engine: Engine, key: Key, step: np.ndarray, roots: np.ndarray) -> np.ndarray:
-    """The drafter's trees, or `roots` if its program runs out of memory, which is logged."""
+    """The drafter's trees, or `roots` if its program does not fit into memory, which is logged."""
     try:
         program = engine.programs.get(key)
-    except Unavailable:
+    except MemoryError:
         return roots
-    output = engine.device.run(key, program, step)
-    with memory_checked(key):
-        return np.array(engine.device.read(output)).reshape(roots.shape)
+    return np.array(engine.device.read(engine.device.run(key, program, step))).reshape(roots.shape)
 
 
 def host_tree(fields: np.ndarray) -> Any:

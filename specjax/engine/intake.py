@@ -34,9 +34,6 @@ SHRINKS = 4
 """Maximum number of characters that normalisation (NFC, NFKC) turns into one. Normalisers that remove spaces or accents
 have no limit: a text that is too long by this count is refused, even if the rest would fit."""
 
-DENSE = 8  # characters per token above which a text is tokenised in growing prefixes
-MARGIN = 64  # tokens by which a prefix, cut anywhere, may exceed its share of the whole text's
-
 
 class Salts:
     """Turns a request's `cache_salt` into the 32 bits that isolate its n-grams.
@@ -95,21 +92,8 @@ class Intake:
         return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text)
 
     def check_text(self, text: str) -> None:
-        """Raises ValueError for a text that cannot fit the context, before all of it is tokenised.
-
-        A text with many characters per token of the context is tokenised in prefixes, each four times as long as the
-        one before: a text of many megabytes costs no more than a few times what fits.
-        """
+        """Raises ValueError for a text that cannot fit the context, before it is tokenised."""
         self._check_characters(len(text))
-        size = DENSE * self.context_length
-        while size < len(text):
-            count = len(self.tokenizer(text[:size], add_special_tokens=False)["input_ids"])
-            if count > self.context_length + MARGIN:
-                raise ValueError(
-                    f"the prompt has {len(text)} characters; the first {size} alone make {count} tokens, but the "
-                    f"context is {self.context_length}"
-                )
-            size *= 4
 
     def _check_characters(self, count: int, factor: int = 1) -> None:
         if count > (most := self.most_characters * factor):
@@ -135,8 +119,6 @@ class Intake:
         if sampling.require_reasoning and self.thinking is None:
             problem = "needs a model that thinks: this one's tokenizer has no tokens <think> and </think>"
             raise ParameterError("require_reasoning", problem)
-        if sampling.always_draft and not self.depth:
-            raise ParameterError("always_draft", "needs a drafter; the speculative algorithm of this engine is NONE")
         constraint = self._constraint(sampling, tokens)
         ends = () if sampling.ignore_eos else self.eos_ids
         if constraint is not None:  # its end tokens come only where the grammar may end

@@ -27,7 +27,6 @@ from specjax.engine.buckets import PLAIN, Buckets, Key
 from specjax.engine.device import (
     Program,
     Resident,
-    Unavailable,
     admission_size,
     admit_packed,
     is_out_of_memory,
@@ -49,8 +48,8 @@ logger = logging.getLogger(__name__)
 class Programs:
     """Programs by key. Thread-safe.
 
-    A key whose compilation or program runs out of memory is remembered and logged once; `first_usable` then takes
-    another size. Other errors of tracing and compiling are raised by each `get` of the program.
+    A key whose program does not fit into memory is remembered and logged once; `first_usable` then takes another size.
+    Other errors of tracing and compiling are raised by each `get` of the program.
 
     Args:
         new_pages: maximum number of pages that a row gets between two steps.
@@ -85,7 +84,6 @@ class Programs:
 
         self._admit: dict[bool, Callable[..., Resident]] = {}
         self._programs: dict[Key, Program] = {}
-        # An Unavailable in here is never raised itself: a traceback would keep its frames alive.
         self._failed: dict[Key, tuple[Exception, TracebackType | None]] = {}
         self._compilers: dict[Key, threading.Lock] = {}  # held while the key is compiled
         self._waiting: set[int] = set()  # threads that wait for a compilation in `get`
@@ -114,8 +112,8 @@ class Programs:
         return key in self._programs or key in self._failed
 
     def has_failed(self, key: Key) -> bool:
-        """True if the program of a key has run out of memory."""
-        return key in self._failed and isinstance(self._failed[key][0], Unavailable)
+        """True if the program of a key does not fit into memory."""
+        return key in self._failed and isinstance(self._failed[key][0], MemoryError)
 
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
@@ -128,7 +126,7 @@ class Programs:
     # When programs are compiled
 
     def get(self, key: Key) -> Program:
-        """Returns the program of a key; compiles it, or waits for the thread that does. Raises Unavailable if it does
+        """Returns the program of a key; compiles it, or waits for the thread that does. Raises MemoryError if it does
         not fit into memory, and whatever tracing and compiling raise."""
         return self._get(key, bar=self.progress)
 
@@ -155,50 +153,30 @@ class Programs:
         try:
             return self._compile(key)
         except Exception as error:
+            problem, where = error, error.__traceback__
             if is_out_of_memory(error):
-                raise Unavailable(self._leave_out(key, error)) from error
-            self._failed[key] = error, error.__traceback__
-            raise
+                problem, where = MemoryError(f"{key}: {_first_line(error)}"), None
+                logger.error("Out of memory for the program of %s; using other ones: %s", key, _first_line(error))
+            self._failed[key] = problem, where
+            raise problem from error.__cause__
 
     def _lookup(self, key: Key) -> Program | None:
         """Returns the program if it is compiled. Raises its remembered error."""
         if key not in self._failed:
             return self._programs.get(key)
         error, where = self._failed[key]
-        if isinstance(error, Unavailable):
-            raise Unavailable(str(error))
         raise error.with_traceback(where)  # the first traceback: each raise adds frames
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """Returns the first key whose program fits into memory, and the program. Raises Unavailable if none does, and
+        """Returns the first key whose program fits into memory, and the program. Raises MemoryError if none does, and
         whatever tracing and compiling raise."""
         problem = "there is none"
         for key in keys:
             try:
                 return key, self.get(key)
-            except Unavailable as error:
+            except MemoryError as error:
                 problem = str(error)
-        raise Unavailable(f"no size of batch can run ({problem})")
-
-    def fail(self, key: Key, error: BaseException) -> None:
-        """Leaves out a program that ran out of memory, and all larger ones. Without a smaller one it raises Unavailable
-        and remembers nothing, since memory may become free."""
-        rare = (*self._buckets.constrained_keys(), *self._buckets.scoring_keys())
-        alike = [other for other in {key, *self._buckets.all_keys(), *rare} if other.kind == key.kind]
-        larger = [other for other in alike if other.covers(key)]
-        if all(other in larger or self.has_failed(other) for other in alike):
-            raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
-        for other in larger:
-            self._leave_out(other, error)
-
-    def _leave_out(self, key: Key, error: BaseException) -> str:
-        """Records that a program does not fit into memory, logs it once, and returns the message for `get`."""
-        problem = f"{key}: {_first_line(error)}"
-        if not self.has_failed(key):
-            logger.error("Out of memory for the program of %s; using smaller ones: %s", key, _first_line(error))
-            logger.debug("%s", key, exc_info=error)
-        self._failed[key] = Unavailable(problem), None
-        return problem
+        raise MemoryError(f"no size of batch can run ({problem})")
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these keys and the admission of requests. On a CPU a second thread helps, in which JAX's context
@@ -206,11 +184,11 @@ class Programs:
 
         Args:
             progress: show a bar on stderr.
-            strict: raise if a program runs out of memory, and try again what failed before. False: leave such programs
-                out.
+            strict: raise if a program does not fit into memory, and try again what failed before. False: leave such
+                programs out.
 
         Raises:
-            Unavailable: a program does not fit into memory; if not `strict`, no program of a kind does.
+            MemoryError: a program does not fit into memory; if not `strict`, no program of a kind does.
             Exception: whatever tracing and compiling raise.
         """
         keys = list(keys)
@@ -229,7 +207,7 @@ class Programs:
                 try:
                     self._get(key, bar=False)
                 except BaseException as error:
-                    if strict or not isinstance(error, Unavailable):
+                    if strict or not isinstance(error, MemoryError):
                         errors.append(error)
                 bar.update()
 
@@ -402,7 +380,7 @@ def _failures_logged() -> Iterator[None]:
     """Logs the errors of a compilation in the background, which no caller sees."""
     try:
         yield
-    except Unavailable:  # logged when it was recorded
+    except MemoryError:  # logged when it was recorded
         pass
     except Exception as error:
         logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from types import NoneType
+from typing import Any, TypeGuard, get_args, get_type_hints
 
 from specjax.engine.grammar import Grammar, GrammarError
 from specjax.engine.text import MAX_PATTERN, StopPatterns
-from specjax.limits import ParameterError, documented, setting
+from specjax.limits import ParameterError, check_value, documented, setting, setting_of, shown
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
@@ -20,7 +21,7 @@ MOST_STOP_ID = 2**31 - 1  # ids outside the vocabulary stop nothing
 MAX_STOP_LENGTH = 1024  # characters
 MAX_SALT = 256  # characters
 MAX_PRIORITY = 2**31 - 1  # absolute value
-MAX_TEMPERATURE = 1e4  # far beyond uniform sampling; masks stay below every logit
+MAX_TEMPERATURE = 10_000  # far beyond uniform sampling; masks stay below every logit
 GENERATED_SEEDS = 2**53 - 2**10
 """Upper bound of generated seeds: every language reads them, and `seed + i` of further choices, from JSON exactly."""
 
@@ -43,26 +44,34 @@ class SamplingParams:
     """
 
     max_new_tokens: int | None = setting(
-        128, "most tokens to draw, at least 0; 0 = prefill alone; None: the rest of the context"
+        128, "most tokens to draw; 0 = prefill alone; None: the rest of the context", minimum=0
     )
-    temperature: float = setting(0.0, "the logits are divided by it; from 0 (greedy) to 10000")
+    temperature: float = setting(0.0, "the logits are divided by it; 0 = greedy", minimum=0, maximum=MAX_TEMPERATURE)
     top_p: float = setting(
-        1.0, "draw from the likeliest tokens whose probabilities add up to this; above 0 and at most 1 (off)"
+        1.0, "draw from the likeliest tokens whose probabilities add up to this; 1 = off", above=0, maximum=1
     )
-    top_k: int = setting(-1, "draw from the k likeliest tokens, at least 1; -1 = off")
+    top_k: int = setting(-1, "draw from the k likeliest tokens; -1 = off, not 0", minimum=-1)
     min_p: float = setting(
-        0.0, "draw from tokens with at least this share of the likeliest one's probability; from 0 (off) to 1"
+        0.0,
+        "draw from tokens with at least this share of the likeliest one's probability; 0 = off",
+        minimum=0,
+        maximum=1,
     )
     frequency_penalty: float = setting(
-        0.0, "subtracted from a token's logit for each time that it was drawn; from -2 to 2, 0 = off"
+        0.0, "subtracted from a token's logit for each time that it was drawn; 0 = off", minimum=-2, maximum=2
     )
-    presence_penalty: float = setting(0.0, "subtracted from the logit of a token that was drawn; from -2 to 2, 0 = off")
+    presence_penalty: float = setting(
+        0.0, "subtracted from the logit of a token that was drawn; 0 = off", minimum=-2, maximum=2
+    )
     repetition_penalty: float = setting(
         1.0,
-        "divides positive logits and multiplies negative logits of tokens in the prompt or output; above 0 and at most "
-        "2, 1 = off",
+        "divides positive logits and multiplies negative logits of tokens in the prompt or output; 1 = off",
+        above=0,
+        maximum=2,
     )
-    min_new_tokens: int = setting(0, "tokens before which stop tokens cannot be drawn; from 0 to `max_new_tokens`")
+    min_new_tokens: int = setting(
+        0, "tokens before which stop tokens cannot be drawn; at most `max_new_tokens`", minimum=0
+    )
     stop: str | tuple[str, ...] | list[str] = setting(
         (), "a string, or up to 16 strings of up to 1024 characters; the text ends at the first that occurs"
     )
@@ -88,26 +97,33 @@ class SamplingParams:
     no_stop_trim: bool = setting(False, "keep the stop string in the text")
     speculate: bool = setting(True, "False: plain decoding for this request")
     draft_limit: int | None = setting(
-        None, "most drafts that a step may check, from 0 (as `speculate=False`) to 1048576; None: the whole tree"
+        None,
+        "most drafts that a step may check; 0 = as `speculate=False`; None: the whole tree",
+        minimum=0,
+        maximum=NO_DRAFT_LIMIT,
     )
-    always_draft: bool = setting(False, "draft in each step, whatever was measured (`EngineConfig.adaptive`)")
     logprobs: int | None = setting(
         None,
-        "return the log-probability of each drawn token and of this many likeliest tokens at its position, from 0 to "
-        "20; None: none",
+        "return the log-probability of each drawn token and of this many likeliest tokens at its position; None: none",
+        minimum=0,
+        maximum=TOP_LOGPROBS,
     )
     logprob_start_len: int = setting(
-        -1, "with `logprobs`, also return those of the prompt's tokens after this position, at least 0; -1 = none"
+        -1, "with `logprobs`, also return those of the prompt's tokens after this position; -1 = none", minimum=-1
     )
     logprob_ids: tuple[int, ...] | list[int] = setting(
         (), "with `logprobs`, also return those of these tokens at each position; at most 128"
     )
     prompt_logprobs: int | None = setting(
         None,
-        "return the log-probabilities of the prompt's tokens and of this many likeliest tokens at each position, from "
-        "0 to 20; None: none",
+        "return the log-probabilities of the prompt's tokens and of this many likeliest tokens at each position; "
+        "None: none",
+        minimum=0,
+        maximum=TOP_LOGPROBS,
     )
-    priority: int = setting(0, "waiting requests with a higher priority run first; from -2147483647 to 2147483647")
+    priority: int = setting(
+        0, "waiting requests with a higher priority run first", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY
+    )
     cache_salt: str | None = setting(
         None,
         "1 to 256 characters. Requests with different salts share neither pages of the prefix cache nor n-grams; None: "
@@ -121,44 +137,21 @@ class SamplingParams:
     stop_after_reasoning: bool = setting(False, "stop strings and patterns match in the answer alone, after `</think>`")
 
     def __post_init__(self) -> None:
-        def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:
-            if not good:
-                raise ParameterError(name, f"must be {must}, got {shown.format(getattr(self, name))}")
-
-        def check_count(name: str, most: int) -> None:
+        for name, annotation in _scalars().items():
             value = getattr(self, name)
-            check(name, value is None or (_is_integer(value) and 0 <= value <= most), f"an integer from 0 to {most}")
-
-        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
-            value = getattr(self, name)
-            # abs() < inf, not isfinite(): an integer may be too large to be a float at all
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            check(name, number and abs(value) < math.inf, "a finite number")
-        for name in ("top_k", "min_new_tokens", "logprob_start_len"):
-            check(name, _is_integer(getattr(self, name)), "an integer")
-        switches = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "always_draft", "origins")
-        for name in (*switches, "require_reasoning", "stop_after_reasoning"):
-            check(name, isinstance(getattr(self, name), bool), "true or false")
-        most, salt, seed = self.max_new_tokens, self.cache_salt, self.seed
-        check("max_new_tokens", most is None or (_is_integer(most) and most >= 0), "an integer of at least 0")
-        greedy_to_limit = f"from 0 (greedy) to {MAX_TEMPERATURE:g}"
-        check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, greedy_to_limit, "{!s:.40}")
-        check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1", "{}")
-        check("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1", "{}")
-        check("min_p", 0 <= self.min_p <= 1, "from 0 to 1", "{}")
-        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2", "{}")
-        check("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2", "{}")
-        check("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2", "{}")
-        fits = self.min_new_tokens >= 0 and (most is None or self.min_new_tokens <= most)
-        check("min_new_tokens", fits, f"from 0 to the limit of new tokens ({most})", "{}")
-        check_count("logprobs", TOP_LOGPROBS)
-        check_count("prompt_logprobs", TOP_LOGPROBS)
-        check_count("draft_limit", NO_DRAFT_LIMIT)
-        if self.always_draft and not self.drafts:
-            raise ParameterError("always_draft", "contradicts draft_limit=0 or speculate=False: leave one of them out")
-        small = _is_integer(self.priority) and abs(self.priority) <= MAX_PRIORITY
-        check("priority", small, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-        check("logprob_start_len", self.logprob_start_len >= -1, "-1 (off) or at least 0", "{}")
+            try:
+                check_value(value, annotation, setting_of(self, name))
+            except (TypeError, ValueError) as error:
+                raise ParameterError(name, f"must be {error}, got {shown(value)}") from None
+        if self.top_k == 0:
+            raise ParameterError("top_k", "must be -1 (off) or at least 1, got 0")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            problem = f"must be from 0 to the limit of new tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
+            raise ParameterError("min_new_tokens", problem)
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT:
+            raise ParameterError("cache_salt", f"must be a string of 1 to {MAX_SALT} characters")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ParameterError("grammar", f"must be a Grammar, got {self.grammar!r:.60}")
         object.__setattr__(self, "logprob_ids", _token_ids(self.logprob_ids, "logprob_ids"))
         if len(self.logprob_ids) > LOGPROB_IDS:
             problem = f"has {len(self.logprob_ids)} ids; at most {LOGPROB_IDS} are supported"
@@ -166,10 +159,6 @@ class SamplingParams:
         for name, used in (("logprob_start_len", self.logprob_start_len >= 0), ("logprob_ids", self.logprob_ids)):
             if used and self.logprobs is None:
                 raise ParameterError(name, "needs logprobs")
-        short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
-        check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
-        check("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
-        check("seed", seed is None or (_is_integer(seed) and -(2**63) <= seed < 2**63), "an integer of 64 bits")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_regex", _stop_patterns(self.stop_regex))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids"))
@@ -198,6 +187,14 @@ class SamplingParams:
             except GrammarError as error:
                 raise ParameterError(name, str(error)) from error
         return cls(**params)
+
+
+@functools.cache
+def _scalars() -> dict[str, Any]:
+    """Annotations of the fields that `check_value` checks."""
+    scalars = {int, float, str, bool, NoneType}
+    hints = get_type_hints(SamplingParams)
+    return {name: hint for name, hint in hints.items() if set(get_args(hint) or [hint]) <= scalars}
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from specjax.engine.batch import Batch, InFlight, collect, collect_all_but
 from specjax.engine.buckets import PLAIN, TREE, Key
 from specjax.engine.config import Policy
-from specjax.engine.device import Unavailable
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.pages import Node, PageAllocator, PrefixCache
@@ -83,11 +82,6 @@ class Scheduler:
         for sequence in self._ordered() if self._free_slots and self.waiting else ():
             if not self._free_slots:
                 break
-            if sequence.waits_for_scores:
-                continue
-            if sequence.leader is not None:  # it may reuse more pages now
-                sequence.leader = None
-                self._set_texts(sequence)
             nodes = self.prefix.match(sequence.salt_key, sequence.texts)
             if self._in_progress(sequence, len(nodes)):
                 continue
@@ -266,7 +260,7 @@ def next_prefill(engine: Engine) -> Batch | None:
         return None
     try:
         key, program = engine.programs.first_usable(_prefill_keys(engine, prompts, kind))
-    except Unavailable as error:
+    except MemoryError as error:
         if kind != "scoring":
             raise
         engine.give_up(prompts[0], f"{NO_SCORES}: {error}")  # only this request needs such a program
@@ -304,7 +298,7 @@ def _running(engine: Engine) -> int:
 
 def next_steps(engine: Engine) -> Iterator[Batch]:
     """One step for each running request: in one batch, or in several if no program fits all. Requests with a grammar
-    are left out while their program compiles or their mask is computed."""
+    are left out while their program compiles."""
     _collect_grammars(engine)
     left = _able(engine, _reserved(engine))
     while left:
@@ -361,9 +355,7 @@ def _collect_grammars(engine: Engine) -> None:
 
 
 def _able(engine: Engine, running: list[Sequence]) -> list[Sequence]:
-    """Ends requests whose grammar allows no next token. Returns the others, except those whose mask another thread is
-    computing."""
-    running = [sequence for sequence in running if sequence.constraint is None or sequence.constraint.ready()]
+    """Ends requests whose grammar allows no next token. Returns the others."""
     for sequence in running:
         if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
             engine.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output.tokens)} tokens: {problem}")

@@ -18,7 +18,7 @@ from specjax.engine.grammar import Constraint
 from specjax.engine.pages import Node, Text
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
-from specjax.trace import StepTree
+from specjax.state import StepTree
 
 TEXT_FAILED = "the request failed while its text was made"
 NO_SCORES = "the log-probabilities of the prompt cannot be computed"
@@ -169,7 +169,6 @@ class SequenceOutput:
     cached: int | None = None  # prompt tokens from the prefix cache; None before the first admission
     verify_steps: int = 0  # decode steps
     drafted_steps: int = 0  # decode steps that could draft
-    not_drafted: str | None = None  # why the last other decode step did not draft
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the text. A stop string in text that was held back came first and replaces `reason`."""
@@ -248,7 +247,6 @@ class Sequence:
     slot: Slot | None = None  # None while it waits and after it has finished
     drafts: bool = True  # may draft; see `Drafter.costly_observe`
     acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
-    leader: Sequence | None = None  # sequence with the same prompt that computes the prompt's log-probabilities
     texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
     overtaken: int = 0  # number of later arrivals that were admitted first
 
@@ -297,12 +295,6 @@ class Sequence:
         """True if a prefill of the next `tokens` gives missing log-probabilities of the prompt."""
         reusable = None if (scores := self.output.prompt_logprobs) is None else scores.reusable
         return reusable is not None and reusable < self.active_slot.prefilled + tokens
-
-    @property
-    def waits_for_scores(self) -> bool:
-        """True while another sequence computes the log-probabilities of this prompt."""
-        scores, leader = self.output.prompt_logprobs, self.leader
-        return scores is not None and leader is not None and not scores.complete and leader.status != Status.FINISHED
 
     @property
     def forced_token(self) -> int | None:
@@ -387,7 +379,6 @@ class Completion:
         origins: origin of each drawn token; None: not requested.
         scores: log-probabilities of the prompt, for `prompt_logprobs`; None: not requested.
         drafted_steps: decode steps that could draft.
-        not_drafted: why the last other decode step did not draft; None: all could.
     """
 
     id: str
@@ -405,7 +396,6 @@ class Completion:
     origins: list[TokenOrigin] | None = None
     scores: PromptLogprobs | None = None
     drafted_steps: int = 0
-    not_drafted: str | None = None
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:
@@ -439,5 +429,4 @@ def completion(sequence: Sequence) -> Completion:
         origins=output.token_origins() if params.origins else None,
         scores=output.prompt_logprobs,
         drafted_steps=output.drafted_steps,
-        not_drafted=output.not_drafted,
     )

@@ -19,7 +19,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.batch import Counters
-from specjax.engine.draft_policy import drafting_summary
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import Pause, bad_request, shown, unavailable
 from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
@@ -119,7 +118,6 @@ def rank_state(rank: Runner) -> dict[str, Any]:
             "cached": scheduler.prefix.evictable,
             "tokens_each": engine.pool.page_size,
         },
-        "speculative_choice": None if engine.policy is None else engine.policy.report(),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
         "generated_tokens": counters.generated,
@@ -157,7 +155,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "speculative_lossy": lossy,
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
-        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
+        "drafted_steps": counters.drafted_steps,
         "device": engine.device_name,
         "compiling": sum(len(replica.programs.pending) for replica in engines),  # in the background
     }

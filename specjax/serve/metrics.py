@@ -24,7 +24,6 @@ from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
-from specjax.engine.draft_policy import doubt, drafting_summary
 from specjax.engine.sequence import Sequence, Status
 
 OURS, SGLANG = "specjax:", "sglang:"
@@ -210,8 +209,6 @@ class Report:
         self._last = replace(engine.counters)  # after the last step
         self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
         self._retracted = 0
-        self._explained = False  # True after the line about why steps did not draft
-        self._doubted = False
         self._idle = True
         self.throughput = 0.0  # tokens a second in the last line about decoding
 
@@ -221,9 +218,6 @@ class Report:
         retracted = engine.scheduler.retractions - self._retracted
         if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
             self._write(now, new, retracted)
-        if not self._doubted and (problem := doubt(engine.drafter, now.own_steps, now.own_accepted)):
-            self._doubted = True
-            logger.warning("%s", problem)
         self._last, self._idle = now, not engine.unfinished
 
     def _write(self, now: Counters, new: int, retracted: int) -> None:
@@ -246,11 +240,6 @@ class Report:
         before = self._decoded
         if now.steps - before.steps >= self._interval:
             steps = now.verifications - before.verifications
-            drafted = now.drafted_steps - before.drafted_steps
-            why = drafting_summary(engine.drafter, engine.buckets, steps, drafted)["not_drafted"]
-            if why and not self._explained:
-                self._explained = True
-                logger.info("%d of %d steps drafted: %s", drafted, steps, why)
             length = (now.verified - before.verified) / steps if steps else 1.0
             rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
             self.throughput = rate

@@ -164,7 +164,6 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
         "spec_accept_rate": round(accepted / proposed, 4) if proposed else 0.0,
         "spec_accept_histogram": histogram,
         "drafted_steps": sum(c.drafted_steps for c in done),
-        "not_drafted": next((c.not_drafted for c in done if c.not_drafted is not None), None),
     }
 
 

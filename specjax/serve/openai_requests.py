@@ -284,11 +284,6 @@ class SamplingFields(Body):
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
         None, description="Maximum number of drafts in a step, 0 = none. Changes the speed, never the text."
     )
-    always_draft: Flag | None = Field(
-        None,
-        description="Draft in each step, even if steps without drafts were measured to be faster. Changes the speed, "
-        "never the text. `not_drafted` of the answer gives the reason if a step still did not draft.",
-    )
     regex: Source | None = Field(None, description="Regular expression that the whole text matches.")
     ebnf: Source | None = Field(
         None, description="Grammar of the text: Lark with the rule `start`, or GBNF with the rule `root`."

@@ -72,8 +72,6 @@ class Task:
                 for i in range(1, self.n):
                     choice = replace(sampling, seed=later_seed(first.request.seed, i))
                     sequences.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
-                    if first_scores is not None:  # computed once for all choices
-                        sequences[-1].output.prompt_logprobs, sequences[-1].leader = first_scores, first
                 limit = first.request.limit
                 if self.most is not None and sampling.max_new_tokens is None:
                     limit = min(limit, self.most)

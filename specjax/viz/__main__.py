@@ -12,7 +12,7 @@ from specjax import Engine, EngineConfig, SamplingParams
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.drafters import Auto
 from specjax.settings import Parser
-from specjax.trace import StepTree
+from specjax.state import StepTree
 from specjax.viz.drawing import draw_steps
 
 

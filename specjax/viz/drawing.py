@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.trace import StepTree
+from specjax.state import StepTree
 from specjax.tree import NO_TOKEN
 
 Text = Callable[[list[int]], str]

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from jax.extend.random import threefry2x32_p
-from oracle import LENGTH, RUNNING, STOP, Sampling, Tree
+from oracle import Sampling, Tree
 
 SEEDS = [0, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63), -12345678901]
 VOCABULARY = 7
@@ -45,12 +45,6 @@ def test_generator_equals_jax_random(seed, position):
     theirs = threefry2x32_p.bind(*(jnp.full(33, word, jnp.uint32) for word in words), jnp.zeros(33, jnp.uint32), ids)
     for ours, expected in zip(oracle.threefry2x32(words, np.zeros(33), ids), theirs, strict=True):
         np.testing.assert_array_equal(ours, expected)
-
-
-def test_words_of_a_seed():
-    for seed in SEEDS:
-        assert np.array([seed], np.int64).view(np.uint32)[::-1].tolist() == list(oracle.key_words(seed))
-    assert len({oracle.key_words(seed) for seed in SEEDS}) == len(SEEDS)
 
 
 def test_logit_editing():
@@ -95,50 +89,6 @@ def test_distribution_and_ties():
     np.testing.assert_allclose(law, np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(), rtol=1e-6)
 
 
-#       0:9
-#      /   \
-#    1:4   2:5
-#    / \     \
-#  3:6 4:7   5:4
-BRANCHING = Tree((9, 4, 5, 6, 7, 4), (-1, 0, 0, 1, 1, 2))
-
-
-def test_tree():
-    assert oracle.depths(BRANCHING) == [0, 1, 1, 2, 2, 2]
-    assert oracle.path_tokens(BRANCHING, 5) == [5, 4]
-    assert oracle.pack_bits(oracle.ancestor_matrix(BRANCHING)).tolist() == [[1], [3], [5], [11], [19], [37]]
-    assert oracle.problems(BRANCHING) == []
-    assert len(oracle.problems(Tree((1, 2, 2, 3), (-1, 0, 0, 3)))) == 2
-    wide = np.zeros((1, 65), bool)
-    wide[0, [0, 31, 32, 64]] = True
-    assert oracle.pack_bits(wide).tolist() == [[2**31 + 1, 1, 1]]
-
-
-@pytest.mark.parametrize(
-    ("drawn", "nodes"),
-    [
-        ((1, 0, 0, 0, 0, 0), [0]),
-        ((4, 5, 6, 0, 0, 0), [0, 1]),  # node 1 has no child 5; node 2 is not on the path
-        ((5, 7, 4, 1, 1, 1), [0, 2, 5]),
-    ],
-)
-def test_walk(drawn, nodes):
-    assert oracle.walk(BRANCHING, drawn) == nodes
-
-
-@pytest.mark.parametrize(
-    ("tokens", "budget", "expected"),
-    [
-        ([1, 2, 3], 9, ([1, 2, 3], RUNNING)),
-        ([1, 8, 3], 9, ([1, 8], STOP)),
-        ([1, 2, 8], 3, ([1, 2, 8], STOP)),
-        ([1, 2, 8], 2, ([1, 2], LENGTH)),
-    ],
-)
-def test_truncated_run(tokens, budget, expected):
-    assert oracle.truncate(tokens, (8,), budget) == expected
-
-
 def test_top_k_expansion():
     """k = 2: level one is a .6, b .4; then a: a .9, b .1 and b: b .5, c .5. The pool is a b | aa ab bb bc."""
     rows = {(): [0.6, 0.4, 0], (0,): [0.9, 0.1, 0], (1,): [0, 0.5, 0.5]}
@@ -152,19 +102,6 @@ def test_top_k_expansion():
     assert tree.tokens == (9, 0, 1, 0, 1, 2)
     np.testing.assert_allclose(np.exp(tree.scores[1:]), [0.6, 0.4, 0.54, 0.2, 0.2], rtol=1e-6)
     assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=3).tokens == (9, 0, 0)  # a, aa: deep before broad
-
-
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_candidates_include_parents(seed, k, depth, data):
-    """Log-probabilities of 0 tie children with their parents, which have the lower index."""
-    width = data.draw(st.integers(2, k + (depth - 1) * k * k + 1))
-
-    def log_probs(path):
-        return np.random.default_rng([seed, *path]).choice([0.0, -0.5, -1.0], VOCABULARY)
-
-    tree = oracle.expand_tree(0, log_probs, k, depth, width)
-    assert len(tree.tokens) == width
-    assert oracle.problems(tree) == []
 
 
 @st.composite
@@ -210,14 +147,3 @@ def test_speculation_equals_plain_decoding(params, seed, width):
     assert speculative.gaps == plain.gaps
     assert sum(speculative.emitted) == len(plain.tokens) - 1
     assert all(e <= a + 1 for e, a in zip(speculative.emitted, speculative.accepted, strict=True))
-
-
-def test_perfect_draft():
-    params = Sampling(max_tokens=13)
-    plain = oracle.generate_plain(table_logits, [1, 2], params).tokens
-
-    def propose(tokens):
-        return oracle.chain_tree(tokens[-1], plain[len(tokens) - 2 :][:3])
-
-    result = oracle.generate_speculative(table_logits, propose, [1, 2], params)
-    assert result.emitted == [4, 4, 4]

@@ -11,7 +11,6 @@ from generate_helpers import saved_model
 
 from specjax import Engine, EngineConfig, SamplingParams
 from specjax.progress import progress_bar
-from specjax.viz.__main__ import main as viz
 
 
 @pytest.mark.parametrize(
@@ -30,19 +29,6 @@ def test_line_without_terminal(capsys, total, count, unit, line):
     with progress_bar("Compiling", total, unit, shown=False) as bar:
         bar.update(count)
     assert capsys.readouterr().err == ""
-
-
-def test_full_disk(monkeypatch):
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sys, "stderr", Full())
-    done = 0
-    with progress_bar("Loading", 10, "B") as bar:
-        bar.update(10)
-        done = bar.n
-    assert done == 10
 
 
 def test_bar_in_notebooks(monkeypatch):
@@ -69,10 +55,3 @@ def test_progress_of_compilation(model, capsys, progress, stream):
         assert re.fullmatch(lines if progress else "", capsys.readouterr().err)
     engine.warm_up([key for key in engine.buckets.all_keys() if key.width == engine.buckets.chunks[-1]])
     assert re.fullmatch(r"Compiling: \d bucket.*\n", capsys.readouterr().err), "one bar for all"
-
-
-def test_viz_shows_progress(model, tmp_path, capsys):
-    output = tmp_path / "tree.svg"
-    assert viz(["--model-path", model, "--prompt", "1 2 1 2", "--output", str(output), "--max-new-tokens", "8"]) == 0
-    said = capsys.readouterr().err
-    assert all(phase in said for phase in ("Loading ", "Compiling prefill ", "Compiling step 1: ")) and output.exists()

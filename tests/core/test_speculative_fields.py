@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST, refusal, task
-from engine_helpers import NGRAM, make_engine, reluctant_engine, shared_engine, toy
+from engine_helpers import NGRAM, make_engine, shared_engine, toy
 from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.serve import control
-from specjax.serve.errors import ApiError
 from specjax.state import NO_DRAFT_LIMIT
 
 LOOPING = toy(rows=5)  # its texts repeat, so drafts are accepted
@@ -148,52 +147,6 @@ def test_wrong_draft_limits(limit):
         assert task(path, LEAST[path] | {"draft_limit": 3.0}).sampling[0].draft_limit == 3
 
 
-# `always_draft`.
-
-
-@pytest.fixture(scope="module")
-def reluctant():
-    """A server whose engine has measured that drafting is slower."""
-    with running(reluctant_engine(LOOPING, NGRAM, isolate_ngrams=True)) as served:
-        yield served
-
-
-def test_reason_against_drafting_and_always_draft(reluctant: Running):
-    def asked(path: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        if path == GENERATE:
-            params = {"temperature": 0, "max_new_tokens": 40} | fields
-            answer = reluctant.post(path, {"text": "the the the the", "sampling_params": params}).json()
-            return answer["text"], answer["meta_info"]
-        prompt = {"messages": [HELLO[0] | {"content": "the the the the"}]} if path == CHAT else {"prompt": "the the"}
-        answer = reluctant.post(path, prompt | {"temperature": 0, "max_tokens": 40} | fields | ASKED).json()
-        (choice,) = answer["choices"]
-        return choice.get("text", choice.get("message")), answer["metadata"]["speculative"]
-
-    for path in (CHAT, COMPLETE, GENERATE):
-        text, actual = asked(path)
-        assert actual["drafted_steps"] == 0 < actual["spec_verify_ct"] and actual["spec_accept_length"] == 1
-        assert "faster by measurement" in actual["not_drafted"] and "adaptive" in actual["not_drafted"]
-        _, none = asked(path, draft_limit=0)
-        assert none["drafted_steps"] == 0 and "draft_limit: 0" in none["not_drafted"]
-        same, actual = asked(path, always_draft=True)
-        assert same == text and actual["spec_accept_length"] > 1
-        assert actual["drafted_steps"] == actual["spec_verify_ct"] and actual["not_drafted"] is None
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETE, GENERATE])
-def test_always_draft_errors(path):
-    def refused(fields: dict[str, Any], algorithm: str = "NGRAM") -> ApiError | None:
-        body = LEAST[path] | ({"sampling_params": fields} if path == GENERATE else fields)
-        return refusal(path, body, shared_engine(algorithm).intake)
-
-    assert refused({"always_draft": True}) is None and refused({"always_draft": False}, "NONE") is None
-    for fields, algorithm, words in (
-        ({"always_draft": True}, "NONE", "always_draft needs a drafter"),
-        ({"always_draft": True, "draft_limit": 0}, "NGRAM", "always_draft contradicts draft_limit"),
-        ({"always_draft": 1}, "NGRAM", "always_draft must be"),
-    ):
-        error = refused(fields, algorithm)
-        assert error is not None and error.status == 400 and words in str(error), (fields, str(error))
 
 
 # The page; test_playground.py opens it in a browser.

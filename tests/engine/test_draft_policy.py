@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_helpers import LONGEST, cached, drafting, from_scratch, right_often
-from engine_helpers import NGRAM, check_idle, check_plain, check_texts, idle_sequence, make_engine, toy
+from engine_helpers import NGRAM, check_idle, check_texts, idle_sequence, make_engine, toy
 
-from specjax.config import Experts
-from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS, distinct_experts
+from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS
 from specjax.drafters.base import Params
 from specjax.drafters.options import TreeShape
 from specjax.engine import Engine, SamplingParams, batch
-from specjax.engine.buckets import PLAIN, TREE, Key
+from specjax.engine.buckets import PLAIN, TREE
 from specjax.engine.draft_policy import (
     DECAY,
     HYSTERESIS,
@@ -25,11 +24,9 @@ from specjax.engine.draft_policy import (
     TRIAL_SHARE,
     DraftPolicy,
     Mean,
-    not_drafted,
 )
 from specjax.engine.sequence import Sequence, Status
 from specjax.gpu import DEVICES
-from specjax.limits import ParameterError
 from specjax.step import speculate_step
 
 
@@ -117,11 +114,10 @@ def test_acceptance_of_each_request():
     assert policy.choose(1, [good]) == TREE and policy.choose(1, [bad]) == PLAIN
 
 
-def test_speculate_and_always_draft():
+def test_requests_without_drafts():
     policy = DraftPolicy(lambda batch: 9.0, 1.0)
-    off, always = request(speculate=False), request(always_draft=True)
-    assert policy.choose(1, [off]) == PLAIN and policy.choose(4, [request(), off, always]) == TREE
-    assert policy.choose(1, [request()]) == PLAIN
+    off = request(speculate=False)
+    assert policy.choose(1, [off]) == PLAIN == policy.choose(1, [request()])
     eager = DraftPolicy(lambda batch: 1.0, 9.0)
     assert eager.choose(1, [request()]) == TREE and eager.choose(1, [off]) == PLAIN
     mixed = DraftPolicy(lambda batch: 2.0, 2.9)
@@ -148,18 +144,7 @@ def test_admission():
     for _ in range(200):
         policy.record(1, PLAIN, 0.01, {})
         policy.record(1, TREE, 0.02, {bad: 1})
-    assert not policy.admit(1, request()) and policy.admit(1, request(always_draft=True))
-
-
-def test_report():
-    policy = DraftPolicy(lambda batch: 2.0, 2.0)
-    policy.choose(4, [request()])
-    for _ in range(2):
-        policy.record(4, PLAIN, 0.01, {})
-    plain, draft = {"steps": 2, "milliseconds": 10.0}, {"steps": 0, "milliseconds": None}
-    report = policy.report()
-    assert report["batches"] == {"4": {"using": "plain", "plain": plain, "draft": draft}}
-    assert report["accept_length"] == 2.0
+    assert not policy.admit(1, request())
 
 
 def draft_at_random(engine: Engine, seed: int, usual: float = 0.5) -> None:
@@ -244,32 +229,6 @@ def test_plain_steps_leave_no_hole_in_a_heads_cache():
     check_idle(engine)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("NGRAM", "retracting"), ("eagle3", "in turn")])
-def test_always_draft_among_plain_steps(kind, sizes):
-    engine = engine_of(kind, **SIZES[sizes])
-
-    def choose(batch, requests):
-        asked = any(sequence.params.always_draft for sequence in requests)
-        return DraftPolicy.choose(engine.policy, batch, requests) if asked else PLAIN
-
-    engine.policy.choose = choose
-    prompt = [(7 * i + 2) % 30 for i in range(30)]
-    plain = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
-    always = replace(plain, always_draft=True)
-    (quiet,) = engine.generate([prompt], plain)
-    assert quiet.drafted_steps == 0 < quiet.spec_verify_ct
-    assert quiet.not_drafted is not None and "faster by measurement" in quiet.not_drafted
-    others = [replace(plain, seed=seed) for seed in (8, 9)]
-    for *_, done in (
-        engine.generate([prompt], [always]),
-        engine.generate([prompt[2:], prompt[1:], prompt], [*others, always]),
-    ):
-        assert done.output_ids == quiet.output_ids
-        assert done.drafted_steps == done.spec_verify_ct < quiet.spec_verify_ct and done.not_drafted is None
-    check_plain(toy() if kind == "NGRAM" else drafting(kind).toy, prompt, plain, done)
-    check_idle(engine)
-
-
 def test_draft_model_drafts_for_whole_requests():
     """Its cache has no pages of steps that it did not observe."""
     model, params, make = right_often("standalone")
@@ -278,13 +237,12 @@ def test_draft_model_drafts_for_whole_requests():
         retract_every=5,
     )  # fmt: skip
     turns = itertools.cycle([True, False, False])
-    engine.policy.admit = lambda batch, request: request.params.always_draft or next(turns)
+    engine.policy.admit = lambda batch, request: next(turns)
     prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
-    sampling = [SamplingParams(max_new_tokens=20, ignore_eos=True, always_draft=i == 7) for i in range(9)]
-    completions = check_texts(engine, model, prompts, sampling)
+    completions = check_texts(engine, model, prompts, [SamplingParams(max_new_tokens=20, ignore_eos=True)] * 9)
     drafted = [done.drafted_steps for done in completions]
     assert all(steps in (0, done.spec_verify_ct) for steps, done in zip(drafted, completions, strict=True))
-    assert 0 in drafted and sum(map(bool, drafted)) >= 3 and drafted[7]
+    assert 0 in drafted and sum(map(bool, drafted)) >= 3
 
 
 def test_plain_steps_do_not_run_the_draft_model():
@@ -318,35 +276,7 @@ def test_estimate_before_the_first_step(monkeypatch):
     assert 1 <= ngrams._estimated_ratio(1) <= ngrams._estimated_ratio(4), "a target without an architecture"
 
 
-def test_distinct_experts():
-    """Against draws of 2 experts of 8 a token."""
-    experts, rng = Experts(8, 2, width=4, layers=(0,)), np.random.default_rng(0)
-    for rows in (1, 3, 16):
-        draws = [{int(e) for _ in range(rows) for e in rng.choice(8, 2, replace=False)} for _ in range(4000)]
-        assert distinct_experts(experts, rows) == pytest.approx(np.mean([len(each) for each in draws]), rel=0.02)
-
-
-def test_reasons_not_to_draft():
-    buckets, none = engine_of("NGRAM").buckets, make_engine(toy(), "NONE", warm=False).buckets
-    small, drafting, plain = replace(buckets, block_tokens=1), Key("step", 3, 8), Key("step", 3, 8, nodes=PLAIN)
-    usual, off, always = request(), request(speculate=False), request(always_draft=True)
-    for arguments, reason in (
-        ((none, plain, usual), "there is no drafter"),
-        ((buckets, plain, off), "draft_limit: 0"),
-        ((small, plain, always), "batches of more than 1 requests"),
-        ((small, drafting, usual), "batches of more than 1 requests"),
-        ((buckets, plain, always), "were being compiled"),
-        ((buckets, plain, usual), "faster by measurement"),
-    ):
-        assert reason in not_drafted(*arguments), arguments
-
-
-def test_always_draft_needs_a_drafter():
-    with pytest.raises(ParameterError, match=r"always_draft needs a drafter.* NONE"):
-        make_engine(toy(), "NONE", warm=False).intake.sequence([70], SamplingParams(16, always_draft=True))
-    for others in ({"draft_limit": 0}, {"speculate": False}):
-        with pytest.raises(ParameterError, match="always_draft contradicts"):
-            SamplingParams(always_draft=True, **others)
+def test_engines_without_a_policy():
     assert make_engine(toy(), "NONE", warm=False, adaptive=True).policy is None
     assert make_engine(toy(), NGRAM, warm=False, adaptive=True, trace=True).policy is None
 

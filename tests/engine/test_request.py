@@ -17,7 +17,7 @@ from specjax.sampling import BIAS_ENTRIES
 
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 SWITCHES = (
-    "ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "always_draft", "origins", "require_reasoning",
+    "ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins", "require_reasoning",
     "stop_after_reasoning",
 )  # fmt: skip
 REFUSED = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import threading
 from dataclasses import replace
 
 import jax
@@ -32,11 +31,9 @@ from toy_models import tiny_llama
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine import grammar as grammar_module
 from specjax.engine.buckets import PLAIN, TREE, Key
-from specjax.engine.grammar import GRAMMAR_FAILED, Constraint, Grammar
+from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
-from specjax.engine.sequence import Status, completion
 from specjax.models.draft_head import init_head_params
 
 EOS = (END,)
@@ -262,55 +259,3 @@ def test_reasoning_of_a_prompt(prompt, begun):
     assert bool(bits[start]) == (begun is not None)
     assert bits[END] == 0
     assert Intake(tokenizer(), VOCABULARY, 128, 1024, EOS, 0)._reasoning([5, 6]) is None
-
-
-# Slow masks are computed by other threads.
-
-
-@pytest.mark.parametrize("kind", ["NONE", "trees"])
-def test_text_with_slow_masks(kind, monkeypatch):
-    monkeypatch.setattr(grammar_module, "SLOW_SECONDS", -1.0)
-    engine, batch, threads = engine_of(kind), requests(6), set[str]()
-    bits = Constraint._bits
-
-    def recorded(self: Constraint) -> np.ndarray:
-        threads.add(threading.current_thread().name)
-        return bits(self)
-
-    monkeypatch.setattr(Constraint, "_bits", recorded)
-    monkeypatch.setattr(engine.intake.grammars, "_cache", type(engine.intake.grammars._cache)())
-    check(engine, toy(), batch)
-    assert threads and all(name.startswith("specjax-mask") for name in threads)
-
-
-@pytest.mark.parametrize("abort", [False, True])
-def test_other_requests_run_while_a_mask_is_computed(abort, monkeypatch):
-    engine, released = engine_of("NGRAM"), threading.Event()
-    bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
-    assert bound.constraint is not None
-    bits = bound.constraint._bits
-
-    def blocked() -> np.ndarray:
-        assert released.wait(60)
-        return bits()
-
-    bound.constraint.slow = True
-    monkeypatch.setattr(bound.constraint, "_bits", blocked)
-    plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
-    steps = 0
-    while plain.status is not Status.FINISHED:
-        engine.step()
-        steps += 1
-        assert steps < 60 and not bound.output.tokens
-    engine.step()
-    assert bound.status is Status.RUNNING and not bound.output.tokens
-    if abort:
-        assert engine.abort(bound.id) and not engine.unfinished
-        engine.step()
-    released.set()
-    while engine.unfinished:
-        engine.step()
-    check_plain(toy(), HELLO, plain.params, completion(plain), EOS)
-    if not abort:
-        check_masked(toy(), HELLO, bound.params, completion(bound))
-    check_idle(engine)

@@ -159,14 +159,6 @@ def warm_grammars(engine: Engine) -> Engine:
     return engine
 
 
-def reluctant_engine(model: Toy, drafter: Drafter | DraftOptions | str, **config: Any) -> Engine:
-    """An adaptive engine to which steps with drafts seem a thousand times slower than others."""
-    engine = make_engine(model, drafter, adaptive=True, **config)
-    assert engine.policy is not None
-    engine.policy._ratio, engine.policy.record = (lambda batch: 1e3), (lambda *arguments: None)
-    return engine
-
-
 @functools.cache
 def shared_engine(algorithm: str, **config: Any) -> Engine:
     """An engine that several tests use: each leaves it idle."""

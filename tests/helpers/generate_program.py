@@ -1,4 +1,4 @@
-"""Run `specjax.generate` on two CPU devices, for tests/wings/test_generate_replicas.py.
+"""Run `specjax generate` on two CPU devices, for tests/wings/test_generate_replicas.py.
 
 Runs in a separate process, because the number of devices must be set before JAX starts. Prints a line of JSON per case.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from server_helpers import SECONDS, Running, braked, check_error, in_background,
 from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings
 from specjax.engine.batch import Counters
-from specjax.engine.draft_policy import MIN_DOUBTED_STEPS, doubt, drafting_summary
 from specjax.serve.metrics import SECONDS as BUCKETS
-from specjax.serve.metrics import Latencies, Report
+from specjax.serve.metrics import Latencies
 from specjax.serve.server_settings import MOST_TRACED
 from specjax.thresholds import AcceptAbove
 
@@ -126,7 +124,6 @@ def test_server_info_and_model_info(server):
     assert model["served_model_name"] == "toy" and isinstance(model["tokenizer_path"], str) and model["is_generation"]
     assert model["context_length"] == 128 and model["speculative_algorithm"] == "NGRAM"
     assert model["verify_steps"] >= model["drafted_steps"] > 0
-    assert (model["not_drafted"] is None) == (model["verify_steps"] == model["drafted_steps"])
     with server.client() as client:
         for method in ("GET", "POST"):
             assert client.request(method, "/flush_cache").json()["success"] is True
@@ -149,33 +146,8 @@ def test_flush_is_refused_while_a_request_runs(server):
     server.wait_idle()
 
 
-def test_reports_say_why_steps_did_not_draft():
-    engine = shared_engine("NGRAM")
-    summary = drafting_summary(engine.drafter, replace(engine.buckets, block_tokens=1), 10, 4)
-    assert summary["drafted_steps"] == 4 and "batches of more than 1 requests" in summary["not_drafted"]
-    assert "number of draft tokens" in summary["not_drafted"]
-    assert "speculate: false" in drafting_summary(engine.drafter, engine.buckets, 10, 4)["not_drafted"]
-    assert drafting_summary(engine.drafter, engine.buckets, 10, 10)["not_drafted"] is None
-    plain = shared_engine("NONE")
-    assert drafting_summary(plain.drafter, plain.buckets, 10, 0) == {"drafted_steps": 0, "not_drafted": None}
-
-
-def test_useless_draft_model_is_reported_once(caplog, monkeypatch):
-    """N-grams may match nothing, but a model that is never accepted was trained for another target."""
-    engine = make_engine(toy(), "NONE", warm=False)
-    model = engine.drafter._replace(name="EAGLE3", features="final")
-    assert doubt(model, MIN_DOUBTED_STEPS - 1, 0) is None and doubt(model, 10 * MIN_DOUBTED_STEPS, 1) is None
-    assert doubt(engine.drafter, 10 * MIN_DOUBTED_STEPS, 0) is None
-    problem = doubt(model, MIN_DOUBTED_STEPS, 0)
-    assert problem is not None and "EAGLE3" in problem and "another model" in problem
-    monkeypatch.setattr(engine, "drafter", model)
-    monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300, own_steps=300))
-    report = Report(engine, interval=40)
-    with caplog.at_level("WARNING"):
-        for _ in range(3):
-            report.after_step()
-    assert [record.getMessage() for record in caplog.records] == [doubt(model, 300, 0)]
-    # Tokens that a grammar forces say nothing about the draft model.
+def test_counts_of_forced_tokens():
+    """Tokens that a grammar forces say nothing about the drafter."""
     counters = Counters()
     for accepted, drafted, free in ((3, True, False), (1, True, True), (2, False, True)):
         counters.count(accepted, verified=True, drafted=drafted, free=free)

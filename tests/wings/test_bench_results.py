@@ -86,12 +86,10 @@ def test_the_table_fits_a_terminal():
 
 
 def test_drafted_steps():
-    """A note says why a method did not draft."""
-    base = [replace(sample("x", "1", 1.0, histogram=(4,)), note="large batches")]
+    base = [sample("x", "1", 1.0, histogram=(4,))]
     rows = [row([replace(base[0], drafted_steps=count)], base) for count in (4, 1)]
     assert [cells["drafted_steps"] for cells in rows] == [4, 1]
     assert [results.cells(cells)[8] for cells in rows] == ["100%", "25%"]
-    assert [cells["not_drafted"] for cells in rows] == ["", "large batches"]
 
 
 def test_short_titles_of_sets():

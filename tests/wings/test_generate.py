@@ -22,7 +22,7 @@ FIELDS = [
 ]  # fmt: skip
 SUMMARY = [
     "requests", "failed", "completion_tokens", "seconds", "tokens_per_second", "accept_length", "verify_steps",
-    "drafted_steps", "not_drafted", "algorithm", "draft", "device",
+    "drafted_steps", "algorithm", "draft", "device",
 ]  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def by_hand(model, tmp_path, lines):
     source.write_bytes(
         b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
     )
-    command = [sys.executable, "-m", "specjax.generate", "--model", model, "--input", source, "--output", target]
+    command = [sys.executable, "-m", "specjax", "generate", "--model", model, "--input", source, "--output", target]
     done = subprocess.run(
         [*map(str, command), *(flag for flag in QUICK if flag != "--no-progress")],
         capture_output=True, encoding="utf-8", timeout=240, cwd=tmp_path,
@@ -297,7 +297,7 @@ def test_as_a_program(model, tmp_path):
     assert [row["id"] for row in rows] == [0, 8]
     for number in range(2, 9):
         assert f"line {number}: " in done.stderr
-    assert "temperature must be a finite number, got '1'" in done.stderr
+    assert "temperature must be a number from 0 to 10000, got '1'" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Generating" in done.stderr and "Compiling" in done.stderr
     (line,) = done.stdout.splitlines()

@@ -18,9 +18,6 @@ def generate(tmp_path_factory) -> Generate:
 
 
 def test_rows_of_columns():
-    import specjax.ray_data
-
-    assert specjax.ray_data.Generate is Generate, "the former name"
     messages = np.array([[{"role": "user", "content": "a", "name": None}], None], object)
     batch = {"id": np.array([1.0, np.nan]), "input_ids": np.array([[1, 2], [3, 4]]), "messages": messages}
     assert list(rows_of(batch)) == [

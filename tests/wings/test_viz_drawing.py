@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from specjax.trace import StepTree
+from specjax.state import StepTree
 from specjax.viz.__main__ import most_telling
 from specjax.viz.drawing import HEIGHT, LONGEST, draw_steps, draw_tree, label, layout
 
