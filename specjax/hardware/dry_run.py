@@ -13,9 +13,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -147,13 +147,12 @@ class Outline:
 
 def outline(
     model: str, *, draft: DraftOptions | str = Auto.algorithm, dtype: str = "auto", quantization: str = "auto",
-    revision: str | None = None, platform: str | None = None, progress: bool = True,
+    revision: str | None = None, platform: str | None = None,
 ) -> Outline:  # fmt: skip
     """Describes target and drafter for a platform ("cpu", "gpu"; None: this process's), as `load` would load them."""
     platform = platform or jax.default_backend()
-    more: Any = {"progress": progress, "outline": True}
     options, plugin = requested(model, draft)
-    files = checkpoint.resolve(model, revision=revision, **more)
+    files = checkpoint.resolve(model, revision=revision, progress=True, outline=True)
     config = checkpoint.model_config(files.config, dtype=dtype, platform=platform)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
     chosen = choose(options, files, config, platform)
@@ -170,12 +169,12 @@ def outline(
     options = cast(ModelOptions, chosen.options)
     if options.needs is not None and options.kind is None:
         with naming(options, "path"):
-            others = checkpoint.resolve(str(options.path), revision=options.revision, **more)
+            others = checkpoint.resolve(str(options.path), revision=options.revision, progress=True, outline=True)
             drafts = checkpoint.model_config(others.config, dtype=dtype, platform=platform)
             kind, small = model_quantization(options, others, drafts, platform), make_target(drafts)
         parts.append(part(drafts, kind, {**others.config}, drafts.tied_embeddings))
     elif options.needs is not None:
-        head = chosen.mtp or _head(options, config, progress)
+        head = chosen.mtp or _head(options, config)
         kind, inside = head_quantization(chosen, files, config, quantization, platform), chosen.mtp is not None
         stored = {**files.config} if inside else {}
         if inside and checkpoint.mtp_method(files, config) is None:
@@ -191,11 +190,10 @@ def outline(
     return Outline(target, Params(weights, params), drafter, tuple(parts))
 
 
-def _head(options: ModelOptions, config: ModelConfig, progress: bool) -> HeadConfig:
+def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig:
     with naming(options, "path"):
-        head = checkpoint.describe_head(
-            str(options.path), config, kind=str(options.kind), revision=options.revision, progress=progress
-        )
+        named: Any = {"kind": str(options.kind), "revision": options.revision}
+        head = checkpoint.describe_head(str(options.path), config, **named, progress=True)
     if (token_map := getattr(options, "token_map", None)) is None:
         return head
     if str(token_map).isdecimal():  # the first tokens of the map that comes with specjax
@@ -230,7 +228,7 @@ def make_plan(case: Case) -> dict[str, Any]:
         draft_pages += page_bytes(part.pages, n) - page_bytes(part.pages)
     reads = _reads(model, n, config.expert_parallel)
     weights, draft_weights = reads["weights"], reads["draft_weights"]
-    problems = [*_split_problems(case)]
+    problems = [problem] if (problem := _split_problem(case)) else []
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
@@ -277,17 +275,16 @@ def make_plan(case: Case) -> dict[str, Any]:
     }
 
 
-def _split_problems(case: Case) -> Iterator[str]:
-    """Yields reasons why the devices cannot split heads or experts."""
+def _split_problem(case: Case) -> str | None:
+    """Returns a reason why the devices cannot split heads or experts."""
     devices, groups = case.config.tensor_parallel, case.config.expert_parallel
-    checks: list[Callable[[], Any]] = [partial(check_experts, case.outline.target.config, groups)]
-    for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
-        checks.append(partial(fitted, part.config, devices, name, groups))
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            yield str(flags.with_flag(error))
+    try:
+        check_experts(case.outline.target.config, groups)
+        for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
+            fitted(part.config, devices, name, groups)
+    except ValueError as error:
+        return str(flags.with_flag(error))
+    return None
 
 
 @lru_cache(16)
@@ -341,7 +338,7 @@ def changes(case: Case) -> Iterator[str]:
         "--context-length": settings("context_length", [room] if config.context_length and room else []),
         "--max-running-requests": settings("max_running_requests", batches),
         "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
-        "--tensor-parallel-size": ((count, split) for count, split in wider if not any(_split_problems(split))),
+        "--tensor-parallel-size": ((count, split) for count, split in wider if not _split_problem(split)),
         "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
     }
     if model.drafter.width > 1:
@@ -356,17 +353,16 @@ def changes(case: Case) -> Iterator[str]:
 def report(plan: dict[str, Any]) -> str:
     """Formats the plan; the last line is the verdict."""
     device, memory = plan["device"], plan["memory"]
+    left = (memory["limit"] - memory["total"]) / 1e9
     lines = [
-        f"model     {plan['model']}",
-        f"          {plan['dtype']}, {plan['context_length']} tokens of context",
+        f"model     {plan['model']}, {plan['dtype']}, {plan['context_length']} tokens of context",
         *(f"{name:9} {text}" for name, text in plan["speculation"].items()),
         f"devices   {plan['devices']} for each of {plan['replicas']} replicas; figures are for one device",
-        f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s",
-        f"          {device['note']}",
+        f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s, "
+        f"{device['note']}",
         "",
         *(f"{name:15}{size / 1e9:9.3f} GB" for name, size in memory.items()),
         f"pool of {plan['pool_tokens']} tokens in pages of {plan['page_size']}",
-        "",
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",
         f"at most, without drafts, with {CONTEXT} tokens of context (the memory's bandwidth)",
@@ -377,5 +373,4 @@ def report(plan: dict[str, Any]) -> str:
     ]
     if not (plan["fits"] or plan["changes"]):
         lines.append("change: a smaller model; no single flag and no listed device is enough")
-    left = (memory["limit"] - memory["total"]) / 1e9
     return "\n".join([*lines, f"fits: {left:.2f} GB are left" if plan["fits"] else "does not fit"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import END, NEAR, VOCABULARY, tokenizer
-from family_helpers import DENSE, FAMILIES, WINDOW, load_oracle, save_family
+from family_helpers import FAMILIES, WINDOW, load_oracle, save_family
 from train_helpers import arguments
 
 from specjax import Engine, EngineConfig, SamplingParams
 from specjax.checkpoint import load_head, load_params, model_config, resolve
-from specjax.config import ModelConfig, RopeConfig
+from specjax.config import ModelConfig
 from specjax.drafters.options import options_of
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, with_token_map
 from specjax.train import generate
 from specjax.train.__main__ import main
 from specjax.train.data import Rows
-from specjax.train.export import export_head
 from specjax.train.features import teach, training_target
 from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
@@ -166,20 +164,6 @@ def test_a_new_head_starts_from_the_targets_norm_and_output_layer(folders):
         expected = target.unembed(params, normed * (offset + params["final_norm"])[None, None])
         logits = draft_head(head, target).unembed(params, weights, stream)
         np.testing.assert_array_equal(np.argmax(logits, axis=-1), np.argmax(expected, axis=-1))
-
-
-@pytest.mark.parametrize("family", [*DENSE, "dynamic"])
-def test_an_exported_head_is_loaded_with_its_configuration(folders, tmp_path, family):
-    """With the target's rotary embedding, also with dynamic scaling."""
-    config, _ = read(folders("llama" if family == "dynamic" else family))
-    if family == "dynamic":
-        rope = RopeConfig(scaling="dynamic", factor=2.0, original_max_position=64)
-        config = replace(config, rope=rope, max_positions=128)
-    head = head_config(DraftSettings(), config)
-    assert (head.rope, head.head_dim, head.num_kv_heads) == (config.rope, config.head_dim, config.num_kv_heads)
-    params = init_head_params(head, make_target(config), jax.random.key(0))
-    export_head(tmp_path / "head", head, params, config, target_name="a/b", card="A head.", dtype="float32")
-    assert load_head(str(tmp_path / "head"), config, kind="eagle3")[0] == head
 
 
 def test_head_of_a_latent_target_fills_its_width(folders):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from specjax.bench import command, sets
@@ -168,11 +166,3 @@ def test_a_configuration_file(tmp_path):
     assert chosen.bench.methods == ("none", "NGRAM:nodes=8")
     assert (chosen.bench.temperatures, chosen.bench.batch_sizes) == (("0", "0.7"), ("2", "4"))
     assert chosen.model.model == "m"
-
-
-def test_quick_defaults(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr(command, "compare", lambda chosen, progress: seen.append(chosen.bench) or {})
-    assert command.main(["--quick", "--limit", "9"]) == 0
-    assert (seen[0].limit, seen[0].methods) == (9, command.QUICK.methods)
-    assert json.loads(capsys.readouterr().out) == {}

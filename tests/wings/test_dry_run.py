@@ -341,6 +341,7 @@ def test_wrong_flags(capsys, argv, message):
         (("--model", "./nowhere"), "the model './nowhere' looks like a path"),
         (("--context-length", 10**6), "--context-length 1000000 exceeds the model's 131072 positions"),
         (("--speculative-algorithm", "EAGLE3"), "--speculative-draft-model-path is missing: EAGLE3 needs a draft head"),
+        (("--tokenizer-path", "./nowhere"), "(tokenizer_path, --tokenizer-path) is not a folder"),
     ],
 )
 def test_wrong_settings_give_status_2(configs, capsys, argv, message):
@@ -348,27 +349,6 @@ def test_wrong_settings_give_status_2(configs, capsys, argv, message):
     assert command.main([*map(str, ("--dry-run", "--assume-device", "H100", *model, *argv))]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and message in printed.err and printed.err.startswith("specjax serve: ")
-
-
-@pytest.mark.parametrize(
-    ("flag", "text", "message"),
-    [
-        ("--chat-template", "{% if %}", "has a syntax error in line 1: Expected an expression"),
-        ("--tokenizer-path", None, "(tokenizer_path, --tokenizer-path) is not a folder"),
-    ],
-)
-def test_wrong_files_give_the_engines_error(tiny, tmp_path, capsys, monkeypatch, flag, text, message):
-    file = tmp_path / "given"
-    if text is not None:
-        file.write_text(text)
-    argv = ("--model", tiny / "model", flag, file, "--speculative-algorithm", "NONE", "--context-length", 64)
-    assert command.main(["--dry-run", *map(str, argv)]) == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith("specjax serve: ") and message in refusal
-    monkeypatch.setattr("specjax.checkpoint.load_params", lambda *_, **__: pytest.fail("weights were read first"))
-    with pytest.raises(CheckpointError) as error:
-        Engine.from_pretrained(str(tiny / "model"), **{flag[2:].replace("-", "_"): str(file)})
-    assert refusal == f"specjax serve: {error.value}\n"
 
 
 def test_measured_speed_of_this_machine(tiny, dry_run):
