@@ -118,16 +118,15 @@ def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
 
 def test_temperatures_are_drawn_by_line(files):
     def run(*flags: Any, count: int = 60) -> list[tuple]:
-        files("--overwrite", "--max-new-tokens", 2, "--count", count, *flags)
+        files("--overwrite", "--max-new-tokens", 2, *flags, lines=[{"prompt": str(i)} for i in range(count)])
         return [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
 
-    files.write([{"prompt": str(i)} for i in range(60)])
-    rows = run("--temperatures", "0.0 1.5=3")
+    rows = run("--temperatures", "0.0 1.5 1.5 1.5")
     counts = Counter(temperature for _, temperature, _ in rows)
     assert set(counts) == {0.0, 1.5}
     assert 30 <= counts[1.5] <= 57, "the share is 3 of 4"
-    assert run("--temperatures", "0", "1.5=3", count=10) == rows[:10]
-    assert [row[1] for row in run("--seed", 1, "--temperatures", "0", "1.5=3")] != [row[1] for row in rows]
+    assert run("--temperatures", "0", "1.5", "1.5", "1.5", count=10) == rows[:10]
+    assert [row[1] for row in run("--seed", 1, "--temperatures", "0 1.5 1.5 1.5")] != [row[1] for row in rows]
 
 
 def test_shards_together_equal_a_whole_run(files, tmp_path):
