@@ -19,7 +19,7 @@ from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, eagle_drafter
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, output_columns
-from specjax.models.head_spec import ALGORITHMS, default_aux_layers, head_table
+from specjax.models.head_spec import ALGORITHMS, default_aux_layers
 from specjax.models.target import Target
 from specjax.train.data import Rows
 from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings, TrainOptions
@@ -45,7 +45,7 @@ class TargetSource:
 class HeadDraft:
     """A head in training. It is created before data and weights are read, so that wrong settings fail early.
 
-    Trained weights are a flat dict of float32 leaves, which `table` declares.
+    Trained weights are a flat dict of float32 leaves.
 
     Raises ValueError or CheckpointError if a setting is wrong, or does not apply to this kind of head.
     """
@@ -60,19 +60,12 @@ class HeadDraft:
         self._options, self._source = options, source
         self._ids: np.ndarray | None = None
         self._scale: Array | None = None
-        self.table = head_table(self.config)
-        self.features, self.feature_size = self.config.features, self.config.feature_size
 
-    def choose_vocabulary(self, rows: Rows) -> dict[str, Any]:
-        """Choose the draft vocabulary by token counts; returns facts for the log and the model card."""
-        if not self.config.mapped:
-            return {}
-        source = self._source
-        if self._init_params is None:
+    def choose_vocabulary(self, rows: Rows) -> None:
+        """Choose the draft vocabulary of a new head by token counts."""
+        if self.config.mapped and self._init_params is None:
+            source = self._source
             self._ids = draft_ids(rows, self.config.vocab_size, source.config.vocab_size, source.eos_ids)
-        else:
-            self._ids = np.asarray(self._init_params["ids"])
-        return {"draft_vocabulary_coverage": round(coverage(rows, self._ids), 4)}
 
     def first_weights(
         self, target_params: Weights, first_batch: Callable[[], tuple[Teacher, Rows]]
@@ -210,12 +203,6 @@ def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> In
     """The `size` most frequent tokens with a loss, ascending, always with the end tokens."""
     counts = np.bincount(rows.tokens[rows.loss], minlength=vocabulary)
     return np.sort(token_map(counts.astype(np.int64), size, sorted(ends))).astype(np.int32)
-
-
-def coverage(rows: Rows, ids: Int32[np.ndarray, "W"]) -> float:
-    """The share of the tokens with a loss that are among the ids."""
-    tokens = rows.tokens[rows.loss]
-    return float(np.isin(tokens, ids).mean()) if tokens.size else 0.0
 
 
 def new_params(

@@ -71,7 +71,8 @@ def prepare(options: TrainOptions) -> Inputs:
     source = TargetSource(files, tokenizer, config, eos)
     draft = HeadDraft(options, source)
     rows, held_back, facts = read_data(options, tokenizer, config)
-    return Inputs(source, rows, held_back, draft, facts | draft.choose_vocabulary(rows))
+    draft.choose_vocabulary(rows)
+    return Inputs(source, rows, held_back, draft, facts)
 
 
 def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
@@ -92,10 +93,6 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
             raise ValueError(f"{flag}: none of the {loaded.lines} lines is usable{first}")
     report([*answers.skipped, *texts.skipped])
     count, reserved, chosen = len(answers.examples), settings.held_back, texts.examples
-    if reserved and not settings.data:
-        raise ValueError(
-            f"--held-back {reserved} needs --data: nothing of --text-data is held back; leave the flag out"
-        )
     if reserved and reserved >= count:
         raise ValueError(f"--held-back {reserved} must be less than the {count} usable examples of --data")
     if reserved is None:
@@ -188,7 +185,7 @@ class Trainer:
         run, dtype, draft = options.run, options.run.compute_dtype, inputs.draft
         self.mesh = Mesh(np.array(jax.local_devices()), ("data",))  # the rows of a batch are spread over it
         target = training_target(inputs.source.config, dtype)
-        teach_batch = teach(target, draft.features)
+        teach_batch = teach(target, draft.config.features)
         self._teach = jax.jit(teach_batch)
         self._serving_params = target_params
         place = update.split if run.target_placement == "split" else everywhere
@@ -210,11 +207,11 @@ class Trainer:
     def _feature_store(self) -> FeatureStore:
         run, source, draft = self.options.run, self.inputs.source, self.inputs.draft
         stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files.weights]
-        layers = () if draft.features == "final" else draft.features
+        layers = draft.config.aux_layers
         return FeatureStore(
             self._teach_on_host, self.inputs.rows,
             folder=Path(run.feature_folder or Path(run.output) / "features"),
-            widths=(draft.feature_size, source.config.hidden_size), dtype=run.compute_dtype,
+            widths=(draft.config.feature_size, source.config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
             identity=f"{self.options.model.model} {stamps} {source.config.dtype} {layers}",
         )  # fmt: skip

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -143,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the map; returns the summary."""
-    started, progress = time.perf_counter(), not args.no_progress
+    progress = not args.no_progress
     inputs, output = line_files(args.input), Path(args.output)
     check_output(output, inputs)
     if args.size is not None and args.size < 1:
@@ -172,7 +171,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "lines": lines, "bad": bad, "tokens": tokens, "distinct": int(np.count_nonzero(counts)),
         "vocabulary": vocabulary, "size": size, "end_ids": ends, "coverage": coverage(counts, sizes, ends),
-        "output": args.output, "seconds": round(time.perf_counter() - started, 3),
+        "output": args.output,
     }  # fmt: skip
 
 

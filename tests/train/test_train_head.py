@@ -81,8 +81,6 @@ def test_draft_vocabulary_is_the_most_frequent_tokens_with_a_loss(size):
     ranked = [token for token in sorted(range(31), key=lambda t: (-counted[t], t)) if token != end]
     ids = head.draft_ids(rows, size, 31, (end,))
     assert ids.tolist() == sorted([*ranked[: size - 1], end])
-    share = sum(counted[token] for token in ids.tolist()) / counted.total()
-    assert head.coverage(rows, ids) == pytest.approx(share)
 
 
 def test_init_from(tmp_path):

@@ -402,7 +402,7 @@ def test_text_skip_and_text_examples(tmp_path):
     assert used(text_skip=15, text_examples=10) < rest
     with pytest.raises(ValueError, match="--text-skip 40 leaves none of the 40 examples of --text-data"):
         used(text_skip=40)
-    with pytest.raises(ValueError, match="--held-back 4 needs --data: nothing of --text-data is held back"):
+    with pytest.raises(ValueError, match="--held-back 4 must be less than the 0 usable examples of --data"):
         used(held_back=4)
 
 

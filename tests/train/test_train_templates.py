@@ -260,7 +260,7 @@ def trained(kind: str, folder: Path) -> Trained:
             places[tokens[slots].tobytes()] = (row, int(slots[0]))
     draft.choose_vocabulary(rows)
     target, batch = training_target(toy().target.config, "float32"), Rows(*map(jnp.asarray, rows))
-    teacher = jax.jit(teach(target, draft.features))(toy().params, batch)
+    teacher = jax.jit(teach(target, draft.config.features))(toy().params, batch)
     weights, frozen = draft.first_weights(toy().params, lambda: (teacher, rows))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(unroll.LOSSES, "record", record)
