@@ -26,9 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="specjax viz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--prompt", required=True, help="a user's message")
     parser.add_argument("--output", required=True, metavar="FILE", help="the SVG file to write")
-    parser.add_argument(
-        "--model", "--model-path", default=BUILT_IN_MODEL, help="the target: alias, folder, .gguf or hub id"
-    )
+    target = "the target: alias, folder, .gguf or hub id"
+    parser.add_argument("--model", "--model-path", default=BUILT_IN_MODEL, help=target)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--step", type=int, help="step to draw, from 1 (default: the step with most accepted drafts)")
     parser.add_argument("--tree", type=int, nargs=3, metavar=("STEPS", "TOPK", "NODES"), help="shape of the draft tree")

@@ -91,18 +91,15 @@ def layout(tree: StepTree, text: Text | None = None) -> Layout:
     for node in range(1, len(labels)):
         children[parents[node]].append(node)
 
-    y, rows = [0.0] * len(labels), 0
-    stack = [(0, False)]
+    y, rows, stack = [0.0] * len(labels), 0, [0]
     while stack:  # no recursion: a chain may be deeper than Python's stack
-        node, seen = stack.pop()
-        if seen:
+        node = stack.pop()
+        stack += reversed(children[node])
+        if not children[node]:
+            y[node], rows = rows * LINE, rows + 1
+    for node in reversed(range(len(labels))):  # children come after their parent
+        if children[node]:
             y[node] = (y[children[node][0]] + y[children[node][-1]]) / 2
-        elif children[node]:
-            stack.append((node, True))
-            stack += [(child, False) for child in reversed(children[node])]
-        else:
-            y[node] = rows * LINE
-            rows += 1
 
     # Wide characters take two columns of a font of fixed width.
     lengths = (sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in shown) for shown in labels)
