@@ -121,15 +121,6 @@ class Part(NamedTuple):
     pages: Any  # pytree of `PageSpec`s
     bits: Bits | None  # sizes of quantised weights
 
-    @classmethod
-    def of(cls, config: ModelConfig | HeadConfig | MtpConfig, vocab_size: int, bits: Bits | None) -> Part:
-        if isinstance(config, MtpConfig):
-            pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
-            return cls(config, mtp_table(config), mtp_sizes(config), pages, bits)
-        if isinstance(config, HeadConfig):
-            return cls(config, head_table(config), head_sizes(config, vocab_size), key_value_spec(config), bits)
-        return cls(config, table(config), dimensions(config), make_target(config).pages, bits)
-
     def shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape(self.sizes), np.dtype(leaf.dtype or self.config.dtype))
 
@@ -162,7 +153,14 @@ def outline(
         half = platform == "cpu" and config.dtype == "float32"
         bits = checkpoint.bits_per_weight(hf_config, kind, keeps_half=half)
         # Loading does not quantise an embedding that is only read by rows.
-        return Part.of(config, target.config.vocab_size, bits and bits._replace(embed=kind == "auto" or tied))
+        bits = bits and bits._replace(embed=kind == "auto" or tied)
+        if isinstance(config, MtpConfig):
+            pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
+            return Part(config, mtp_table(config), mtp_sizes(config), pages, bits)
+        if isinstance(config, HeadConfig):
+            sizes = head_sizes(config, target.config.vocab_size)
+            return Part(config, head_table(config), sizes, key_value_spec(config), bits)
+        return Part(config, table(config), dimensions(config), make_target(config).pages, bits)
 
     parts = [part(config, quantization, {**files.config}, config.tied_embeddings)]
     kind, head, small = "none", None, None
