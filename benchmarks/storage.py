@@ -43,7 +43,6 @@ STORAGES = ("f32", "f16", "q8_0", "q4_1")
 ENGINES = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
 LLAMA_CPP = ("llama.cpp", "llama.cpp-lookup")
 TRANSFORMERS = "transformers-float32"
-LOOKUP_TOKENS = 10
 
 
 Contender = Callable[[list[int], int], tuple[list[int], float]]
@@ -82,7 +81,7 @@ def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS) if lookup else None
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=10) if lookup else None
     model = Llama(
         str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, logits_all=lookup, draft_model=draft,
         verbose=False,
