@@ -99,8 +99,12 @@ def _parse(text: str) -> Method:
     adaptive = SWITCH[switch]
     if drafter and options:
         raise ValueError(f"a custom drafter has no option {min(options)}")
-    words = [drafter or _title(title, options), *["adaptive"] * adaptive, *[f"verifier {verifier}"] * bool(verifier)]
-    draft = None if drafter else _typed(title, {Auto.algorithm: Auto, **DRAFTERS}[title], options)
+    words = [
+        _title(title, options) if title else str(drafter),
+        *["adaptive"] * adaptive,
+        *[f"verifier {verifier}"] * bool(verifier),
+    ]
+    draft = _typed(title, {Auto.algorithm: Auto, **DRAFTERS}[title], options) if title else None
     return Method(text, name or " ".join(words), draft, drafter, verifier, adaptive)
 
 

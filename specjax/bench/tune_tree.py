@@ -224,8 +224,10 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]], comment: str) -> str:
 def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Searches, prints and writes. Returns the command's summary."""
     started, tune, folder = time.perf_counter(), chosen.tune, Path(chosen.tune.output)
-    shared = {flag.name: getattr(tune, flag.name) for flag in fields(BenchSettings) if flag.name in vars(tune)}
-    bench = BenchSettings(**shared | {"methods": (NONE.text,), "temperatures": (str(tune.temperature),)})
+    names = [flag.name for flag in fields(BenchSettings) if flag.name in vars(tune)]
+    shared: dict[str, Any] = {name: getattr(tune, name) for name in names}
+    shared |= {"methods": (NONE.text,), "temperatures": (str(tune.temperature),)}
+    bench = BenchSettings(**shared)
     plan = make_plan(bench)
     build.claim_gpu(chosen)
     draft = build.draft_options(chosen)

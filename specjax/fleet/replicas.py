@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from specjax.engine import Engine
-from specjax.engine.sequence import Sequence
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import ENGINE_GONE, ENGINE_STUCK, State
 from specjax.serve.runner import EngineStuck, Places, Runner, Service, check_ids
@@ -58,14 +57,14 @@ class Replicas(Service):
         """Queues each sequence at the replica with the fewest unfinished sequences."""
         with self._lock:
             check_ids(listener.sequences, (id for rank in self.ranks for id in rank.ids))
-            loads, chosen = [rank.unfinished for rank in self.ranks], dict[Sequence, int]()
-            for sequence in listener.sequences:  # one with a leader reuses the leader's results
-                rank = loads.index(min(loads)) if sequence.leader is None else chosen[sequence.leader]
-                loads[rank] += 1
-                chosen[sequence] = rank
-            for number, runner in enumerate(self.ranks):
-                if indices := [i for i, sequence in enumerate(listener.sequences) if chosen[sequence] == number]:
-                    runner.submit(listener, indices)
+            loads, indices = [rank.unfinished for rank in self.ranks], [list[int]() for _ in self.ranks]
+            for index in range(len(listener.sequences)):
+                number = loads.index(min(loads))
+                loads[number] += 1
+                indices[number].append(index)
+            for rank, some in zip(self.ranks, indices, strict=True):
+                if some:
+                    rank.submit(listener, some)
 
     def _changed(self) -> None:
         with self._lock:

@@ -147,8 +147,6 @@ def test_wrong_draft_limits(limit):
         assert task(path, LEAST[path] | {"draft_limit": 3.0}).sampling[0].draft_limit == 3
 
 
-
-
 # The page; test_playground.py opens it in a browser.
 
 
