@@ -73,16 +73,17 @@ from specjax import (
     Params,
     RopeConfig,
     SamplingParams,
-    compiling,
+    gpu,
     make_drafter,
     make_target,
 )
-from specjax.compiling import IN_GRAPHS, LOOPS, SCHEDULING
 from specjax.drafters import Drafter
 from specjax.drafters.options import options_of
 from specjax.engine.buckets import Key
 from specjax.engine.memory import temporary_bytes
 from specjax.engine.sequence import completion
+from specjax.gpu import IN_GRAPHS, LOOPS, SCHEDULING
+from specjax.load import use_compilation_cache
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 
@@ -380,28 +381,28 @@ OPTIONS: dict[str, dict[str, str]] = {
     "Triton only": {"xla_gpu_cublas_fallback": "False"},
     "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": "True"},
 }
-"""Changes to `compiling.NVIDIA_OPTIONS`. XLA accepts True and False as written, not in lower case."""
+"""Changes to `gpu.NVIDIA_OPTIONS`. XLA accepts True and False as written, not in lower case."""
 
 
 def options(report: Report) -> None:
     """Steps with one option changed. Options that this XLA lacks are skipped."""
-    model, ours = Model(report, llama_8b), compiling.NVIDIA_OPTIONS
+    model, ours = Model(report, llama_8b), gpu.NVIDIA_OPTIONS
     changes = dict(list(OPTIONS.items())[:2]) if report.tiny else OPTIONS
     for tree in (None, (7, 1, 8)):
         default = None
         for change, values in changes.items():
             name = f"{tree or 'plain'}, {change}"
-            if not all(compiling.accepts(*option) for option in values.items()):
+            if not all(gpu.accepts(*option) for option in values.items()):
                 report.skip(f"{name}: XLA of jax {jax.__version__} does not accept {values}")
             elif report.in_time(name, 25):
                 with report.attempt(name):
-                    compiling.NVIDIA_OPTIONS = MappingProxyType(ours | values)
+                    gpu.NVIDIA_OPTIONS = MappingProxyType(ours | values)
                     row = model.measure_steps(tree, 1)
                     default = default or row["milliseconds"]
                     ratio = round(row["milliseconds"] / default, 4)
                     report.add("option", change=change, options=values, ratio=ratio, **row)
                     say(f"{name:44} {row['milliseconds']:8.3f} ms  {ratio:6.3f} of the default")
-    compiling.NVIDIA_OPTIONS = ours
+    gpu.NVIDIA_OPTIONS = ours
 
 
 PRODUCT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256, 512)
@@ -415,7 +416,7 @@ def products(report: Report) -> None:
     shapes = {"down": (inner, m), "gate-up": (m, 2 * inner), "qkv": (m, heads * config.head_dim)}
     shapes |= {"o": (config.num_heads * config.head_dim, m), "output": (m, config.vocab_size)}
     bandwidth = copy_bandwidth(16 if report.tiny else None)
-    multiply = jax.jit(lambda x, weight: linear(x[None], weight)[0], compiler_options=compiling.compiler_options())
+    multiply = jax.jit(lambda x, weight: linear(x[None], weight)[0], compiler_options=gpu.compiler_options())
     dtype = jnp.dtype(config.dtype)
     draw = partial(jax.random.normal, dtype=dtype)
     say(f"a copy moves {bandwidth / 1e9:.0f} GB/s\n{'product':10} {'rows':>5} {'us':>9} {'of a copy':>9}")
@@ -585,7 +586,7 @@ def run_section(arguments: argparse.Namespace) -> None:
     report = Report(arguments.section, arguments)
     report.machine = machine("jaxlib", "flax") | {"backend": jax.default_backend(), "nvidia_smi": nvidia_smi()}
     if arguments.tiny or arguments.section in CACHED:
-        compiling.use_compilation_cache()
+        use_compilation_cache()
     with report.attempt(arguments.section):
         SECTIONS[arguments.section](report)
     report.done = True
@@ -684,7 +685,7 @@ def main() -> int:
         run_section(arguments)
         return 0
     if arguments.export:  # without drafts, which must not change tokens
-        compiling.use_compilation_cache()
+        use_compilation_cache()
         arguments.export.write_text(json.dumps(engine_tokens("NONE")) + "\n")
         return 0
     if arguments.part is None:

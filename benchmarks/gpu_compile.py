@@ -33,8 +33,8 @@ from records import finish, machine
 from thunks import counts, dump_options, read_dump, weights_read
 
 from specjax import Eagle3, ModelConfig, Params, PoolShape, StepInput, init_state, make_drafter, make_target
-from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.options import candidates, options_of
+from specjax.gpu import NVIDIA_OPTIONS
 from specjax.models import init_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, verify_phase
 from specjax.tree import DraftTree

@@ -30,8 +30,8 @@ from specjax_kernels.mesh import AXIS
 
 from specjax import Params, PoolShape, make_target
 from specjax.cache import PageSpec
-from specjax.compiling import NVIDIA_OPTIONS
 from specjax.config import ModelConfig
+from specjax.gpu import NVIDIA_OPTIONS
 from specjax.models import table
 from specjax.models.blocks import key_value_spec
 from specjax.models.head_spec import head_table

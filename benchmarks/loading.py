@@ -125,7 +125,7 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
 
     import specjax.models.families  # noqa: F401 (the engine imports it with its target)
     from specjax import checkpoint
-    from specjax.compiling import use_compilation_cache
+    from specjax.load import use_compilation_cache
 
     use_compilation_cache()
     jax.block_until_ready(jax.device_put(0))
@@ -196,7 +196,7 @@ def main() -> None:
     from specjax_kernels.cpu import repacking
 
     from specjax import checkpoint
-    from specjax.compiling import use_compilation_cache
+    from specjax.load import use_compilation_cache
 
     use_compilation_cache()
     repacking.prepare(every=True)  # as a first start does in the background

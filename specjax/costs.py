@@ -38,7 +38,8 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
 
     `device`: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
     """
-    (level, _), (forward, weights) = _size(params.draft), _size(params.target)
+    forward, weights = _size(params.target)
+    level = _size(params.draft)[0] if drafter.runs_model else 0
     if device is not None:
         kernels = (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
 

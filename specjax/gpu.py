@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: their speed and memory, and the preparation of JAX for a GPU before its backend starts.
+"""NVIDIA GPUs: their speed and memory, the preparation of JAX before its backend starts, and options of XLA.
 
 JAX reads these settings when its backend starts, and falls back to the CPU almost silently if it cannot use a GPU. So
 the commands call `claim` first. The library never does, because other code may own the process.
@@ -11,15 +11,18 @@ is 10^9 bytes; drivers show a few percent more.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
 import re
 import shutil
 import subprocess
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from specjax_kernels.platforms import on_nvidia
 
 logger = logging.getLogger(__name__)
 
@@ -231,3 +234,39 @@ def _check(card: Card, cuda: str, driver: str, capability: str) -> None:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdecimal())
+
+
+# Compilation
+
+IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+"""XLA's default list. An option replaces the whole list; only XLA_FLAGS can extend it (`+WHILE`)."""
+
+LOOPS, SCHEDULING = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_scheduling_mode"
+NVIDIA_OPTIONS = MappingProxyType({LOOPS: f"{IN_GRAPHS},WHILE", SCHEDULING: "CONCURRENT"})
+"""XLA's options for steps. A step has about a thousand small kernels and is fast only as one CUDA graph. By default XLA
+runs the loops of user-defined drafters and verifiers from the host, which splits the graph; WHILE puts them into it
+(compiled for an H200 with jax 0.10.2, 0.11.2 and 0.12.0; needs the driver of CUDA 12.3). CONCURRENT lets independent
+nodes overlap, such as the page writes of different layers. Flags in XLA_FLAGS take precedence."""
+
+
+def compiler_options() -> dict[str, str] | None:
+    """Returns ``compiler_options`` for `jax.jit` of a step; None unless JAX's default device is an NVIDIA GPU.
+
+    Options that this XLA rejects are left out.
+    """
+    if not on_nvidia():
+        return None
+    in_flags = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
+    wanted = NVIDIA_OPTIONS.items()
+    return {name: value for name, value in wanted if name not in in_flags and accepts(name, value)} or None
+
+
+@functools.cache
+def accepts(name: str, value: str) -> bool:
+    """Returns True if this XLA has the option. An unknown option would fail every compilation."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("XLA's option %s=%s is not used, steps may be slower: %s", name, value, error)
+        return False
+    return True

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import Mesh
 from specjax_kernels import implementation_named
 from specjax_kernels.cpu import attention as cpu_attention
-from specjax_kernels.cpu import repacking
+from specjax_kernels.cpu import object_code, repacking
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
-from specjax.checkpoint.files import prefixed
+from specjax.checkpoint.files import default_cache_dir, prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
@@ -139,6 +139,15 @@ def load(
     params, verify = Params(weights, speculation.params), verify or speculation.verify
     draft_model = loaded.head or loaded.model
     return LoadedModel(target, params, tokenizer, speculation.drafter, verify, eos, sampled, draft_model)
+
+
+def use_compilation_cache() -> None:
+    """Stores compiled programs in `default_cache_dir` for later starts, unless JAX's own setting names a folder."""
+    folder = default_cache_dir()
+    object_code.keep_in(folder / "kernels")
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _check_room(

@@ -31,9 +31,9 @@ from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, mesh, pack_bits
 
 from specjax.cache import Active, Block, PerRequest, commit, pool_shape, take_path
-from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_declared, checked_observe, checked_propose
+from specjax.gpu import compiler_options
 from specjax.models.blocks import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs

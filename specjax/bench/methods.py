@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from specjax.compiling import use_compilation_cache
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.drafters.options import CHOICES, algorithm, algorithms
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.limits import check_value
-from specjax.load import LoadedModel, load
+from specjax.load import LoadedModel, load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.settings import nearest
 

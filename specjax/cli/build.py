@@ -17,7 +17,7 @@ from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.parallel.sharding import missing_devices
 from specjax.settings import dashed, overrides, place_of
-from specjax.thresholds import AcceptAbove
+from specjax.verify import AcceptAbove
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.serve.server_settings import ServerSettings
 from specjax.settings import place_of, setting
-from specjax.thresholds import AcceptAbove
+from specjax.verify import AcceptAbove
 
 
 def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:

@@ -27,7 +27,7 @@ from specjax.engine.device import (
 )
 from specjax.engine.grammar_steps import grammar_input
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence, Status
+from specjax.engine.sequence import TEXT_FAILED, FinishReason, RawLogprob, Sequence, Status
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+NO_DRAW = "the model's logits are not finite (NaN or infinity)"
 
 
 class Batch(NamedTuple):
@@ -237,7 +239,8 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
         if output.trace is not None:
             emitted.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
         if finish == NOT_FINITE and emitted.finish_reason is None:
-            sequence.abort_not_finite()
+            problem = f"{NO_DRAW} after {len(emitted.tokens)} tokens of output"
+            emitted.finish(FinishReason("abort", message=problem))
     except Exception:
         logger.exception("request %s failed", sequence.id)
         sequence.abort(TEXT_FAILED)

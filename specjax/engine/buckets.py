@@ -245,11 +245,6 @@ class Buckets:
         """The largest batch that drafts."""
         return max(filter(self.drafts, self.batches), default=1)
 
-    @property
-    def most_whole(self) -> int:
-        """The largest batch whose trees are as wide as a single request's."""
-        return max(b for b in self.batches if self.tree_widths(b)[-1] == self.widths[-1] or b == self.batches[0])
-
     def choices(self, batch: int) -> tuple[int, ...]:
         """`Key.nodes` of a batch bucket's steps."""
         return self.constrained_choices(batch) if self.adaptive else (TREE,)
@@ -277,16 +272,6 @@ class Buckets:
             for kind, rows, width, nodes, tokens in (first, *steps, *rest)
             for table in self.tables
         ]
-
-    def constrained_keys(self) -> list[Key]:
-        """Programs for requests with a grammar, compiled at the first such request."""
-        sizes = [(batch, nodes) for batch in self.batches for nodes in self.constrained_choices(batch)]
-        steps = [Key("constrained", batch, table, nodes=nodes) for batch, nodes in sizes for table in self.tables]
-        return [*steps, *(key._replace(kind="propose") for key in steps if key.drafts)]
-
-    def scoring_keys(self) -> list[Key]:
-        """Programs for log-probabilities of prompts, compiled at the first such request."""
-        return [Key("scoring", width, table) for width in self.plain_chunks for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time needs: the small prefill and its steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Drafter
@@ -122,23 +122,15 @@ def context_length(target: Target, config: EngineConfig) -> int:
     return length
 
 
-class Layout(NamedTuple):
-    """Sizes of the compiled programs."""
-
-    pool: PoolShape
-    buckets: Buckets
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter,
-        *, ragged: bool = False,
-    ) -> Layout:  # fmt: skip
-        """Rounds a pool of `tokens` tokens down to pages, at least one. See `Buckets.build`."""
-        size = config.page_size
-        pool = PoolShape(max(tokens // size, 1), size)
-        request_pages = min(-(-context_length // size), pool.pages)
-        rows, chunk = config.largest_batch, config.chunked_prefill_size
-        sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
-        # `attention` splits a block over devices by heads, which ragged rows do not support.
-        sizes |= {"adaptive": config.chooses(drafter), "ragged": ragged and config.tensor_parallel == 1}
-        return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))
+def layout(
+    config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter, *, ragged: bool = False
+) -> tuple[PoolShape, Buckets]:
+    """Sizes of the compiled programs. Rounds a pool of `tokens` tokens down to pages, at least one."""
+    size = config.page_size
+    pool = PoolShape(max(tokens // size, 1), size)
+    request_pages = min(-(-context_length // size), pool.pages)
+    rows, chunk = config.largest_batch, config.chunked_prefill_size
+    sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
+    # `attention` splits a block over devices by heads, which ragged rows do not support.
+    sizes |= {"adaptive": config.chooses(drafter), "ragged": ragged and config.tensor_parallel == 1}
+    return pool, Buckets.build(platform, drafter, rows=rows, **sizes)

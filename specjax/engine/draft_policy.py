@@ -162,9 +162,6 @@ def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
     if drafter.width == 1:
         return {"algorithm": drafter.name}
     tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
-    if (whole := buckets.most_whole) < buckets.most_drafting:
-        least = buckets.tree_widths(buckets.most_drafting)[-1]
-        tree += f"; smaller for more than {whole} requests at once, down to {least} tokens"
     drafts, more = "in steps" if buckets.adaptive else "in every step", ""
     if (most := buckets.most_drafting) < buckets.batches[-1]:
         drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"

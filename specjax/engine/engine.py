@@ -29,14 +29,13 @@ from jax.sharding import Mesh
 from specjax import checkpoint, gpu
 from specjax.cache import PoolShape
 from specjax.checkpoint.prompts import Prompt, Prompts
-from specjax.compiling import use_compilation_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
-from specjax.engine.config import EngineConfig, Layout, check_config, context_length
+from specjax.engine.config import EngineConfig, check_config, context_length, layout
 from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
@@ -47,7 +46,7 @@ from specjax.engine.programs import Programs
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler, next_prefill, next_steps
 from specjax.engine.sequence import Completion, Sequence
-from specjax.load import load
+from specjax.load import load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
 from specjax.state import DecodeState, init_state
@@ -100,7 +99,7 @@ class Engine:
             keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
         sizes = config, self.context_length, self.fitting_tokens(), self.platform, drafter
-        self.pool, self.buckets = Layout.of(*sizes, ragged=target.ragged)
+        self.pool, self.buckets = layout(*sizes, ragged=target.ragged)
         check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(

@@ -24,7 +24,7 @@ from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.drafters.standalone import StandaloneParams
 from specjax.engine.buckets import Buckets
-from specjax.engine.config import EngineConfig, Layout
+from specjax.engine.config import EngineConfig, layout
 from specjax.gpu import Memory, this_memory
 from specjax.limits import ParameterError
 from specjax.models import table
@@ -186,7 +186,7 @@ def fitting_tokens(
     wanted = rows * context_length
     if memory is None:
         return requested or min(wanted, DEFAULT_POOL_TOKENS)
-    buckets = Layout.of(config, context_length, wanted, "gpu", drafter).buckets
+    _, buckets = layout(config, context_length, wanted, "gpu", drafter)
     reserved = temporary_bytes(target, drafter.features, buckets, "gpu", devices)
     total, limit, used = memory
     batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"

@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
-from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import PLAIN, Buckets, Key
 from specjax.engine.device import (
@@ -35,6 +34,7 @@ from specjax.engine.device import (
     unpack_step,
 )
 from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
+from specjax.gpu import compiler_options
 from specjax.models.target import Target
 from specjax.parallel.sharding import everywhere, under
 from specjax.progress import progress_bar

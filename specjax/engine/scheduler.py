@@ -26,7 +26,6 @@ PATIENCE = 4
 """One of this many prefills takes the oldest prompt first, the others take the shortest rest first. So a long prompt
 gets at least a quarter of the prefills, and a short prompt waits for at most one chunk of it."""
 
-OVERTAKEN = 64  # a request that this many later requests have overtaken comes first
 LONG_QUEUE = 128  # longer queues are served in order, also with lpm, which matches each request at each step
 
 
@@ -34,7 +33,7 @@ class Scheduler:
     """Admits sequences when a slot and pages for their context are free, and orders prompts.
 
     Higher priorities are admitted first. Within a priority, fcfs admits in order of arrival, and lpm by the number of
-    prompt tokens in the prefix cache. A request can be overtaken at most `OVERTAKEN` times. If another sequence is
+    prompt tokens in the prefix cache. If another sequence is
     computing the next page of a prompt, the sequence waits for that page.
 
     Args:
@@ -88,8 +87,6 @@ class Scheduler:
             if not self._place(sequence, nodes):
                 break
             self.waiting.remove(sequence)
-            for other in self.waiting:
-                other.overtaken += other.request.arrival < sequence.request.arrival
             admitted.append(sequence)
         return admitted
 
@@ -184,10 +181,9 @@ class Scheduler:
         if not by_prefix and len({sequence.params.priority for sequence in waiting}) == 1:
             return waiting
 
-        def rank(sequence: Sequence) -> tuple[bool, int, int, int]:
-            late = sequence.overtaken >= OVERTAKEN
-            cached = 0 if late or not by_prefix else len(self.prefix.match(sequence.salt_key, sequence.texts))
-            return not late, 0 if late else -sequence.params.priority, -cached, sequence.request.arrival
+        def rank(sequence: Sequence) -> tuple[int, int, int]:
+            cached = len(self.prefix.match(sequence.salt_key, sequence.texts)) if by_prefix else 0
+            return -sequence.params.priority, -cached, sequence.request.arrival
 
         return sorted(waiting, key=rank)
 

@@ -248,7 +248,6 @@ class Sequence:
     drafts: bool = True  # may draft; see `Drafter.costly_observe`
     acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
     texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
-    overtaken: int = 0  # number of later arrivals that were admitted first
 
     @property
     def id(self) -> str:
@@ -347,12 +346,6 @@ class Sequence:
         self.output.finish_reason = FinishReason("abort", message=message)
         if message is None:  # otherwise the text itself may have failed
             self.output.stream.finish()
-
-    def abort_not_finite(self) -> None:
-        """Ends the sequence because the logits allow no draw. Keeps its text."""
-        problem = "the model's logits are not finite (NaN or infinity)"
-        message = f"{problem} after {len(self.output.tokens)} tokens of output"
-        self.output.finish(FinishReason("abort", message=message))
 
 
 # Result

@@ -30,10 +30,6 @@ MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the numb
 _LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
 _CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_INCOMPLETE = re.compile(  # a UTF-8 character without its last bytes (Unicode Standard, table 3-7)
-    rb"(?:[\xc2-\xf4]|\xe0[\xa0-\xbf]|\xed[\x80-\x9f]|[\xe1-\xec\xee\xef][\x80-\xbf]"
-    rb"|(?:\xf0[\x90-\xbf]|\xf4[\x80-\x8f]|[\xf1-\xf3][\x80-\xbf])[\x80-\xbf]?)\Z"
-)
 
 # Tokens to text
 
@@ -96,16 +92,9 @@ class _Decoder:
         text = self._between(tokens, first=first, last=False)
         return None if self._changing.search(text) or (first and not text) else self._clean(text)
 
-    def end(self, tokens: list[int], *, first: bool, keep_incomplete: bool) -> str:
-        """Returns the text of the last tokens. An incomplete character is left out, or kept as U+FFFD."""
-        text = self._between(tokens, first=first, last=True)
-        if text.endswith(REPLACEMENT) and not keep_incomplete:
-            names = map(self.tokenizer.convert_ids_to_tokens, tokens)
-            data = b"".join(token_bytes(name) or name.encode() for name in names)
-            if cut := _INCOMPLETE.search(data):
-                whole = tokens[: len(tokens) - len(cut[0])]  # with a byte fallback, where each byte is a token
-                text = self._between(whole, first=first, last=True) if self.falls_back else text[:-1]
-        return self._clean(text)
+    def end(self, tokens: list[int], *, first: bool) -> str:
+        """Returns the text of the last tokens."""
+        return self._clean(self._between(tokens, first=first, last=True))
 
     def _between(self, tokens: list[int], *, first: bool, last: bool) -> str:
         text = self._decode([*([] if first else self._plain), *tokens, *([] if last else self._plain)])
@@ -158,10 +147,10 @@ class Detokenizer:
         self._tries, self._first = 0, False
         return text
 
-    def finish(self, *, keep_incomplete: bool = False) -> str:
-        """Returns the rest. An incomplete character at the end is left out, or kept as U+FFFD."""
+    def finish(self) -> str:
+        """Returns the rest."""
         held, self.held = self.held, []
-        return self._decoder.end(held, first=self._first, keep_incomplete=keep_incomplete) if held else ""
+        return self._decoder.end(held, first=self._first) if held else ""
 
 
 # Stop patterns
@@ -298,7 +287,7 @@ class TextStream:
     """Text of one request's output.
 
     `text` holds final characters; at the end it is `tokenizer.decode` of the tokens, up to a stop string or a match of
-    a pattern and without an incomplete character at its very end. Work is linear in the tokens and the characters.
+    a pattern. Work is linear in the tokens and the characters.
 
     Args:
         unskipped: special tokens that are not skipped.
@@ -348,7 +337,7 @@ class TextStream:
         return 0
 
     def finish(self) -> None:
-        """Ends the tokens and adds the text held back, without an incomplete character."""
+        """Ends the tokens and adds the text held back."""
         self._ended = True
         if not self.late:
             self._add_rest()

@@ -32,7 +32,7 @@ from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, Stand
 from specjax.drafters.factories import make_drafter, make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.buckets import BATCHES
-from specjax.engine.config import EngineConfig, Layout, context_length
+from specjax.engine.config import EngineConfig, context_length, layout
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
@@ -234,7 +234,7 @@ def make_plan(case: Case) -> dict[str, Any]:
         problems.append(str(flags.with_flag(error)))
         tokens = 0
     size = tokens or rows * context
-    pool, buckets = Layout.of(config, context, size, case.platform, drafter, ragged=target.ragged)
+    pool, buckets = layout(config, context, size, case.platform, drafter, ragged=target.ragged)
     tokens = prod(pool) if tokens else 0
     sizes = {
         "weights": weights,

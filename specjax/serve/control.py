@@ -29,7 +29,7 @@ from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server_settings import MOST_TRACED, ServerSettings
 from specjax.serve.tokenising import Tokenising, refusal
-from specjax.thresholds import AcceptAbove
+from specjax.verify import AcceptAbove
 
 Result = TypeVar("Result")
 

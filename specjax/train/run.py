@@ -22,11 +22,11 @@ from tqdm import tqdm
 from specjax import checkpoint
 from specjax.cache import Weights
 from specjax.cli.lines import line_files, report
-from specjax.compiling import use_compilation_cache
 from specjax.config import ModelConfig
 from specjax.drafters import Params, TreeShape
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
+from specjax.load import use_compilation_cache
 from specjax.models import make_target
 from specjax.progress import progress_bar
 from specjax.train import update

@@ -18,6 +18,7 @@ from grammar_helpers import SCHEMA
 from server_helpers import SECONDS, running, wait_until
 
 from specjax.cli.flags import ServerSettings
+from specjax.engine.buckets import PLAIN, Key
 from specjax.engine.engine import IDLE_SECONDS
 from specjax.serve.runner import Runner
 
@@ -38,6 +39,10 @@ class Gate:
             return compile_(key, *more)
 
         monkeypatch.setattr(engine.programs, "_compile", blocked)
+
+
+def grammar_steps(engine) -> list[Key]:
+    return [Key("constrained", batch, engine.buckets.tables[0], nodes=PLAIN) for batch in engine.buckets.batches]
 
 
 def counted(engine, monkeypatch) -> list[float]:
@@ -121,7 +126,7 @@ def test_grammar_tokenizer_is_loaded_at_start(monkeypatch):
 
 def test_close_drops_queued_programs(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,))
-    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), engine.buckets.constrained_keys()
+    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), grammar_steps(engine)
     assert not engine.programs.compile_ahead(first)
     assert gate.waiting.wait(SECONDS)
     engine.programs.compile_later([second])
@@ -137,8 +142,8 @@ def test_close_drops_queued_programs(monkeypatch):
 def test_programs_that_requests_need_are_compiled_first(monkeypatch, capsys):
     engine = make_engine(toy(), "NONE", eos=(END,))
     engine.programs.progress = True
-    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), engine.buckets.constrained_keys()
-    third = engine.buckets.scoring_keys()[0]
+    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), grammar_steps(engine)
+    third = Key("scoring", engine.buckets.small, engine.buckets.tables[0])
     engine.programs.compile_later([first, second])
     assert gate.waiting.wait(SECONDS)
     assert not engine.programs.compile_ahead(third)

@@ -19,7 +19,6 @@ from engine_helpers import (
     make_engine,
     outcome,
     shared_engine,
-    shown,
     tokenizer,
     toy,
     wanted,
@@ -109,7 +108,7 @@ def test_length_limit_cuts_an_accepted_run():
     assert full.spec_accept_histogram[-1] > 5, "no run of full length that a limit could cut"
     for limit in (1, *range(30, 42)):
         done = engine.generate(prompt, SamplingParams(max_new_tokens=limit))
-        assert (done.output_ids, done.text) == (full.output_ids[:limit], shown(full.output_ids[:limit]))
+        assert (done.output_ids, done.text) == (full.output_ids[:limit], decode(full.output_ids[:limit]))
         assert done.finish_reason == {"type": "length", "length": limit}
         check_counts(done)
         if limit == 1:

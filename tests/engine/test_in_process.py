@@ -9,23 +9,6 @@ import pytest
 from specjax.fleet.ray_ingress import call
 
 
-async def echo(scope, receive, send):
-    message = await receive()
-    assert message == {"type": "http.request", "body": b"body", "more_body": False}
-    await send({"type": "http.response.start", "status": 201, "headers": [(b"X-Kind", b"echo")]})
-    head = b" ".join([scope["method"].encode(), scope["path"].encode(), scope["query_string"], scope["headers"][0][1]])
-    await send({"type": "http.response.body", "body": head, "more_body": True})
-    await send({"type": "http.response.body", "body": message["body"]})
-
-
-def test_request_and_response():
-    async def main():
-        answer = await call(echo, "PUT", "/x", query=b"a=1", headers=[("Who", "me")], body=b"body")
-        return answer.status, answer.headers, await answer.read()
-
-    assert asyncio.run(main()) == (201, [("x-kind", "echo")], b"PUT /x a=1 mebody")
-
-
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_failing_application(sent):
     """Before the first chunk the call fails, later the read. An incomplete response is an error."""
@@ -47,25 +30,6 @@ def test_failing_application(sent):
     error = RuntimeError if sent == 1 else KeyError
     with pytest.raises(error, match=r"broken|GET /half: the application ended without a whole answer"):
         asyncio.run(main())
-
-
-def test_call_returns_with_the_first_chunk():
-    async def main():
-        go = asyncio.Event()
-
-        async def app(scope, receive, send):
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await go.wait()
-            await send({"type": "http.response.body", "body": b"a"})
-
-        waiting = asyncio.create_task(call(app, "GET", "/"))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not waiting.done()
-        go.set()
-        assert await (await waiting).read() == b"a"
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("place", ["before the first chunk", "after the first chunk", "before reading"])

@@ -87,7 +87,7 @@ def test_logprobs_of_tokens_without_text():
     first = engine.encode("😀")[0]
     done = engine.generate("hello", SamplingParams(max_new_tokens=2, logprobs=1, logit_bias={first: 100.0}))
     check_output(engine, "hello", done, 1)
-    assert done.text == "\ufffd"
+    assert done.text == "\ufffd\ufffd"
     done = engine.generate("hello", SamplingParams(max_new_tokens=5, logprobs=1, logit_bias={2: 100.0}))
     assert done.finish_reason == {"type": "stop", "matched": 2}
     assert [(entry.token, entry.text) for entry in done.logprobs] == [(2, "")]

@@ -10,7 +10,7 @@ from toy_models import tiny_llama
 
 from specjax.drafters import Drafter, Params, make_drafter
 from specjax.engine import EngineConfig
-from specjax.engine.config import Layout
+from specjax.engine.config import layout
 from specjax.engine.memory import pool_tokens, room_beside, temporary_bytes
 from specjax.models.target import Target
 
@@ -34,8 +34,8 @@ def test_pool_leaves_room_for_temporaries(monkeypatch):
     # 64 trees of 64 nodes that were asked for; 50 MB beside them are more than half of the device leaves.
     explicit = automatic._replace(explicit_width=True)
     wide = target._replace(config=replace(model, vocab_size=2000))
-    config_of = Layout.of(config, 1 << 30, 1 << 30, "gpu", explicit)
-    reserved = temporary_bytes(wide, explicit.features, config_of.buckets, "gpu")
+    _, buckets = layout(config, 1 << 30, 1 << 30, "gpu", explicit)
+    reserved = temporary_bytes(wide, explicit.features, buckets, "gpu")
     assert reserved > 2.5 * 64 * 64 * 2000 * 4 > 50_000_000
     assert tokens(explicit, wide) == (130_000_000 - reserved) // a_token
     assert room_beside({"pool": np.zeros(1_000_000, np.int8)}) == 129_000_000

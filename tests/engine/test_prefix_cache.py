@@ -27,7 +27,7 @@ from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
 from specjax.engine.intake import Salts
 from specjax.engine.pages import PageAllocator, PrefixCache
-from specjax.engine.scheduler import OVERTAKEN, PATIENCE, Scheduler
+from specjax.engine.scheduler import PATIENCE, Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.limits import ParameterError
 from specjax.settings import add_flags, read
@@ -189,7 +189,7 @@ def test_short_prompts_go_first_and_long_ones_get_a_share():
     assert firsts.count("0") == len(firsts) // PATIENCE
 
 
-def test_lpm_prefers_cached_prompts_up_to_a_limit():
+def test_lpm_prefers_cached_prompts():
     scheduler = Scheduler(rows=1, pages=64, page_size=2, lookahead=1, policy="lpm")
 
     def run(sequence: Sequence) -> None:
@@ -200,13 +200,10 @@ def test_lpm_prefers_cached_prompts_up_to_a_limit():
     scheduler.add(idle_sequence(id="first", prompt=[5, 5, 5, 5, 5], arrival=0))
     run(scheduler.admit()[0])
     scheduler.add(idle_sequence(id="other", prompt=[6, 6, 6], arrival=1))
-    for i in range(OVERTAKEN + 1):
-        scheduler.add(idle_sequence(id=f"same-{i}", prompt=[5, 5, 5, 5, i + 9], arrival=2 + i))
+    scheduler.add(idle_sequence(id="same", prompt=[5, 5, 5, 5, 9], arrival=2))
+    for id, cached in (("same", 4), ("other", 0)):
         (sequence,) = scheduler.admit()
-        if i < OVERTAKEN:
-            assert sequence.id == f"same-{i}" and sequence.output.cached == 4
-        else:
-            assert sequence.id == "other" and sequence.output.cached == 0
+        assert (sequence.id, sequence.output.cached) == (id, cached)
         run(sequence)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from train_helpers import with_kernels
 
-from specjax import compiling
+from specjax import gpu
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
@@ -63,7 +63,7 @@ def test_a_part_in_its_tiny_form(gpu_check, tmp_path, part):
 def test_xla_accepts_every_option(gpu_check):
     """Each version of jax has one of the modes of graph updates."""
     options = [option for change in gpu_check.OPTIONS.values() for option in change.items()]
-    unknown = [option for option in options if not compiling.accepts(*option)]
+    unknown = [option for option in options if not gpu.accepts(*option)]
     assert len(unknown) <= 1 and all(name == gpu_check.UPDATE_MODE for name, _ in unknown)
 
 

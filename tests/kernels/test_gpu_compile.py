@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 from specjax_kernels.specs import SPECS, named, tagged
 
-from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING
+from specjax.gpu import NVIDIA_OPTIONS, SCHEDULING
 from specjax.tree import DraftTree
 from specjax.verify import Verdict, find_verdict
 

@@ -57,7 +57,7 @@ def test_a_product_in_four_bits(axis):
     """Each device runs the kernel on its part: no weight is dequantised to memory, and only sums of inputs are sent."""
     from gpu_mesh import KINDS, described_mesh
 
-    from specjax.compiling import NVIDIA_OPTIONS
+    from specjax.gpu import NVIDIA_OPTIONS
     from specjax.parallel.sharding import everywhere
 
     mesh, out, depth = described_mesh("h200", 2), 4096, 14336

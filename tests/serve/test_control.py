@@ -20,7 +20,7 @@ from specjax.engine.batch import Counters
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies
 from specjax.serve.server_settings import MOST_TRACED
-from specjax.thresholds import AcceptAbove
+from specjax.verify import AcceptAbove
 
 ROOT = Path(__file__).parents[2]
 

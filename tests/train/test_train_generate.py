@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_helpers import END, shown, tokenizer
+from engine_helpers import END, decode, tokenizer
 from generate_helpers import saved_model
 
 from specjax.checkpoint.files import try_lock
@@ -99,7 +99,7 @@ def test_output_rows(files):
         stopped = row["finish_reason"]["type"] == "stop"
         assert (row["response_ids"][-1] == END) is stopped
         assert len(row["response_ids"]) == 8 or stopped
-        assert row["response"] == shown(row["response_ids"])
+        assert row["response"] == decode(row["response_ids"])
     assert [row["seed"] for row in rows] == list(range(14))
     for row in rows[:3]:
         params = SamplingParams(max_new_tokens=8, temperature=row["temperature"], seed=row["seed"])

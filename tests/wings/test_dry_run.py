@@ -22,7 +22,7 @@ from specjax.cli import serve as command
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.buckets import Key
-from specjax.engine.config import Layout
+from specjax.engine.config import layout
 from specjax.engine.device import Resident
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.programs import Programs
@@ -242,7 +242,7 @@ def test_temporaries_against_xla(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
     described = outline(str(tmp_path), draft=Ngram(nodes=8, capacity=4096))
     parts, config = (described.target, described.drafter), EngineConfig(max_running_requests=4)
-    pool, buckets = Layout.of(config, 1024, 1024, "cpu", described.drafter)
+    pool, buckets = layout(config, 1024, 1024, "cpu", described.drafter)
     # The other kind of program is small.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
     buckets = replace(buckets, several=None, **few)

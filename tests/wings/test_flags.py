@@ -18,7 +18,7 @@ from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_drafter
 from specjax.engine import EngineConfig
-from specjax.thresholds import AcceptAbove
+from specjax.verify import AcceptAbove
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = CONFIGS / "smollm2-135m-instruct-eagle3.toml"

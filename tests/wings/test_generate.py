@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_helpers import VOCABULARY, byte_ids, decode, shown, tokenizer
+from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
 from generate_helpers import QUICK, saved_model
 from train_helpers import environment
 
@@ -106,7 +106,7 @@ def test_prompts_results_and_summary(run):
         assert sum(bins) == row["spec_verify_ct"]
         assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == row["completion_tokens"] - 1
         if row["finish_reason"]["type"] == "length":
-            assert row["text"] == shown(row["output_ids"])
+            assert row["text"] == decode(row["output_ids"])
     assert list(summary) == SUMMARY
     assert (summary["requests"], summary["failed"], summary["algorithm"]) == (4, 0, "NGRAM")
     assert isinstance(summary["device"], str) and summary["device"]
