@@ -64,11 +64,11 @@ def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None
     none. A fine-tuned model of that name accepts fewer drafts; its text is correct."""
     for head in HEADS:
         fits = head.is_named(files.name) and all(getattr(config, name) == size for name, size in head.sizes.items())
-        if fits and head.exists and kind in (None, head.kind):
+        if fits and head.exists and (kind is None or kind == head.kind):
             return head
     return None
 
 
 def may_have_head(model: str, kind: str) -> bool:
     """True if ``shipped_head`` may find a head of that kind. Reads and downloads nothing of the model."""
-    return any(head.kind == kind and head.exists and head.is_named(model) for head in HEADS)
+    return kind in {head.kind for head in HEADS if head.exists and head.is_named(model)}
