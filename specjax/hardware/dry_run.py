@@ -320,8 +320,8 @@ def _nbytes(tree: Any) -> int:
 
 
 def changes(case: Case) -> Iterator[str]:
-    """Yields changes of single flags or variables that make the model fit."""
-    config, model = case.config, case.outline
+    """Yields changes of single flags that make the model fit."""
+    config, model, groups = case.config, case.outline, case.config.expert_parallel
     room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
 
     def settings(field: str, values: Iterable[Any]) -> Iterator[tuple[object, Case]]:
@@ -329,23 +329,24 @@ def changes(case: Case) -> Iterator[str]:
 
     batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    groups = config.expert_parallel
-    wider = settings("tensor_parallel", range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups))
+    none = make_drafter(NoDraft(), target=model.target)
+    plain = replace(model, drafter=none, params=Params(model.params.target, None), parts=model.parts[:1])
     candidates: dict[str, Iterable[tuple[object, Case]]] = {
         "--max-total-tokens": settings("max_total_tokens", [room] if config.max_total_tokens and room else []),
         "--context-length": settings("context_length", [room] if config.context_length and room else []),
         "--max-running-requests": settings("max_running_requests", batches),
         "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
-        "--tensor-parallel-size": ((count, split) for count, split in wider if not _split_problem(split)),
+        "--tensor-parallel-size": settings(
+            "tensor_parallel", range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups)
+        ),
         "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
+        "--speculative-algorithm": [("NONE", case._replace(outline=plain))] * (model.drafter.width > 1),
     }
-    if model.drafter.width > 1:
-        none = make_drafter(NoDraft(), target=model.target)
-        plain = replace(model, drafter=none, params=Params(model.params.target, None), parts=model.parts[:1])
-        candidates["--speculative-algorithm"] = [("NONE", case._replace(outline=plain))]
     for flag, cases in candidates.items():
-        if fitting := next((value for value, changed in cases if make_plan(changed)["fits"]), None):
-            yield f"{flag} {fitting}"
+        for value, changed in cases:
+            if not _split_problem(changed) and make_plan(changed)["fits"]:
+                yield f"{flag} {value}"
+                break
 
 
 def report(plan: dict[str, Any]) -> str:
