@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, tokenizer
-from tiny_checkpoints import save_llama
+from tiny_checkpoints import byte_level_metadata, save_llama, write_gguf
 from tiny_heads import save_head
 
 from specjax import checkpoint, load
@@ -53,9 +53,9 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def row(saved, monkeypatch) -> shipped.ShippedHead:
-    """The only row of the table, which is for `model`."""
-    sizes = {"vocab_size": VOCABULARY, "num_layers": 7}
-    head = shipped.ShippedHead("of-letters", "eagle3", "model", sizes)
+    """The only row of the table, which matches `model` by its norm."""
+    norm, sizes = str(shipped.final_norm(resolve(str(saved / "model")))), {"vocab_size": VOCABULARY, "num_layers": 7}
+    head = shipped.ShippedHead("of-letters", "eagle3", "tiny-instruct", norm, sizes)
     monkeypatch.setattr(shipped, "FOLDER", saved / "heads")
     monkeypatch.setattr(shipped, "HEADS", (head,))
     return head
@@ -81,25 +81,43 @@ def head_of(model: str | Path) -> shipped.ShippedHead | None:
 # The models that a head matches.
 
 
+def test_match_by_final_norm(row, saved, tmp_path, monkeypatch):
+    """A norm trained in bfloat16 is equal in every precision and format, and in any folder."""
+    shutil.copytree(saved / "model", tmp_path / "elsewhere")
+    assert head_of(saved / "model") == row == head_of(tmp_path / "elsewhere")
+    assert head_of(saved / "sibling") is None
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
+    sizes = SIZES | {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}  # Q8_0 has blocks of 32
+    for name in ("bfloat16", "float32"):
+        tensors = save_llama(tmp_path / name, **sizes, dtype=name)
+    write_gguf(tmp_path / "any.gguf", tensors, quantize=True, tokenizer=byte_level_metadata(300), **sizes)
+    norm = str(shipped.final_norm(resolve(str(tmp_path / "bfloat16"))))
+    other = dataclasses.replace(row, norm=norm, sizes={"hidden_size": 32, "vocab_size": 300})
+    monkeypatch.setattr(shipped, "HEADS", (other,))
+    for name in ("bfloat16", "float32", "any.gguf"):
+        assert head_of(tmp_path / name) == other, name
+
+
 def test_match_by_name(row, saved, tmp_path):
-    for name in ("Model", "model", "model-q8"):
+    for name in ("Tiny-Instruct", "tiny-instruct"):
         shutil.copytree(saved / "sibling", tmp_path / name, dirs_exist_ok=True)
         assert head_of(tmp_path / name) == row
-    assert head_of(saved / "sibling") is None
-    files = dataclasses.replace(resolve(str(saved / "sibling")), name="someone/Model")
+    shutil.copytree(saved / "sibling", tmp_path / "tiny-instruct-2")
+    assert head_of(tmp_path / "tiny-instruct-2") is None
+    files = dataclasses.replace(resolve(str(saved / "sibling")), name="someone/Tiny-Instruct")
     config = checkpoint.model_config(files.config)
     assert shipped.shipped_head(files, config) == row
     assert shipped.shipped_head(dataclasses.replace(files, name="someone/else"), config) is None
-    assert checkpoint.may_have_head("someone/Model", "eagle3")
+    assert checkpoint.may_have_head("someone/Tiny-Instruct", "eagle3")
     assert not checkpoint.may_have_head("someone/else", "eagle3")
-    assert not checkpoint.may_have_head("someone/Model", "eagle")
+    assert not checkpoint.may_have_head("someone/Tiny-Instruct", "eagle")
 
 
 def test_no_match_of_other_sizes(row, tmp_path):
-    save_llama(tmp_path / "model", **SIZES | {"vocab_size": VOCABULARY + 8}, eos_token_id=2)
-    tokenizer().save_pretrained(tmp_path / "model")
-    assert head_of(tmp_path / "model") is None
-    assert loaded(tmp_path / "model").drafter.name == "NGRAM"
+    save_llama(tmp_path / "tiny-instruct", **SIZES | {"vocab_size": VOCABULARY + 8}, eos_token_id=2)
+    tokenizer().save_pretrained(tmp_path / "tiny-instruct")
+    assert head_of(tmp_path / "tiny-instruct") is None
+    assert loaded(tmp_path / "tiny-instruct").drafter.name == "NGRAM"
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", ""])
@@ -227,9 +245,9 @@ def test_table_names_the_built_in_model():
     assert [head.kind for head in shipped.HEADS] == ["eagle3", "eagle"], "AUTO takes the first"
     head = shipped.HEADS[0]
     assert head.model == checkpoint.BUILT_IN_MODEL
-    for name in (head.model, "HuggingFaceTB/SmolLM2-135M-Instruct", "models/SmolLM2-135M-Instruct-Q8_0.gguf"):
+    for name in (head.model, "HuggingFaceTB/SmolLM2-135M-Instruct", "models/SmolLM2-135M-Instruct"):
         assert head.is_named(name)
-    for name in ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-360M-Instruct"):
+    for name in ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-360M-Instruct", "smollm2-135m-instruct.gguf"):
         assert not head.is_named(name)
 
 
@@ -238,6 +256,7 @@ def test_table_matches_the_built_in_model():
     files = resolve(checkpoint.BUILT_IN_MODEL, progress=False)
     config = checkpoint.model_config(files.config)
     for head in shipped.HEADS:
+        assert shipped.final_norm(files) == head.norm
         assert {name: getattr(config, name) for name in head.sizes} == dict(head.sizes)
 
 
