@@ -168,8 +168,8 @@ def _check_room(
         advice = "".join(f"quantization {name} takes {needed(name) / 1e9:.2f} GB; " for name in smaller)
         raise ValueError(
             f"{files.name} has {weights / 1e9:.2f} GB of weights in {config.dtype}, and there are {room / 1e9:.2f} GB: "
-            f"mem_fraction {mem_fraction:g} of the device's {memory.total / 1e9:.2f} GB, of which jax has "
-            f"{memory.limit / 1e9:.2f} and {memory.used / 1e9:.2f} are in use; {advice}a dry run of "
+            f"mem_fraction {mem_fraction:g} of the device's {memory.total / 1e9:.2f} GB; JAX may use "
+            f"{memory.limit / 1e9:.2f} GB, and {memory.used / 1e9:.2f} GB are in use; {advice}a dry run of "
             "`specjax serve` says what else fits"
         )
 

@@ -31,7 +31,7 @@ class _Line(tqdm):
 
 
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:
-    """A bar over `total` units (None: unknown), of which `initial` were done before; silent if not `shown`. `unit` is
+    """A bar over `total` units (None: unknown), silent if not `shown`. `initial` units were done before. `unit` is
     in the singular; "B": bytes, 1 MB being 10^6 of them. `set_postfix_str` sets a note for the last line."""
     kind = tqdm if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.") else _Line
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}

@@ -78,7 +78,7 @@ class StepInput(NamedTuple):
 
     Attributes:
         slots: int32 [B]. Rows of the state; empty entries have distinct values >= R.
-        page_table: int32 [B, T]. Pages of each request, including those of the D + 1 tokens that the step may commit; P
+        page_table: int32 [B, T]. Pages of each request, with room for the D + 1 tokens that the step may commit; P
             marks a hole.
         active: bool [B]. True for entries that take part in the step.
     """

@@ -229,8 +229,8 @@ class ModelOptions(DraftOptions):
         if stored == self.quantization:
             return "auto"
         problem = (
-            f"{self.quantization} is for float weights, and those of {name} are quantised already ({stored}); without "
-            "it they stay as they are, none dequantises them"
+            f"{self.quantization} is for float weights, and {name} is quantised already ({stored}); without the option "
+            "it stays as it is, none dequantises it"
         )
         raise ParameterError("quantization", problem, type(self).__name__)
 

@@ -441,7 +441,7 @@ class Engine:
         Args:
             prompts: a string, a list of token ids or a list of messages; or a list of any of these.
             sampling: parameters for all prompts, or a list with one entry per prompt. Missing fields take the model's
-                defaults (`sampling_defaults`), then those of `SamplingParams`; a `SamplingParams` is used unchanged.
+                defaults (`sampling_defaults`), then `SamplingParams`' own; a `SamplingParams` is used unchanged.
             stream: yield `StreamChunk`s as tokens come. The requests start when the first chunk is taken.
 
         Returns:

@@ -224,7 +224,7 @@ def room_beside(state: Any, mesh: Mesh | None = None) -> int | None:
 def temporary_bytes(target: Target, features: Features, buckets: Buckets, platform: str, devices: int = 1) -> int:
     """Estimates the bytes that the largest program holds beside its arguments:
 
-        logits of the nodes     `STEP_COPIES`; a prompt's chunk has those of one token
+        logits of the nodes     `STEP_COPIES`; a prompt's chunk has one token's logits
         all layers              keys and values, which are committed together at the end; the features
         one layer               two of its widest output, six of the residual stream; on a CPU, if that is more, the
                                 scores of attention within the chunk, twice [H, tokens, tokens] in float32

@@ -101,9 +101,9 @@ class PromptLogprob(NamedTuple):
 class PromptLogprobs:
     """Log-probabilities of a prompt's tokens from `start` on, collected from the prefills of its chunks.
 
-    A prefill of tokens `start` to `end` gives those of tokens `start` + 1 to `end` + 1, since each is predicted at the
-    token before it. So the first requested token has none, and the prefix cache may serve only the tokens before the
-    first missing one (`reusable`). A retracted sequence keeps what it has and computes the rest.
+    A prefill of tokens `start` to `end` computes the values of tokens `start` + 1 to `end` + 1, since each is predicted
+    at the token before it. So the first requested token has none, and the prefix cache may serve only the tokens before
+    the first missing one (`reusable`). A retracted sequence keeps what it has and computes the rest.
 
         prompt [a b c d e], start 1: c, d and e are requested; the chunk [b c] gives c and d; `reusable` is then 3
 

@@ -285,7 +285,7 @@ class Leader(Group):
         if message.kind == "failed":
             self.end(f"Node rank {rank} failed: {message.fields['message']}")
         if message.kind == "stop":  # the follower received a signal
-            logger.info("Node rank %d was told to stop", rank)
+            logger.info("Node rank %d received a signal to stop", rank)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         with self._changed:

@@ -4,7 +4,7 @@ A table is a tuple of `Scope`s, computed from a model's or head's config. Initia
 checkpoints, sharding, sizes and the optimiser's groups follow from it.
 
 Shapes are written in dimension letters. "M -> K Q E" is a linear map from an axis M to three axes; it has the shape
-[M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.cache`: Q = G + 2, a key/value
+[M, K, Q, E], as all weights are laid out [in, out...]. Further letters than in `specjax.cache`: Q = G + 2, a key/value
 group (its query heads, its key, its value); 2, the gate and the up projection of a gated MLP; X experts, i and s the
 widths of an expert's and of the shared MLP; of latent attention c the latent, a the queries' latent, n and r a head's
 channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r.
@@ -328,8 +328,8 @@ class Placement:
         _copy(leaf[self.part].transpose(np.argsort(self.axes)), source[tuple(cut)])
 
     def within(self, axis: int, some: slice) -> Placement | None:
-        """The rule for a leaf that holds only the indices `some` of an axis, of which the tensor fills one index; None
-        if that index is not among them."""
+        """The rule for a leaf that holds only the indices `some` of an axis. The tensor fills one index; None if the
+        leaf does not hold it."""
         index = self.part[axis]
         assert isinstance(index, int), self
         if not some.start <= index < some.stop:

@@ -127,7 +127,7 @@ class Watchdog(threading.Thread):
 class Service(ABC):
     """One or several engines behind one queue. Call `start`, and wait for `state` to be READY.
 
-    The methods below combine those of `ranks`, the runner of each engine. A `Runner` is the service of one engine.
+    Each method calls the same method of all `ranks`, the engines' runners. A `Runner` is the service of one engine.
     """
 
     on_change: Callable[[], None]  # called after changes of `state`, from any thread

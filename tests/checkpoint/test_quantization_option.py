@@ -224,7 +224,7 @@ def test_draft_defaults(quantization, dtype, platform, otherwise, stored, expect
     if expected is not ValueError:
         assert options.weights("m", dtype, platform, otherwise=otherwise, stored=stored) == expected
         return
-    message = f"Standalone.quantization {quantization} is for float weights, and those of m are quantised already"
+    message = f"Standalone.quantization {quantization} is for float weights, and m is quantised already"
     message = re.escape(f"{message} ({stored});")
     with pytest.raises(ValueError, match=f"^{message} without it they stay .*, none dequantises them$"):
         options.weights("m", dtype, platform, otherwise=otherwise, stored=stored)
