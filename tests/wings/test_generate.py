@@ -216,7 +216,7 @@ BAD = {
     "two prompts": ({"prompt": "a", "input_ids": [5]}, "exactly one of prompt, messages, input_ids"),
     "no prompt": ({"id": 1}, "exactly one of prompt, messages, input_ids; it has none"),
     "unknown field": ({"prompt": "a", "temprature": 1.0}, "unknown sampling parameters: temprature"),
-    "bad value": ({"prompt": "a", "top_p": 1.5}, "top_p must be above 0"),
+    "bad value": ({"prompt": "a", "top_p": 1.5}, "top_p must be a number above 0"),
     "too long": ({"input_ids": [5] * 200}, "200 tokens, but the context is 128"),
     "too many": ({"input_ids": [5] * 100, "max_new_tokens": 100}, "exceed the context of 128"),
     "empty prompt": ({"prompt": ""}, "prompt must be a string that is not empty"),
