@@ -389,33 +389,6 @@ def test_logprob_fields_a_prompt(server):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
 
 
-def test_vllm_prompt_logprobs(server):
-    prompt = prompt_of(9)
-    fields = {"prompt": [prompt, prompt_of(4)], "n": 2, "max_tokens": 2, "prompt_logprobs": 2}
-    choices = server.post("/v1/completions", fields).json()["choices"]
-    assert [len(choice["prompt_logprobs"]) for choice in choices] == [9, 9, 4, 4]
-    assert all(choice["logprobs"] is None for choice in choices)
-    scores = choices[1]["prompt_logprobs"]
-    assert scores[0] is None
-    for place, entries in enumerate(scores[1:], 1):
-        expected = log_softmax(toy().logits(prompt[:place]))
-        best = np.argsort(-expected)[:2].tolist()
-        assert set(entries) == {str(token) for token in (*best, prompt[place])}
-        for token, entry in entries.items():
-            assert entry["logprob"] == pytest.approx(expected[int(token)], abs=1e-4)
-            assert entry["decoded_token"] == tokenizer().decode([int(token)])
-        assert [entries[str(token)]["rank"] for token in best] == [1, 2]
-    answer = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "prompt_logprobs": 0}).json()
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    assert all(len(entries) == 1 for entries in answer["prompt_logprobs"][1:])
-    both = fields | {"prompt": prompt, "n": 1, "echo": True, "logprobs": 1}
-    (choice,) = server.post("/v1/completions", both).json()["choices"]
-    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:9])
-    check_same(choice["prompt_logprobs"], scores)
-    refused = server.post("/v1/completions", fields | {"stream": True})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
-
-
 def test_scores_of_an_answer_are_limited(server, monkeypatch):
     monkeypatch.setattr(task_module, "MAX_SCORES", 60)
     for fields, status in (({"logprobs": 1}, 200), ({"logprobs": 3}, 400), ({"logprobs": 1, "n": 2}, 400), ({}, 200)):
@@ -426,7 +399,6 @@ def test_scores_of_an_answer_are_limited(server, monkeypatch):
 
 SCORED = {
     "an echo": ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 1}, "no room"),
-    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}, ""),
     "generate": ("/generate", {"text": "hello", "return_logprob": True, "logprob_start_len": 0}, ""),
     "a stream": ("/generate", {"text": "hello", "return_logprob": True, "logprob_start_len": 0, "stream": True}, ""),
 }
@@ -454,7 +426,5 @@ def test_scoring_program_out_of_memory_is_a_503(monkeypatch):
                 error = answer.json()["error"]
             assert error["type"] == "server_error" and error["code"] == "unavailable"
             assert error["message"].startswith(NO_SCORES) and reason in error["message"]
-            assert served.post(
-                path, {**body, "logprobs": None, "return_logprob": None, "prompt_logprobs": None}
-            ).is_success
+            assert served.post(path, {**body, "logprobs": None, "return_logprob": None}).is_success
         served.wait_idle()
