@@ -456,7 +456,7 @@ class CompletionRequest(OpenAIRequest):
     def task(self, rules: Rules) -> Task:
         choices = self.n or 1
         if self.max_tokens == 0 and not self.echo:
-            raise bad_request("max_tokens must be greater than or equal to 1, got 0, without echo: true", "max_tokens")
+            raise bad_request("max_tokens must be at least 1, got 0, without echo: true", "max_tokens")
         start = 0 if self.echo and self.logprobs is not None else None
         sampling = self.sampling(rules, self.logprobs, logprob_start_len=start)
         prompts = read_prompts(self.prompt, "prompt", choices, rules)

@@ -65,9 +65,6 @@ def test_requests_run_while_a_grammar_program_compiles(monkeypatch):
             bound = clients.submit(server.chat, response_format=WHOLE, seed=1, max_tokens=90)
             assert gate.waiting.wait(SECONDS)
             assert server.chat(max_tokens=5).status_code == 200
-            late = server.chat(response_format=WHOLE, max_tokens=90, timeout=0.2)
-            assert late.status_code == 408, "a request times out while its program compiles"
-            wait_until(lambda: len(server.runner._listeners) == 1)
             before = len(steps)
             time.sleep(0.3)
             assert len(steps) <= before + 0.3 / IDLE_SECONDS, "the loop does not sleep between its steps"

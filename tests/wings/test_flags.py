@@ -424,7 +424,6 @@ def test_misspelt_flags(name, argv, message, command):
         ("bench --repeats 0", "--repeats must be an integer of at least 1, got 0"),
         ("bench tune-tree --best many", "--best must be an integer of at least 1, got 'many'"),
         ("train --learning-rate fast", "--learning-rate must be a number above 0, got 'fast'"),
-        ("train generate --input in --output out --count x", "argument --count: invalid int value: 'x'"),
         ("train vocab --input in --output out --size x", "argument --size: invalid int value: 'x'"),
         ("viz --prompt x --output y --tree 1 2", "argument --tree: expected 3 arguments"),
         ("viz --prompt x --output y --model /no/such/folder", "the model '/no/such/folder' looks like a path"),
