@@ -159,7 +159,15 @@ def nbytes(tree: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "int8") for name in DRAFTS), pytest.param("EAGLE3", "fp8", marks=pytest.mark.slow)]
+    ("name", "kind"),
+    [
+        ("EAGLE3", "int8"),
+        ("STANDALONE", "int8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("EAGLE", "int8"), ("MTP", "int8"), ("EAGLE3", "fp8"))
+        ),
+    ],
 )
 def test_draft_quantization_changes_no_text(saved, name, kind):
     """Greedy and sampled. Only 8-bit matrices are stored, and a dry run counts them."""

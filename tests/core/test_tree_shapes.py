@@ -162,7 +162,7 @@ def finished(engine, prompts, lengths, temperature: float = 0.0) -> list[tuple]:
     ("shape", "block_tokens", "expected"),
     [
         pytest.param(CHAIN, 16, (3, 1, 4), id="chain"),
-        pytest.param(TREE, 20, (3, 2, 5), id="tree"),
+        pytest.param(TREE, 20, (3, 2, 5), id="tree", marks=pytest.mark.slow),
     ],
 )
 def test_bucket_equals_engine_with_its_shape(shape, block_tokens, expected, like_a_gpu):

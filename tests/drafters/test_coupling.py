@@ -146,10 +146,8 @@ def test_perfect_draft_is_accepted_at_any_temperature(mapped, truncated):
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("eagle map", TREE),
         ("eagle3", CHAIN),
-        ("standalone", TREE),
-        pytest.param("eagle3", TREE, marks=pytest.mark.slow),
+        *(pytest.param(kind, TREE, marks=pytest.mark.slow) for kind in ("eagle map", "eagle3", "standalone")),
     ],
 )
 def test_noise_takes_fewer_steps(kind, shape):

@@ -124,7 +124,9 @@ ENGINES: dict[str, tuple[Callable[[], DraftOptions], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "EAGLE3 tree" else pytest.mark.slow) for name in ENGINES]
+)
 def test_texts_equal_those_without_drafts(name):
     options, config = ENGINES[name]
     engine = eagle3() if name == "EAGLE3 tree" else make(options(), **config)

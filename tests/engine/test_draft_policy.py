@@ -175,7 +175,7 @@ SIZES = {"in turn": {"overlap": False}, "retracting": {"overlap": True, "retract
     ("kind", "sizes", "follows"),
     [
         ("NGRAM", "in turn", False),
-        ("NGRAM", "retracting", True),
+        pytest.param("NGRAM", "retracting", True, marks=pytest.mark.slow),
         ("eagle3", "in turn", True),
     ],
 )

@@ -159,7 +159,10 @@ def recorded_keys(engine: Any) -> list[Key]:
     return used
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [("ragged", "NGRAM"), ("padded", "NONE"), ("padded", "NGRAM")])
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [("ragged", "NGRAM"), ("padded", "NONE"), pytest.param("padded", "NGRAM", marks=pytest.mark.slow)],
+)
 def test_texts_of_prompts_that_share_forwards(kind, algorithm):
     model = tiny_llama(vocab_size=VOCABULARY) if kind == "ragged" else toy()
     engine = make_engine(

@@ -87,7 +87,9 @@ def check(engine: Engine, model, batch) -> list[Completion]:
     return completions
 
 
-@pytest.mark.parametrize("kind", ["NONE", "NGRAM", "trees", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("NONE", "NGRAM", "trees"))]
+)
 def test_text_equals_masked_plain_decoding(kind):
     engine, batch = engine_of(kind), requests(9)
     completions = check(engine, llama() if kind == "eagle3" else toy(), batch)

@@ -92,7 +92,8 @@ TRAINED = [
     ("gemma2", "EAGLE3"), *((family, "EAGLE3") for family in FAMILIES if family != "gemma2"), ("gemma2", "EAGLE"),
     ("phi3", "EAGLE"), ("mimo", "MTP"), ("gemma3", "MTP"),
 ]  # fmt: skip
-"""The first one is not slow: it has soft caps, offsets of norms, windows, tied embeddings and a token map."""
+"""The first one has soft caps, offsets of norms, windows, tied embeddings and a token map. A run of a Llama is in
+test_train_run.py."""
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +113,8 @@ def answers(folders, tmp_path_factory) -> Callable[[str], Path]:
     return functools.cache(make)
 
 
-@pytest.mark.parametrize(
-    ("family", "algorithm"), [TRAINED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in TRAINED[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "algorithm"), TRAINED)
 def test_ten_steps(folders, answers, tmp_path, capfd, family, algorithm):
     model, data = folders(family), answers(family)
     rows = [json.loads(line) for line in data.read_text().splitlines()]

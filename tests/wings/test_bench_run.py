@@ -97,6 +97,7 @@ def own_drafter(tmp_path, monkeypatch):
     sys.modules.pop("my_own_drafter", None)
 
 
+@pytest.mark.slow
 def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_drafter, tmp_path, capsys):
     """Batches of two, twice: the third conversation has no partner."""
     flags = "--plots", "none", "--batch-sizes", "2", "--repeats", "2"

@@ -120,7 +120,7 @@ def test_prompts_results_and_summary(run):
     [
         [],
         ["--temperature", "1.0", "--top-p", "0.9", "--frequency-penalty", "0.5"],
-        ["--temperature", "0.8", "--speculative-adaptive"],
+        pytest.param(["--temperature", "0.8", "--speculative-adaptive"], marks=pytest.mark.slow),
     ],
 )
 def test_text_with_and_without_drafts(run, sampling):

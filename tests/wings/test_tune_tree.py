@@ -153,7 +153,7 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", SMALL)
+@pytest.mark.parametrize("algorithm", ["NGRAM", pytest.param("STANDALONE", marks=pytest.mark.slow)])
 def test_a_search(algorithm, tune, similar, tmp_path, capsys):
     arguments = ["--speculative-algorithm", algorithm, *SMALL[algorithm], "--best", "2"]
     if algorithm == "STANDALONE":
