@@ -121,7 +121,7 @@ class ModelConfig(GroupedHeads):
     """A decoder-only transformer, in the dimension letters of ``specjax.cache``.
 
     Attributes:
-        family: name of its file in `specjax.models`.
+        family: key of `specjax.models.families.FAMILIES`.
         vocab_size: V, rows of the embedding, padding included.
         hidden_size: M, channels between layers.
         intermediate_size: I, channels within an MLP.
