@@ -360,6 +360,8 @@ def read_rope(
     if share != 1 and not (partial and type(share) is float and 0 < share < 1):
         raise unsupported("partial_rotary_factor", share, "a number above 0, at most 1" if partial else "1.0")
     rope_type = section.optional("rope_type", section.optional("type", "default"))
+    if rope_type in ("su", "yarn") and "long_factor" in section:  # the first Phi-3 models
+        rope_type = "longrope"
     if rope_type not in ROPE_TYPES:
         raise unsupported("rope_type", rope_type, ", ".join(ROPE_TYPES))
     try:

@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dp < 1:
             raise ValueError(f"--data-parallel-size must be at least 1, got {args.dp}")
         lines = read_input(args.input)
-        check_writable(Path(args.output), [args.input])
+        check_writable(Path(args.output), [args.input], in_place=True)
         build.claim_gpu(chosen)
         engine, *others = build.make_engines(chosen, progress=progress)
         if progress:

@@ -136,10 +136,13 @@ def check_encodes(name: str, value: Any) -> None:
         raise ValueError(f"{name} holds {text[error.start]!r}: surrogates must come in pairs") from None
 
 
-def check_writable(file: Path, inputs: Sequence[str] = ()) -> None:
-    """Raises ValueError if `--output FILE` is a file of `inputs`, or cannot be written."""
+def check_writable(file: Path, inputs: Sequence[str] = (), *, in_place: bool = False) -> None:
+    """Raises ValueError if `--output FILE` is a file of `inputs`, or cannot be written. `in_place`: an existing file or
+    device is opened and not replaced."""
     if file.exists() and any(file.samefile(path) for path in line_files(inputs) if path != "-"):
         raise ValueError(f"--output {file} is also an input")
+    if in_place and file.exists() and not file.is_dir() and os.access(file, os.W_OK):
+        return
     folder = file.resolve().parent
     if file.exists() and not file.is_file():
         raise ValueError(f"--output {file} cannot be written: it is not a file")

@@ -30,6 +30,8 @@ from specjax.sampling import STOP_IDS
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
 """Parameters of a request, or fields of `SamplingParams` by name."""
 
+DENSE = 8  # characters per token above which a text is tokenised in growing prefixes
+MARGIN = 64  # tokens by which a prefix, cut anywhere, may exceed its share of the whole text's
 SHRINKS = 4
 """Maximum number of characters that normalisation (NFC, NFKC) turns into one. Normalisers that remove spaces or accents
 have no limit: a text that is too long by this count is refused, even if the rest would fit."""
@@ -92,8 +94,21 @@ class Intake:
         return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text)
 
     def check_text(self, text: str) -> None:
-        """Raises ValueError for a text that cannot fit the context, before it is tokenised."""
+        """Raises ValueError for a text that cannot fit the context, before all of it is tokenised.
+
+        A text with many characters per token of the context is tokenised in prefixes, each four times as long as the
+        one before: a text of many megabytes costs no more than a few times what fits.
+        """
         self._check_characters(len(text))
+        size = DENSE * self.context_length
+        while size < len(text):
+            count = len(self.tokenizer(text[:size], add_special_tokens=False)["input_ids"])
+            if count > self.context_length + MARGIN:
+                raise ValueError(
+                    f"the prompt has {len(text)} characters; the first {size} alone make {count} tokens, but the "
+                    f"context is {self.context_length}"
+                )
+            size *= 4
 
     def _check_characters(self, count: int, factor: int = 1) -> None:
         if count > (most := self.most_characters * factor):

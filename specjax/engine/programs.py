@@ -153,18 +153,21 @@ class Programs:
         try:
             return self._compile(key)
         except Exception as error:
-            problem, where = error, error.__traceback__
             if is_out_of_memory(error):
-                problem, where = MemoryError(f"{key}: {_first_line(error)}"), None
+                problem = f"{key}: {_first_line(error)}"
                 logger.error("Out of memory for the program of %s; using other ones: %s", key, _first_line(error))
-            self._failed[key] = problem, where
-            raise problem from error.__cause__
+                self._failed[key] = MemoryError(problem), None  # never raised itself: its traceback would keep frames
+                raise MemoryError(problem) from error
+            self._failed[key] = error, error.__traceback__
+            raise
 
     def _lookup(self, key: Key) -> Program | None:
         """Returns the program if it is compiled. Raises its remembered error."""
         if key not in self._failed:
             return self._programs.get(key)
         error, where = self._failed[key]
+        if isinstance(error, MemoryError):
+            raise MemoryError(str(error))
         raise error.with_traceback(where)  # the first traceback: each raise adds frames
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:

@@ -443,7 +443,7 @@ def whole_call(text: str) -> tuple[str, str] | None:
             )
         if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return None
-        return name, json.dumps(arguments or {})
+        return name, json.dumps(arguments or {}, allow_nan=False)
     except ValueError:
         return None
 
@@ -591,7 +591,7 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
         schema: schema of the object of all arguments.
     """
     members = schema.get("properties")
-    types = _types(members.get(name) if isinstance(members, Mapping) else None, schema)
+    types = _types(members.get(name) if isinstance(members, Mapping) else None, schema, {})
     if text == "null" and (not types or "null" in types):
         return None
     if not types or "string" in types:
@@ -607,13 +607,20 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     return text
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Names of the types that a schema allows; empty: any. `depth`: number of enclosing schemas, which is limited
-    because references may lead back to themselves."""
+def _types(schema: Any, root: Mapping[str, Any], known: dict[str, set[str]], depth: int = 0) -> set[str]:
+    """Names of the types that a schema allows; empty: any.
+
+    Args:
+        known: results of references. Each is followed once, since many may lead to one schema, or back to themselves.
+        depth: number of enclosing schemas, at most `MAX_DEPTH`.
+    """
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_part(root, reference), root, depth + 1)
+        if reference not in known:
+            known[reference] = set()
+            known[reference] = _types(_part(root, reference), root, known, depth + 1)
+        return known[reference]
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(listed, list):
         return {_TYPES[type(value)] for value in listed}
@@ -621,7 +628,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     types = {name for name in (names if isinstance(names, list) else [names]) if name in _TYPES.values()}
     for key in ("allOf", "anyOf", "oneOf"):
         if not types and isinstance(options := schema.get(key), list):
-            several = [_types(option, root, depth + 1) for option in options]
+            several = [_types(option, root, known, depth + 1) for option in options]
             types = set().union(*several) if key == "allOf" or all(several) else types
     return types | ({"null"} if types and schema.get("nullable") is True else set())
 

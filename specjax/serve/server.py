@@ -49,7 +49,8 @@ def allow_files() -> None:
     """Raises this process's limit of open files as far as allowed: each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the server also works with a lower limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        wanted = 65536 if hard == resource.RLIM_INFINITY else hard  # macOS refuses an infinite limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def url(sock: socket.socket, settings: ServerSettings) -> str:

@@ -151,4 +151,7 @@ class Tokenising:
 
     def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
         """Calls the function in a thread, unless the future is cancelled before. `size`: bytes of its texts and ids."""
-        return self._lanes["compile" if compiles else "short" if size <= SHORT else "long"].submit(function)
+        lane, work = self._lanes["compile" if compiles else "short" if size <= SHORT else "long"], [function]
+        future = lane.submit(lambda: work[0]())
+        future.add_done_callback(lambda _: work.clear())  # the lane keeps cancelled jobs, which hold their prompts
+        return future

@@ -119,6 +119,7 @@ def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.n
     return order
 
 
+MASKS = ("attention_mask", "loss_mask", "labels", "assistant_masks")
 NOT_READ = ("output_ids", "input_ids", "tokens", "loss_mask", "completion", "chosen")
 NO_ANSWER = (
     "the line has a prompt and no answer, such as `response`: `specjax train generate` writes answers, and --text-data "
@@ -351,6 +352,8 @@ def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
     if "response_ids" in present:
         if "prompt_ids" not in present:
             raise ValueError("response_ids needs prompt_ids; without both, the texts are used")
+        if other := [name for name in MASKS if name in present]:
+            raise ValueError(f"{other[0]} is not read: every id of response_ids has a loss, and ids have no padding")
         return "prompt_ids", "response_ids"
     if other := [name for name in NOT_READ if name in present and "response" not in present]:
         raise ValueError(f"{other[0]} is not read; give response after messages or prompt, or prompt_ids, response_ids")

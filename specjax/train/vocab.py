@@ -75,8 +75,6 @@ def count(
 def row_parts(row: dict[str, Any], tokenizer: Any, vocabulary: int) -> list[Any]:
     """The texts and lists of ids of a row that are counted."""
     names, parts = row_fields(row), list[Any]()
-    if "response_ids" in names:
-        check_written(tokenizer, row)
     for name in names:
         if name.endswith("_ids"):
             parts.append(read_ids(name, row[name], vocabulary))
@@ -84,6 +82,8 @@ def row_parts(row: dict[str, Any], tokenizer: Any, vocabulary: int) -> list[Any]
             parts += [message["content"] for message in read_messages(name, row[name])]
         else:
             parts.append(read_text(name, row[name], empty=True))
+    if "response_ids" in names:
+        check_written(tokenizer, row)
     return parts
 
 

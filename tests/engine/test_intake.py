@@ -10,7 +10,7 @@ from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
-from specjax.engine.intake import SHRINKS, Intake
+from specjax.engine.intake import DENSE, SHRINKS, Intake
 
 CONTEXT = 128
 LONGEST = len("<|endoftext|>")
@@ -83,3 +83,19 @@ def test_long_lists_of_tokens():
     with pytest.raises(ValueError, match="the prompt has 129 tokens, but the context is 128"):
         intake().encode(Ids(byte_ids(b"x") * 129))
     assert len(intake().encode(byte_ids(b"x") * 128)) == 128
+
+
+def test_dense_texts():
+    """Thirteen characters a token: more characters than one call tokenises."""
+    text = "<|endoftext|>" * 100
+    assert len(text) > DENSE * CONTEXT
+    assert intake().encode(text) == [0] * 100
+    with pytest.raises(ValueError, match="100000"):
+        intake().encode(text[:1299] + "x" * 98_701)
+
+
+def test_rendered_messages():
+    ours = intake()
+    with pytest.raises(ValueError, match="characters; the first 1024 alone make"):
+        ours.encode([{"role": "user", "content": "x" * 1_500}])
+    assert ours.tokenizer.seen <= DENSE * CONTEXT

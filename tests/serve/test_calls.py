@@ -411,3 +411,13 @@ def test_values_between_tags_of_unusual_schemas():
     defs = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)} | {"60": INTEGER}
     root = {"$defs": defs, "properties": {"p": {"$ref": "#/$defs/0"}}}
     assert typed_value("5", "p", root) == "5"
+
+
+def test_references_are_followed_once():
+    """Without that, 500 references to themselves would take 500^4 steps."""
+    options = [{"$ref": "#/$defs/x"}] * 500 + [{"type": "integer"}]
+    schema = {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": options}}}
+    assert typed_value("5", "a", schema) == "5", "a schema that allows itself allows any type"
+    schema["$defs"]["x"] = {"anyOf": [{"$ref": "#/$defs/y"}] * 500}
+    schema["$defs"]["y"] = {"type": "integer"}
+    assert typed_value("5", "a", schema) == 5
