@@ -234,7 +234,7 @@ def test_draft_defaults(quantization, dtype, platform, otherwise, stored, expect
         return
     message = f"Standalone.quantization {quantization} is for float weights, and m is quantised already"
     message = re.escape(f"{message} ({stored});")
-    with pytest.raises(ValueError, match=f"^{message} without it they stay .*, none dequantises them$"):
+    with pytest.raises(ValueError, match=f"^{message} without the option it stays .*, none dequantises it$"):
         options.weights("m", dtype, platform, otherwise=otherwise, stored=stored)
 
 
