@@ -20,6 +20,7 @@ COMMANDS = {
     "bench tune-tree": ("specjax.bench.tune_tree:main", "find the draft tree that decodes fastest"),
     "train": ("specjax.train.__main__:main", "train a draft for a target"),
     "train generate": ("specjax.train.generate:main", "let the target write training data"),
+    "train features": ("specjax.train.features:main", "write hidden states of texts, for other trainers"),
     "train vocab": ("specjax.train.vocab:main", "count tokens: the vocabulary of a draft head"),
     "viz": ("specjax.viz.__main__:main", "draw a draft tree as SVG"),
 }

@@ -4,7 +4,7 @@
     data        JSONL lines to examples, packed into rows
     unroll      the forward of several rounds, and the losses
     head        a head's configuration and first weights; `export` writes it
-    features    the target's outputs, computed once or in each step
+    features    the target's outputs, computed once or in each step; `specjax train features` writes files
     update      optimiser and training step
     run         the loop; `output` writes checkpoints, metrics, model card and curves
     generate    `specjax train generate`: the target writes training data

@@ -19,10 +19,10 @@ from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, eagle_drafter
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, output_columns
-from specjax.models.head_spec import ALGORITHMS, default_aux_layers
+from specjax.models.head_spec import ALGORITHMS
 from specjax.models.target import Target
 from specjax.train.data import Rows
-from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings, TrainOptions
+from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings, TrainOptions, aux_layers_of
 from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unroll
 from specjax.train.vocab import token_map
 
@@ -154,7 +154,7 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         raise ValueError(f"--draft-vocab-size {requested} is more than the target's {total}")
     if 0 < requested < len(set(ends)):
         raise ValueError(f"--draft-vocab-size {requested} has no room for the model's {len(set(ends))} end tokens")
-    aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
+    aux_layers = aux_layers_of(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
     size = requested or total
     shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
     fields: dict[str, Any] = {name: getattr(target, name) for name in shared} | dict.fromkeys(spec.biases, True)
@@ -186,17 +186,6 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
         if value and value != actual:
             raise ValueError(f"{flag} {value} differs from --init-from {settings.init_from}, {actual}; leave it out")
     return head, dict(params)
-
-
-def _aux_layers(chosen: Sequence[str], layers: int) -> tuple[int, ...]:
-    """Default: EAGLE-3's layers, or the first, middle and last layer of a target with fewer than 7."""
-    if chosen:
-        if not all(text.isdecimal() and int(text) < layers for text in chosen) or len(set(chosen)) < len(chosen):
-            raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(chosen)}")
-        return tuple(map(int, chosen))
-    if layers < 3:
-        raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
-    return default_aux_layers(layers) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
 
 
 def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specjax.cli.flags import ModelSettings
-from specjax.models.head_spec import ALGORITHMS
+from specjax.models.head_spec import ALGORITHMS, default_aux_layers
 from specjax.settings import setting
 from specjax.train.unroll import LOSSES
 
@@ -43,6 +44,18 @@ class DraftSettings:
     aux_layers: tuple[str, ...] = setting(
         (), "EAGLE3: target layers, from 0, that the head reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
     )
+
+
+def aux_layers_of(chosen: Sequence[str], layers: int) -> tuple[int, ...]:
+    """The layers of --aux-layers for a target of `layers` layers. Default: EAGLE-3's, or the first, middle and last
+    layer of a target with fewer than 7. Raises ValueError."""
+    if chosen:
+        if not all(text.isdecimal() and int(text) < layers for text in chosen) or len(set(chosen)) < len(chosen):
+            raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(chosen)}")
+        return tuple(map(int, chosen))
+    if layers < 3:
+        raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
+    return default_aux_layers(layers) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
 
 
 @dataclass(frozen=True)
