@@ -34,12 +34,14 @@ class BenchSettings:
     )  # fmt: skip
     sets: tuple[str, ...] = setting(
         ("mt_bench", "gsm8k", "humaneval"),
-        f"sets of prompts: {', '.join(set_names())}; spec_bench is its six categories, spec_bench/rag one; JSONL files",
+        f"sets of prompts: {', '.join(set_names())}; spec_bench is its six categories, spec_bench/rag one; "
+        "JSONL files; with --data, SPEED-Bench's splits by category: qualitative, throughput_1k, qualitative/coding",
         metavar="SET",
     )
     data: str | None = setting(
-        None, "folder of SET.jsonl files; default: the sets that ship with specjax", metavar="FOLDER"
-    )
+        None, "folder of SET.jsonl files, such as SPEED-Bench's; default: the sets that ship with specjax",
+        metavar="FOLDER",
+    )  # fmt: skip
     limit: int = setting(0, "conversations of each set, evenly spaced; 0 = all", minimum=0)
     turns: int = setting(0, "turns of each conversation; answers are part of the next prompt; 0 = all", minimum=0)
     temperatures: tuple[str, ...] = setting(("0",), "0 = greedy", metavar="T", digits=True)

@@ -3,7 +3,10 @@
 mt_bench                a set that ships with specjax
 spec_bench              the six categories of Spec-Bench, each a set
 spec_bench/rag          one category of a set
-my/prompts.jsonl        a file; each line has `turns` (a list of strings) or `prompt` (a string), optionally `id`
+my/prompts.jsonl        a file; each line has `turns` (a list of strings), `prompt` (a string) or `messages` (chat
+                        messages), optionally `id` or `question_id`
+qualitative             with --data FOLDER: a split of SPEED-Bench of NVIDIA's prepare.py; each category is a set
+qualitative/coding      one category of a split
 """
 
 from __future__ import annotations
@@ -29,6 +32,12 @@ SPEC_BENCH = {
     "rag": ("rag",),
 }
 """Spec-Bench's six categories -> categories of the lines. The first, of several turns, is MT-bench."""
+
+
+SPEED_BENCH = ("qualitative", *(f"throughput_{size}k" for size in (1, 2, 8, 16, 32)))
+"""SPEED-Bench's splits. Its files are not free to ship; source: huggingface.co/datasets/nvidia/SPEED-Bench."""
+PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{article}")
+"""Text in its prompts before prepare.py has fetched their sources."""
 
 
 class Conversation(NamedTuple):
@@ -92,9 +101,11 @@ def _read_set(name: str, data: Path) -> dict[str, list[Conversation]]:
         names = ", ".join(set_names(data)) or "no sets"
         raise ValueError(f"--sets {name}: {data} has no {base}.jsonl; it has: {names}; or name a .jsonl file")
     lines = _read_lines(file)
-    if base != "spec_bench" and not part:
+    if base not in ("spec_bench", *SPEED_BENCH) and not part:
         return {base: [conversation for conversation, _ in lines]}
     categories = SPEC_BENCH if base == "spec_bench" else {category: (category,) for _, category in lines}
+    if base in SPEED_BENCH and any(mark in turn for one, _ in lines for turn in one.turns for mark in PLACEHOLDERS):
+        raise ValueError(f"--sets {name}: {file} has placeholders in place of prompts; run SPEED-Bench's prepare.py")
     if part and part not in categories:
         raise ValueError(f"--sets {name}: {base} has no category {part}; it has: {', '.join(categories)}")
     chosen = [part] if part else [*categories]
@@ -116,10 +127,17 @@ def _read_lines(file: Path) -> list[tuple[Conversation, str]]:
             raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
         row = row if isinstance(row, dict) else {}
         turns = row.get("turns", [row.get("prompt")])
+        if isinstance(messages := row.get("messages"), list) and "turns" not in row and "prompt" not in row:
+            turns = [message.get("content") for message in messages if isinstance(message, dict)]
+            if any(not isinstance(message, dict) or message.get("role") != "user" for message in messages):
+                turns = []  # answers and system messages are no turns of the user
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            wanted, start = "`turns`, a list of strings, or `prompt`, a string", line[:60].decode(errors="replace")
+            wanted = "`turns`, a list of strings, `prompt`, a string, or `messages` of the user"
+            start = line[:60].decode(errors="replace")
             raise ValueError(f"{file}, line {number} needs {wanted}; got {start!r}")
-        id = f"{file.stem}-{number}" if row.get("id") is None else str(row["id"])
+        id = next(
+            (str(row[name]) for name in ("id", "question_id") if row.get(name) is not None), f"{file.stem}-{number}"
+        )
         lines.append((Conversation(id, tuple(turns)), str(row.get("category", ""))))
     if not lines:
         raise ValueError(f"{file} holds no prompts")
