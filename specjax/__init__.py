@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specjax.step import StepConfig, Steps, check_phase, commit_phase, draft_phase, make_steps
     from specjax.step import prefill_step, speculate_step, verify_phase
     from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
-    from specjax.verify import AcceptAbove, Verdict, Verifier, find_verdict, verify_tree
+    from specjax.verify import AcceptAbove, SyntheticAcceptance, Verdict, Verifier, find_verdict, verify_tree
 
 _NAMES = {
     "specjax.cache": "PageSpec PoolShape commit init_cache",
@@ -46,7 +46,7 @@ _NAMES = {
         "StepConfig Steps check_phase commit_phase draft_phase make_steps prefill_step speculate_step verify_phase"
     ),
     "specjax.tree": "NO_PARENT NO_TOKEN DraftTree Pool best_nodes chain rerank root_only top_k_children",
-    "specjax.verify": "AcceptAbove Verdict Verifier find_verdict verify_tree",
+    "specjax.verify": "AcceptAbove SyntheticAcceptance Verdict Verifier find_verdict verify_tree",
 }
 """Module to the names that it gives."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +22,7 @@ from specjax_kernels import largest, mesh
 from specjax_kernels.platforms import by_platform, has_kernels
 
 from specjax.cache import Active, Hidden, Logits, PerRequest
-from specjax.limits import check, documented, setting
+from specjax.limits import ParameterError, check, documented, setting
 from specjax.sampling import DrawInputs, coin, draw, draw_straight, draw_with_law, is_plain, mask_forbidden
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
 
@@ -427,3 +428,61 @@ class AcceptAbove:
         # A token that is cut off or forbidden has probability 0 and is never accepted.
         accepted = hit | (likely & (probability > 0) & samples)
         return accepted & (jnp.cumsum(accepted) == 1)
+
+
+@dataclass(frozen=True)
+class SyntheticAcceptance:
+    """A `Verifier` that accepts drafts at given rates, to measure how fast a draft with these rates would be. The text
+    is not the model's.
+
+    Each step follows one path to a node of greatest depth and accepts its first m drafts, where m is drawn from the
+    request's seed with P(m >= d) = ``rates[d - 1]``. The token after them is the target's draw. The mean accept length
+    is 1 + sum(rates), if every tree is at least ``len(rates)`` deep. A draft that a grammar forbids is not accepted.
+
+    Source: vLLM's `synthetic_acceptance_rates`.
+
+    Args:
+        rates: one for each depth, from 0 to 1, none larger than the one before.
+
+    Raises:
+        ParameterError: no rates, or rates out of range or order.
+    """
+
+    rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        bounded = (1.0, *self.rates)
+        if not self.rates or not all(0 <= rate <= before for before, rate in pairwise(bounded)):
+            given = " ".join(map(str, self.rates)) or "none"
+            problem = f"must be numbers from 1 to 0, none larger than the one before, got {given}"
+            raise ParameterError("rates", problem, type(self).__name__)
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        logits: Logits,
+        inputs: DrawInputs,
+        prefix_length: PerRequest,
+        emitted: PerRequest,
+        *,
+        depth: int,
+        allowed: UInt32[Array, "B N W"] | None = None,
+    ) -> Verdict:
+        """Arguments: see `verify_tree`."""
+        uniform = jax.vmap(coin)(inputs.rows.seed, prefix_length)
+        count = jnp.sum(uniform[:, None] < jnp.asarray(self.rates, jnp.float32)[None], axis=1)
+        reached = tree.valid & (tree.depth <= jnp.minimum(count, depth)[:, None])
+        last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=1)
+        on_path = jnp.take_along_axis(ancestor_mask(tree), last[:, None, None], axis=1)[:, 0]
+
+        def visit(*node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
+            *arguments, bits, children = node
+            accepted = children & on_path
+            if bits is not None:
+                tokens = jnp.maximum(tree.tokens, 0)
+                word = jnp.take_along_axis(bits, tokens // 32, axis=1)
+                accepted &= (word >> (tokens % 32).astype(jnp.uint32)) & 1 == 1
+            return draw(*arguments, bits), accepted
+
+        drawn, matches = walk_tree(visit, tree, logits, inputs, prefix_length, emitted, depth, allowed)
+        return find_verdict(tree, drawn, depth, matches)

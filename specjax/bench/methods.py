@@ -23,6 +23,7 @@ from specjax.limits import check_value
 from specjax.load import LoadedModel, load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.settings import nearest
+from specjax.verify import SyntheticAcceptance
 
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
@@ -36,6 +37,7 @@ class Method:
     draft: DraftOptions | None = None  # None: a custom drafter
     drafter: str | None = None  # module:function
     verifier: str | None = None  # module:function
+    rates: tuple[float, ...] = ()  # of `SyntheticAcceptance`
     adaptive: bool = False  # draft only in steps where the engine measures a gain
 
     @property
@@ -93,6 +95,10 @@ def _parse(text: str) -> Method:
         options[key] = value
     name = options.pop("name", None)
     verifier, switch = options.pop("verifier", None), options.pop("adaptive", "off").lower()
+    synthetic = options.pop("acceptance", "")
+    if verifier and synthetic:
+        raise ValueError("verifier and acceptance exclude each other")
+    rates = SyntheticAcceptance(tuple(map(float, synthetic.split("/")))).rates if synthetic else ()
     if switch not in SWITCH:
         raise ValueError(f"adaptive must be on or off, got {switch!r}")
     adaptive = SWITCH[switch]
@@ -102,9 +108,10 @@ def _parse(text: str) -> Method:
         _title(title, options) if title else str(drafter),
         *["adaptive"] * adaptive,
         *[f"verifier {verifier}"] * bool(verifier),
+        *[f"synthetic {synthetic}"] * bool(synthetic),
     ]
     draft = _typed(title, {Auto.algorithm: Auto, **DRAFTERS}[title], options) if title else None
-    return Method(text, name or " ".join(words), draft, drafter, verifier, adaptive)
+    return Method(text, name or " ".join(words), draft, drafter, verifier, rates, adaptive)
 
 
 def _title(name: str, options: Mapping[str, str]) -> str:
@@ -194,6 +201,8 @@ class Source:
                 options["drafter"] = load_drafter(method.drafter)
             if method.verifier is not None:
                 options["verify"] = load_drafter(method.verifier)
+            if method.rates:
+                options["verify"] = SyntheticAcceptance(method.rates)
             loaded = load(**self._options, **options, progress=self._progress and not self._loaded)
             if self._loaded:  # one copy of the weights
                 loaded = loaded._replace(params=loaded.params._replace(target=self.first.params.target))

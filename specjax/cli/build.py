@@ -15,9 +15,10 @@ from specjax import gpu
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
+from specjax.limits import ParameterError
 from specjax.parallel.sharding import missing_devices
 from specjax.settings import dashed, overrides, place_of
-from specjax.verify import AcceptAbove
+from specjax.verify import AcceptAbove, SyntheticAcceptance
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,33 @@ def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str
             **vars(chosen.model),
             "sampling_defaults": engine.sampling_defaults,
             "draft": draft_options(chosen),
-            "verify": lossy_verifier(chosen),
+            "verify": synthetic_verifier(chosen) or lossy_verifier(chosen),
             "backend": engine.attention_backend,
             "config": EngineConfig(**{**options, **config}),
         }
+
+
+def synthetic_verifier(chosen: Settings) -> SyntheticAcceptance | None:
+    """The verifier of --speculative-synthetic-acceptance, with a warning; None without the flag. Raises ValueError for
+    wrong rates, and together with accept thresholds."""
+    texts = chosen.speculative.speculative_synthetic_acceptance
+    if not texts:
+        return None
+    place = place_of(chosen, "speculative_synthetic_acceptance")
+    try:
+        verifier = SyntheticAcceptance(tuple(map(float, texts)))
+    except ParameterError as error:
+        raise error.renamed({"rates": place}) from None
+    except ValueError:
+        raise ValueError(f"{place} must be numbers, got {' '.join(texts)!r:.60}") from None
+    speculative = chosen.speculative
+    if min(speculative.speculative_accept_threshold_single, speculative.speculative_accept_threshold_acc) < 1:
+        raise ValueError(f"{place} replaces verification, so accept thresholds below 1 have no effect: leave them out")
+    logger.warning(
+        "SYNTHETIC ACCEPTANCE: drafts are accepted at the rates %s, whatever the model would write. The text is not "
+        "the model's; use it to measure speed only", " ".join(texts),
+    )  # fmt: skip
+    return verifier
 
 
 def lossy_verifier(chosen: Settings) -> AcceptAbove | None:

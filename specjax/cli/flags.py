@@ -184,6 +184,11 @@ class SpeculativeSettings:
     allow_lossy_speculation: bool = setting(
         False, "allow thresholds below 1: the text of requests that sample is then not the model's own"
     )
+    speculative_synthetic_acceptance: tuple[str, ...] = setting(
+        (), "measure the speed that a draft would have: accept the first draft of each step with the first rate, the "
+        "first two with the second rate, and so on, as vLLM's synthetic_acceptance_rates; such text is not the model's",
+        metavar="RATE", digits=True, sets="",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

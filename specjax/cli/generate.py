@@ -37,6 +37,7 @@ from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
 from specjax.progress import progress_bar
+from specjax.verify import SyntheticAcceptance
 
 PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "prompt": (str, str, "a string"),
@@ -153,6 +154,7 @@ def run(
     count: Counter[str] = Counter()
     engines = [engine, *others]
     loads = [0] * len(engines)  # unfinished requests of each engine
+    marks = {"synthetic_acceptance": True} if isinstance(engine.verify, SyntheticAcceptance) else {}
     ahead = max(MIN_AHEAD, 2 * engine.config.max_running_requests * len(engines))
 
     def fail(number: int, reason: object) -> None:
@@ -208,7 +210,7 @@ def run(
                 count.update(settled=1, tokens=done.completion_tokens, steps=done.spec_verify_ct)
                 count["drafted"] += sequence.output.verified_tokens
                 row = describe(line, done)
-                put(index, row)
+                put(index, None if row is None else {**row, **marks})
                 if row is None:
                     fail(line.number, f"the request failed: {done.finish_reason}")
                 elif done.finish_reason["type"] == "abort":
@@ -233,6 +235,7 @@ def run(
         "draft": "; ".join(filter(None, (engine.drafter.note, engine.drafter.source))),
         "device": engine.device_name,
         **({"replicas": len(engines)} if others else {}),
+        **marks,
     }
 
 

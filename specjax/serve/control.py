@@ -29,7 +29,7 @@ from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server_settings import MOST_TRACED, ServerSettings
 from specjax.serve.tokenising import Tokenising, refusal
-from specjax.verify import AcceptAbove
+from specjax.verify import AcceptAbove, SyntheticAcceptance
 
 Result = TypeVar("Result")
 
@@ -131,6 +131,11 @@ def stored_in(params: Any) -> str:
     return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
 
 
+def synthetic_rates(engine: Engine) -> list[float] | None:
+    """The rates of `SyntheticAcceptance`, with which the text is not the model's; None: it is."""
+    return [*engine.verify.rates] if isinstance(engine.verify, SyntheticAcceptance) else None
+
+
 def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
     """The answer of `/get_model_info`: sizes of one engine, counts of it and `others`, its replicas."""
     engines = (engine, *others)
@@ -153,6 +158,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "speculative_num_draft_tokens": engine.drafter.width,
         "speculative_coupling": engine.drafter.coupling,
         "speculative_lossy": lossy,
+        "speculative_synthetic_acceptance": synthetic_rates(engine),
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
         "drafted_steps": counters.drafted_steps,

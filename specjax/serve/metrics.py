@@ -1,7 +1,7 @@
 """Metrics for Prometheus at `/metrics`, and log lines about steps in SGLang's form.
 
-Metrics have our own names, and SGLang's. Totals and gauges are read from the engine on request. The engine's thread
-records latencies after each step.
+Metrics have our own names and SGLang's; counters of acceptance have vLLM's, too. Totals and gauges are read from the
+engine on request. The engine's thread records latencies after each step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specjax.engine import Engine
 from specjax.engine.batch import Counters
 from specjax.engine.sequence import Sequence, Status
 
-OURS, SGLANG = "specjax:", "sglang:"
+OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120, 240)
 
 LATENCIES = {
@@ -168,6 +168,27 @@ def read(replicas: List[Replica]) -> list[_Value]:
     ]  # fmt: skip
 
 
+def read_acceptance(replicas: List[Replica]) -> Iterator[Metric]:
+    """Counters of drafting with vLLM's names."""
+    counters = Counters.sum(replica.engine.counters for replica in replicas)
+    steps, width = counters.drafted_steps, replicas[0].engine.drafter.width
+    label = [replicas[0].traffic.model]
+    for name, about, value in (
+        ("drafts", "Steps of a request that could draft.", steps),
+        ("draft_tokens", "Nodes of their trees, without the root.", steps * (width - 1)),
+        ("accepted_tokens", "Accepted drafts.", counters.accepted),
+    ):
+        family = CounterMetricFamily(f"{VLLM}spec_decode_num_{name}", about, labels=["model_name"])
+        family.add_metric(label, value)
+        yield family
+    family = CounterMetricFamily(
+        f"{VLLM}spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth.", labels=["model_name", "position"]
+    )
+    for position, accepted in enumerate(counters.accepted_at):
+        family.add_metric([*label, str(position)], accepted)
+    yield family
+
+
 _FAMILIES: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
@@ -184,6 +205,7 @@ class _Everything(Collector):
                 family = make(prefix + metric.name, metric.about, labels=["model_name"])
                 family.add_metric(label, metric.value)
                 yield family
+        yield from read_acceptance(self._replicas)
         for name, about in LATENCIES.items():
             total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
             for prefix in (OURS, SGLANG):

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, unavailable
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
+from specjax.verify import SyntheticAcceptance
 
 logger = logging.getLogger("specjax.serve")
 
@@ -26,6 +27,7 @@ HEALTH = "/health"  # answers in any state
 PAGE = "/"  # the chat page: static and without secrets
 OPEN = (HEALTH, PAGE)  # paths that need no API key
 CLOSE = {"Connection": "close"}
+SYNTHETIC = "X-Specjax-Synthetic-Acceptance"  # header of every answer with `SyntheticAcceptance`
 INTERNAL = "internal error; the server's log has it"
 
 
@@ -69,7 +71,10 @@ class Gate:
             nonlocal answered
             if message["type"] == "http.response.start":
                 answered = True
-                MutableHeaders(scope=message)["X-Request-Id"] = id
+                answer = MutableHeaders(scope=message)
+                answer["X-Request-Id"] = id
+                if self._runner.loaded and isinstance(self._runner.engine.verify, SyntheticAcceptance):
+                    answer[SYNTHETIC] = "text is not the model's: drafts are accepted at given rates"
                 log_answer(scope, message["status"], id)
             await send(message)
 

@@ -209,6 +209,9 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     """Answer the lines that `--output` lacks; returns the summary."""
     if args.input == "-":
         raise ValueError("--input must be a file: a resumed run reads it again")
+    if chosen.speculative.speculative_synthetic_acceptance:
+        place = settings.place_of(chosen, "speculative_synthetic_acceptance")
+        raise ValueError(f"{place} writes text that is not the model's, which is no training data: leave it out")
     lines, (shard, shards) = read_input(args.input), parse_shard(args.shard)
     for name in ("max_new_tokens", "max_prompt_tokens"):
         if (value := getattr(args, name)) < 1:

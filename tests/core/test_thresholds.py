@@ -16,9 +16,10 @@ from oracle import Sampling
 from test_verify import BATCH, DEPTH, VOCABULARY, WIDTH, requests_for, run_verify, some_trees
 from toy_models import as_arrays, history, random_tree, sampling_rows
 
-from specjax import AcceptAbove
+from specjax import AcceptAbove, SyntheticAcceptance
 from specjax.engine import SamplingParams
 from specjax.sampling import DrawInputs
+from specjax.tree import NO_TOKEN
 
 COUNT = 4096
 
@@ -155,3 +156,64 @@ def test_thresholds_with_a_grammar():
     for done in engine.generate([list(range(70, 80))] * 4, params):
         assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")
     check_idle(engine)
+
+
+def test_synthetic_rates_are_met():
+    """The shares of 4,096 seeds. Accepted drafts are a path of the tree, and the bonus token is the target's draw."""
+    rng, rates = np.random.default_rng(1), (0.9, 0.6, 0.3, 0.3)
+    tree = random_tree(0, WIDTH, VOCABULARY, rng, 3)
+    depth = max(len(oracle.path_tokens(tree, node)) for node in range(len(tree.tokens)))
+    assert depth == 3, "the fourth rate has no draft"
+    rows = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), sampling_rows([Sampling(temperature=1.0)], VOCABULARY)
+    )
+    rows = rows._replace(seed=jnp.stack([jnp.arange(COUNT, dtype=jnp.uint32)] * 2, axis=1))
+    arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), as_arrays([tree], WIDTH))
+    logits = jnp.broadcast_to(
+        jnp.asarray(rng.normal(0, 1, (WIDTH, VOCABULARY)), jnp.float32), (COUNT, WIDTH, VOCABULARY)
+    )
+    zeros, past = jnp.zeros(COUNT, jnp.int32), history([[1, 2]], [[3, 0]], VOCABULARY)
+    inputs = DrawInputs(rows, past, zeros, jnp.ones(COUNT, bool))
+    verdict = verdict_of(SyntheticAcceptance(rates), arrays, logits, inputs, zeros + 3, zeros + 2, depth=3)
+    drawn = verdict_of(AcceptAbove(), arrays, logits, inputs, zeros + 3, zeros + 2, depth=3).drawn
+    tokens, drawn, compared = np.asarray(verdict.tokens), np.asarray(drawn), 0  # draws at the nodes of its own walk
+    accepted, path = np.asarray(verdict.accepted), np.asarray(verdict.path)
+    for d, rate in enumerate(rates[:3], start=1):
+        assert abs(np.mean(accepted >= d) - rate) < 4 * np.sqrt(rate * (1 - rate) / COUNT)
+    for row, count in enumerate(accepted.tolist()):
+        end = path[row, count]
+        assert tokens[row, :count].tolist() == oracle.path_tokens(tree, end)
+        compared += drawn[row, end] != NO_TOKEN
+        assert tokens[row, count] == drawn[row, end] or drawn[row, end] == NO_TOKEN
+    assert compared > 500
+
+
+@pytest.mark.parametrize("wrong", [(), (0.5, 0.6), (1.2,), (-0.1,), (float("nan"),)])
+def test_wrong_synthetic_rates(wrong):
+    with pytest.raises(ValueError, match=r"SyntheticAcceptance\.rates must be numbers from 1 to 0, none larger than"):
+        SyntheticAcceptance(wrong)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_engine_with_synthetic_acceptance(temperature):
+    """With rate 1 for two drafts, each step of a long chain accepts two; with rate 0 the text is the target's."""
+    model, prompts = toy(), [list(range(70 + i, 90 + i)) * 2 for i in range(3)]
+    params = [SamplingParams(max_new_tokens=40, temperature=temperature, seed=i) for i in range(3)]
+    lengths = [c.spec_accept_length for c in synthetic(model, (1.0, 1.0, 0.0)).generate(prompts, params)]
+    assert all(2 < length <= 3 for length in lengths)
+    exact = make_engine(model, DRAFTS["NGRAM"]).generate(prompts, params)
+    none = synthetic(model, (0.0,)).generate(prompts, params)
+    assert [c.output_ids for c in none] == [c.output_ids for c in exact]
+    assert all(c.spec_accept_length == 1 for c in none)
+
+
+def test_synthetic_acceptance_with_a_grammar():
+    engine = synthetic(toy(), (1.0, 0.9, 0.8), eos=(2,))
+    params = [SamplingParams(max_new_tokens=70, temperature=1.0, seed=i, grammar=OBJECT) for i in range(4)]
+    for done in engine.generate([list(range(70, 80))] * 4, params):
+        assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")
+    check_idle(engine)
+
+
+def synthetic(model, rates, **more):
+    return make_engine(model, DRAFTS["NGRAM"], verify=SyntheticAcceptance(rates), **more)

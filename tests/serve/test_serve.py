@@ -17,8 +17,10 @@ from server_helpers import MODEL, Running, parse_events, running
 from specjax.engine import Completion, SamplingParams, StreamChunk
 from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
 from specjax.engine.sequence import TokenLogprob
+from specjax.serve.middleware import SYNTHETIC
 from specjax.serve.openai_answers import TokenNames
 from specjax.serve.sglang_generate import GenerateAnswer, generate_logprobs
+from specjax.verify import SyntheticAcceptance
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +177,22 @@ def test_speculative_metrics(server):
     assert metrics["spec_accept_length"] == pytest.approx(29 / steps, abs=1e-4)
     width = server.engine.drafter.width
     assert metrics["spec_accept_rate"] == pytest.approx((29 - steps) / (steps * (width - 1)), abs=1e-4)
+    answer = server.post(CHAT, fields).json()["metrics"]["speculative_decoding"]
+    drafted, accepted = server.post(CHAT, fields).json()["metadata"]["speculative"]["drafted_steps"], 29 - steps
+    assert sum(answer["acceptance_histogram"]) == answer["num_spec_steps"] == drafted
+    assert answer["num_accepted_draft_tokens"] == accepted
+    assert answer["mean_acceptance_length"] == pytest.approx(1 + accepted / drafted)
+    assert answer["draft_acceptance_rate"] == pytest.approx(accepted / (drafted * (width - 1)))
     last = server.events(CHAT, fields)[-1]
     assert sum(last["metadata"]["speculative"]["spec_accept_histogram"]) > 0
     assert "metadata" not in server.chat(max_tokens=2).json()
+
+
+def test_synthetic_acceptance_marks_answers(server, monkeypatch):
+    assert SYNTHETIC not in server.complete(max_tokens=2).headers
+    monkeypatch.setattr(server.engine, "verify", SyntheticAcceptance((0.5,)))
+    assert "not the model's" in server.complete(max_tokens=2).headers[SYNTHETIC]
+    assert server.get("/get_server_info").json()["speculative_synthetic_acceptance"] == [0.5]
 
 
 def test_forms_of_messages(server, client):

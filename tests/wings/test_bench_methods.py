@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from specjax.bench import command, sets
@@ -166,3 +168,32 @@ def test_a_configuration_file(tmp_path):
     assert chosen.bench.methods == ("none", "NGRAM:nodes=8")
     assert (chosen.bench.temperatures, chosen.bench.batch_sizes) == (("0", "0.7"), ("2", "4"))
     assert chosen.model.model == "m"
+
+
+def test_splits_of_speed_bench(tmp_path):
+    """Each category of a split is a set; `messages` and `question_id` are read."""
+    rows = [
+        {"question_id": "a", "category": "coding", "turns": ["write", "test"]},
+        {"question_id": "b", "category": "math", "messages": [{"role": "user", "content": "add"}]},
+        {"question_id": "c", "category": "coding", "turns": ["mend"]},
+    ]
+    (tmp_path / "qualitative.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    coding, math = sets.read_sets(["qualitative"], data=tmp_path)
+    assert (coding.name, [one.id for one in coding.conversations]) == ("qualitative/coding", ["a", "c"])
+    assert math.conversations == (("b", ("add",)),)
+    assert sets.read_sets(["qualitative/math"], data=tmp_path) == [math]
+    rows[0]["turns"] = ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]
+    (tmp_path / "throughput_1k.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(ValueError, match=r"throughput_1k.* has placeholders in place of prompts; run SPEED-Bench's"):
+        sets.read_sets(["throughput_1k"], data=tmp_path)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "no"}]}))
+    with pytest.raises(ValueError, match="`messages` of the user"):
+        sets.read_sets(["chat"], data=tmp_path)
+
+
+def test_synthetic_methods():
+    method = parse_method("EAGLE3:acceptance=0.8/0.7")
+    assert method.rates == (0.8, 0.7) and method.name == "EAGLE3 synthetic 0.8/0.7"
+    for wrong, message in (("0.5/0.6", "none larger"), ("0.5,verifier=a:b", "exclude each other"), ("x", "could not")):
+        with pytest.raises(ValueError, match=f"--methods .*{message}"):
+            parse_method(f"EAGLE3:acceptance={wrong}")

@@ -18,7 +18,7 @@ from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_drafter
 from specjax.engine import EngineConfig
-from specjax.verify import AcceptAbove
+from specjax.verify import AcceptAbove, SyntheticAcceptance
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = CONFIGS / "smollm2-135m-instruct-eagle3.toml"
@@ -239,6 +239,21 @@ def test_lossy_thresholds_need_a_flag(toml):
         build.engine_arguments(settings)
 
 
+def test_synthetic_acceptance(caplog):
+    flag = "--speculative-synthetic-acceptance"
+    assert build.engine_arguments(ours(flag, 0.8, 0.7))["verify"] == SyntheticAcceptance((0.8, 0.7))
+    assert any("not the model's" in record.getMessage() for record in caplog.records)
+    for wrong, message in (
+        ((0.5, 0.6), f"{flag} must be numbers from 1 to 0, none larger"),
+        (("a",), "must be numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build.engine_arguments(ours(flag, *wrong))
+    both = (flag, 0.5, "--allow-lossy-speculation", "--speculative-accept-threshold-single", 0.5)
+    with pytest.raises(ValueError, match=f"{flag} replaces verification"):
+        build.engine_arguments(ours(*both))
+
+
 def test_only_command_line_modules_name_flags():
     package = Path(settings.__file__).parent
     files = [*package.rglob("*.py"), *(package.parent / "kernels").rglob("*.py")]
@@ -366,7 +381,7 @@ def test_keys_and_comments_of_shipped_files(file, toml):
 
 # Commands, which exit while they parse flags.
 
-DRAFTING = [name for name in COMMANDS if name not in ("train", "train vocab", "viz", "bench")]
+DRAFTING = [name for name in COMMANDS if name not in ("train", "train features", "train vocab", "viz", "bench")]
 REQUIRED = {
     "generate": "--input in --output out",
     "train generate": "--input in --output out",
