@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from specjax.cache import PageSpec, PoolShape, commit, init_cache
     from specjax.checkpoint import load_head
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
-    from specjax.drafters import DRAFTERS, Auto, Context, Drafter, Eagle, Eagle3, Mtp, Ngram, NoDraft, Observation
-    from specjax.drafters import Params, Speculation, Standalone, StandaloneParams, TreeShape, eagle_drafter
-    from specjax.drafters import load_drafter, make_drafter, standalone_drafter
+    from specjax.drafters import DRAFTERS, Auto, Block, Context, Drafter, Eagle, Eagle3, Mtp, Ngram, NoDraft
+    from specjax.drafters import Observation, Params, Speculation, Standalone, StandaloneParams, TreeShape
+    from specjax.drafters import block_drafter, eagle_drafter, load_drafter, make_drafter, standalone_drafter
     from specjax.drafters.check import DrafterError, check_drafter
     from specjax.engine import Completion, Engine, EngineConfig, Grammar, SamplingParams, StreamChunk
     from specjax.models import make_target
@@ -33,8 +33,8 @@ _NAMES = {
     "specjax.checkpoint": "load_head",
     "specjax.config": "HeadConfig ModelConfig RopeConfig",
     "specjax.drafters": (
-        "DRAFTERS Auto Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation Standalone "
-        "StandaloneParams TreeShape eagle_drafter load_drafter make_drafter standalone_drafter"
+        "DRAFTERS Auto Block Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation Standalone "
+        "StandaloneParams TreeShape block_drafter eagle_drafter load_drafter make_drafter standalone_drafter"
     ),
     "specjax.drafters.check": "DrafterError check_drafter",
     "specjax.engine": "Completion Engine EngineConfig Grammar SamplingParams StreamChunk",

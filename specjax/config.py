@@ -6,7 +6,7 @@ Independent of arrays, files and other modules of specjax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,7 @@ class HeadConfig(GroupedHeads):
         logit_softcap: soft cap of the logits of an output layer that was copied from the target's; None: none.
         max_positions: number of tokens of a text beyond which it drafts nothing; None: the target's.
         dtype: dtype of parameters, activations and pages.
+        layers: decoder layers; several only in a `BlockConfig`.
     """
 
     kind: str
@@ -225,11 +226,55 @@ class HeadConfig(GroupedHeads):
     logit_softcap: float | None = None
     max_positions: int | None = None
     dtype: str = "float32"
+    layers: int = 1
 
     @property
     def features(self) -> tuple[int, ...] | Literal["final"]:
         """Which outputs of the target it reads; see `specjax.drafters.base.Drafter`."""
         return self.aux_layers or "final"
+
+
+Walk: TypeAlias = Literal["none", "vanilla", "gated", "rnn", "selector"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """A head that drafts a block in one forward (DFlash, DSpark, DFlash2, JetSpec); see `specjax.models.block_head`.
+
+    Attributes:
+        block: tokens of a block in training, the anchor included.
+        mask_token: id of the token in the places of a block after the anchor.
+        from_anchor: True: slot j, from 0 on, predicts the token after its own. False: slot j, from 1 on, predicts its
+            own token, and slot 0, the anchor, predicts none.
+        windows: sliding window of each layer, in keys, the query's own included; None: no window.
+        causal: whether a layer's slots see only earlier slots of their block, besides themselves.
+        walk: how a slot's logits depend on the token before it. none: not at all. vanilla, gated, rnn: DSpark's Markov
+            head. selector: DFlash2's choice among a slot's `candidates` best tokens.
+        rank: r, channels of the walk's token vectors; 0 without a walk.
+        candidates: tokens of a slot that the selector chooses from.
+        conv_taps: slots that a convolution around attention and MLP mixes, the slot itself included; 0: no convolution.
+        conv_groups: groups of channels with the same data-dependent part of the convolution's kernel.
+        input_scale: factor on the embeddings.
+        output_scale: factor on the logits, before the soft cap.
+    """
+
+    kind: str = "block"
+    block: int
+    mask_token: int
+    from_anchor: bool
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    walk: Walk = "none"
+    rank: int = 0
+    candidates: int = 16
+    conv_taps: int = 0
+    conv_groups: int = 1
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def drafts_of(self, slots: int) -> int:
+        """Tokens that a block of this many slots drafts."""
+        return slots if self.from_anchor else slots - 1
 
 
 @dataclass(frozen=True)

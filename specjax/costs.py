@@ -40,6 +40,7 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
     """
     forward, weights = _size(params.target)
     level = _size(params.draft)[0] if drafter.runs_model else 0
+    levels = drafter.depth if drafter.passes is None else drafter.passes
     if device is not None:
         kernels = (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
 
@@ -47,13 +48,13 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
             multiplying = 2 * rows * weights / device.speed(target.config.dtype)
             return max(forward / device.bandwidth, multiplying) + kernels
 
-        draft = drafter.depth * (level / device.bandwidth + LEVEL_KERNELS * KERNEL) if drafter.runs_model else 0.0
+        draft = levels * (level / device.bandwidth + LEVEL_KERNELS * KERNEL) if drafter.runs_model else 0.0
         return (seconds(batch * drafter.width) + draft) / seconds(batch)
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
     plain, checked = np.interp([batch, batch * drafter.width], tokens, durations).tolist()
     if not drafter.runs_model:
         return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
-    return checked / plain + CPU_LEVEL * drafter.depth * level / forward
+    return checked / plain + CPU_LEVEL * levels * level / forward
 
 
 def _size(params: Any) -> tuple[int, int]:

@@ -135,8 +135,8 @@ class SpeculativeSettings:
     speculative_algorithm: str = setting(
         Auto.algorithm,
         f"{Auto.algorithm} (the draft head that comes with specjax for the model, else its MTP layers, else NGRAM), "
-        f"{', '.join(DRAFTERS)} (NEXTN = MTP; EAGLE without a head = MTP if the model has MTP layers), or "
-        "module:function for a user-defined drafter",
+        f"{', '.join(DRAFTERS)} (NEXTN = MTP; DSPARK = DFLASH; EAGLE without a head = MTP if the model has MTP "
+        "layers), or module:function for a user-defined drafter",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
@@ -154,6 +154,9 @@ class SpeculativeSettings:
         "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 after long matches, else fewer; if steps, top-k and this "
         "are unset, large batches have smaller trees on a GPU, or do not draft",
     )
+    speculative_dflash_block_size: int | None = _draft("block")
+    speculative_dflash_draft_window_size: int | None = _draft("window")
+    speculative_sample_from_anchor: bool | None = _draft("sample_from_anchor")
     speculative_draft_context_length: int | None = _draft("positions")
     speculative_draft_quantization: str | None = _draft("quantization", parse=str.lower)
     speculative_coupling: str = _draft("coupling", parse=str.lower)

@@ -5,7 +5,7 @@ Read in this order:
 - `base`: the interface, and no drafts; docs/drafters.md is its guide.
 - `options`: options of the algorithms, trees' shapes, and the table of algorithms by name; imports no jax.
 - `grow`, `coupling`: EAGLE-2's tree with any draft model, and drafts with the target's noise.
-- `eagle`, `mtp`, `standalone`, `ngram`: the algorithms. `standalone` is the shortest example with a model.
+- `eagle`, `mtp`, `block`, `standalone`, `ngram`: the algorithms. `standalone` is the shortest example with a model.
 - `factories`: makes drafters from options, or from functions outside of this package.
 - `check`: checks that a drafter keeps to the interface.
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.drafters.options import (
     DRAFTERS,
     Auto,
+    Block,
     DraftOptions,
     Eagle,
     Eagle3,
@@ -32,6 +33,7 @@ from specjax.drafters.options import (
 
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, none_drafter
+    from specjax.drafters.block import block_drafter
     from specjax.drafters.eagle import eagle_drafter
     from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
     from specjax.drafters.mtp import mtp_drafter
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "base": "Context DraftState Drafter Observation Params none_drafter",
+    "block": "block_drafter",
     "eagle": "eagle_drafter",
     "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
     "mtp": "mtp_drafter",

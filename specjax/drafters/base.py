@@ -194,6 +194,7 @@ class Drafter(NamedTuple):
             steps of several shapes share a state. None: larger trees are cut to their best nodes.
         costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
             or in none, and steps in which no request drafts skip `observe`.
+        passes: forwards of the draft that a proposal runs, for estimates of its time. None: one for each level.
         coupling: "noise" if drafts of sampled requests use the target's noise, else "none".
         note: description of the tree for the log.
         source: name of the head, layers or model for the log.
@@ -212,6 +213,7 @@ class Drafter(NamedTuple):
     topk: int | None = None
     resize: Callable[[int], Drafter] | None = None
     costly_observe: bool = False
+    passes: int | None = None
     coupling: str = "none"
     note: str = ""
     source: str = ""

@@ -22,9 +22,10 @@ OUTSIDE = 1000.0
 
 
 def with_noise(
-    context: Context, level: int, ids: Int32[Array, "W"], logits: Float32[Array, "B k W"], *, chain: bool
+    context: Context, level: int, ids: Int32[Array, "*B W"], logits: Float32[Array, "B k W"], *, chain: bool
 ) -> Float32[Array, "B k W"]:
-    """Adds the target's noise to the logits of a level's candidates `ids`; a chain's logits are truncated first.
+    """Adds the target's noise to the logits of a level's candidates `ids`, [W] or [B, W]; a chain's logits are
+    truncated first.
 
     Rows that do not sample are unchanged. In a tree, rows that truncate are unchanged, too.
     """
@@ -62,7 +63,7 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
 
 
 def level_noise(
-    context: Context, level: int, ids: Int32[Array, "W"], *, truncated: bool = True
+    context: Context, level: int, ids: Int32[Array, "*B W"], *, truncated: bool = True
 ) -> Float32[Array, "B W"]:
     """T g of the tokens `ids` at a level of the trees (the root's level is 0).
 
@@ -73,14 +74,15 @@ def level_noise(
     """
 
     def drawn(temperature: Array, seed: Array, position: Array) -> Float32[Array, "B W"]:
-        noise = jax.vmap(token_noise, in_axes=(0, 0, None))(seed, position, ids.astype(jnp.uint32))
+        axes = (0, 0, 0 if ids.ndim == 2 else None)
+        noise = jax.vmap(token_noise, in_axes=axes)(seed, position, ids.astype(jnp.uint32))
         return jnp.where(temperature[:, None] > 0, temperature[:, None] * noise, 0.0)
 
     def on_cpu(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B W"]:
         del cuts
 
         def zeros(temperature: Array, *_: Array) -> Float32[Array, "B W"]:
-            return jnp.zeros((temperature.shape[0], ids.shape[0]), jnp.float32)
+            return jnp.zeros((temperature.shape[0], ids.shape[-1]), jnp.float32)
 
         return jax.lax.cond(jnp.any(temperature > 0), drawn, zeros, temperature, seed, position)
 

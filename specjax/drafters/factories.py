@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 
-from specjax.config import HeadConfig, MtpConfig
+from specjax.config import BlockConfig, HeadConfig, MtpConfig
 from specjax.drafters.base import Drafter, none_drafter
+from specjax.drafters.block import block_drafter
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
+from specjax.drafters.options import Block, DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
 from specjax.drafters.standalone import standalone_drafter
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
@@ -63,6 +64,10 @@ def make_drafter(
         stated += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
         raise ValueError(f"{options.algorithm} needs {needed}, got {stated}")
+    if isinstance(options, Block) and isinstance(head, BlockConfig):
+        drafts = head.drafts_of(min(options.block or head.block, head.block))
+        arguments = _tree_arguments(options, target, automatic or TreeShape(drafts, 1, drafts + 1))
+        return block_drafter(target, head, block=options.block, backend=backend, **arguments)
     arguments = _tree_arguments(options, target, automatic)
     if isinstance(head, MtpConfig):
         return mtp_drafter(target, head, backend=backend, **arguments)

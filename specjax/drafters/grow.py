@@ -34,6 +34,7 @@ class Read(NamedTuple):
     logits: Float32[Array, "B k W"]  # over the draft's vocabulary
     carry: Any  # pytree of [B, k, ...] leaves for the nodes' children, such as the model's outputs
     keys: Any  # pytree of [B, C, ...] leaves: keys of the uncommitted tokens of all levels so far; or None
+    ids: Int32[Array, "B W"] | None = None  # target ids of the logits' tokens; None: those of the draft's vocabulary
 
 
 ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#B k words"], Any], Read]
@@ -43,6 +44,7 @@ ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#
 def growing_drafter(
     name: str, features: Features, shape: TreeShape, *, init: Any, propose: Any, observe: Any, explicit_width: bool,
     note: str, positions: int | None = None, coupling: Coupling = "none", costly_observe: bool = False,
+    passes: int | None = None,
 ) -> Drafter:  # fmt: skip
     """Makes a drafter that runs a model and proposes trees of this shape, or of a smaller one (`Drafter.resize`).
 
@@ -73,6 +75,7 @@ def growing_drafter(
             topk=shape.topk,
             resize=lambda nodes: with_shape(shape.within(nodes)),
             costly_observe=costly_observe,
+            passes=passes,
             coupling=coupling,
             note=note + limit,
         )
@@ -108,12 +111,13 @@ def grow(
     k, batch = shape.topk, start.logits.shape[0]
     is_chain = k == 1
     steps = shape.depth if is_chain else shape.steps
-    ids = target_ids(jnp.arange(start.logits.shape[2], dtype=jnp.int32))
+    vocabulary = target_ids(jnp.arange(start.logits.shape[2], dtype=jnp.int32))
 
     def candidates(
-        level: int, logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
+        level: int, output: Read, scores: Float32[Array, "B k"]
     ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
         """Tokens and scores of this level: k continuations of each node above."""
+        logits, ids = output.logits, vocabulary if output.ids is None else output.ids
         if coupling == "noise":
             logits = with_noise(context, level, ids, logits, chain=is_chain)
         if is_chain:  # an argmax costs less than a top-k
@@ -121,8 +125,9 @@ def grow(
             scores = scores - log_total(logits, best[:, :, None])[:, :, 0]
         else:
             drafts, scores = top_k_children(scores, logits, k, normalised=False)
-        tokens = target_ids(drafts)
-        return tokens.reshape(batch, -1), scores.reshape(batch, -1)
+        drafts = drafts.reshape(batch, -1)
+        tokens = target_ids(drafts) if output.ids is None else jnp.take_along_axis(ids, drafts, axis=1)
+        return tokens, scores.reshape(batch, -1)
 
     def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:
         def take(leaf: Array) -> Array:
@@ -130,7 +135,7 @@ def grow(
 
         return jax.tree.map(take, carry)
 
-    tokens, scores = candidates(1, start.logits, jnp.zeros((batch, 1), jnp.float32))
+    tokens, scores = candidates(1, start, jnp.zeros((batch, 1), jnp.float32))
     pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     itself = np.broadcast_to(np.eye(k, dtype=bool), (batch, k, k))
     place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
@@ -143,7 +148,7 @@ def grow(
         # A mask that is known at trace time is equal for all rows; XLA:GPU would fill an array of several rows.
         mask = nodes.visible[:1] if isinstance(nodes.visible, np.ndarray) else nodes.visible
         output = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(mask)), keys)
-        tokens, scores = candidates(level + 1, output.logits, nodes.scores)
+        tokens, scores = candidates(level + 1, output, nodes.scores)
         carry, keys = output.carry, output.keys
         first = sum(part.tokens.shape[1] for part in pool)
         pool.append(Pool(tokens, jnp.repeat(nodes.place, k, axis=1), jnp.full_like(tokens, level + 1), scores))

@@ -307,6 +307,42 @@ class Mtp(Eagle):
 
 @documented
 @dataclass(frozen=True)
+class Block(ModelOptions):
+    """A head that drafts a block of tokens in one forward: DFlash, DSpark, DFlash2 or JetSpec, as its files say.
+    `steps` is the number of the block's tokens that a tree uses. By default the draft is a chain of the whole block."""
+
+    algorithm: ClassVar[str] = "DFLASH"
+    needs: ClassVar[str | None] = "a draft head"
+    kind: ClassVar[str | None] = "block"
+
+    _: KW_ONLY
+    block: int | None = setting(
+        None,
+        "slots of the block that the head runs on, including the root, at most as many as in its training; default: "
+        "as many as the tree's levels need",
+        minimum=2,
+        maximum=MAX_STEPS,
+    )
+    window: int | None = setting(
+        None,
+        "most tokens that a slot of the block attends to, itself included, in all layers of the head; default: the "
+        "windows in the head's config",
+        minimum=1,
+    )
+    sample_from_anchor: bool | None = setting(
+        None,
+        "whether the block's first slot, the root, drafts the next token; overrides the head's config; required if "
+        "that does not say. A wrong value gives an accept length of about 1",
+    )
+
+    @classmethod
+    def automatic(cls, family: str = "llama") -> TreeShape:
+        """Replaced by a chain of the head's block."""
+        return TreeShape(MAX_STEPS, 1, MAX_STEPS + 1)
+
+
+@documented
+@dataclass(frozen=True)
 class Standalone(ModelOptions):
     """A smaller model drafts."""
 
@@ -369,10 +405,10 @@ class Auto(DraftOptions):
 
 
 DRAFTERS: dict[str, type[DraftOptions]] = {
-    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Standalone)
+    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Block, Standalone)
 }
 """The options of each algorithm by name; `specjax.drafters.factories` makes the drafters."""
-ALIASES = {"NEXTN": Mtp.algorithm}
+ALIASES = {"NEXTN": Mtp.algorithm, "DSPARK": Block.algorithm}
 """SGLang's other names of algorithms."""
 
 

@@ -36,7 +36,7 @@ from specjax.engine.config import EngineConfig, context_length, layout
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
-from specjax.load import choose, head_quantization, model_quantization, naming, requested
+from specjax.load import choose, head_options, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
@@ -159,7 +159,7 @@ def outline(
             return Part(config, mtp_table(config), mtp_sizes(config), pages, bits)
         if isinstance(config, HeadConfig):
             sizes = head_sizes(config, target.config.vocab_size)
-            return Part(config, head_table(config), sizes, key_value_spec(config), bits)
+            return Part(config, head_table(config), sizes, (key_value_spec(config),) * config.layers, bits)
         return Part(config, table(config), dimensions(config), make_target(config).pages, bits)
 
     parts = [part(config, quantization, {**files.config}, config.tied_embeddings)]
@@ -191,7 +191,7 @@ def outline(
 def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig:
     with naming(options, "path"):
         named: Any = {"kind": str(options.kind), "revision": options.revision}
-        head = checkpoint.describe_head(str(options.path), config, **named, progress=True)
+        head = checkpoint.describe_head(str(options.path), config, **named, **head_options(options), progress=True)
     if (token_map := getattr(options, "token_map", None)) is None:
         return head
     if str(token_map).isdecimal():  # the first tokens of the map that comes with specjax

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int32
 from specjax_kernels import Norm, mesh, rms_norm
 
 from specjax.cache import Hidden, Positions, Tokens, Weights
-from specjax.config import HeadConfig, MtpConfig
+from specjax.config import BlockConfig, HeadConfig, MtpConfig
 from specjax.models.blocks import (
     Backend,
     KeyValue,
@@ -29,7 +29,7 @@ from specjax.models.blocks import (
 )
 from specjax.models.decoder import embedding_rows, head_columns
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
-from specjax.models.params import create
+from specjax.models.params import create, map_leaves
 from specjax.models.rope import rotations
 from specjax.models.target import Target
 
@@ -131,7 +131,7 @@ def check_fit(config: HeadConfig, target: Target) -> None:
     model = target.config
     width = model.hidden_size * (len(config.aux_layers) or 1)
     absent = [layer for layer in config.aux_layers if not 0 <= layer < model.num_layers]
-    shares = not (head_spec(config.kind).reads_layers and config.own_embedding and config.own_head)
+    shares = not (config.aux_layers and config.own_embedding and config.own_head)
     if config.feature_size != width:
         raise ValueError(f"the head reads features of width {config.feature_size}, the target gives {width}")
     if absent:
@@ -148,8 +148,14 @@ def check_fit(config: HeadConfig, target: Target) -> None:
 
 
 def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
-    """Random parameters (normal, 0.02). A vocabulary map selects the first W tokens."""
+    """Random parameters (normal, 0.02), of a block head a dict for each layer. A vocabulary map selects the first W
+    tokens."""
     check_fit(config, target)
+    if isinstance(config, BlockConfig):
+        declared, sizes = head_table(config), head_sizes(config, target.config.vocab_size)
+        keys = iter(jax.random.split(key, sum(len(scope.leaves) for scope in declared)))
+        dtype = jnp.dtype(config.dtype)
+        return map_leaves(declared, lambda leaf: leaf.initial(next(keys), leaf.shape(sizes), leaf.dtype or dtype))
     return cast(Weights, _Parameters(config, target.config.vocab_size).init(key)["params"])
 
 

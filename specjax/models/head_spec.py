@@ -17,8 +17,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specjax.config import HeadConfig
-from specjax.models.params import Leaf, Scope, Table, Tensor, attention_leaves, dimensions, linear, mlp_leaves, norm
+from specjax.config import BlockConfig, HeadConfig
+from specjax.models.params import (
+    ATTENTION_NORM,
+    HEAD_NORMS,
+    MLP_NORM,
+    Leaf,
+    Scope,
+    Table,
+    Tensor,
+    attention_leaves,
+    dimensions,
+    linear,
+    mlp_leaves,
+    norm,
+)
 
 # Tensor names in published EAGLE-3 heads; see `HeadSpec.published`. `OFFSETS` [W]: token id of the target minus that of
 # the head. `MASK` [V]: true for the target's tokens that the head has.
@@ -117,7 +130,9 @@ def default_aux_layers(layers: int) -> tuple[int, int, int]:
 
 def head_table(config: HeadConfig) -> Table:
     """The parameters of a head, a flat dict. `ids` [W], the target's token ids of a smaller vocabulary, is computed
-    from the tensor `OFFSETS`."""
+    from the tensor `OFFSETS`. For block heads see `block_table`."""
+    if isinstance(config, BlockConfig):
+        return block_table(config)
     spec = head_spec(config.kind)
     layer = (
         *spec.input_norms,
@@ -125,19 +140,84 @@ def head_table(config: HeadConfig) -> Table:
         norm("mlp_norm", "post_attention_layernorm.weight"),
         *mlp_leaves(bias=config.mlp_bias),
     )
-    ends = [spec.final_norm] if spec.final_norm else []
-    if config.own_embedding:
-        ends.append(Leaf("embed", "V M", (Tensor(EMBED, "V M"),)))
-    if config.own_head:
-        ends.append(Leaf("head", "M -> W", (Tensor(HEAD, "W M"),)))
-    if config.mapped:
-        ends.append(Leaf("ids", "W", init="indices", dtype="int32", replicated=True))
+    final_norm = (spec.final_norm,) if spec.final_norm else ()
     fc = linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias)
-    return Scope(fc), Scope(layer, prefix=LAYER), Scope(tuple(ends))
+    return Scope(fc), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config)))
+
+
+def _own_ends(config: HeadConfig) -> tuple[Leaf, ...]:
+    """The embedding and the output layer that a head does not share with the target."""
+    embed = Leaf("embed", "V M", (Tensor(EMBED, "V M"),))
+    head = Leaf("head", "M -> W", (Tensor(HEAD, "W M"),))
+    ids = Leaf("ids", "W", init="indices", dtype="int32", replicated=True)
+    present = ((embed, config.own_embedding), (head, config.own_head), (ids, config.mapped))
+    return tuple(leaf for leaf, own in present if own)
+
+
+def block_table(config: BlockConfig) -> Table:
+    """The parameters of a block head: a dict `layers_i` for each layer, and the leaves around the layers.
+
+    Letters: T taps and g channel groups of the convolutions, 2 sides (before and after attention or MLP); r channels of
+    the walk's token vectors, J and Y inputs of the gate and of the recurrence.
+    """
+    convolutions = (
+        leaf
+        for name in ("attention_conv", "mlp_conv") * bool(config.conv_taps)
+        for leaf in (
+            Leaf(f"{name}_base", "2 T M", (Tensor(f"{name}.base_kernel", "2 T M"),), init="identity"),
+            Leaf(name, "M -> 2 T g", (Tensor(f"{name}.kernel_projection.weight", "2Tg M"),), init="zeros"),
+        )
+    )
+    layer = (
+        ATTENTION_NORM,
+        *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias),
+        *HEAD_NORMS,
+        MLP_NORM,
+        *mlp_leaves(bias=config.mlp_bias),
+        *convolutions,
+    )
+    around = (
+        *linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias),
+        norm("feature_norm", "hidden_norm.weight"),
+        norm("final_norm", "norm.weight"),
+        *_own_ends(config),
+        *_walk_leaves(config),
+    )
+    return Scope(around), *(Scope(layer, f"layers_{i}", f"layers.{i}.") for i in range(config.layers))
+
+
+def _walk_leaves(config: BlockConfig) -> tuple[Leaf, ...]:
+    if config.walk == "none":
+        return ()
+    if config.walk == "selector":
+        selector, tables = "candidate_selector.", {"previous": ("predecessor", "V r"), "next": ("successor", "W r")}
+        return (
+            *linear("selector", "M -> r", Tensor(f"{selector}hidden_projection", "r M"), bias=False),
+            *(
+                Leaf(name, letters, (Tensor(f"{selector}{kind}_codebook", letters),))
+                for name, (kind, letters) in tables.items()
+            ),
+        )
+    markov = "markov_head."
+    leaves = (
+        Leaf("previous", "V r", (Tensor(f"{markov}markov_w1.weight", "V r"),)),
+        Leaf("next", "r -> W", (Tensor(f"{markov}markov_w2.weight", "W r"),)),
+    )
+    if config.walk == "gated":
+        return *leaves, *linear("gate", "J -> r", Tensor(f"{markov}gate_proj", "r J"), bias=True)
+    if config.walk == "rnn":
+        return *leaves, *linear("joint", "Y -> 3 r", Tensor(f"{markov}joint_proj", "3r Y"), bias=True)
+    return leaves
 
 
 def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
     """Sizes of the letters of `head_table`. W: the head's vocabulary, F: input of `fc`, J: input of attention."""
+    if isinstance(config, BlockConfig):
+        rank, width = config.rank, config.hidden_size
+        walk = {"r": rank, "3": 3, "J": width + rank, "Y": width + 2 * rank}
+        convolution = {"T": config.conv_taps, "g": config.conv_groups}
+        ends = {"V": target_vocab_size, "W": config.vocab_size, "F": config.feature_size}
+        return dimensions(config) | ends | walk | convolution
     spec, width = head_spec(config.kind), config.hidden_size
     return dimensions(config) | {
         "V": target_vocab_size,

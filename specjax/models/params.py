@@ -83,7 +83,8 @@ class Leaf:
     name: str
     letters: str  # of its axes; a linear map has an arrow from inputs to outputs
     tensors: tuple[Tensor, ...] = ()  # together they fill the leaf
-    init: Literal["normal", "ones", "zeros", "indices"] = "normal"  # normal: deviation 0.02; indices: 0, 1, 2, ...
+    # normal: deviation 0.02; indices: 0, 1, 2, ...; identity: 1 for the first of the taps [2, T, M], else 0
+    init: Literal["normal", "ones", "zeros", "indices", "identity"] = "normal"
     dtype: str | None = None  # None: the model's
     replicated: bool = False  # never split over devices
 
@@ -112,6 +113,8 @@ class Leaf:
 
         if self.init == "indices":
             return jax.numpy.arange(prod(shape), dtype=dtype).reshape(shape)
+        if self.init == "identity":
+            return jax.numpy.zeros(shape, dtype).at[:, 0].set(1)
         init = jax.nn.initializers
         return {"normal": init.normal(0.02), "ones": init.ones, "zeros": init.zeros}[self.init](key, shape, dtype)
 

@@ -8,7 +8,10 @@ Texts are longer than the families' windows and trees are deeper, so that paths 
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import engine_helpers
@@ -20,14 +23,17 @@ from engine_helpers import END, NGRAM, VOCABULARY, byte_ids, check_idle, check_p
 from family_helpers import FAMILIES, MTP_STYLES, WINDOW, load_family, save_family
 from grammar_helpers import GRAMMARS, check_masked, follows
 from test_toy_drafter import random_trees
+from tiny_blocks import save_block
 from toy_models import Toy
 
-from specjax.checkpoint import load_mtp, model_config, mtp_config, resolve
+from specjax.checkpoint import load_head, load_mtp, model_config, mtp_config, resolve
+from specjax.config import BlockConfig
 from specjax.drafters import (
     Drafter,
     DraftOptions,
     StandaloneParams,
     TreeShape,
+    block_drafter,
     eagle_drafter,
     mtp_drafter,
     standalone_drafter,
@@ -107,6 +113,22 @@ def with_head(algorithm: str, shape: TreeShape) -> Callable[..., Drafting]:
     return make
 
 
+def with_block(dialect: str, shape: TreeShape) -> Callable[..., Drafting]:
+    """A block head in files of a dialect, with the target's first layer as feature."""
+
+    def make(model: Model, models: Any) -> Drafting:
+        target, folder = model.toy.target, Path(tempfile.mkdtemp())
+        width, vocab = target.config.hidden_size, target.config.vocab_size
+        depth = {"num_target_layers": target.config.num_layers, "sliding_window": WINDOW}
+        save_block(folder, dialect, width=width, vocab=vocab, features=(0,), config=depth, scale=2.0)
+        config, params = load_head(str(folder), target.config, kind="block", progress=False)
+        shutil.rmtree(folder)
+        assert isinstance(config, BlockConfig)
+        return block_drafter(target, config, shape), params
+
+    return make
+
+
 def with_layers(model: Model, models: Any) -> Drafting:
     """The MTP layers of the model's own checkpoint."""
     files = resolve(model.folder, progress=False)
@@ -134,6 +156,10 @@ DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "EAGLE3 tree": (with_head("EAGLE3", TREE), ("pairs", *FAMILIES)),
     "MTP head": (with_head("MTP", TREE), ("pairs",)),
     "MTP layers": (with_layers, tuple(MTP_STYLES)),
+    "DFLASH chain": (with_block("dflash-sliding", TreeShape(4, 1, 5)), tuple(FAMILIES)),
+    "DFLASH tree": (with_block("speculators-dflash", TreeShape(4, 3, 16)), tuple(FAMILIES)),
+    "DSPARK tree": (with_block("deepspec-rnn", TreeShape(5, 2, 15)), tuple(FAMILIES)),
+    "DFLASH2 tree": (with_block("dflash2", TreeShape(4, 2, 12)), tuple(FAMILIES)),
     "STANDALONE itself": (with_model(None), tuple(FAMILIES)),
     "STANDALONE gemma3": (with_model("gemma3"), tuple(FAMILIES)),
 }
@@ -160,7 +186,8 @@ def cases() -> list[Case]:
 QUICK = {
     ("NONE", "phi3"), ("random trees", "table"), ("NGRAM", "llama"), ("EAGLE chain", "qwen2"),
     ("EAGLE tree", "qwen3_moe"), ("EAGLE3 tree", "pairs"), ("EAGLE3 tree", "gemma3"), ("MTP head", "pairs"),
-    ("MTP layers", "mimo"), ("MTP layers", "deepseek_v3"), ("STANDALONE itself", "mistral"),
+    ("MTP layers", "mimo"), ("MTP layers", "deepseek_v3"), ("DFLASH chain", "llama"), ("DFLASH tree", "qwen3"),
+    ("DSPARK tree", "qwen3_moe"), ("DFLASH2 tree", "qwen3"), ("STANDALONE itself", "mistral"),
     ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""

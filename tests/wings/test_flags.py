@@ -302,7 +302,7 @@ def test_algorithm_flag_overrides_the_file(toml, caplog):
     [
         (
             "--speculative-algorithm eagle9",
-            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN'))}, got 'eagle9'",
+            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN', 'DSPARK'))}, got 'eagle9'",
         ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         ("--page-size 0", "--page-size must be an integer of at least 1, got 0"),

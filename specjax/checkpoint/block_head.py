@@ -1,0 +1,223 @@
+"""config.json of block heads to a `BlockConfig`: z-lab's DFlash and DFlash2, DeepSpec's, speculators', SpecForge's and
+JetSpec's.
+
+The slot convention (`BlockConfig.from_anchor`) is read, follows from the architecture, or is required as an option:
+with the wrong one nearly all drafts are rejected, without an error. Fields that are not supported are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
+from specjax.checkpoint.hf_config import (
+    LAYER_TYPES,
+    ROPE_SECTIONS,
+    SILU,
+    read_rope,
+    refuse_unsupported,
+    scaled_positions,
+)
+from specjax.config import BlockConfig, ModelConfig, Walk
+from specjax.limits import ParameterError
+from specjax.models.head_spec import EMBED, HEAD, MASK, OFFSETS
+
+FROM_ANCHOR: Mapping[str, bool] = {
+    "DFlashDraftModel": False, "DFlash2DraftModel": False, "DSparkDraftModel": False, "Qwen3DSparkModel": True,
+    "dflash": False, "dflash2": False,
+}  # fmt: skip
+"""`from_anchor` of files without `sample_from_anchor`, by architecture or `speculators_model_type`. dspark is absent:
+its default in speculators has changed."""
+DFLASH2 = ("DFlash2DraftModel", "dflash2")
+DEEPSPEC = "Qwen3DSparkModel"
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+NEVER_READ = {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"}
+"""Tensors without a parameter. DSpark's confidence chooses how many drafts are checked; `specjax.engine.draft_policy`
+does so here."""
+
+_ONLY = SILU | {
+    "attention_sink_bias": (False, "absent (no attention sinks)"),
+    "attention_value_scale": (1, "1"),
+    "is_neox_style": (True, "true (rotary embedding of half-split channels)"),
+    "quantization_config": ({}, "none (float weights, which loading may quantise)"),
+    "norm_before_residual": (False, "false"),
+}
+
+
+def block_settings(config: Settings) -> Settings:
+    """All settings in one object without nulls. speculators nests the layers' settings in ``transformer_layer_config``,
+    z-lab and SpecForge nest the block's in ``dflash_config``."""
+    layer, block = config.section("transformer_layer_config"), config.section("dflash_config")
+    nested_rope = any(layer.get(key) is not None for key in ("rope_theta", *ROPE_SECTIONS))
+    hidden = {"rope_theta", *ROPE_SECTIONS} if nested_rope else set()
+    outer = {key: value for key, value in config.items() if key not in hidden}
+    merged = Settings(
+        (key, value) for part in (outer, layer, block) for key, value in part.items() if value is not None
+    )
+    refuse_unsupported(merged, _ONLY)
+    return merged
+
+
+def block_config(
+    config: Settings, target: ModelConfig, tensors: Collection[str] | None = None, *,
+    sample_from_anchor: bool | None = None, window: int | None = None,
+) -> BlockConfig:  # fmt: skip
+    """The description of a block head.
+
+    Args:
+        config: config.json of the head.
+        tensors: names in its files; None: those of published heads.
+        sample_from_anchor, window: options of `specjax.drafters.options.Block`.
+
+    Raises:
+        CheckpointError: a field is absent, unsupported, or for another target.
+        ParameterError: the files and the options leave the slot convention open.
+    """
+    settings = block_settings(config)
+    kind = _kind(settings)
+    layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
+    hidden = settings.integer("hidden_size", target.hidden_size)
+    head_dim = settings.integer("head_dim", hidden // heads)
+    positions = settings.integer("max_position_embeddings", 2048)
+    rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
+    longest = scaled_positions(rope, positions) if "max_position_embeddings" in settings else target.max_positions
+    windows, causal = _attention(settings, layers, kind)
+    if window is not None:
+        windows = tuple(min(window, own or window) for own in windows)
+    features = _features(settings, target, layers)
+    own = () if kind == DEEPSPEC else tensors or ()
+    vocab_size = settings.integer("draft_vocab_size", target.vocab_size)
+    mapped = vocab_size != target.vocab_size
+    attention_bias = settings.boolean("attention_bias")
+    cap = settings.number("final_logit_softcapping") if "final_logit_softcapping" in settings else None
+    result = BlockConfig(
+        hidden_size=hidden,
+        feature_size=len(features) * target.hidden_size,
+        intermediate_size=settings.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=settings.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        vocab_size=vocab_size,
+        aux_layers=features,
+        own_embedding=EMBED in own,
+        own_head=HEAD in own or mapped,
+        mapped=mapped,
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=settings.boolean("mlp_bias"),
+        logit_softcap=cap,
+        max_positions=longest if longest < target.max_positions else None,
+        dtype=target.dtype,
+        layers=layers,
+        block=settings.integer("block_size"),
+        mask_token=_mask_token(settings, target),
+        from_anchor=_from_anchor(settings, kind, sample_from_anchor),
+        windows=windows,
+        causal=causal,
+        input_scale=settings.number("input_embedding_scale", 1.0),
+        output_scale=settings.number("output_multiplier", 1.0),
+        **_walk(settings, kind, hidden),
+    )
+    _check_target(settings, result, target)
+    return result
+
+
+def _kind(settings: Settings) -> str:
+    """`speculators_model_type`, else the architecture; empty if there is neither."""
+    architectures = settings.get("architectures") or [""]
+    kind = str(settings.get("speculators_model_type") or architectures[0])
+    if kind.startswith("Gemma4"):
+        raise unsupported("architectures", kind, listed((*FROM_ANCHOR, "dspark")))
+    if (projector := settings.optional("projector_type", "dflash")) not in ("dflash", "dflash2", "dspark"):
+        raise unsupported("projector_type", projector, "dflash, dflash2, dspark")
+    return "dflash2" if projector == "dflash2" else kind
+
+
+def _from_anchor(settings: Settings, kind: str, given: bool | None) -> bool:
+    stated = settings.boolean("sample_from_anchor") if "sample_from_anchor" in settings else FROM_ANCHOR.get(kind)
+    if given is None and stated is None:
+        problem = (
+            "is needed: config.json has no sample_from_anchor, and "
+            f"{repr(kind) if kind else 'no architectures'} does not imply it; false: the block's first slot, the root, "
+            "drafts nothing; true: it drafts the next token"
+        )
+        raise ParameterError("sample_from_anchor", problem, "Block")
+    return bool(stated) if given is None else given
+
+
+def _attention(settings: Settings, layers: int, kind: str) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """The window of each layer, and whether its block is causal. As in vLLM, a layer with a window is causal unless the
+    file says otherwise; DFlash2 and files with ``use_swa`` are not causal."""
+    types, size = settings.get("layer_types"), settings.get("sliding_window")
+    by_layer = types is not None
+    if types is None:
+        swa = settings.boolean("use_swa")
+        types, size = [LAYER_TYPES[0 if swa else 1]] * layers, settings.get("swa_window_size") if swa else None
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+        raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
+    sliding = [name == LAYER_TYPES[0] for name in types]
+    if any(sliding):
+        size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")
+    said = next((key for key in ("is_causal", "causal", "causal_head") if key in settings), None)
+    causal = [each and by_layer and kind not in DFLASH2 for each in sliding]
+    causal = [settings.boolean(said)] * layers if said else causal
+    return tuple(size if each else None for each in sliding), tuple(causal)
+
+
+def _features(settings: Settings, target: ModelConfig, layers: int) -> tuple[int, ...]:
+    """The target's layers whose outputs the head reads. speculators' ids are of layers' inputs; z-lab's default depends
+    on the number of draft layers."""
+    last, inputs = target.num_layers - 1, "aux_hidden_state_layer_ids"
+    key = inputs if inputs in settings and "target_layer_ids" not in settings else "target_layer_ids"
+    ids = settings.get(key, default_block_features(target.num_layers, layers))
+    if not isinstance(ids, list | tuple) or not ids or not all(type(value) is int for value in ids):
+        raise invalid(key, ids, "a list of layers")
+    read = tuple(value - (key == inputs) for value in ids)
+    if len(set(read)) != len(read) or not all(0 <= layer < last for layer in read):
+        needed = f"the outputs of different layers from 0 to {last - 1} of the target (not its embedding or last layer)"
+        raise invalid(key, list(ids), needed)
+    return read
+
+
+def default_block_features(target_layers: int, layers: int) -> tuple[int, ...]:
+    """z-lab's choice of layers for a head of `layers` layers. 36, 5 -> 1, 9, 17, 25, 33."""
+    if layers == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
+
+
+def _mask_token(settings: Settings, target: ModelConfig) -> int:
+    if type(token := settings.get("mask_token_id")) is not int or not 0 <= token < target.vocab_size:
+        raise invalid("mask_token_id", token, f"a token of the target, from 0 to {target.vocab_size - 1}")
+    return token
+
+
+def _walk(settings: Settings, kind: str, hidden: int) -> dict[str, Any]:
+    """Fields of `BlockConfig` for DSpark's and DFlash2's walks."""
+    if kind in DFLASH2 or "selector_rank" in settings:
+        taps, size = settings.integer("conv_kernel_size", 2), settings.integer("conv_group_size", 16)
+        if hidden % size:
+            raise invalid("conv_group_size", size, f"a divisor of hidden_size ({hidden})")
+        fields = {"rank": settings.integer("selector_rank", 256), "candidates": settings.integer("selector_top_k", 16)}
+        return fields | {"walk": "selector", "conv_taps": taps, "conv_groups": hidden // size}
+    if not settings.get("markov_rank"):
+        return {}
+    walk = settings.optional("markov_head_type", "vanilla")
+    if walk not in MARKOV_HEADS:
+        raise unsupported("markov_head_type", walk, ", ".join(MARKOV_HEADS))
+    return {"walk": cast(Walk, walk), "rank": settings.integer("markov_rank")}
+
+
+def _check_target(settings: Settings, head: BlockConfig, target: ModelConfig) -> None:
+    for key, value in (
+        ("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers),
+        ("vocab_size", target.vocab_size),
+    ):  # fmt: skip
+        if (stated := settings.optional(key, value)) != value:
+            raise CheckpointError(f"config.json: {key} is {stated}, and the target's is {value}; it has another target")
+    if head.hidden_size != target.hidden_size and not (head.own_embedding and head.own_head):
+        wide = f"{head.hidden_size}; without an embedding and an output layer of its own the target's width is needed"
+        raise CheckpointError(f"config.json: hidden_size is {wide}: {target.hidden_size}")

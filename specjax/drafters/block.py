@@ -1,0 +1,155 @@
+"""DFLASH: a head drafts a block of tokens in one forward (DFlash, DSpark, DFlash2, JetSpec).
+
+n tokens are committed, and the root x_n was drawn last. `specjax.models.block_head` describes the forward:
+
+    observe   writes keys and values of new tokens, computed from the target's features at the same tokens
+    propose   runs the head over the root and masks, at positions n, n + 1, ...; slot d predicts x_{n+d}
+
+Without a walk, slots are independent: the tree's nodes are the N - 1 most probable prefixes of w tokens for each slot
+(`best_prefixes`). With a walk, a child's logits depend on its parent, so the tree grows level by level (`grow`),
+without further forwards. docs/algorithms.md has the alignment.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+from specjax_kernels import largest
+
+from specjax.cache import PerRequest, PoolShape, commit, init_cache
+from specjax.config import BlockConfig
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.coupling import with_noise
+from specjax.drafters.grow import Read, grow, growing_drafter
+from specjax.drafters.options import Block, Coupling, TreeShape
+from specjax.limits import ParameterError
+from specjax.models.block_head import BlockHead
+from specjax.models.draft_head import check_fit
+from specjax.models.target import Target
+from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, top_k_children
+
+
+def block_drafter(
+    target: Target, config: BlockConfig, shape: TreeShape, *, block: int | None = None, backend: str | None = None,
+    explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
+) -> Drafter:  # fmt: skip
+    """Drafts with a block head whose parameters are `Params.draft`. The state is a pair of page leaves for each layer.
+
+    Args:
+        block: slots of the forward, the anchor included; None: as many as the tree's levels need.
+        backend, explicit_width, note, positions: see `eagle_drafter`.
+
+    Raises:
+        ParameterError: the block or the tree is longer than the head's blocks.
+        ValueError: the head does not fit the target.
+    """
+    check_fit(config, target)
+    _check_size(config, shape, block)
+    model, limit = BlockHead(config, target, backend), positions or config.max_positions
+
+    def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
+        del params, rows
+        return init_cache(model.pages, pool)
+
+    def propose(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
+        width = block or shape.steps + (0 if config.from_anchor else 1)
+        outputs = model.block(
+            params.target, params.draft, context.root, width, state, context.page_table, context.prefix_length,
+            context.attended,
+        )  # fmt: skip
+        slots = model.slots(params.target, params.draft, outputs, shape.steps)
+        ids = partial(model.target_ids, params.draft)
+        if config.walk == "none":
+            return _independent(context, shape, slots.logits, ids, coupling), state
+
+        def read(level: int, tokens: Int32[Array, "B k"], walked: Float[Array, "B k r"], *_: Any) -> Read:
+            logits, walked = model.walk(params.draft, slots, level, tokens, walked)
+            return Read(logits, walked, None, None if slots.ids is None else ids(slots.ids[:, level]))
+
+        start = read(0, context.root[:, None], model.start(context.root.shape[0]))
+        return grow(context, shape, start, read, ids, coupling=coupling), state
+
+    def observe(params: Params, state: DraftState, context: Context, seen: Observation) -> DraftState:
+        assert seen.features is not None
+        offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
+        entries = model.context(params.draft, seen.features, context.prefix_length[:, None] + offset)
+        # A value that is not finite would spread to later requests with this page.
+        entries = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf)), entries)
+        return commit(state, entries, context.page_table, context.prefix_length, seen.length, after=())
+
+    return growing_drafter(
+        Block.algorithm, config.features, shape, init=init, propose=propose, observe=observe,
+        explicit_width=explicit_width, note=note, coupling=coupling, passes=1,
+        positions=limit if limit and limit < target.config.max_positions else None,
+    )  # fmt: skip
+
+
+def _check_size(config: BlockConfig, shape: TreeShape, block: int | None) -> None:
+    trained = f"the head was trained on blocks of {config.block} slots"
+    if block is not None and block > config.block:
+        raise ParameterError("block", f"is {block}, and {trained}; give at most that", Block.__name__)
+    most = config.drafts_of(block or config.block)
+    if shape.steps > most:
+        slots = trained if block is None else f"a block has {block} slots"
+        problem = f"are too many: {shape}, and {slots}, which draft {most} tokens; give at most {most} steps"
+        raise ParameterError("nodes", f"{problem}, or {most + 1} draft tokens for a chain", Block.__name__)
+
+
+def _independent(
+    context: Context, shape: TreeShape, logits: Float32[Array, "B D W"], target_ids: Any, coupling: Coupling
+) -> DraftTree:
+    """The best chain, or the best prefixes, of slots whose logits do not depend on each other's tokens."""
+    is_chain, batch = shape.topk == 1, logits.shape[0]
+    if coupling == "noise":
+        ids = target_ids(jnp.arange(logits.shape[2], dtype=jnp.int32))
+        slots = (logits[:, slot, None] for slot in range(shape.steps))
+        noisy = [with_noise(context, slot + 1, ids, each, chain=is_chain) for slot, each in enumerate(slots)]
+        logits = jnp.concatenate(noisy, axis=1)
+    if is_chain:
+        drafts, best = largest(logits)
+        scores = jnp.cumsum(-log_total(logits, best[:, :, None])[:, :, 0], axis=1)
+        return chain(context.root, target_ids(drafts), jnp.full(batch, shape.steps, jnp.int32), scores)
+    none = jnp.zeros((batch, shape.steps), jnp.float32)
+    drafts, scores = top_k_children(none, logits, min(shape.topk, shape.nodes - 1), normalised=False)
+    return best_prefixes(context.root, target_ids(drafts), scores, shape.nodes)
+
+
+def best_prefixes(
+    root: PerRequest, tokens: Int32[Array, "B D w"], log_probs: Float32[Array, "B D w"], nodes: int
+) -> DraftTree:
+    """The root and the N - 1 most probable prefixes of sequences with one of w tokens in each of D slots.
+
+    These are the nodes that a heap would pop (DDTree, arXiv 2604.12989), level by level: a prefix is at most as
+    probable as its parent, so a chosen prefix of d tokens has d - 1 chosen ancestors, and is one of the N - d best
+    prefixes of its level. If the slots were independent, no tree of N nodes would have a longer expected path.
+
+    Args:
+        tokens, log_probs: of each slot, best first.
+        nodes: N.
+
+    Raises:
+        ValueError: there are fewer prefixes than nodes.
+    """
+    batch, depth, count = tokens.shape
+    pool, level, first = [], None, 0
+    for slot in range(depth):
+        if level is None:
+            candidates, parents = log_probs[:, 0], jnp.full((batch, count), NO_PARENT, jnp.int32)
+        else:
+            candidates = (level.scores[:, :, None] + log_probs[:, slot, None]).reshape(batch, -1)
+            place = first - level.tokens.shape[1] + jnp.arange(candidates.shape[1], dtype=jnp.int32) // count
+            parents = jnp.broadcast_to(place, candidates.shape)
+        size = min(candidates.shape[1], nodes - 1 - slot)
+        if size < 1:
+            break
+        scores, index = jax.lax.top_k(candidates, size)
+        token = jnp.take_along_axis(tokens[:, slot], index % count, axis=1)
+        level = Pool(token, jnp.take_along_axis(parents, index, axis=1), jnp.full_like(token, slot + 1), scores)
+        pool.append(level)
+        first += size
+    return rerank(root, Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))), nodes)
