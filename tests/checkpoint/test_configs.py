@@ -1,5 +1,5 @@
-"""The files of `configs/sglang`, one for each launch command of SGLang's documentation: their settings, and their texts
-when they are served with small random checkpoints of the same architecture and dialect."""
+"""The files of `configs/sglang`, one for each launch command of SGLang's documentation, and of `configs/block`: their
+settings, and their texts when they are served with small random checkpoints of the same architecture and dialect."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
 from server_helpers import Running, running
 from specjax_kernels import Quantised
+from tiny_blocks import save_block
 from tiny_checkpoints import save_model, save_mtp
 from tiny_heads import save_head
 
 from specjax.checkpoint import model_config, mtp_config, resolve
 from specjax.cli import build, flags
 from specjax.cli import serve as command
-from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
+from specjax.drafters import Block, DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
 from specjax.hardware import dry_run
 from specjax.settings import Parser, add_flags, parse
 
-FOLDER = Path(__file__).parents[2] / "configs" / "sglang"
+FOLDER = Path(__file__).parents[2] / "configs"
 LLAMA_2, LLAMA_3, LLAMA_31 = (
     "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"
 )  # fmt: skip
@@ -42,6 +43,12 @@ MIMO, QWEN, SMALL_QWEN, DEEPSEEK = (
 )  # fmt: skip
 EAGLE_2, EAGLE_LLAMA_3 = "lmsys/sglang-EAGLE-llama2-chat-7B", "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B"
 EAGLE_3 = "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B"
+QWEN3_4B, QWEN3_8B, QWEN3_14B, QWEN3_MOE = (f"Qwen/Qwen3-{size}" for size in ("4B", "8B", "14B", "30B-A3B"))
+DFLASH_4B, DFLASH_8B, DFLASH2 = (
+    "z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16", "RedHatAI/Qwen3-8B-speculator.dflash2"
+)  # fmt: skip
+DSPARK_8B, DSPARK_14B = (f"deepseek-ai/dspark_qwen3_{size}_block7" for size in ("8b", "14b"))
+JETSPEC, DFLASH_LLAMA = "JetSpec/jetspec-qwen3-30b-a3b", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"
 TOKEN_MAP = "thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"
 
 
@@ -63,7 +70,7 @@ def launch(model: str, draft: Any, *, algorithm: str = "", **others: Any) -> Lau
 
 
 HALF = {"dtype": "float16"}
-LAUNCHES: dict[str, Launch] = {
+SGLANG: dict[str, Launch] = {
     "llama-2-7b-chat-eagle2": launch(LLAMA_2, Eagle(EAGLE_2, None, 3, 4, 16)),
     "llama-2-7b-chat-eagle2-wide": launch(LLAMA_2, Eagle(EAGLE_2, None, 5, 8, 64), mem_fraction_static=0.6),
     "llama-3-8b-instruct-fr-spec": launch(
@@ -81,6 +88,21 @@ LAUNCHES: dict[str, Launch] = {
     "qwen2.5-7b-ngram": launch(QWEN, Ngram(nodes=16, max_match=12, max_breadth=10), mem_fraction_static=0.7),
     "deepseek-v3-nextn": launch(DEEPSEEK, Mtp(None, None, 1, 1, 2)),
 }  # fmt: skip
+BLOCKS: dict[str, Launch] = {
+    "qwen3-4b-dflash": Launch(QWEN3_4B, Block(DFLASH_4B), "DFLASH", 15, 16, {}),
+    "qwen3-8b-dflash": Launch(QWEN3_8B, Block(DFLASH_8B), "DFLASH", 15, 16, {}),
+    "qwen3-8b-dflash-tree": Launch(QWEN3_8B, Block(DFLASH_8B, topk=4, nodes=32), "DFLASH", 15, 32, {}),
+    "qwen3-8b-dflash2": Launch(QWEN3_8B, Block(DFLASH2), "DFLASH", 7, 8, {}),
+    "qwen3-8b-dspark": Launch(QWEN3_8B, Block(DSPARK_8B), "DFLASH", 7, 8, {}),
+    "qwen3-14b-dspark": Launch(QWEN3_14B, Block(DSPARK_14B), "DFLASH", 7, 8, {}),
+    "qwen3-30b-a3b-jetspec": Launch(QWEN3_MOE, Block(JETSPEC, topk=7, nodes=64), "DFLASH", 15, 64, {}),
+    "llama-3.1-8b-instruct-dflash": Launch(LLAMA_31, Block(DFLASH_LLAMA, block=8), "DFLASH", 7, 8, {}),
+}
+LAUNCHES = SGLANG | BLOCKS
+
+
+def file_of(name: str) -> Path:
+    return FOLDER / ("block" if name in BLOCKS else "sglang") / f"{name}.toml"
 
 
 def read(name: str, *argv: Any) -> flags.Settings:
@@ -88,14 +110,14 @@ def read(name: str, *argv: Any) -> flags.Settings:
     parser = Parser(prog="specjax serve")
     add_flags(parser, flags.Settings())
     dry_run.add_flags(parser)
-    return parse(parser, ["--config", str(FOLDER / f"{name}.toml"), *map(str, argv)], flags.Settings())[1]
+    return parse(parser, ["--config", str(file_of(name)), *map(str, argv)], flags.Settings())[1]
 
 
 # The files.
 
 
 def test_files():
-    assert {file.name for file in FOLDER.iterdir()} == {f"{name}.toml" for name in LAUNCHES}
+    assert {*(FOLDER / "sglang").iterdir(), *(FOLDER / "block").iterdir()} == {file_of(name) for name in LAUNCHES}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -133,6 +155,13 @@ NEXTN = {
     "v_head_dim": 10, "head_dim": 8, "n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+HEADS = {
+    DFLASH_4B: ("dflash", 16), DFLASH_8B: ("dflash", 16), DFLASH2: ("speculators-dflash2", 8), JETSPEC: ("jetspec", 16),
+    DSPARK_8B: ("deepspec-vanilla", 7), DSPARK_14B: ("deepspec-vanilla", 7), DFLASH_LLAMA: ("dflash", 16),
+}  # fmt: skip
+"""Block heads: dialect and block."""
 
 
 @functools.cache
@@ -193,6 +222,8 @@ def model(name: str) -> Path:
             LLAMA_3: ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
             LLAMA_31: ("Llama", {"rope_parameters": ROPE_31, "num_hidden_layers": 7}),  # EAGLE-3 reads three of seven
             QWEN: ("Qwen2", {}),
+            **dict.fromkeys((QWEN3_4B, QWEN3_8B, QWEN3_14B), ("Qwen3", {"num_hidden_layers": 4, "seed": 4})),
+            QWEN3_MOE: ("Qwen3Moe", EXPERTS),
         }[name]
         save_model(folder, f"{architecture}ForCausalLM", **SIZES | changes)
     change(folder, lambda tensors: fp8(literate(tensors)) if name == DEEPSEEK else literate(tensors))
@@ -206,6 +237,11 @@ def draft_model(name: str) -> Path:
     folder = root() / name.replace("/", "-")
     if name == SMALL_QWEN:
         return model(name)
+    if name in HEADS:
+        dialect, block = HEADS[name]
+        sizes: Any = {"width": 32, "vocab": PADDED, "features": (0,), "config": {"block_size": block}}
+        save_block(folder, dialect, scale=2.0, **sizes)
+        return folder
     if name == EAGLE_3:
         vocabulary = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
         save_head(folder, "eagle3", tensors=vocabulary, **HEAD)
@@ -232,6 +268,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "extra_body": {"i
 METERED = OPTIONS | {"extra_body": {"ignore_eos": True, "return_speculative_metrics": True}}
 QUICK = (
     "llama-3.1-8b-instruct-eagle3", "llama-3-8b-instruct-fr-spec", "deepseek-v3-nextn", "qwen2.5-7b-standalone",
+    "qwen3-8b-dflash2", "qwen3-8b-dflash-tree", "qwen3-30b-a3b-jetspec",
 )  # fmt: skip
 """One file of each kind of draft; NGRAM is in other tests. The rest are slow tests."""
 MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
@@ -334,6 +371,12 @@ def config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
     return common | dict(zip(names, sizes, strict=True)) | others
 
 
+def block(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    """config.json of a block head that reads the default layers."""
+    common = {"head_dim": 128, "block_size": 16, "mask_token_id": 151669, "rope_theta": 1e6}
+    return config(architecture, *sizes, **common | others)
+
+
 ROPE_LLAMA_31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -368,9 +411,26 @@ REAL: dict[str, dict[str, Any]] = {
         rope_theta=10000, rope_scaling=YARN,
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
+    QWEN3_4B: config(
+        "Qwen3ForCausalLM", 151936, 2560, 9728, 36, 32, 8, 40960, head_dim=128, rope_theta=1e6, tie_word_embeddings=True
+    ),
+    QWEN3_8B: config("Qwen3ForCausalLM", 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128, rope_theta=1e6),
+    QWEN3_14B: config("Qwen3ForCausalLM", 151936, 5120, 17408, 40, 40, 8, 40960, head_dim=128, rope_theta=1e6),
+    QWEN3_MOE: config(
+        "Qwen3MoeForCausalLM", 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, rope_theta=1e6, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    ),
+    DFLASH_4B: block("DFlashDraftModel", 151936, 2560, 9728, 5, 32, 8, 40960),
+    DFLASH_8B: block("DFlashDraftModel", 151936, 4096, 12288, 5, 32, 8, 40960),
+    DFLASH2: block("DFlash2DraftModel", 151936, 4096, 12288, 5, 32, 8, 40960, block_size=8),
+    DSPARK_8B: block("Qwen3DSparkModel", 151936, 4096, 12288, 5, 32, 8, 40960, block_size=7, markov_rank=256),
+    DSPARK_14B: block("Qwen3DSparkModel", 151936, 5120, 17408, 5, 40, 8, 40960, block_size=7, markov_rank=256),
+    JETSPEC: block("DFlashDraftModel", 151936, 2048, 6144, 5, 32, 4, 40960, dflash_config={"causal_head": True}),
+    DFLASH_LLAMA: block("DFlashDraftModel", 128256, 4096, 14336, 5, 32, 8, 131072, mask_token_id=128002),
 }  # fmt: skip
 PARAMETERS = {
     LLAMA_2: 6_738_415_616, LLAMA_3: 8_030_261_248, LLAMA_31: 8_030_261_248, QWEN: 7_615_616_512,
+    QWEN3_8B: 8_190_735_360,
     DEEPSEEK: 671_026_419_200,
 }  # fmt: skip
 """Of the published checkpoints without MTP layers. Each has two bytes, except DeepSeek's router biases with four."""
@@ -395,7 +455,7 @@ def test_mtp_layers_in_config_json(name):
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_dry_run_of_real_sizes(name, capsys, monkeypatch):
     monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would replace pytest's
-    launch, file = LAUNCHES[name], FOLDER / f"{name}.toml"
+    launch, file = LAUNCHES[name], file_of(name)
     argv = ["--dry-run", "--json", "--assume-device", "H200", "--config", file, "--model", described(launch.model)]
     if path := getattr(launch.draft, "path", None):
         argv += ["--speculative-draft-model-path", described(path)]

@@ -18,7 +18,7 @@ import pytest
 from toy_models import tiny_llama
 
 from specjax import Params, PoolShape, PrefillInput, StepInput, init_state, make_steps, new_row
-from specjax.config import HeadConfig, RopeConfig
+from specjax.config import BlockConfig, HeadConfig, RopeConfig
 from specjax.drafters import make_drafter
 from specjax.drafters.options import options_of
 from specjax.models.draft_head import init_head_params
@@ -36,6 +36,9 @@ HEAD = {
 KINDS = {
     "EAGLE": HeadConfig("eagle", **HEAD),
     "EAGLE3": HeadConfig("eagle3", **HEAD | {"aux_layers": (0, 1), "feature_size": 64, "own_head": True}),
+    "DFLASH": BlockConfig(
+        **HEAD, aux_layers=(0,), block=4, mask_token=0, from_anchor=False, windows=(None,), causal=(False,)
+    ),
 }
 CHAIN, TREE = {"steps": 3}, {"steps": 3, "topk": 3, "nodes": 10}
 
@@ -62,8 +65,9 @@ def nbytes(tree) -> int:
 
 
 def pools(state) -> list:
-    """The target's pool, and the draft's if it has one."""
-    return [state.cache, *([state.draft.cache] if hasattr(state.draft, "cache") else [])]
+    """The target's pool, and the draft's if it has one; the state of a block head is its pool."""
+    draft = state.draft if type(state.draft) is tuple else None
+    return [state.cache, *([state.draft.cache] if hasattr(state.draft, "cache") else [draft] if draft else [])]
 
 
 def step_input(tables, active=(True, True), slots=(0, 1)) -> StepInput:
@@ -90,6 +94,8 @@ def some_pages(rng, width: int = TABLE, pool: PoolShape = POOL) -> np.ndarray:
         ("NGRAM", {}, "speculate"),
         ("EAGLE", CHAIN, "prefill"),
         ("EAGLE3", TREE, "speculate"),
+        ("DFLASH", CHAIN, "speculate"),
+        ("DFLASH", CHAIN, "prefill"),
     ],
 )
 @pytest.mark.optimized
