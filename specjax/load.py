@@ -266,11 +266,6 @@ def head_quantization(
     return options.weights(str(options.path), config.dtype, platform, otherwise=default)
 
 
-def head_options(options: DraftOptions) -> dict[str, Any]:
-    """Options of an algorithm that change the description of its head, as arguments of `load_head`."""
-    return {name: getattr(options, name) for name in ("sample_from_anchor", "window") if hasattr(options, name)}
-
-
 def model_quantization(
     options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None
 ) -> str:
@@ -313,7 +308,7 @@ def _load_head(
                 quantization=quantization,
                 mesh=mesh,
                 target_embedding=lambda: checkpoint.matrices(files)[EMBED_TENSOR].read(),
-                **head_options(options),
+                sample_from_anchor=getattr(options, "sample_from_anchor", None),
             )
     else:
         params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress, mesh=mesh)

@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from specjax.checkpoint import hf_config
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
-from specjax.checkpoint.hf_config import (
-    LAYER_TYPES,
-    ROPE_SECTIONS,
-    SILU,
-    read_rope,
-    refuse_unsupported,
-    scaled_positions,
-)
+from specjax.checkpoint.hf_config import LAYER_TYPES, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported
 from specjax.config import BlockConfig, ModelConfig, Walk
 from specjax.limits import ParameterError
 from specjax.models.head_spec import EMBED, HEAD, MASK, OFFSETS
@@ -32,16 +26,12 @@ its default in speculators has changed."""
 DFLASH2 = ("DFlash2DraftModel", "dflash2")
 DEEPSPEC = "Qwen3DSparkModel"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-NEVER_READ = {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"}
-"""Tensors without a parameter. DSpark's confidence chooses how many drafts are checked; `specjax.engine.draft_policy`
-does so here."""
 
 _ONLY = SILU | {
     "attention_sink_bias": (False, "absent (no attention sinks)"),
     "attention_value_scale": (1, "1"),
     "is_neox_style": (True, "true (rotary embedding of half-split channels)"),
     "quantization_config": ({}, "none (float weights, which loading may quantise)"),
-    "norm_before_residual": (False, "false"),
 }
 
 
@@ -52,77 +42,53 @@ def block_settings(config: Settings) -> Settings:
     nested_rope = any(layer.get(key) is not None for key in ("rope_theta", *ROPE_SECTIONS))
     hidden = {"rope_theta", *ROPE_SECTIONS} if nested_rope else set()
     outer = {key: value for key, value in config.items() if key not in hidden}
-    merged = Settings(
-        (key, value) for part in (outer, layer, block) for key, value in part.items() if value is not None
-    )
+    merged = Settings((key, part[key]) for part in (outer, layer, block) for key in part if part[key] is not None)
     refuse_unsupported(merged, _ONLY)
     return merged
 
 
 def block_config(
-    config: Settings, target: ModelConfig, tensors: Collection[str] | None = None, *,
-    sample_from_anchor: bool | None = None, window: int | None = None,
-) -> BlockConfig:  # fmt: skip
-    """The description of a block head.
-
-    Args:
-        config: config.json of the head.
-        tensors: names in its files; None: those of published heads.
-        sample_from_anchor, window: options of `specjax.drafters.options.Block`.
-
-    Raises:
-        CheckpointError: a field is absent, unsupported, or for another target.
-        ParameterError: the files and the options leave the slot convention open.
-    """
+    config: Settings, target: ModelConfig, tensors: Collection[str] = (), *, sample_from_anchor: bool | None = None
+) -> BlockConfig:
+    """The description of a block head with these tensors. Raises CheckpointError for a field that is absent,
+    unsupported or for another target, and ParameterError if neither config.json nor the option `sample_from_anchor`
+    decides the slot convention."""
     settings = block_settings(config)
     kind = _kind(settings)
     layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size", target.hidden_size)
     head_dim = settings.integer("head_dim", hidden // heads)
-    positions = settings.integer("max_position_embeddings", 2048)
+    positions = settings.integer("max_position_embeddings", target.max_positions)
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
-    longest = scaled_positions(rope, positions) if "max_position_embeddings" in settings else target.max_positions
+    longest = hf_config.scaled_positions(rope, positions)
     windows, causal = _attention(settings, layers, kind)
-    if window is not None:
-        windows = tuple(min(window, own or window) for own in windows)
     features = _features(settings, target, layers)
-    own = () if kind == DEEPSPEC else tensors or ()
+    own = set(tensors) - not_read(settings)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size)
     mapped = vocab_size != target.vocab_size
     attention_bias = settings.boolean("attention_bias")
     cap = settings.number("final_logit_softcapping") if "final_logit_softcapping" in settings else None
     result = BlockConfig(
-        hidden_size=hidden,
-        feature_size=len(features) * target.hidden_size,
-        intermediate_size=settings.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=settings.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        norm_epsilon=settings.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        vocab_size=vocab_size,
-        aux_layers=features,
-        own_embedding=EMBED in own,
-        own_head=HEAD in own or mapped,
-        mapped=mapped,
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=settings.boolean("mlp_bias"),
-        logit_softcap=cap,
-        max_positions=longest if longest < target.max_positions else None,
-        dtype=target.dtype,
-        layers=layers,
-        block=settings.integer("block_size"),
-        mask_token=_mask_token(settings, target),
-        from_anchor=_from_anchor(settings, kind, sample_from_anchor),
-        windows=windows,
-        causal=causal,
+        hidden_size=hidden, feature_size=len(features) * target.hidden_size, num_heads=heads, head_dim=head_dim,
+        num_kv_heads=settings.integer("num_key_value_heads", heads), rope=rope, vocab_size=vocab_size,
+        intermediate_size=settings.integer("intermediate_size"), norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+        aux_layers=features, own_embedding=EMBED in own, own_head=HEAD in own or mapped, mapped=mapped,
+        attention_bias=attention_bias, output_bias=attention_bias, mlp_bias=settings.boolean("mlp_bias"),
+        logit_softcap=cap, max_positions=longest if longest < target.max_positions else None, dtype=target.dtype,
+        layers=layers, block=settings.integer("block_size"), mask_token=_mask_token(settings, target),
+        from_anchor=_from_anchor(settings, kind, sample_from_anchor), windows=windows, causal=causal,
         input_scale=settings.number("input_embedding_scale", 1.0),
-        output_scale=settings.number("output_multiplier", 1.0),
-        **_walk(settings, kind, hidden),
-    )
+        output_scale=settings.number("output_multiplier", 1.0), **_walk(settings, kind, hidden),
+    )  # fmt: skip
     _check_target(settings, result, target)
     return result
+
+
+def not_read(settings: Settings) -> set[str]:
+    """Tensors that a head may have and that are not read. DSpark's confidence chooses how many drafts are checked;
+    `specjax.engine.draft_policy` does so here."""
+    copies = {EMBED, HEAD} if DEEPSPEC in (settings.get("architectures") or ()) else set()
+    return {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"} | copies
 
 
 def _kind(settings: Settings) -> str:
@@ -162,8 +128,7 @@ def _attention(settings: Settings, layers: int, kind: str) -> tuple[tuple[int | 
     if any(sliding):
         size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")
     said = next((key for key in ("is_causal", "causal", "causal_head") if key in settings), None)
-    causal = [each and by_layer and kind not in DFLASH2 for each in sliding]
-    causal = [settings.boolean(said)] * layers if said else causal
+    causal = (settings.boolean(said) if said else each and by_layer and kind not in DFLASH2 for each in sliding)
     return tuple(size if each else None for each in sliding), tuple(causal)
 
 
@@ -212,10 +177,8 @@ def _walk(settings: Settings, kind: str, hidden: int) -> dict[str, Any]:
 
 
 def _check_target(settings: Settings, head: BlockConfig, target: ModelConfig) -> None:
-    for key, value in (
-        ("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers),
-        ("vocab_size", target.vocab_size),
-    ):  # fmt: skip
+    sizes = {"target_hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
+    for key, value in {**sizes, "vocab_size": target.vocab_size}.items():
         if (stated := settings.optional(key, value)) != value:
             raise CheckpointError(f"config.json: {key} is {stated}, and the target's is {value}; it has another target")
     if head.hidden_size != target.hidden_size and not (head.own_embedding and head.own_head):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint.block_head import DEEPSPEC, NEVER_READ, block_config
+from specjax.checkpoint.block_head import block_config, not_read
 from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json
 from specjax.checkpoint.hf_config import NO_WINDOW, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported, scaled_positions
 from specjax.checkpoint.hub import resolve_head
@@ -60,7 +60,7 @@ _UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     quantization: str = "none", target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
-    sample_from_anchor: bool | None = None, window: int | None = None,
+    sample_from_anchor: bool | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head of any published layout: safetensors or torch's ``.bin``, single or sharded.
 
@@ -69,7 +69,7 @@ def load_head(
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
       kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, ``mtp`` for a layer such as MiMo's in a folder of its own, or
         ``block`` (DFlash, DSpark, DFlash2, JetSpec).
-      sample_from_anchor, window: for ``block``, see `specjax.Block`.
+      sample_from_anchor: for ``block``, see `specjax.Block`.
       target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
 
     Returns the head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
@@ -79,10 +79,7 @@ def load_head(
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
-        if kind == BlockConfig.kind:
-            tensors, config, ids = _describe_block(name, folder, target, sample_from_anchor, window)
-        else:
-            tensors, config, ids = _describe(name, folder, target, head_spec(kind))
+        tensors, config, ids = _describe(name, folder, target, kind, sample_from_anchor)
         # The tolerances exceed the difference between roundings of one number to half precision.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
@@ -100,43 +97,34 @@ def load_head(
 
 def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
-    sample_from_anchor: bool | None = None, window: int | None = None,
+    sample_from_anchor: bool | None = None,
 ) -> HeadConfig:  # fmt: skip
     """The description that `load_head` returns, from config.json and the headers of weights if present. An embedding in
     the files is not compared with the target's."""
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress, outline=True)
-        described, settings = (
-            any((folder / file).is_file() for layout in LAYOUTS for file in layout),
-            folder / "config.json",
-        )
+        if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
+            return _describe(name, folder, target, kind, sample_from_anchor)[1]
+        settings = read_json(folder / "config.json", name)
         if kind == BlockConfig.kind:
-            given: Any = {"sample_from_anchor": sample_from_anchor, "window": window}
-            if described:
-                return _describe_block(name, folder, target, **given)[1]
-            return block_config(read_json(settings, name), target, **given)
-        if not described:
-            return _published(layer_config(read_json(settings, name)), target, head_spec(kind))
-        return _describe(name, folder, target, head_spec(kind))[1]
+            return block_config(settings, target, sample_from_anchor=sample_from_anchor)
+        return _published(layer_config(settings), target, head_spec(kind))
 
 
 def _describe_block(
-    name: str, folder: Path, target: ModelConfig, sample_from_anchor: bool | None, window: int | None
+    name: str, folder: Path, target: ModelConfig, sample_from_anchor: bool | None
 ) -> tuple[HeadTensors, BlockConfig, np.ndarray | None]:
     """`_describe` of a block head."""
-    settings = read_json(folder / "config.json", name)
-    stored = _read(find_weights(name, folder, torch_too=True))
+    settings, stored = read_json(folder / "config.json", name), _read(find_weights(name, folder, torch_too=True))
     names = {file_name.removeprefix("model."): file_name for file_name in stored}
     tensors = HeadTensors({name: stored[file_name] for name, file_name in names.items()}, names)
-    given: Any = {"sample_from_anchor": sample_from_anchor, "window": window}
-    config = block_config(settings, target, tensors.arrays.keys(), **given)
+    config = block_config(settings, target, names.keys(), sample_from_anchor=sample_from_anchor)
     vocab_size = tensors.matrix(HEAD).shape[0] if config.own_head else config.vocab_size
     ids = _ids(tensors, vocab_size, target.vocab_size)
     config = replace(config, vocab_size=vocab_size, mapped=ids is not None)
-    copies = {EMBED, HEAD} if DEEPSPEC in settings.get("architectures", ()) else set()
     shapes = {name: array.shape for name, array in tensors.arrays.items()}
     rules = list(placements(head_table(config), head_sizes(config, target.vocab_size)))
-    problems = misfits(shapes, rules, "block heads", NEVER_READ | copies)
+    problems = misfits(shapes, rules, "block heads", not_read(settings))
     read = {rule.tensor for rule in rules} & shapes.keys()
     if integers := listed(name for name in read if tensors.arrays[name].dtype not in DTYPES.values()):
         problems += f"; parameters that are no floats (quantised heads are not supported): {integers}"
@@ -146,9 +134,12 @@ def _describe_block(
 
 
 def _describe(
-    name: str, folder: Path, target: ModelConfig, spec: HeadSpec
+    name: str, folder: Path, target: ModelConfig, kind: str, sample_from_anchor: bool | None
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
     """The head's tensors, its description, and the target's ids of its vocabulary; None: the target's vocabulary."""
+    if kind == BlockConfig.kind:
+        return _describe_block(name, folder, target, sample_from_anchor)
+    spec = head_spec(kind)
     settings = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
     _check_kind(tensors, spec)

@@ -12,6 +12,7 @@ without further forwards. docs/algorithms.md has the alignment.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,13 +36,15 @@ from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, t
 
 
 def block_drafter(
-    target: Target, config: BlockConfig, shape: TreeShape, *, block: int | None = None, backend: str | None = None,
-    explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
+    target: Target, config: BlockConfig, shape: TreeShape, *, block: int | None = None, window: int | None = None,
+    backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
+    coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a block head whose parameters are `Params.draft`. The state is a pair of page leaves for each layer.
 
     Args:
         block: slots of the forward, the anchor included; None: as many as the tree's levels need.
+        window: most keys that a slot sees, itself included; None: the windows of `config`.
         backend, explicit_width, note, positions: see `eagle_drafter`.
 
     Raises:
@@ -50,6 +53,8 @@ def block_drafter(
     """
     check_fit(config, target)
     _check_size(config, shape, block)
+    if window is not None:
+        config = replace(config, windows=tuple(min(window, own or window) for own in config.windows))
     model, limit = BlockHead(config, target, backend), positions or config.max_positions
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
@@ -126,30 +131,15 @@ def best_prefixes(
 
     These are the nodes that a heap would pop (DDTree, arXiv 2604.12989), level by level: a prefix is at most as
     probable as its parent, so a chosen prefix of d tokens has d - 1 chosen ancestors, and is one of the N - d best
-    prefixes of its level. If the slots were independent, no tree of N nodes would have a longer expected path.
-
-    Args:
-        tokens, log_probs: of each slot, best first.
-        nodes: N.
-
-    Raises:
-        ValueError: there are fewer prefixes than nodes.
+    prefixes of its level. `tokens` and `log_probs` are best first. Raises ValueError for fewer prefixes than nodes.
     """
     batch, depth, count = tokens.shape
-    pool, level, first = [], None, 0
-    for slot in range(depth):
-        if level is None:
-            candidates, parents = log_probs[:, 0], jnp.full((batch, count), NO_PARENT, jnp.int32)
-        else:
-            candidates = (level.scores[:, :, None] + log_probs[:, slot, None]).reshape(batch, -1)
-            place = first - level.tokens.shape[1] + jnp.arange(candidates.shape[1], dtype=jnp.int32) // count
-            parents = jnp.broadcast_to(place, candidates.shape)
-        size = min(candidates.shape[1], nodes - 1 - slot)
-        if size < 1:
-            break
-        scores, index = jax.lax.top_k(candidates, size)
+    above, first, pool = jnp.zeros((batch, 1), jnp.float32), NO_PARENT, list[Pool]()
+    for slot in range(min(depth, nodes - 1)):
+        candidates = (above[:, :, None] + log_probs[:, slot, None]).reshape(batch, -1)
+        above, index = jax.lax.top_k(candidates, min(candidates.shape[1], nodes - 1 - slot))
         token = jnp.take_along_axis(tokens[:, slot], index % count, axis=1)
-        level = Pool(token, jnp.take_along_axis(parents, index, axis=1), jnp.full_like(token, slot + 1), scores)
-        pool.append(level)
-        first += size
+        # Candidate i of a level belongs to its parent i // w. The root's index in the pool is NO_PARENT.
+        pool.append(Pool(token, first + index // count, jnp.full_like(token, slot + 1), above))
+        first = 0 if first == NO_PARENT else first + pool[-2].tokens.shape[1]
     return rerank(root, Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))), nodes)

@@ -67,7 +67,8 @@ def make_drafter(
     if isinstance(options, Block) and isinstance(head, BlockConfig):
         drafts = head.drafts_of(min(options.block or head.block, head.block))
         arguments = _tree_arguments(options, target, automatic or TreeShape(drafts, 1, drafts + 1))
-        return block_drafter(target, head, block=options.block, backend=backend, **arguments)
+        arguments |= {"block": options.block, "window": options.window}
+        return block_drafter(target, head, backend=backend, **arguments)
     arguments = _tree_arguments(options, target, automatic)
     if isinstance(head, MtpConfig):
         return mtp_drafter(target, head, backend=backend, **arguments)

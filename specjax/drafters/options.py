@@ -317,23 +317,17 @@ class Block(ModelOptions):
 
     _: KW_ONLY
     block: int | None = setting(
-        None,
-        "slots of the block that the head runs on, including the root, at most as many as in its training; default: "
-        "as many as the tree's levels need",
-        minimum=2,
-        maximum=MAX_STEPS,
-    )
+        None, "slots of the block that the head runs on, including the root, at most as many as in its training; "
+        "default: as many as the tree's levels need", minimum=2, maximum=MAX_STEPS,
+    )  # fmt: skip
     window: int | None = setting(
-        None,
-        "most tokens that a slot of the block attends to, itself included, in all layers of the head; default: the "
-        "windows in the head's config",
-        minimum=1,
-    )
+        None, "most tokens that a slot of the block attends to, itself included, in all layers of the head; default: "
+        "the windows in the head's config", minimum=1,
+    )  # fmt: skip
     sample_from_anchor: bool | None = setting(
-        None,
-        "whether the block's first slot, the root, drafts the next token; overrides the head's config; required if "
-        "that does not say. A wrong value gives an accept length of about 1",
-    )
+        None, "whether the block's first slot, the root, drafts the next token; overrides the head's config; required "
+        "if that does not say. A wrong value gives an accept length of about 1",
+    )  # fmt: skip
 
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:

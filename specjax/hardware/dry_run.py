@@ -36,7 +36,7 @@ from specjax.engine.config import EngineConfig, context_length, layout
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
-from specjax.load import choose, head_options, head_quantization, model_quantization, naming, requested
+from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
@@ -191,7 +191,8 @@ def outline(
 def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig:
     with naming(options, "path"):
         named: Any = {"kind": str(options.kind), "revision": options.revision}
-        head = checkpoint.describe_head(str(options.path), config, **named, **head_options(options), progress=True)
+        named["sample_from_anchor"] = getattr(options, "sample_from_anchor", None)
+        head = checkpoint.describe_head(str(options.path), config, **named, progress=True)
     if (token_map := getattr(options, "token_map", None)) is None:
         return head
     if str(token_map).isdecimal():  # the first tokens of the map that comes with specjax

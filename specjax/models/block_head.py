@@ -29,37 +29,19 @@ from specjax_kernels import CAUSAL, Norm, mesh, pack_bits, rms_norm
 
 from specjax.cache import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 from specjax.config import BlockConfig
-from specjax.models.blocks import (
-    KeyValue,
-    Past,
-    Scores,
-    attention,
-    gated_mlp,
-    key_value_spec,
-    keys_values,
-    linear,
-    soft_cap,
-)
+from specjax.models.blocks import Past, Scores, attention, gated_mlp, key_value_spec, keys_values, linear, soft_cap
 from specjax.models.decoder import embedding_rows
 from specjax.models.draft_head import DraftHead
 from specjax.models.rope import rotations
 
 
 class Slots(NamedTuple):
-    """The predictions of a block's D slots, before a walk.
+    """The predictions of a block's D slots, before a walk. With a selector, of c candidates; else of all tokens."""
 
-    Attributes:
-        hidden: [B, D, M]. Outputs of the layers after the final norm.
-        logits: float32 [B, D, W].
-        ids: int32 [B, D, c]. The candidates that the selector chooses from, best first, as ids of the head; None
-            without a selector, and `logits` are of the whole vocabulary.
-        rows: [B, D, c, r]. The candidates' vectors; None without a selector.
-    """
-
-    hidden: Hidden
-    logits: Float32[Array, "B D W"]
-    ids: Int32[Array, "B D c"] | None = None
-    rows: Float[Array, "B D c r"] | None = None
+    hidden: Hidden  # [B, D, M]: outputs after the final norm
+    logits: Float32[Array, "B D W"]  # W = c with a selector
+    ids: Int32[Array, "B D c"] | None = None  # the candidates' ids of the head, best first
+    rows: Float[Array, "B D c r"] | None = None  # and their vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +51,8 @@ class BlockHead(DraftHead):
     config: BlockConfig
 
     @property
-    def pages(self) -> tuple[KeyValue, ...]:
-        """The cache entry of a token: a pair of `PageSpec`s for each layer."""
+    def pages(self) -> Any:
+        """The cache entry of a token: a `KeyValue` of `PageSpec`s for each layer."""
         return (key_value_spec(self.config),) * self.config.layers
 
     def context(self, params: Weights, features: Float[Array, "B N F"], positions: Positions) -> tuple[KeyValue, ...]:

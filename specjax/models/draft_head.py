@@ -60,8 +60,8 @@ class DraftHead:
         return head_spec(self.config.kind)
 
     @property
-    def pages(self) -> KeyValue:
-        """The cache entry of a token: `PageSpec`s."""
+    def pages(self) -> Any:
+        """The cache entry of a token: a pytree of `PageSpec`s, here a `KeyValue`."""
         return key_value_spec(self.config)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:

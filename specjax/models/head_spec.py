@@ -18,20 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.config import BlockConfig, HeadConfig
-from specjax.models.params import (
-    ATTENTION_NORM,
-    HEAD_NORMS,
-    MLP_NORM,
-    Leaf,
-    Scope,
-    Table,
-    Tensor,
-    attention_leaves,
-    dimensions,
-    linear,
-    mlp_leaves,
-    norm,
-)
+from specjax.models.params import Leaf, Scope, Table, Tensor, attention_leaves, dimensions, linear, mlp_leaves, norm
 
 # Tensor names in published EAGLE-3 heads; see `HeadSpec.published`. `OFFSETS` [W]: token id of the target minus that of
 # the head. `MASK` [V]: true for the target's tokens that the head has.
@@ -160,22 +147,16 @@ def block_table(config: BlockConfig) -> Table:
     Letters: T taps and g channel groups of the convolutions, 2 sides (before and after attention or MLP); r channels of
     the walk's token vectors, J and Y inputs of the gate and of the recurrence.
     """
-    convolutions = (
-        leaf
-        for name in ("attention_conv", "mlp_conv") * bool(config.conv_taps)
-        for leaf in (
-            Leaf(f"{name}_base", "2 T M", (Tensor(f"{name}.base_kernel", "2 T M"),), init="identity"),
-            Leaf(name, "M -> 2 T g", (Tensor(f"{name}.kernel_projection.weight", "2Tg M"),), init="zeros"),
-        )
-    )
     layer = (
-        ATTENTION_NORM,
+        norm("attention_norm", "input_layernorm.weight"),
         *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias),
-        *HEAD_NORMS,
-        MLP_NORM,
+        *(norm(f"{name}_norm", f"self_attn.{name[0]}_norm.weight", letters="E") for name in ("query", "key")),
+        norm("mlp_norm", "post_attention_layernorm.weight"),
         *mlp_leaves(bias=config.mlp_bias),
-        *convolutions,
     )
+    for name in ("attention_conv", "mlp_conv") if config.conv_taps else ():
+        base, kernel = Tensor(f"{name}.base_kernel", "2 T M"), Tensor(f"{name}.kernel_projection.weight", "2Tg M")
+        layer += Leaf(f"{name}_base", "2 T M", (base,), "identity"), Leaf(name, "M -> 2 T g", (kernel,), "zeros")
     around = (
         *linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias),
         norm("feature_norm", "hidden_norm.weight"),
@@ -187,27 +168,23 @@ def block_table(config: BlockConfig) -> Table:
 
 
 def _walk_leaves(config: BlockConfig) -> tuple[Leaf, ...]:
+    """`previous` and `next` are vectors of the token before a slot and of the slot's token."""
+
+    def table(name: str, letters: str, tensor: str) -> Leaf:
+        return Leaf(name, letters, (Tensor(tensor, letters if "->" not in letters else "W r"),))
+
     if config.walk == "none":
         return ()
+    at = "candidate_selector." if config.walk == "selector" else "markov_head."
     if config.walk == "selector":
-        selector, tables = "candidate_selector.", {"previous": ("predecessor", "V r"), "next": ("successor", "W r")}
-        return (
-            *linear("selector", "M -> r", Tensor(f"{selector}hidden_projection", "r M"), bias=False),
-            *(
-                Leaf(name, letters, (Tensor(f"{selector}{kind}_codebook", letters),))
-                for name, (kind, letters) in tables.items()
-            ),
-        )
-    markov = "markov_head."
-    leaves = (
-        Leaf("previous", "V r", (Tensor(f"{markov}markov_w1.weight", "V r"),)),
-        Leaf("next", "r -> W", (Tensor(f"{markov}markov_w2.weight", "W r"),)),
-    )
-    if config.walk == "gated":
-        return *leaves, *linear("gate", "J -> r", Tensor(f"{markov}gate_proj", "r J"), bias=True)
-    if config.walk == "rnn":
-        return *leaves, *linear("joint", "Y -> 3 r", Tensor(f"{markov}joint_proj", "3r Y"), bias=True)
-    return leaves
+        tables = table("previous", "V r", f"{at}predecessor_codebook"), table("next", "W r", f"{at}successor_codebook")
+        return *tables, *linear("selector", "M -> r", Tensor(f"{at}hidden_projection", "r M"), bias=False)
+    tables = table("previous", "V r", f"{at}markov_w1.weight"), table("next", "r -> W", f"{at}markov_w2.weight")
+    further = {
+        "gated": linear("gate", "J -> r", Tensor(f"{at}gate_proj", "r J"), bias=True),
+        "rnn": linear("joint", "Y -> 3 r", Tensor(f"{at}joint_proj", "3r Y"), bias=True),
+    }
+    return *tables, *further.get(config.walk, ())
 
 
 def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:

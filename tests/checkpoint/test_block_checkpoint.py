@@ -109,8 +109,6 @@ def test_windows(tmp_path, keys, nested, windows, causal):
     change(tmp_path, nested=True, **nested)
     config = read(tmp_path)[0]
     assert (config.windows, config.causal) == (windows, causal)
-    limited = read(tmp_path, window=6)[0]
-    assert limited.windows == tuple(min(each or 6, 6) for each in windows)
 
 
 def test_embedding_and_output_layer(tmp_path):

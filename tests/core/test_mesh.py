@@ -56,12 +56,12 @@ def test_plain_steps_and_drafts(alone):
 
 @pytest.mark.slow
 def test_every_drafter(alone):
-    cases = [[case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp")]
+    cases = [[case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp", "block")]
     cases += [["eagle3", 4], ["standalone", 4]]
     result = run(*cases)
     for (_, devices), one in zip(cases, result, strict=True):
         check(one, alone, devices)
-    assert {one["algorithm"] for one in result} == {"NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP"}
+    assert {one["algorithm"] for one in result} == {"NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP", "DFLASH"}
     accepted = {case: one["accepted"] for (case, _), one in zip(cases, result, strict=True)}
     assert accepted["standalone"] > 0 and accepted["token_map"] > 0, accepted
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
-import block_oracle
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,22 @@ def test_trees(heads, dialect):
     assert check(driven, TreeShape(2, 1, 3), block=driven.head.config.block - 1)
 
 
+def test_window_option(heads):
+    """`window` limits all layers; layers with a smaller window keep it."""
+    driven, option = Driven(heads("dflash-sliding"), seed=4), 5
+    driven.feed([3, 12, 21])
+    drafter = make_drafter(Block(window=option), target=target().target, head=driven.head.config)
+    tree = drafter.propose(driven.params, driven.state, driven.context([True] * ROWS))[0]
+    saved = driven.head.saved
+    driven.head = copy.copy(driven.head)
+    driven.head.saved = saved._replace(spec=replace(saved.spec, windows=(option, option)))
+    for row in range(ROWS):
+        log_probs, path = driven.log_probs(row, drafter.width), ()
+        for _ in range(drafter.depth):
+            path += (int(np.argmax(log_probs(path))),)
+        assert tree.tokens[row, 1:].tolist() == [*path]
+
+
 def test_chunks_of_any_size(heads):
     """The pages do not depend on the chunks in which a text is observed."""
     states = []
@@ -250,7 +267,7 @@ def test_any_shape(tmp_path_factory, data):
     spec = head.saved.spec
     if len(spec.windows) != spec.layers:
         every = {"windows": (None,) * spec.layers, "causal": (False,) * spec.layers}
-        head.saved = head.saved._replace(spec=block_oracle.Spec(**{**vars(spec), **every}))
+        head.saved = head.saved._replace(spec=replace(spec, **every))
     head.config, head.params = load_head(str(folder), target().target.config, kind="block", progress=False)
     driven = Driven(head, seed=data.draw(st.integers(0, 99)))
     driven.feed(data.draw(st.lists(st.integers(0, 12), min_size=ROWS, max_size=ROWS)), width=16)

@@ -22,8 +22,8 @@ from engine_helpers import NGRAM, tokenizer
 from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, init_cache
-from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
-from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter
+from specjax.config import BlockConfig, Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
+from specjax.drafters import Params, StandaloneParams, TreeShape, block_drafter, eagle_drafter, make_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
@@ -113,7 +113,16 @@ def mtp() -> tuple[Any, ...]:
     return mtp_drafter(target, config, CHAIN), drawn(shapes, 3), config
 
 
-CASES = {f.__name__: f for f in (none, ngram, eagle, eagle3, token_map, standalone, mtp)}
+def block() -> tuple[Any, ...]:
+    config = BlockConfig(
+        hidden_size=32, feature_size=64, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, layers=2,
+        norm_epsilon=1e-5, vocab_size=12, aux_layers=(0, 1), own_head=True, mapped=True, rope=RopeConfig(theta=100.0),
+        block=4, mask_token=0, from_anchor=True, windows=(None, 8), causal=(False, True), walk="gated", rank=8,
+    )  # fmt: skip
+    return block_drafter(target, config, TREE), head(config), config
+
+
+CASES = {f.__name__: f for f in (none, ngram, eagle, eagle3, token_map, standalone, mtp, block)}
 
 PROMPTS = [list(range(60, 72)), [60, 61, 62, 63, 9, 8], [*range(60, 72), 7], [100, 101]]
 BIAS = {str(token): 40.0 for token in FEW}
