@@ -55,7 +55,7 @@ class BlockHead(DraftHead):
         """The cache entry of a token: a `KeyValue` of `PageSpec`s for each layer."""
         return (key_value_spec(self.config),) * self.config.layers
 
-    def context(self, params: Weights, features: Float[Array, "B N F"], positions: Positions) -> tuple[KeyValue, ...]:
+    def context(self, params: Weights, features: Float[Array, "B N F"], positions: Positions) -> tuple[Any, ...]:
         """The cache entries of tokens with these features, [B, N, K, E] for each layer."""
         context = rms_norm(linear(features, params, "fc"), params["feature_norm"], self.config.norm_epsilon)
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
