@@ -59,8 +59,8 @@ def nbytes(tree: Any) -> int:
 def least_bytes(
     target: ModelConfig, head: HeadConfig | None = None, steps: int = 0, *, quantization: str = "none"
 ) -> dict[str, float]:
-    """Bytes of weights that a step must read, once for each forward. `quantization`: none, or int8 for the head (scales
-    are not counted)."""
+    """Bytes of weights that a step must read, once for each forward. `quantization`: none, int8 or int4 for the head
+    (int8's scales are not counted)."""
     m, v, size = target.hidden_size, target.vocab_size, jnp.dtype(target.dtype).itemsize
     mlp = 3 * target.intermediate_size
     attention = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
@@ -71,7 +71,7 @@ def least_bytes(
     w = head.vocab_size
     layer = 2 * m * attention + output + m * mlp
     # levels 2 .. D and the observed tokens; D times the vocabulary
-    size = 1 if quantization == "int8" else size
+    size = {"int8": 1, "int4": 5 / 8}.get(quantization, size)
     return sizes | {"head_bytes": size * (steps * (layer + m * w) + 3 * m * m)}
 
 
@@ -93,7 +93,7 @@ def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1, *, quantiz
 
 
 def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none") -> Any:
-    """Shapes of a head's parameters; `quantization`: none, or int8 in the layout of `specjax.checkpoint.load_head`."""
+    """Shapes of a head's parameters, as `specjax.checkpoint.load_head` stores them in int8, int4 or none."""
     sizes = head_sizes(head, config.vocab_size)
 
     def shape(leaf: Leaf) -> Any:
@@ -101,8 +101,11 @@ def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none
             return jax.ShapeDtypeStruct(leaf.shape(sizes), jnp.dtype(leaf.dtype or head.dtype))
         depth = prod(sizes[letter] for letter in input_letters(leaf))
         *out, _ = output_major(leaf).shape({**sizes, "@": depth})
-        arrays = jax.ShapeDtypeStruct((*out, depth), jnp.int8), jax.ShapeDtypeStruct((*out, 1), jnp.float32)
-        return Quantised(*arrays)
+        struct = jax.ShapeDtypeStruct
+        if quantization == "int4":
+            scale = struct((*out, depth // 32), jnp.float16)
+            return Quantised(struct((*out, depth // 2), jnp.uint8), scale, scale)
+        return Quantised(struct((*out, depth), jnp.int8), struct((*out, 1), jnp.float32))
 
     return map_leaves(head_table(head), shape)
 

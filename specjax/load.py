@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from specjax_kernels import implementation_named
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code, repacking
+from specjax_kernels.quantised import KINDS
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
@@ -210,7 +211,7 @@ class Chosen(NamedTuple):
             source = f"{self.head.name}, which comes with specjax"
         if self.mtp is not None:
             source = f"{self.mtp.count} MTP layer{'s' if self.mtp.count > 1 else ''} of the model"
-        if quantization in ("int8", "fp8"):
+        if quantization in KINDS:
             source = f"{source}, weights in {quantization}"
         return drafter._replace(source=source)
 

@@ -191,11 +191,11 @@ class ModelOptions(DraftOptions):
         "target's",
         minimum=1,
     )
-    quantization: Literal["int8", "fp8", "none"] | None = setting(
+    quantization: Literal["int8", "fp8", "int4", "none"] | None = setting(
         None,
-        "quantisation of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not "
-        "the text; default: int8 for 16-bit matrices on a GPU; else as in the checkpoint, int8 for the head of a "
-        "quantised target, and as the target for MTP layers",
+        "quantisation of the draft's own matrices: int8, fp8 (a scale for each output), int4 (for each 32 inputs) or "
+        "none; changes the speed, not the text; default: int8 for 16-bit matrices on a GPU; else as in the checkpoint, "
+        "int8 for the head of a quantised target, and as the target for MTP layers",
     )
     coupling: Coupling = setting(
         "noise",

@@ -13,6 +13,7 @@ import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import Norm, mesh, rms_norm
+from specjax_kernels.quantised import KINDS
 
 from specjax.cache import Hidden, Positions, Tokens, Weights
 from specjax.config import BlockConfig, HeadConfig, MtpConfig
@@ -179,14 +180,14 @@ def with_token_map(
     """FR-Spec: restrict the head to the tokens `ids`, so that its output matrix has W columns instead of V.
 
     `ids` int32 [W] are distinct token ids of the target. The columns are copied once; gathering them in each call would
-    read and write all of them. `quantization`: int8 or fp8 quantises columns copied from the target. Source:
+    read and write all of them. `quantization`: int8, fp8 or int4 quantises columns copied from the target. Source:
     thunlp/FR-Spec.
     """
     if config.own_head:
         columns, cap = head_columns(params["head"], jnp.asarray(ids)), config.logit_softcap
     else:
         columns = output_columns(target, target_params, jnp.asarray(ids)).astype(config.dtype)
-        if quantization in ("int8", "fp8"):
+        if quantization in KINDS:
             columns = jax.device_put(kernels.quantise(np.asarray(columns).T, quantization))
         cap = target.config.logit_softcap
     mapped = replace(with_vocabulary(config, len(ids)), logit_softcap=cap)

@@ -140,6 +140,11 @@ def saved(tmp_path_factory) -> Path:
     config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     save_head(root / "eagle3", "eagle3", config=config, target_vocab_size=VOCABULARY)
     save_head(root / "eagle", "eagle", target_vocab_size=VOCABULARY)
+    for name, layers in (("wide-model", 3), ("wide-small", 1)):
+        save_llama(root / name, **SMALL | {"hidden_size": 32}, num_hidden_layers=layers, initializer_range=0.3)
+        tokenizer().save_pretrained(root / name)
+    wide = {"target_hidden_size": 32, "hidden_size": 32, "intermediate_size": 32}
+    save_head(root / "wide-eagle3", "eagle3", config=config, target_vocab_size=VOCABULARY, **wide)
     return root
 
 
@@ -152,6 +157,7 @@ CONFIG = EngineConfig(max_running_requests=2, page_size=4, max_total_tokens=128,
 CHAIN: dict[str, Any] = {"steps": 2, "topk": 1, "nodes": 3}
 DRAFTS = {"EAGLE": (Eagle, "model", "eagle"), "EAGLE3": (Eagle3, "model", "eagle3"), "MTP": (Mtp, "mtp", None)}
 DRAFTS["STANDALONE"] = (Standalone, "model", "small")
+CODES = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "uint8"}
 
 
 def nbytes(tree: Any) -> int:
@@ -163,15 +169,18 @@ def nbytes(tree: Any) -> int:
     [
         ("EAGLE3", "int8"),
         ("STANDALONE", "int8"),
+        ("EAGLE3", "int4"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("EAGLE", "int8"), ("MTP", "int8"), ("EAGLE3", "fp8"))
+            for case in (("EAGLE", "int8"), ("MTP", "int8"), ("EAGLE3", "fp8"), ("STANDALONE", "int4"))
         ),
     ],
 )
 def test_draft_quantization_changes_no_text(saved, name, kind):
-    """Greedy and sampled. Only 8-bit matrices are stored, and a dry run counts them."""
+    """Greedy and sampled. Only matrices in few bits are stored, and a dry run counts them."""
     options, model, path = DRAFTS[name]
+    if kind == "int4":  # needs inputs in groups of 32
+        model, path = f"wide-{model}", f"wide-{path}"
     path = None if path is None else str(saved / path)
     draft = options(path=path, **CHAIN, quantization=kind)
     plain, drafting = (engine(str(saved / model), each) for each in (NoDraft(), draft))
@@ -182,10 +191,12 @@ def test_draft_quantization_changes_no_text(saved, name, kind):
     check_idle(drafting)
     leaves = jax.tree.leaves(drafting.params.draft, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     matrices = [leaf for leaf in leaves if isinstance(leaf, Quantised)]
-    assert {str(leaf.codes.dtype) for leaf in matrices} == {{"int8": "int8", "fp8": "float8_e4m3fn"}[kind]}
-    assert {leaf.scale.shape[-1] for leaf in matrices} == {1}, "a scale for each output"
+    assert {str(leaf.codes.dtype) for leaf in matrices} == {CODES[kind]}
+    groups = {leaf.depth // 32 if kind == "int4" else 1 for leaf in matrices}
+    assert {leaf.scale.shape[-1] for leaf in matrices} == groups, "scales for each output, or each 32 inputs"
     others = [leaf.shape for leaf in leaves if not isinstance(leaf, Quantised) and len(leaf.shape) > 1]
-    expected = {"STANDALONE": [(VOCABULARY, 16)], "MTP": [(2, 4, 8)]}  # an embedding, of which rows are read; biases
+    # An embedding, of which rows are read; biases.
+    expected = {"STANDALONE": [(VOCABULARY, 32 if kind == "int4" else 16)], "MTP": [(2, 4, 8)]}
     assert others == expected.get(name, [])
     jax.tree.map(np.testing.assert_array_equal, plain.params.target, drafting.params.target)
     described = outline(str(saved / model), draft=draft)
@@ -194,6 +205,13 @@ def test_draft_quantization_changes_no_text(saved, name, kind):
     assert f"weights in {kind}" in drafting.drafter.source and drafting.drafter.source == described.drafter.source
     described = [describe(each, "m")["speculative_draft_quantization"] for each in (plain, drafting)]
     assert described == ["none", kind]
+
+
+def test_draft_in_four_bits_needs_groups(saved):
+    """The head's inputs are 16 numbers: the error names the option and what would work."""
+    draft = Eagle3(str(saved / "eagle3"), quantization="int4")
+    with pytest.raises(CheckpointError, match=r"int4 of .*multiple of 32 inputs, got .* 'int8' and 'fp8' take any"):
+        specjax.load.load(str(saved / "model"), draft=draft, progress=False)
 
 
 def test_token_map_quantises_the_targets_columns(saved, tmp_path):
@@ -255,8 +273,8 @@ def test_draft_flag_and_config_file(tmp_path):
         message = f"^{FLAG} int8 is no use to {name}: --speculative-algorithm EAGLE or"
         with pytest.raises(ValueError, match=message), flags.named_as_flags(flags.Settings()):
             drafting("--speculative-algorithm", name, FLAG, "int8")
-    with pytest.raises(SettingsError, match=f"^{FLAG} must be one of int8, fp8, none, got 'int4'$"):
-        drafting(FLAG, "int4")
+    with pytest.raises(SettingsError, match=f"^{FLAG} must be one of int8, fp8, int4, none, got 'int2'$"):
+        drafting(FLAG, "int2")
     for owner, flag in (("Mtp", FLAG), ("", "--quantization")):
         assert str(flags.with_flag(ParameterError("quantization", "int8", owner))) == f"{flag} int8"
 
