@@ -102,7 +102,8 @@ def programs(
     verified = partial(verify_phase, target=target, drafter=drafter, verify=verify, config=step)
     numbers, most = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_, jnp.float32), max(step.widths)
     tree = place(DraftTree(*(cast(Any, jax.ShapeDtypeStruct((shapes.batch, most), kind)) for kind in numbers)))
-    checked = place(jax.eval_shape(check, params, state, inputs, tree))
+    with described_device((params,)):
+        checked = place(jax.eval_shape(check, params, state, inputs, tree))
     return {
         "step": Program(jax.jit(whole, donate_argnums=1), (params, state, inputs), state),
         "draft": Program(jax.jit(draft, donate_argnums=1), (params, state, inputs), state),
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, help="of the pool (default: four times what the batch's tables hold)")
     parser.add_argument("--backend", default="pallas", help="attention implementation (default: pallas)")
     parser.add_argument(
-        "--draft-quantization", choices=("int8", "none"), help="of the head's weights (default: the server's)"
+        "--draft-quantization", choices=("int8", "int4", "none"), help="of the head's weights (default: the server's)"
     )
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")

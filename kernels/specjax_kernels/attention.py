@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specjax_kernels.gpu_language import DIALECTS, dialect
 from specjax_kernels.platforms import by_platform, has_kernels
 
 IMPLEMENTATIONS = MappingProxyType(
     {
         "reference": "specjax_kernels.reference",
         "xla": "specjax_kernels.xla",
-        "pallas": "specjax_kernels.pallas_triton",
-        "triton": "specjax_kernels.triton",
+        **DIALECTS,
     }
 )
 """Name -> module with a function `tree_attention(call)`. `refuse()`, if present, raises NotImplementedError if the
@@ -35,8 +35,9 @@ INACTIVE = -1  # the prefix length of an inactive row
 
 
 def default_implementation() -> str:
-    """For JAX's default device: "pallas" on an NVIDIA GPU of compute capability 8.0 (Ampere) and up, else "xla"."""
-    return "pallas" if has_kernels() else "xla"
+    """For JAX's default device: `gpu_language.dialect` ("pallas" while JAX has it) on an NVIDIA GPU of compute
+    capability 8.0 (Ampere) and up, else "xla"."""
+    return dialect() if has_kernels() else "xla"
 
 
 @jax.tree_util.register_static

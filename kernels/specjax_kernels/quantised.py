@@ -13,7 +13,7 @@ Platform, rows and format choose the implementation of a product:
 | CPU | more | `cpu/quantised.py`: one panel at a time is widened in the cache |
 | CPU, without Numba | any | the weights are dequantised to float32, then XLA's product |
 | NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
-| NVIDIA, groups | up to 64 | `pallas_quantised.py`: codes are widened in registers |
+| NVIDIA, groups | up to 64 | `gpu_quantised.py`: codes are widened in registers |
 | NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
 """
 
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax_kernels import mesh
+from specjax_kernels import gpu_language, mesh
 from specjax_kernels.cpu import quantised as cpu_kernels
 from specjax_kernels.platforms import by_platform, generation, on_nvidia
 
@@ -353,12 +353,12 @@ def _matrix(leaf: Quantised) -> Quantised:
 def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
     """The implementation for an NVIDIA GPU, or None if it does not take this product."""
     # Imported late: other devices and models start sooner.
-    kernel = importlib.import_module("specjax_kernels.pallas_quantised")
+    kernel = importlib.import_module("specjax_kernels.gpu_quantised")
     if not kernel.takes(rows.shape[0], leaf):
         return None
     implementation = functools.partial(kernel.multiply, dtype=dtype)
     if not on_nvidia():
-        return implementation  # it is cross-compiled
+        return implementation if gpu_language.lowers() else None  # for cross-compilation
     needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
     return implementation if tuple(map(int, str(generation()).split("."))) >= needed else None
 

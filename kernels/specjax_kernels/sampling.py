@@ -1,7 +1,7 @@
 """Choices among the numbers of a vocabulary: the largest, the `k` largest, and the tokens inside top-k and top-p.
 
 `argmax`, `largest` and `top_k` run anywhere; under a mesh, rows may be split by their last axis. `in_prefix` is for an
-NVIDIA GPU, in Pallas: it finds the thresholds without a sort and without a loop. The tokens inside are a prefix of the
+NVIDIA GPU: it finds the thresholds without a sort and without a loop. The tokens inside are a prefix of the
 order (logit descending, id ascending): tokens above a bound, and equal tokens up to an id. Each bound is the largest
 one whose mass "at or above" reaches the need, found 4 bits a pass. The mass is a number of tokens for top-k, a sum of
 weights for top-p, then a number of equal tokens:
@@ -18,24 +18,37 @@ launch, and no result depends on the order of the programs. A CPU interprets the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
+from specjax_kernels import gpu_language
+from specjax_kernels.gpu_language import at, device, loop, tl
 from specjax_kernels.mesh import AXIS, apart, parts, split, whole
 
-BITS = 4  # of a pass
-DIGITS = 1 << BITS
-TILE = 512  # tokens of one trip of a program
 PROGRAMS = 512  # wanted over all rows
 MOST_CHUNKS = 64  # a program adds all chunks' masses at once
-LOWEST = -(1 << 31)
-TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Of a pass."""
+
+    kind: str
+    part: str  # "first", "next" or "last"
+    chunks: int
+    vocab: int
+    trips: int  # of a program over tiles of its chunk
+    BITS: ClassVar[int] = 4  # of a pass
+    DIGITS: ClassVar[int] = 1 << BITS
+    TILE: ClassVar[int] = 512  # tokens of one trip of a program
+    LOWEST: ClassVar[int] = -(1 << 31)
+    TINY: ClassVar[float] = float(jnp.finfo(jnp.float32).tiny)
 
 
 def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
@@ -118,15 +131,15 @@ def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
 
     # Any array replaces one that a search does not read: zeros would be another kernel.
     counted = _search("count", 32, logits, peak, top_k, peak, wanted)
-    first, equal = counted.low ^ LOWEST, wanted - counted.above
+    first, equal = counted.low ^ Constants.LOWEST, wanted - counted.above
     summed = _search("mass", 32, logits, peak, first, equal * weight(first), top_p.astype(jnp.float32))
-    second = summed.low ^ LOWEST
-    more = jnp.ceil((summed.need - summed.above) / jnp.maximum(weight(second), TINY))
+    second = summed.low ^ Constants.LOWEST
+    more = jnp.ceil((summed.need - summed.above) / jnp.maximum(weight(second), Constants.TINY))
     more = jnp.where(second == first, jnp.minimum(more, equal), more)
     limited = top_p < 1
     bound, equal = jnp.where(limited, second, first), jnp.where(limited, jnp.maximum(more, 1.0), equal)
     last = vocab - _search("equal", vocab.bit_length(), logits, peak, bound, peak, equal).low
-    keys, ids = _key(logits), jnp.arange(vocab, dtype=jnp.int32)[None, :]
+    keys, ids = key_of(logits), jnp.arange(vocab, dtype=jnp.int32)[None, :]
     return (keys > bound[:, None]) | ((keys == bound[:, None]) & (ids <= last[:, None]))
 
 
@@ -140,106 +153,108 @@ def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extr
     """
     rows, vocab = logits.shape
     most = max(4, min(MOST_CHUNKS, PROGRAMS // rows))
-    chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // TILE) - 1).bit_length())
+    chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // Constants.TILE) - 1).bit_length())
     low, masses = Bound(bound, peak, need), peak  # the first pass reads `need` alone
-    first = BITS * (-(-bits // BITS) - 1)
-    for shift in range(first, -BITS - 1, -BITS):
+    first = Constants.BITS * (-(-bits // Constants.BITS) - 1)
+    for shift in range(first, -Constants.BITS - 1, -Constants.BITS):
         step = jnp.full(1, shift, jnp.int32)
         part = "first" if shift == first else "last" if shift < 0 else "next"
-        low, masses = _pass(step, *low, masses, peak, bound, extra, logits, kind=kind, part=part, chunks=chunks)
+        s = Constants(kind, part, chunks, vocab, -(-vocab // (Constants.TILE * chunks)))
+        low, masses = _pass(*low, masses, step, peak, bound, extra, logits, s=s)
     return low
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "part", "chunks"))
-def _pass(*arguments: Array, kind: str, part: str, chunks: int) -> tuple[Bound, Array]:
+@functools.partial(jax.jit, static_argnames=("s",))
+def _pass(*arguments: Array, s: Constants) -> tuple[Bound, Array]:
     """One kernel: the digit of the previous pass, except in the first one; then masses, except in the last one."""
-    call = functools.partial(_launch, kind=kind, part=part, chunks=chunks)
-    outputs, masses = jax.lax.platform_dependent(
-        *arguments, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
-    )
-    return Bound(*outputs), masses
+    rows, last = arguments[0].shape[0], s.part == "last"
+    names = ("low", "above", "need", "masses", "step", "peak", "bound", "extra", "logits")
+    inputs = dict(zip(names, arguments, strict=True))
+    outputs = {f"next_{name}": jax.ShapeDtypeStruct((rows,), inputs[name].dtype) for name in Bound._fields}
+    if last:
+        inputs["next_masses"] = inputs["peak"]  # unused
+    else:
+        outputs["next_masses"] = jax.ShapeDtypeStruct((rows, s.chunks, Constants.DIGITS), jnp.float32)
+    grid = (rows, 1 if last else s.chunks)
+    results = gpu_language.run(truncation, inputs, outputs, grid=grid, warps=4, stages=1, s=s)
+    return Bound(*(results[f"next_{name}"] for name in Bound._fields)), results.get("next_masses", arguments[3])
 
 
-def _pallas() -> tuple[Any, Any]:
-    """Pallas and its Triton backend, imported late: a process without a GPU starts sooner."""
-    pallas = importlib.import_module("jax.experimental.pallas")
-    return pallas, importlib.import_module("jax.experimental.pallas.triton")
-
-
-def _launch(*arguments: Array, kind: str, part: str, chunks: int, interpret: bool) -> tuple[list[Array], Array]:
-    pl, plgpu = _pallas()
-    low, above, need, masses = arguments[1:5]
-    rows = len(low)
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (low, above, need)]
-    out.append(jax.ShapeDtypeStruct((rows, chunks, DIGITS), jnp.float32))
-    outputs = pl.pallas_call(
-        functools.partial(_kernel, kind=kind, part=part, chunks=chunks),
-        grid=(rows, chunks if part != "last" else 1),
-        out_shape=out if part != "last" else out[:3],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name=f"truncation_{kind}",
-    )(*arguments)
-    return list(outputs[:3]), masses if part == "last" else outputs[3]
-
-
-def _kernel(shift_ref, low_ref, above_ref, need_ref, masses_ref, peak_ref, bound_ref, extra_ref, logits_ref,
-            *outputs: Any, kind: str, part: str, chunks: int) -> None:  # fmt: skip
-    """One program: a chunk of one row."""
-    pl, plgpu = _pallas()
-    row, chunk = pl.program_id(0), pl.program_id(1)
-    vocab = logits_ref.shape[1]
-    shift, digit = shift_ref[0], jnp.arange(DIGITS, dtype=jnp.int32)
-    low, above, need = jnp.int32(0), jnp.float32(0), need_ref[row]
-    if part != "first":
-        low, above = low_ref[row], above_ref[row]
-        mass = jnp.sum(plgpu.load(masses_ref.at[row]), axis=0)
-        before = shift + BITS
-        if kind == "mass":  # the lowest candidate of the first pass is below all tokens
-            total = jnp.sum(jnp.where(digit == 0, mass, 0.0))
-            need = jnp.where(before == 32 - BITS, jnp.maximum(need * total, TINY), need)
-        reaches = (mass >= need) & (digit > 0)
-        beyond = jnp.max(jnp.where(reaches | (digit == 0), -1.0, mass))
-        above = jnp.where(beyond >= 0, beyond, above)
-        low = low | (jnp.sum(reaches.astype(jnp.int32)) << before)
-    low_out, above_out, need_out = outputs[:3]
-
-    @pl.when(chunk == 0)
-    def _() -> None:
-        low_out[row], above_out[row], need_out[row] = low, above, need
-
-    if part == "last":
-        return
-    candidates = low | (digit << shift)
-    if kind != "equal":
-        candidates = candidates ^ LOWEST
-    peak, bound = peak_ref[row], bound_ref[row]
-    trips = -(-vocab // (TILE * chunks))
-
-    def tile(trip: Array, sums: Array) -> Array:
-        token = (chunk * trips + trip) * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        there = token < vocab
-        logit = plgpu.load(logits_ref.at[row, token], mask=there, other=0.0)
-        key = _key(logit)
-        if kind == "count":
-            weight = jnp.where(there, 1.0, 0.0)
-        elif kind == "mass":
-            weight = jnp.where(there & (key > bound), jnp.exp(logit - peak), 0.0)
-        else:
-            weight = jnp.where(there & (key == bound), 1.0, 0.0)
-            key = vocab - token
-        return sums + jnp.where(key[None, :] >= candidates[:, None], weight[None, :], 0.0)
-
-    sums = jnp.sum(jax.lax.fori_loop(0, trips, tile, jnp.zeros((DIGITS, TILE), jnp.float32)), axis=1)
-    if kind == "mass":
-        sums += jnp.where((candidates <= bound) & (chunk == 0), extra_ref[row], 0.0)
-    plgpu.store(outputs[3].at[row, chunk], sums)
-
-
-def _key(logits: Array) -> Array:
+@device
+@no_type_check
+def key_of(logits):
     """Integers in the order of the floats; -0 is 0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.cast(tl.where(logits == 0, 0.0, logits), tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@device
+@no_type_check
+def add_tile(trip, sums, fixed, s: tl.constexpr):
+    """Adds the masses of a tile of tokens at or above each candidate."""
+    candidates, row, chunk, peak, bound, logits = fixed
+    token = (chunk * s.trips + trip) * s.TILE + tl.arange(0, s.TILE)
+    there = token < s.vocab
+    logit = tl.load(at(logits, (s.vocab,), (row, token)), mask=there, other=0)
+    key = key_of(logit)
+    if s.kind == "count":
+        weight = tl.where(there, 1.0, 0.0)
+    elif s.kind == "mass":
+        weight = tl.where(there & (key > bound), tl.exp(logit - peak), 0.0)
+    else:
+        weight = tl.where(there & (key == bound), 1.0, 0.0)
+        key = s.vocab - token
+    return sums + tl.where(key[None, :] >= candidates[:, None], weight[None, :], 0.0)
+
+
+@device
+@no_type_check
+def truncation(
+    low,  # int32 [R]
+    above,  # f32 [R]
+    need,  # f32 [R]
+    masses,  # f32 [R, chunks, 16]: of the previous pass
+    step,  # int32 [1]: shift of this pass's digit
+    peak,  # f32 [R]
+    bound,  # int32 [R]
+    extra,  # f32 [R]
+    logits,  # f32 [R, V]
+    next_low,
+    next_above,
+    next_need,
+    next_masses,
+    s: tl.constexpr,
+):
+    """One program: a chunk of one row."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    digit = tl.arange(0, s.DIGITS)
+    shift = tl.load(at(step, (), (row * 0,)))
+    low_bits, mass_above, needed = row * 0, tl.cast(row * 0, tl.float32), tl.load(at(need, (), (row,)))
+    if s.part != "first":
+        low_bits, mass_above = tl.load(at(low, (), (row,))), tl.load(at(above, (), (row,)))
+        index = (row, tl.arange(0, s.chunks)[:, None], digit[None, :])
+        mass = tl.sum(tl.load(at(masses, (s.chunks, s.DIGITS), index)), 0)
+        before = shift + s.BITS
+        if s.kind == "mass":  # the lowest candidate of the first pass is below all tokens
+            total = tl.sum(tl.where(digit == 0, mass, 0.0), 0)
+            needed = tl.where(before == 32 - s.BITS, tl.maximum(needed * total, s.TINY), needed)
+        reaches = (mass >= needed) & (digit > 0)
+        beyond = tl.max(tl.where(reaches | (digit == 0), -1.0, mass), 0)
+        mass_above = tl.where(beyond >= 0, beyond, mass_above)
+        low_bits = low_bits | (tl.sum(tl.cast(reaches, tl.int32), 0) << before)
+    tl.store(at(next_low, (), (row,)), low_bits, mask=chunk == 0)
+    tl.store(at(next_above, (), (row,)), mass_above, mask=chunk == 0)
+    tl.store(at(next_need, (), (row,)), needed, mask=chunk == 0)
+    if s.part != "last":
+        candidates = low_bits | (digit << shift)
+        if s.kind != "equal":
+            candidates = candidates ^ s.LOWEST
+        row_bound = tl.load(at(bound, (), (row,)))
+        fixed = (candidates, row, chunk, tl.load(at(peak, (), (row,))), row_bound, logits)
+        sums = tl.sum(loop(add_tile, 0, s.trips, 1, tl.zeros((s.DIGITS, s.TILE), tl.float32), fixed, s, False), 1)
+        if s.kind == "mass":
+            sums += tl.where((candidates <= row_bound) & (chunk == 0), tl.load(at(extra, (), (row,))), 0.0)
+        tl.store(at(next_masses, (s.chunks, s.DIGITS), (row, chunk, digit)), sums)
 
 
 def _value(key: Array) -> Array:

@@ -111,8 +111,8 @@ class EngineSettings:
     )
     attention_backend: str = setting(
         AUTO_ATTENTION,
-        f"tree attention: {AUTO_ATTENTION} (pallas on an NVIDIA GPU, else xla), {', '.join(IMPLEMENTATIONS)}; a named "
-        "implementation never falls back",
+        f"tree attention: {AUTO_ATTENTION} (on an NVIDIA GPU pallas, or triton if jax lacks it; else xla), "
+        f"{', '.join(IMPLEMENTATIONS)}; a named implementation never falls back",
         choices=(AUTO_ATTENTION, *IMPLEMENTATIONS), metavar="NAME", sets="backend",
     )  # fmt: skip
     disable_overlap_schedule: bool = setting(False, "read the result of each step before the next step is dispatched")

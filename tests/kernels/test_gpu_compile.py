@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from specjax_kernels import gpu_language
+from specjax_kernels import triton as triton_path
 from specjax_kernels.specs import SPECS, named, tagged
 
 from specjax.gpu import NVIDIA_OPTIONS, SCHEDULING
@@ -101,6 +103,8 @@ TREES = {
     "short chain": ("EAGLE3", (3, 1, 4)),
     "chain": ("EAGLE3", (7, 1, 8)),
     "float chain": ("EAGLE3", (7, 1, 8)),
+    "int4 short chain": ("EAGLE3", (3, 1, 4)),
+    "int4 chain": ("EAGLE3", (7, 1, 8)),
     "short tree": ("EAGLE3", (3, 8, 32)),
     "tree": ("EAGLE3", (5, 8, 32)),
 }
@@ -121,13 +125,18 @@ Mask, positions, keys and scores have none."""
 
 @functools.cache
 def step(
-    device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas", left_out: str | None = None
-) -> dict:
-    """A step with the options of a GPU's engine, without the option `left_out`."""
+    device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas", left_out: str | None = None,
+    **changes: Any,
+) -> dict:  # fmt: skip
+    """A step with the options of a GPU's engine, without the option `left_out`. With "triton", all kernels are."""
     from gpu_compile import compiled
 
     options = {name: value for name, value in NVIDIA_OPTIONS.items() if name != left_out}
-    return compiled(programs_of(device, shape, batch, layers, backend)["step"], options)
+    with pytest.MonkeyPatch.context() as patch:
+        if backend is not None:
+            patch.setattr(gpu_language, "dialect", lambda: backend)
+        jax.clear_caches()
+        return compiled(programs_of(device, shape, batch, layers, backend, **changes)["step"], options)
 
 
 def programs_of(
@@ -138,7 +147,7 @@ def programs_of(
     from specjax import PoolShape
 
     algorithm, tree = TREES[shape]
-    pool, kind = PoolShape(PAGES, PAGE_SIZE), "none" if shape.startswith("float") else None
+    pool, kind = PoolShape(PAGES, PAGE_SIZE), {"float": "none", "int4": "int4"}.get(shape.split()[0])
     shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, pool, backend, kind)
     return programs(shapes, gpu(device).place, algorithm=algorithm, **options)
 
@@ -169,6 +178,26 @@ def check(record: dict) -> None:
     keys_of_a_layer = PAGES * PAGE_SIZE * 8 * 128 * 2
     assert record["temp_bytes"] < keys_of_a_layer
     assert record["target_pool_bytes"] >= 2 * FEW * keys_of_a_layer
+
+
+KERNELS_OF_A_STEP = {"plain": 76, "observing": 84, "chain": 222, "tree": 221}
+"""Most kernels in every call of a step of 4 layers, batch 1, on all versions of jax. "observing": a step that observes
+but does not draft."""
+
+needs_triton = pytest.mark.skipif(triton_path.UNMET is not None, reason=str(triton_path.UNMET))
+
+
+@pytest.mark.parametrize("device", [pytest.param("h200", marks=newest), pytest.param("h100_sxm", marks=slow)])
+@pytest.mark.parametrize("shape", KERNELS_OF_A_STEP)
+@pytest.mark.parametrize("backend", ["pallas", pytest.param("triton", marks=needs_triton)])
+def test_kernels_of_a_step(backend: str, shape: str, device: str) -> None:
+    """The same number in Pallas and in Triton."""
+    observing = {"nodes": 1} if shape == "observing" else {}
+    record = step(device, "chain" if observing else shape, 1, FEW, backend, **observing)
+    check(record)
+    print(f"{jax.__version__} {device} {backend} {shape}: {record['kernels_every_call']} kernels, "
+          f"{sum(record['weights_read'].values()) / 1e6:.0f} MB of weights")  # fmt: skip
+    assert record["kernels_every_call"] <= KERNELS_OF_A_STEP[shape]
 
 
 STEPS = [pytest.param("plain", 1, FEW, marks=newest), ("plain", 8, FEW),
@@ -213,13 +242,15 @@ def weight_bytes(record: dict, layers: int = ALL) -> int:
     ("shape", "least", "most"),
     [
         ("short chain", 1.07, 1.09),
+        ("int4 short chain", 1.05, 1.06),
         pytest.param("chain", 1.17, 1.19, marks=slow),
+        pytest.param("int4 chain", 1.10, 1.13, marks=slow),
         pytest.param("float chain", 1.35, 1.37, marks=slow),
     ],
 )
 def test_bytes_of_a_chain_relative_to_a_plain_step(shape: str, least: float, most: float) -> None:
-    """Batch 1, 32 layers: draft weights in int8, the default, and bfloat16. No matrix is dequantised to memory: the
-    smallest would take 33.6 MB."""
+    """Batch 1, 32 layers: draft weights in int8 (the default), int4 and bfloat16. No matrix is dequantised to memory:
+    the smallest would take 33.6 MB."""
     chain, plain = step("h200", shape, 1, FEW), step("h200", "plain", 1, FEW)
     assert weight_bytes(plain) == pytest.approx(15.01e9, rel=1e-3)
     print(f"{shape}: {weight_bytes(chain) / weight_bytes(plain):.4f} of a plain step's {weight_bytes(plain)} bytes")

@@ -24,9 +24,21 @@ import numpy as np
 import pytest
 import specjax_kernels
 from kernel_helpers import TOLERANCE, fixed_pool, launched
-from specjax_kernels import INACTIVE, attention, pack_bits, pallas_triton, tree_attention
+from specjax_kernels import (
+    INACTIVE,
+    Quantised,
+    attention,
+    dequantise,
+    gpu_attention,
+    gpu_language,
+    gpu_quantised,
+    pack_bits,
+    pallas_triton,
+    tree_attention,
+)
 from specjax_kernels import triton as triton_path
 from specjax_kernels.attention import Call
+from specjax_kernels.sampling import in_prefix
 from specjax_kernels.specs import Spec, named, tagged
 
 REASON = triton_path.UNMET or ""
@@ -51,14 +63,20 @@ def _strict_promotion():
 # Interpreted kernels. Every slot that must not be read holds NaN, and results of Triton's interpreter begin as NaN.
 
 
-def interpret(kernel, inputs, outputs, *, grid, warps, stages, **constants) -> dict[str, jax.Array]:
-    """Replaces `triton._call`: runs a kernel over numpy arrays in Triton's interpreter."""
+def interpret(kernel, inputs, outputs, *, grid, warps, stages, s) -> dict[str, jax.Array]:
+    """Replaces `triton.run`: runs a kernel over numpy arrays in Triton's interpreter."""
+
+    # The interpreter loses the carry into an odd exponent: it rounds 1.9999 to the bfloat16 1.0.
+    def wide(out) -> np.dtype:
+        return np.dtype(np.float32) if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
 
     def call(*arrays) -> tuple[np.ndarray, ...]:
         arguments = dict(zip(inputs, map(np.ascontiguousarray, arrays), strict=True))
-        results = {name: np.full(out.shape, np.nan, out.dtype) for name, out in outputs.items()}
-        kernel[grid](**{name: Memory(array) for name, array in (arguments | results).items()}, **constants)
-        return tuple(results.values())
+        empty = {name: np.empty(out.shape, wide(out)) for name, out in outputs.items()}
+        results = {n: np.full_like(x, np.nan if x.dtype == np.float32 else -7) for n, x in empty.items()}
+        memory = {name: Memory(array) for name, array in (arguments | results).items()}
+        triton_path.bound(kernel)[grid](**memory, s=s)
+        return tuple(result.astype(outputs[name].dtype) for name, result in results.items())
 
     results = jax.pure_callback(call, tuple(outputs.values()), *inputs.values())
     return dict(zip(outputs, results, strict=True))
@@ -70,7 +88,8 @@ class Memory:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
         kind, bits = array.dtype.name.rstrip("0123456789"), 8 * array.itemsize
-        self.dtype = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}[kind] + str(bits)
+        names = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}
+        self.dtype = "fp8e4nv" if array.dtype == jnp.float8_e4m3fn else names[kind] + str(bits)
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -93,14 +112,14 @@ class Memory:
 @functools.cache
 def _kernel(implementation: str, launch: tuple[int, int, int] | None, **options):
     module = pallas_triton if implementation == "pallas" else triton_path
-    changes: dict[str, Any] = {} if implementation == "pallas" else {"refuse": lambda: None, "_call": interpret}
-    if launch is not None:
-        changes["launch_for"] = launched(*launch)
 
     def attend(*args):
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in changes.items():
-                patch.setattr(module, name, value)
+            if implementation == "triton":
+                patch.setattr(triton_path, "refuse", lambda: None)
+                patch.setattr(triton_path, "run", interpret)
+            if launch is not None:
+                patch.setattr(gpu_attention, "launch_for", launched(*launch))
             return module.tree_attention(Call(*args, **options))
 
     return jax.jit(attend)
@@ -205,8 +224,20 @@ def test_wide_heads_are_refused(implementation: str) -> None:
     assert np.isfinite(np.asarray(tree_attention(*args, **options, implementation="xla"))).all()
 
 
+@pytest.fixture
+def chosen(implementation: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation, for attention and for the other kernels; Triton's in its interpreter."""
+    if implementation == "triton":
+        monkeypatch.setattr(triton_path, "refuse", lambda: None)
+        monkeypatch.setattr(triton_path, "run", interpret)
+    monkeypatch.setattr(gpu_language, "dialect", lambda: implementation)
+    jax.clear_caches()
+    return implementation
+
+
+@interpreted
 @pytest.mark.parametrize(("queries", "window"), [(1, None), (2, None), (2, 9)])
-def test_packed_queries_with_earlier_keys(queries: int, window: int | None) -> None:
+def test_packed_queries_with_earlier_keys(chosen: str, queries: int, window: int | None) -> None:
     """A level of a draft: the packed array begins with tokens of upper levels, which have keys and values alone."""
     rng = np.random.default_rng(queries)
     batch, earlier, kv_heads, group, size = 2, 3, 2, 2, 16
@@ -227,10 +258,58 @@ def test_packed_queries_with_earlier_keys(queries: int, window: int | None) -> N
             qkv, *pages, table, length, positions, pack_bits(jnp.asarray(visible)), before=before,
             before_positions=where, scale=0.25, window=window, implementation=name,
         )
-        for name in ("pallas", "reference")
+        for name in (chosen, "reference")
     ]  # fmt: skip
     np.testing.assert_allclose(*outputs, atol=1e-5)
     np.testing.assert_array_equal(pack_bits(visible), pack_bits(jnp.asarray(visible)))
+
+
+@interpreted
+def test_top_k_and_top_p(chosen: str) -> None:
+    """The tokens are a prefix of the sorted ones. Rounded logits have ties."""
+    rng, vocab = np.random.default_rng(0), 1100
+    logits = np.round(rng.normal(0, 2, (6, vocab)), 1).astype(np.float32)
+    top_k, top_p = np.array([0, 1, 20, 0, 40, vocab], np.int32), np.array([1, 1, 1, 0.6, 0.95, 1e-9], np.float32)
+    inside = np.asarray(jax.jit(in_prefix)(logits, top_k, top_p))
+    for row in range(len(logits)):
+        order = np.argsort(-logits[row], kind="stable")[: top_k[row] or vocab]
+        sums = np.cumsum(np.exp(logits[row, order].astype(np.float64) - logits[row].max()))
+        kept = order if top_p[row] == 1 else order[: 1 + np.sum(sums < top_p[row] * sums[-1])]
+        np.testing.assert_array_equal(np.flatnonzero(inside[row]), np.sort(kept), err_msg=str(row))
+
+
+def grouped(name: str, out: int, depth: int) -> Quantised:
+    """A leaf with random codes; formats as in GGUF, GPTQ and block-wise fp8."""
+    rng = np.random.default_rng(1)
+
+    def scale(group: int, dtype: Any = np.float16, rows: int = 1) -> np.ndarray:
+        return rng.normal(0, 0.1, (out // rows, depth // group)).astype(dtype)
+
+    four, eight = rng.integers(0, 256, (out, depth // 2), np.uint8), rng.integers(-128, 128, (out, depth), np.int8)
+    small = rng.integers(0, 64, (2, out, depth // 32), np.uint8)
+    return {
+        "Q4_0": Quantised(four, scale(32), shift=8),
+        "Q4_1": Quantised(four, scale(32), scale(32)),
+        "Q4_K": Quantised(four, *small, scale(256), scale(256)),
+        "GPTQ": Quantised(four, scale(128), scale(128, np.float32)),
+        "Q8_0": Quantised(eight, scale(32)),
+        "fp8 blocks": Quantised((eight / np.float32(9)).astype(jnp.float8_e4m3fn), scale(128, np.float32, 16), rows=16),
+    }[name]
+
+
+FORMATS = ("Q4_0", "Q4_1", "Q4_K", "GPTQ", "Q8_0", "fp8 blocks")
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rows", "dtype"), [(3, "float32"), (17, "bfloat16")])
+def test_quantised_products(chosen: str, name: str, rows: int, dtype: str) -> None:
+    leaf = jax.tree.map(jnp.asarray, grouped(name, 48, 512))
+    x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 512)), dtype)
+    output = jax.jit(gpu_quantised.multiply)(x, leaf)
+    expected = np.asarray(x, np.float64) @ np.asarray(dequantise(leaf), np.float64).T
+    terms = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantise(leaf), np.float64)).T
+    assert output.dtype == jnp.float32 and (np.abs(output - expected) <= 1e-5 * terms).all()
 
 
 @compiled
@@ -244,7 +323,36 @@ def test_the_triton_interpreter() -> None:
     assert passed and int(passed[1]) > 2 * len(tagged("test")), done.stdout[-2000:]
 
 
-# Refusals of Triton.
+# The choice of a compiler, and refusals.
+
+CHOICE = """
+import sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None  # as if it were not installed
+from specjax_kernels import attention, gpu_language
+attention_module = sys.modules["specjax_kernels.attention"]
+attention_module.has_kernels = lambda: True
+try:
+    print(attention_module.default_implementation(), gpu_language.lowers())
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def choice(*blocked: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(Path(specjax_kernels.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", CHOICE, *blocked]
+    return subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_compiler_is_chosen_by_what_is_installed() -> None:
+    """Pallas while JAX has it, else Triton, else an error that names what to install. Triton needs a device."""
+    assert choice() == "pallas True"
+    pallas = "jax.experimental.pallas.triton"
+    error = choice(pallas, "jax_triton")
+    assert "0.10.2 to 0.12" in error and "pip install 'specjax[triton]'" in error and pallas in error
+    without_pallas = choice(pallas)
+    assert without_pallas == "triton False" if not REASON else "pip install 'specjax[triton]'" in without_pallas
 
 
 def test_triton_is_imported_on_demand() -> None:
@@ -268,7 +376,7 @@ def test_triton_is_refused_without_its_packages(monkeypatch: pytest.MonkeyPatch)
 def test_triton_is_refused_without_a_gpu() -> None:
     """While tracing, before anything is compiled."""
     args, options = named("decode").arguments()
-    with pytest.raises(NotImplementedError, match=r"'triton' of tree_attention (needs|runs on)") as error:
+    with pytest.raises(NotImplementedError, match=r"implementation 'triton' (needs|of .* runs on)") as error:
         jax.eval_shape(functools.partial(attend_by_triton, **options), *args)
     advice = ("default backend is 'cpu'", "AbstractDevice", "'xla' runs everywhere")
     assert triton_path.UNMET or all(words in str(error.value) for words in advice)
@@ -341,8 +449,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
             return real.TritonKernel(name, warps, blocks, shared, ptx, *rest)
 
     monkeypatch.setattr(library, "triton_kernel_call_lib", Library())
-    for kernel in (triton_path.attend, triton_path.combine):
-        monkeypatch.setattr(kernel, "_jT_kernel_cache", {}, raising=False)
+    triton_path.bound.cache_clear()  # and the programs that jax-triton keeps on its result
     return recorded
 
 
@@ -354,16 +461,55 @@ def test_triton_uses_what_the_gpu_has(spec: Spec, gpu: str, kernels, tmp_path: P
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     program = lower(functools.partial(attend_by_triton, **options), shapes, gpu)
     assert program.count("@triton_kernel_call_ffi") == len(kernels) in (1, 2)
-    assert [name for name, _, _ in kernels] == ["attend", "combine"][: len(kernels)]
-    for name, shared, ptx in kernels:
-        assert shared <= SHARED_MEMORY[gpu], name
-        assert ".local" not in ptx, name
-        assert spilled_bytes(ptx, tmp_path) == 0, name
+    assert [name for name, _, _ in kernels] == ["tree_attention", "tree_attention_combine"][: len(kernels)]
+    check_resources(kernels, gpu, tmp_path)
     ptx = kernels[0][2]
     if spec.dtype != "float32":
         assert re.search(r"mma\.sync|wgmma", ptx), "tensor cores"
     if spec.name != "latent":  # one tile of 576 numbers a key is all that fits: nothing is in flight
         assert "cp.async" in ptx
+
+
+PRODUCTS = [("NVIDIA H200", name, 8, "bfloat16") for name in FORMATS]
+PRODUCTS += [("NVIDIA H200", "Q4_1", 64, "bfloat16"), ("NVIDIA H200", "Q4_1", 8, "float32")]
+PRODUCTS += [("NVIDIA A100", "Q4_1", 8, "bfloat16")]
+
+
+@lowered
+@pytest.mark.parametrize(("gpu", "name", "rows", "dtype"), PRODUCTS)
+def test_quantised_products_in_triton(
+    gpu: str, name: str, rows: int, dtype: str, kernels, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(gpu_language, "dialect", lambda: "triton")
+    leaf = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grouped(name, 4096, 4096))
+    lower(gpu_quantised.multiply, (jax.ShapeDtypeStruct((rows, 4096), dtype), leaf), gpu)
+    ((_, _, ptx),) = kernels
+    check_resources(kernels, gpu, tmp_path)
+    assert bool(re.search(r"mma\.sync|wgmma", ptx)) == (dtype == "bfloat16") and "cp.async" in ptx
+
+
+@lowered
+def test_truncation_in_triton(kernels, tmp_path: Path, monkeypatch) -> None:
+    """A kernel for each 4 bits of two searches over logits and one over ids, and one at the end of each."""
+    monkeypatch.setattr(gpu_language, "dialect", lambda: "triton")
+    jax.clear_caches()
+    shapes = [
+        jax.ShapeDtypeStruct(shape, kind)
+        for shape, kind in (((8, 128256), "float32"), ((8,), "int32"), ((8,), "float32"))
+    ]
+    with described("NVIDIA H200"):
+        text = jax.jit(in_prefix).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"call @_pass", text)) == 9 + 9 + 6 and "stablehlo.while" not in text
+    check_resources(kernels, "NVIDIA H200", tmp_path)
+
+
+def check_resources(kernels: list[tuple[str, int, str]], gpu: str, folder: Path) -> None:
+    """Shared memory fits, and nothing is spilled."""
+    assert kernels
+    for name, shared, ptx in kernels:
+        assert shared <= SHARED_MEMORY[gpu], name
+        assert ".local" not in ptx, name
+        assert spilled_bytes(ptx, folder) == 0, name
 
 
 def spilled_bytes(ptx: str, folder: Path) -> int:

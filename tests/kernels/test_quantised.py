@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import Quantised, dequantise, embed, linear, pallas_quantised, quantise, unembed
+from specjax_kernels import Quantised, dequantise, embed, gpu_quantised, linear, quantise, unembed
 from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu import quantised as cpu_kernels
 from specjax_kernels.quantised import KINDS, check, layout_of, pack
@@ -256,7 +256,7 @@ def test_groups_without_a_kernel():
     """Groups of 24 do not divide into vectors: the weights are dequantised."""
     rng = np.random.default_rng(0)
     leaf = Quantised(rng.integers(-128, 128, (5, 72)).astype(np.int8), rng.random((5, 3), np.float32))
-    assert layout_of(leaf) is None and not pallas_quantised.takes(1, leaf)
+    assert layout_of(leaf) is None and not gpu_quantised.takes(1, leaf)
     assert_product(linear(inputs(1, 72), leaf), inputs(1, 72), decoded(leaf))
 
 
@@ -266,8 +266,8 @@ def test_the_gpu_kernel_interpreted(name):
     leaf = jax.tree.map(lambda a: jnp.asarray(a).reshape(-1, a.shape[-1]), dataclasses.replace(leaf, order=None))
     weights = np.asarray(dequantise(leaf), np.float64)
     x = inputs(3)[0]
-    assert pallas_quantised.takes(3, leaf)
-    output = jax.jit(lambda x, w: pallas_quantised.multiply(x, w, interpret=True))(x, leaf)
+    assert gpu_quantised.takes(3, leaf)
+    output = jax.jit(lambda x, w: gpu_quantised.multiply(x, w))(x, leaf)
     assert_product(output[None], x[None], weights)
 
 
@@ -275,7 +275,7 @@ def test_the_gpu_kernel_does_not_round_weights():
     """In bfloat16 codes are exact and scales are applied to float32 sums."""
     leaf = jax.tree.map(jnp.asarray, leaf_of("Q4_1", (40,), 256))
     x = jnp.asarray(inputs(17, 256)[0], jnp.bfloat16)
-    output = jax.jit(lambda x, w: pallas_quantised.multiply(x, w, interpret=True))(x, leaf)
+    output = jax.jit(lambda x, w: gpu_quantised.multiply(x, w))(x, leaf)
     assert_product(output[None], x[None], decoded(leaf))
 
 
