@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from model_shapes import eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
-from thunks import counts, dump_options, read_dump, weights_read
+from thunks import bytes_read, counts, dump_options, read_dump
 
 from specjax import Eagle3, ModelConfig, Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.drafters.options import candidates, options_of
@@ -126,7 +126,8 @@ def compiled(program: Program, options: dict[str, str], *, weights: bool = True)
     memory = executable.memory_analysis()
     record: dict[str, Any] = {"options": options} | counts(*dump)
     if weights:
-        record["weights_read"] = weights_read(executable.as_text())
+        record["weights_read"] = bytes_read(executable.as_text())
+        record["packed_input_read"] = sum(bytes_read(executable.as_text(), "packed").values())
     record |= {
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,

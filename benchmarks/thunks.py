@@ -34,8 +34,8 @@ def read_dump(folder: str) -> tuple[list[Thunk], Places] | None:
     return None if sequence is None else (read_thunks(sequence), Places(metadata or "", hlo or ""))
 
 
-def weights_read(hlo: str) -> dict[str, int]:
-    """Bytes of the arguments named `params` that kernels of an optimised program read, by name: the size of a parameter
+def bytes_read(hlo: str, argument: str = "params") -> dict[str, int]:
+    """Bytes of the leaves of an argument that kernels of an optimised program read, by name: the size of a parameter
     for each kernel with that operand. A gather, such as an embedding, reads less than its operand's size."""
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}  # instruction -> the parameter that it is a view of
@@ -45,7 +45,7 @@ def weights_read(hlo: str) -> dict[str, int]:
     for name, dtype, shape, kind, operands in re.findall(
         r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", entry, re.MULTILINE
     ):
-        if kind == "parameter" and name.startswith("%params"):
+        if kind == "parameter" and name.startswith(f"%{argument}"):
             bits = re.sub(r"\D*(\d+).*", r"\1", dtype)
             sizes[name] = math.prod(map(int, filter(None, shape.split(",")))) * int(bits) // 8
             origin[name] = name

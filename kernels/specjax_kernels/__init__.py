@@ -2,8 +2,9 @@
 
 attention          the operation, its arguments, the choice of an implementation
 reference          definitions of attention and products
-xla, pallas_triton, triton    implementations of attention; launch: block sizes of the GPU kernels
-linear, quantised  products with weights of 4 to 32 bits; pallas_quantised for GPUs
+xla, gpu_attention implementations of attention; launch: block sizes of the GPU kernels
+gpu_language       what GPU kernels are written in; pallas_triton and triton compile them
+linear, quantised  products with weights of 4 to 32 bits; gpu_quantised for GPUs
 sampling           argmax, top-k and top-p of a vocabulary
 cpu/               kernels that Numba compiles
 platforms, mesh    branches by platform, and tensor parallelism

@@ -230,6 +230,33 @@ def test_kernels_of_a_layer(shape: str, batch: int) -> None:
     assert round(kernels) <= FORWARD + COMMIT
 
 
+def test_few_kernels_read_the_input_of_a_step() -> None:
+    """The packed input is the only array that has a new address in each step, so an update of the graph changes only
+    the kernels that read it. Page tables are in the donated state."""
+    from gpu_compile import Program, compiled
+
+    from specjax.engine.device import unpack_step
+
+    whole = programs_of("h200", "plain", 1, FEW)["step"]
+    params, state, inputs = whole.arguments
+    table, new_pages = inputs.page_table.shape[1], 2
+    shapes = jax.ShapeDtypeStruct((1, table), "int32"), jax.ShapeDtypeStruct((1, 2 + new_pages), "int32")
+
+    def engine_step(params, state, packed):
+        state, tables = state
+        inputs, tables = unpack_step(packed, tables, table, PAGES)
+        state, output = whole.jitted(params, state, inputs)
+        return (state, tables), output
+
+    tables, packed = gpu("h200").place(shapes)
+    program = Program(jax.jit(engine_step, donate_argnums=1), (params, (state, tables), packed), state)
+    record = compiled(program, dict(NVIDIA_OPTIONS))
+    assert record["one_graph"] and record["all_state_aliased"]
+    readers = record["packed_input_read"] / (4 * (2 + new_pages))
+    print(f"{readers:.0f} of {record['kernels_every_call']} kernels read the input")
+    assert 1 <= readers <= 8
+
+
 def weight_bytes(record: dict, layers: int = ALL) -> int:
     """Bytes of weights that a step of `layers` layers reads, from a record of `FEW`. Embeddings are read by rows."""
     read = {name: size for name, size in record["weights_read"].items() if "__embed__" not in name}
