@@ -18,7 +18,6 @@ without keys sums to 0. In comments R = rows of the tile, t = tokens of a trip, 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, no_type_check
@@ -28,44 +27,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax_kernels.attention import Call, Causal, words
-from specjax_kernels.gpu_language import at, device, dot, loop, tl
+from specjax_kernels.gpu_language import Constants, at, device, dot, loop, tl
 from specjax_kernels.launch import launch_for, padded, too_wide
 
 LOG2_E = math.log2(math.e)
-
-
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """Of both kernels. Letters as in `attention.Shape`."""
-
-    N: int
-    C: int
-    K: int
-    G: int
-    E: int
-    Ev: int
-    P: int
-    S: int
-    T: int
-    EP: int  # E, padded
-    VP: int  # Ev, padded
-    first: int  # block token of the first query
-    in_q: int  # queries and, if packed, key and value of a head in q
-    in_block: int  # the same in k_block
-    key_at: int  # place of the key among them
-    value_at: int
-    value_width: int  # of a row of values
-    words: int  # of the mask
-    own_mask: int  # 1: each row of the batch has a mask; 0: all share one
-    causal: bool
-    latent: bool
-    scale: float
-    softcap: float  # 0: none
-    window: int  # 0: none
-    rows: int
-    tokens: int
-    splits: int
-    padded_rows: int  # rows of all tiles
 
 
 def attend(call: Call, run: Callable[..., dict[str, Array]], *, name: str, qkv: Array | None = None) -> Array:
@@ -79,11 +44,13 @@ def attend(call: Call, run: Callable[..., dict[str, Array]], *, name: str, qkv: 
     rows, heads, splits, packed = launch.rows * launch.tiles, B * K, launch.splits, qkv is not None
     softcap = shape.softcap or 0.0
     constants = Constants(
-        N=N, C=C, K=K, G=G, E=E, Ev=Ev, P=P, S=S, T=T, EP=padded(E), VP=padded(Ev),
-        first=C - N if packed else 0, in_q=G + 2 if packed else G, in_block=G + 2 if packed else 1,
-        key_at=G if packed else 0, value_at=G + 1 if packed else 0, value_width=E if shape.latent else Ev,
-        words=words(C), own_mask=int(not shape.causal and call.mask.shape[0] > 1),
-        causal=shape.causal, latent=shape.latent,
+        N=N, C=C, K=K, G=G, E=E, Ev=Ev, P=P, S=S, T=T, EP=padded(E), VP=padded(Ev), words=words(C),
+        first=C - N if packed else 0,  # block token of the first query
+        in_q=G + 2 if packed else G,  # queries and, if packed, key and value of a head in q; then in k_block
+        in_block=G + 2 if packed else 1, key_at=G if packed else 0, value_at=G + 1 if packed else 0,
+        value_width=E if shape.latent else Ev,
+        own_mask=int(not shape.causal and call.mask.shape[0] > 1),  # 0: all rows of the batch share one
+        causal=shape.causal,
         scale=float(shape.scale / softcap if softcap else shape.scale * LOG2_E), softcap=float(softcap * LOG2_E),
         window=shape.window or 0, rows=launch.rows, tokens=launch.tokens, splits=splits, padded_rows=rows,
     )  # fmt: skip

@@ -9,8 +9,8 @@ Both compilers are modules with a function `run`:
 
     run(kernel, inputs, outputs, grid=, warps=, stages=, s=) -> outputs
 
-`inputs` are arrays and `outputs` shapes, by the names of the kernel's parameters; `s` are its constants, a frozen
-dataclass. Pallas's Triton backend is deprecated (jax 0.11) and the default while JAX has it.
+`inputs` are arrays and `outputs` shapes, by the names of the kernel's parameters; `s` are its `Constants`. Pallas's
+Triton backend is deprecated (jax 0.11) and the default while JAX has it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ import jax.numpy as jnp
 
 DIALECTS = {"pallas": "specjax_kernels.pallas_triton", "triton": "specjax_kernels.triton"}
 """Name -> module with `run`, and `UNMET`: the reason why this process cannot make its kernels, or None."""
+
+
+class Constants(types.SimpleNamespace):
+    """Constants of a kernel, by name."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.items()))
 
 
 def device(function: Any) -> Any:

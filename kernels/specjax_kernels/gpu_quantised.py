@@ -13,7 +13,6 @@ A trip of the loop has several steps, for enough bytes in flight.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, no_type_check
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax_kernels import gpu_language
-from specjax_kernels.gpu_language import at, device, dot, loop, tl
+from specjax_kernels.gpu_language import Constants, at, device, dot, loop, tl
 from specjax_kernels.launch import padded
 from specjax_kernels.quantised import PACKED, Quantised
 
@@ -32,27 +31,6 @@ STEP = {2: 128, 4: 32}  # codes of one step, at most
 TILE = {2: 64, 4: 16}  # rows of x of one program, at most
 TRIP = 4096  # codes of one trip times rows of the tile, at most
 WARPS, STAGES = 4, 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """Of the kernel."""
-
-    rows: int
-    out: int
-    depth: int
-    tile: int  # rows of one program
-    step: int
-    together: int  # steps of a trip
-    group: int
-    groups: int  # scales of an output
-    shared: int  # outputs that share scales
-    coarse: int  # super-scales of an output; 0: none
-    shift: int
-    packed: bool
-    offset: bool
-    half: int = PACKED // 2
-    outputs: int = OUTPUTS
 
 
 def step_of(leaf: Quantised, bytes_of_x: int = 2) -> int:
@@ -71,10 +49,10 @@ def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32) -> Array:
     tile, step = min(padded(rows), TILE[x.dtype.itemsize]), step_of(leaf, x.dtype.itemsize)
     steps = leaf.depth // step
     s = Constants(
-        rows=rows, out=out, depth=leaf.depth, tile=tile, step=step,
-        together=next(n for n in range(max(1, TRIP // (tile * step)), 0, -1) if steps % n == 0),
+        rows=rows, out=out, depth=leaf.depth, tile=tile, outputs=OUTPUTS, step=step, half=PACKED // 2,
+        together=next(n for n in range(max(1, TRIP // (tile * step)), 0, -1) if steps % n == 0),  # steps of a trip
         group=leaf.group, groups=leaf.scale.shape[-1], shared=leaf.rows,
-        coarse=0 if leaf.super_scale is None else leaf.super_scale.shape[-1],
+        coarse=0 if leaf.super_scale is None else leaf.super_scale.shape[-1],  # super-scales of an output
         shift=leaf.shift, packed=leaf.bits == 4, offset=leaf.offset is not None,
     )  # fmt: skip
     # Any array replaces one that the leaf lacks.

@@ -18,9 +18,8 @@ launch, and no result depends on the order of the programs. A CPU interprets the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import ClassVar, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -28,27 +27,16 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax_kernels import gpu_language
-from specjax_kernels.gpu_language import at, device, loop, tl
+from specjax_kernels.gpu_language import Constants, at, device, loop, tl
 from specjax_kernels.mesh import AXIS, apart, parts, split, whole
 
+BITS = 4  # of a pass
+DIGITS = 1 << BITS
+TILE = 512  # tokens of one trip of a program
 PROGRAMS = 512  # wanted over all rows
 MOST_CHUNKS = 64  # a program adds all chunks' masses at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """Of a pass."""
-
-    kind: str
-    part: str  # "first", "next" or "last"
-    chunks: int
-    vocab: int
-    trips: int  # of a program over tiles of its chunk
-    BITS: ClassVar[int] = 4  # of a pass
-    DIGITS: ClassVar[int] = 1 << BITS
-    TILE: ClassVar[int] = 512  # tokens of one trip of a program
-    LOWEST: ClassVar[int] = -(1 << 31)
-    TINY: ClassVar[float] = float(jnp.finfo(jnp.float32).tiny)
+LOWEST = -(1 << 31)
+TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
@@ -131,10 +119,10 @@ def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
 
     # Any array replaces one that a search does not read: zeros would be another kernel.
     counted = _search("count", 32, logits, peak, top_k, peak, wanted)
-    first, equal = counted.low ^ Constants.LOWEST, wanted - counted.above
+    first, equal = counted.low ^ LOWEST, wanted - counted.above
     summed = _search("mass", 32, logits, peak, first, equal * weight(first), top_p.astype(jnp.float32))
-    second = summed.low ^ Constants.LOWEST
-    more = jnp.ceil((summed.need - summed.above) / jnp.maximum(weight(second), Constants.TINY))
+    second = summed.low ^ LOWEST
+    more = jnp.ceil((summed.need - summed.above) / jnp.maximum(weight(second), TINY))
     more = jnp.where(second == first, jnp.minimum(more, equal), more)
     limited = top_p < 1
     bound, equal = jnp.where(limited, second, first), jnp.where(limited, jnp.maximum(more, 1.0), equal)
@@ -153,13 +141,15 @@ def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extr
     """
     rows, vocab = logits.shape
     most = max(4, min(MOST_CHUNKS, PROGRAMS // rows))
-    chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // Constants.TILE) - 1).bit_length())
+    chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // TILE) - 1).bit_length())
+    fixed = {"kind": kind, "chunks": chunks, "vocab": vocab, "trips": -(-vocab // (TILE * chunks))}
+    fixed |= {"BITS": BITS, "DIGITS": DIGITS, "TILE": TILE, "LOWEST": LOWEST, "TINY": TINY}
     low, masses = Bound(bound, peak, need), peak  # the first pass reads `need` alone
-    first = Constants.BITS * (-(-bits // Constants.BITS) - 1)
-    for shift in range(first, -Constants.BITS - 1, -Constants.BITS):
+    first = BITS * (-(-bits // BITS) - 1)
+    for shift in range(first, -BITS - 1, -BITS):
         step = jnp.full(1, shift, jnp.int32)
         part = "first" if shift == first else "last" if shift < 0 else "next"
-        s = Constants(kind, part, chunks, vocab, -(-vocab // (Constants.TILE * chunks)))
+        s = Constants(**fixed, part=part)
         low, masses = _pass(*low, masses, step, peak, bound, extra, logits, s=s)
     return low
 
@@ -169,12 +159,12 @@ def _pass(*arguments: Array, s: Constants) -> tuple[Bound, Array]:
     """One kernel: the digit of the previous pass, except in the first one; then masses, except in the last one."""
     rows, last = arguments[0].shape[0], s.part == "last"
     names = ("low", "above", "need", "masses", "step", "peak", "bound", "extra", "logits")
-    inputs = dict(zip(names, arguments, strict=True))
+    inputs: dict[str, Array] = dict(zip(names, arguments, strict=True))
     outputs = {f"next_{name}": jax.ShapeDtypeStruct((rows,), inputs[name].dtype) for name in Bound._fields}
     if last:
         inputs["next_masses"] = inputs["peak"]  # unused
     else:
-        outputs["next_masses"] = jax.ShapeDtypeStruct((rows, s.chunks, Constants.DIGITS), jnp.float32)
+        outputs["next_masses"] = jax.ShapeDtypeStruct((rows, s.chunks, DIGITS), jnp.float32)
     grid = (rows, 1 if last else s.chunks)
     results = gpu_language.run(truncation, inputs, outputs, grid=grid, warps=4, stages=1, s=s)
     return Bound(*(results[f"next_{name}"] for name in Bound._fields)), results.get("next_masses", arguments[3])
