@@ -113,17 +113,9 @@ class Buckets:
 
     @classmethod
     def build(
-        cls,
-        platform: str,
-        drafter: Drafter,
-        *,
-        rows: int,
-        request_pages: int,
-        chunk: int | None = None,
-        prefill: int | None = None,
-        adaptive: bool = False,
-        ragged: bool = False,
-    ) -> Buckets:
+        cls, platform: str, drafter: Drafter, *, rows: int, request_pages: int, chunk: int | None = None,
+        prefill: int | None = None, adaptive: bool = False, ragged: bool = False,
+    ) -> Buckets:  # fmt: skip
         """Chooses the sizes for batches of up to `rows` requests of up to `request_pages` pages. `chunk` and `prefill`
         limit the tokens of one prompt and of all prompts; with `ragged` the model can skip padding."""
         kind = "cpu" if platform == "cpu" else "gpu"
@@ -183,15 +175,9 @@ class Buckets:
         return shapes
 
     def prefill_keys(
-        self,
-        left: list[int],
-        pages: list[int],
-        most: int | None,
-        compiled: set[Key],
-        kind: str = "prefill",
-        *,
+        self, left: list[int], pages: list[int], most: int | None, compiled: set[Key], kind: str = "prefill", *,
         pending: Collection[Key] = (),
-    ) -> Iterator[Key]:
+    ) -> Iterator[Key]:  # fmt: skip
         """Programs for the next chunk of the first prompt, or of the first few prompts, best first.
 
         Compiled programs of at most `most` tokens come first, by the number of tokens that they compute per cost, then
@@ -260,18 +246,29 @@ class Buckets:
     # Programs
 
     def all_keys(self) -> list[Key]:
-        """Every program of the engine without grammars and scoring, those for a single request first. With many batch
-        sizes the largest is next: all requests can share it while the others compile."""
-        first, *others = self.batches
-        batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
-        prefills = sorted(self.prefill_shapes(), key=lambda shape: shape[:2] != (1, self.small))
-        steps = [("step", 1, batch, nodes, 0) for batch in batches for nodes in self.choices(batch)]
-        first, *rest = [("prefill", rows, width, 0, tokens) for rows, width, tokens in prefills]
-        return [
-            Key(kind, width, table, rows, nodes, tokens)
-            for kind, rows, width, nodes, tokens in (first, *steps, *rest)
-            for table in self.tables
+        """Every program of the engine without grammars, scoring and wide page tables, in the order of compilation:
+        `ready_keys`; the other step of a single request; the next batch and the other prefills; the other batches; the
+        second choices of batches. With many batch sizes the largest is next, which all requests can share."""
+        single, *others = self.batches
+        others = others if self.several_widths else others[-1:] + others[:-1]
+        prefill, *prefills = [
+            Key("prefill", width, self.tables[0], rows, tokens=tokens)
+            for rows, width, tokens in sorted(self.prefill_shapes(), key=lambda shape: shape[:2] != (1, self.small))
         ]
+
+        def steps(batches: list[int], choices: slice) -> list[Key]:
+            return [Key("step", b, self.tables[0], nodes=nodes) for b in batches for nodes in self.choices(b)[choices]]
+
+        first, second = slice(1), slice(1, None)
+        return [
+            prefill, *steps([single], first), *steps([single], second), *steps(others[:1], first), *prefills,
+            *steps(others[1:], first), *steps(others, second),
+        ]  # fmt: skip
+
+    def ready_keys(self) -> list[Key]:
+        """Programs that an engine needs before its first request: the small prefill, and a step that can run any
+        request. A step with drafts can also run requests that do not draft."""
+        return self.all_keys()[:2]
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time needs: the small prefill and its steps."""
@@ -308,13 +305,7 @@ class Buckets:
         return batches
 
     def step_keys(
-        self,
-        count: int,
-        pages: int,
-        compiled: set[Key],
-        pending: set[Key],
-        nodes: int = TREE,
-        kind: str = "step",
+        self, count: int, pages: int, compiled: set[Key], pending: set[Key], nodes: int = TREE, kind: str = "step"
     ) -> Iterator[Key]:
         """Programs for `count` requests of up to `pages` pages, best first.
 

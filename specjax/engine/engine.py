@@ -119,6 +119,7 @@ class Engine:
         self.counters = Counters()
         self._inconsistent = False  # an exception has left `_guarded`
         self._by_id: dict[str, Sequence] = {}
+        self.programs.busy = lambda: self.scheduler.unfinished
         self.intake = Intake(
             tokenizer=tokenizer,
             vocab_size=self.vocab_size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import TracebackType
@@ -43,6 +44,8 @@ from specjax.step import StepConfig, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.01  # between two looks for the end of a pause
 
 
 class Programs:
@@ -95,6 +98,7 @@ class Programs:
         # Held during a launch and, on a GPU, during a compilation: XLA times candidates on the device.
         self.launch_lock = threading.RLock()
         self.announce: Callable[[Key], None] = lambda key: None  # called with each key before it is compiled
+        self.busy: Callable[[], bool] = lambda: False  # True while requests wait or run
         self.progress = False  # show a bar on stderr while a request waits for a compilation
 
     # State
@@ -200,15 +204,17 @@ class Programs:
                 self._failed.pop(key, None)
         missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
         left = iter(missing)  # each key goes to one of the two threads
-        errors: list[BaseException] = []
+        errors, begun, compiled = list[BaseException](), time.monotonic(), list[str]()
 
         def work() -> None:
             for key in left:
                 if errors or not threading.main_thread().is_alive():  # an interrupted thread ends the other one
                     break
                 bar.set_postfix_str(f"{key.kind} {key.width}")
+                started = time.monotonic()
                 try:
                     self._get(key, bar=False)
+                    compiled.append(f"{key} ({time.monotonic() - started:.1f} s)")
                 except BaseException as error:
                     if strict or not isinstance(error, MemoryError):
                         errors.append(error)
@@ -226,6 +232,8 @@ class Programs:
             bar.set_postfix_str("")
         if errors:
             raise errors[0]
+        if compiled:
+            logger.info("Compiled in %.1f s: %s", time.monotonic() - begun, "; ".join(compiled))
         for kind in {key.kind for key in keys}:
             self.first_usable(key for key in keys if key.kind == kind)
 
@@ -260,12 +268,26 @@ class Programs:
         """The background thread. Begins with the admission of resumed requests, which any load may need."""
         with _failures_logged():
             self.admit(resumed=True)
+        begun, count = time.monotonic(), len(self.compiled())
         with progress_bar("Compiling in the background", len(self._later), "bucket", shown=progress) as bar:
             while (key := self._next()) is not None:
                 bar.set_postfix_str(f"{key.kind} {key.width}")
+                started = time.monotonic()
                 with _failures_logged():
                     self._get(key, bar=self.progress and not progress and self._later.get(key, False))
                 bar.update()
+                self._pause(time.monotonic() - started)
+        compiled = len(self.compiled()) - count
+        logger.info("Compiled %d programs in the background in %.1f s", compiled, time.monotonic() - begun)
+
+    def _pause(self, seconds: float) -> None:
+        """On a GPU, where compiling stops all requests, lets these run as long as the last compilation took. Ends
+        early if no request runs, or one waits for a program."""
+        end = time.monotonic() + seconds
+        while self._exclusive and self.busy() and time.monotonic() < end and threading.main_thread().is_alive():
+            if not self._later or any(self._later.get(key) for key in self.pending):
+                return
+            time.sleep(PAUSE_SECONDS)
 
     def _next(self) -> Key | None:
         """The next key for the background thread, which ends at None."""

@@ -42,14 +42,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        *,
-        rows: int,
-        pages: int,
-        page_size: int,
-        lookahead: int,
-        reuse: bool = True,
-        policy: Policy = "fcfs",
+        self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs"
     ) -> None:
         self.allocator = PageAllocator(pages)
         self.prefix = PrefixCache(self.allocator, page_size)
@@ -266,15 +259,21 @@ def next_prefill(engine: Engine) -> Batch | None:
 
 
 def _prompts(engine: Engine) -> tuple[str, list[Sequence]]:
-    """The kind of the next prefill and its prompts. A prompt with log-probabilities runs alone; while its program
-    compiles, other prompts run."""
-    prompts = engine.scheduler.prefilling()
-    plain = [sequence for sequence in prompts if not sequence.scores_within(engine.buckets.chunks[-1])]
+    """The kind of the next prefill and its prompts. A prompt with log-probabilities or a wide page table runs alone;
+    while its program compiles, other prompts run."""
+    prompts, longest = engine.scheduler.prefilling(), engine.buckets.chunks[-1]
+    plain = [sequence for sequence in prompts if not sequence.scores_within(longest) and not _is_wide(engine, sequence)]
     if not prompts or prompts[0] in plain:
         return "prefill", plain
-    if not engine.programs.compile_ahead(next(_prefill_keys(engine, prompts[:1], "scoring"))):
+    kind = "scoring" if prompts[0].scores_within(longest) else "prefill"
+    if not engine.programs.compile_ahead(next(_prefill_keys(engine, prompts[:1], kind))):
         return "prefill", plain
-    return "scoring", prompts[:1]
+    return kind, prompts[:1]
+
+
+def _is_wide(engine: Engine, sequence: Sequence) -> bool:
+    """True if a sequence needs a wide page table, whose programs no start compiles."""
+    return len(sequence.active_slot.pages) > engine.buckets.tables[0]
 
 
 def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterator[Key]:
@@ -294,22 +293,26 @@ def _running(engine: Engine) -> int:
 
 def next_steps(engine: Engine) -> Iterator[Batch]:
     """One step for each running request: in one batch, or in several if no program fits all. Requests with a grammar
-    are left out while their program compiles."""
+    or a wide page table are left out while their program compiles."""
     _collect_grammars(engine)
     left = _able(engine, _reserved(engine))
     while left:
-        pages, forced = max(len(sequence.active_slot.pages) for sequence in left), dict[Sequence, list[int]]()
+        count, pages = len(left), max(len(sequence.active_slot.pages) for sequence in left)
+        forced = dict[Sequence, list[int]]()
         if any(sequence.constraint for sequence in left):
             forced = forced_tokens(engine, left)
-            nodes = _nodes(engine, left, "constrained", forced)
-            keys = step_keys(engine, len(left), pages, nodes)
+            nodes = _nodes(engine, left, forced)
+            keys = step_keys(engine, count, pages, nodes)
             if not is_ready(engine, keys):
                 left = [sequence for sequence in left if not sequence.constraint]
                 continue
         else:
-            nodes = _nodes(engine, left, "step", forced)
-            ready = engine.programs.compiled(), engine.programs.pending
-            keys = engine.buckets.step_keys(len(left), pages, *ready, nodes)
+            wide, first = pages > engine.buckets.tables[0], engine.buckets.choices(engine.buckets.batch(count))[0]
+            if wide and not all(map(engine.programs.compile_ahead, _step_keys(engine, count, pages, first)[:1])):
+                left = [sequence for sequence in left if not _is_wide(engine, sequence)]
+                continue
+            nodes = _ready_nodes(engine, count, pages, _nodes(engine, left, forced))
+            keys = _step_keys(engine, count, pages, nodes)
         key, program = engine.programs.first_usable(keys)
         part, left = left[: key.width], left[key.width :]
         forced = {sequence: forced[sequence] for sequence in part if sequence in forced and key.drafts}
@@ -318,7 +321,30 @@ def next_steps(engine: Engine) -> Iterator[Batch]:
         yield Batch(key, program, part, drafted=drafted, forced=forced)
 
 
-def _nodes(engine: Engine, sequences: list[Sequence], kind: str, forced: Mapping[Sequence, List[int]]) -> int:
+def _step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
+    """Programs for a step without grammars, best first."""
+    return [*engine.buckets.step_keys(count, pages, engine.programs.compiled(), engine.programs.pending, nodes)]
+
+
+def _ready_nodes(engine: Engine, count: int, pages: int, nodes: int) -> int:
+    """Returns `nodes`, or the other choice while the program for `nodes` compiles in the background."""
+    programs, other = engine.programs, PLAIN if nodes == TREE else TREE
+    if engine.policy is None or (nodes == TREE and engine.drafter.costly_observe):  # a plain step would leave a hole
+        return nodes
+
+    def fit(nodes: int) -> int:
+        """2: a compiled program fits all requests; 1: it fits some of them; 0: there is none."""
+        ready = [key for key in _step_keys(engine, count, pages, nodes)[:1] if key in programs.compiled()]
+        return sum(1 + (key.width >= min(count, engine.buckets.batches[-1])) for key in ready)
+
+    if pages > engine.buckets.tables[0]:
+        programs.compile_ahead(_step_keys(engine, count, pages, nodes)[0])
+    if all(key.kind != "step" or key.nodes != nodes for key in programs.pending):
+        return nodes
+    return max(nodes, other, key=fit)
+
+
+def _nodes(engine: Engine, sequences: list[Sequence], forced: Mapping[Sequence, List[int]]) -> int:
     """TREE or PLAIN for the next step of these sequences. `forced`: tokens that a step with drafts emits together."""
     batch = engine.buckets.batch(len(sequences))
     if engine.policy is None:
@@ -328,15 +354,7 @@ def _nodes(engine: Engine, sequences: list[Sequence], kind: str, forced: Mapping
     if engine.drafter.costly_observe:  # chosen at the admission
         return TREE if any(sequence.drafts for sequence in sequences) else PLAIN
     pays = forced and engine.policy.pays(batch, len(sequences), sum(map(len, forced.values())))
-    nodes = TREE if pays else engine.policy.choose(batch, sequences)
-    if nodes == TREE and (waiting := engine.programs.pending):
-        ready, pending = (
-            {key.nodes for key in keys if key.kind == kind and key.width == batch}
-            for keys in (engine.programs.compiled(), waiting)
-        )
-        if TREE in pending - ready and PLAIN in ready:
-            return PLAIN
-    return nodes
+    return TREE if pays else engine.policy.choose(batch, sequences)
 
 
 def _collect_grammars(engine: Engine) -> None:

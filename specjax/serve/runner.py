@@ -394,8 +394,10 @@ class Runner(threading.Thread, Service):
         try:
             self._engine = self._make_engine()
             if self._warm_up:
-                self._engine.warm_up(self._engine.buckets.single_request_keys(), strict=False)
+                self._engine.warm_up(self._engine.buckets.ready_keys(), strict=False)
+            started = time.monotonic()
             self._allocate(self._engine)
+            logger.info("Waited %.1f s for the allocation of the KV pool", time.monotonic() - started)
             if self._warm_up:
                 self._helpers.append(self._engine.warm_up_in_background())
             self._ready_at = time.time()
