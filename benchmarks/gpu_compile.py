@@ -1,11 +1,14 @@
 """Cross-compiles a speculative step for a GPU (no GPU required): number of graphs and kernels, bytes, aliased state.
 
     python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend pallas] [--record]
+    python benchmarks/gpu_compile.py --start [--layers 32] [--record]
 
 Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is allocated. XLA compiles for the device described by
 `benchmarks/gpu/h200.txtpb` and dumps its thunk sequence (`thunks.py`). A command buffer is a CUDA graph; the host
 decides loops and branches outside of one, and waits for the device. Nothing is timed. Products are not autotuned, so
 some kernels differ on a device.
+
+`--start` compiles the first programs of an engine as it does itself, and gives their processor seconds.
 
 Needs the GPU compiler of the installed version of jax (see `ptx.py`).
 """
@@ -32,8 +35,21 @@ from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import bytes_read, counts, dump_options, read_dump
 
-from specjax import Eagle3, ModelConfig, Params, PoolShape, StepInput, init_state, make_drafter, make_target
+from specjax import (
+    Eagle3,
+    EngineConfig,
+    ModelConfig,
+    Params,
+    PoolShape,
+    StepInput,
+    init_state,
+    make_drafter,
+    make_target,
+)
 from specjax.drafters.options import candidates, options_of
+from specjax.engine.config import layout
+from specjax.engine.device import Resident, packed
+from specjax.engine.programs import Programs
 from specjax.gpu import NVIDIA_OPTIONS
 from specjax.models import init_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, verify_phase
@@ -152,6 +168,52 @@ def show(name: str, record: dict[str, Any]) -> None:
     )
 
 
+POOL_TOKENS = 400_000  # that an H100 holds beside Llama-3.1-8B and a head
+
+
+def started(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any]) -> None:
+    """Processor seconds to trace and to compile what blocks readiness, then the first programs of the background."""
+    config, settings = llama_8b(shapes.layers), EngineConfig()
+    target, head, rows = make_target(config, backend=shapes.backend), eagle3_head(config), settings.max_running_requests
+    drafter = make_drafter(Eagle3(), target=target, head=head, backend=shapes.backend, platform="gpu")
+    pool, buckets = layout(settings, config.max_positions, POOL_TOKENS, "gpu", drafter)
+    weights = jax.eval_shape(partial(init_params, config), jax.eval_shape(lambda: jax.random.key(0)))
+    params = Params(weights, head_shapes(head, config, shapes.head_weights))
+
+    def empty(params: Params) -> Resident:
+        tables = jnp.full((rows, buckets.tables[-1]), pool.pages, jnp.int32)
+        return Resident(init_state(params, target, drafter, rows=rows, pool=pool), tables)
+
+    state, new_pages = jax.eval_shape(empty, params), -(-2 * (drafter.depth + 1) // pool.page_size)
+    programs = Programs(target, drafter, buckets, params, state, new_pages=new_pages, verify=STRAIGHT)
+    ready, keys = buckets.ready_keys(), buckets.all_keys()
+    document |= {"programs": len(keys), "tree": drafter.note, "tables": buckets.tables, "results": []}
+    for key in keys[:5]:
+        function, unpack, shape = programs._function(key)
+
+        def step(params: Any, state: Any, inputs: Any, *, function: Any = function, unpack: Any = unpack) -> Any:
+            unpacked, tables = unpack(inputs, state.tables)
+            decode, output = packed(function, params, state.decode, unpacked)
+            return Resident(decode, tables), output
+
+        arguments = place((params, state, jax.ShapeDtypeStruct(shape, jnp.int32)))
+        times = [time.process_time()]
+        with described_device(arguments):
+            lowered = jax.jit(step, donate_argnums=1).trace(*arguments).lower()
+        times.append(time.process_time())
+        memory = lowered.compile(compiler_options=dict(NVIDIA_OPTIONS)).memory_analysis()
+        trace, compilation = times[1] - times[0], time.process_time() - times[1]
+        document["results"].append({
+            "program": str(key), "blocks": key in ready, "temp_bytes": memory.temp_size_in_bytes,
+            "trace_processor_seconds": round(trace, 1), "compile_processor_seconds": round(compilation, 1),
+        })  # fmt: skip
+        kind = "blocks" if key in ready else "background"
+        print(f"{kind:10} {trace:5.1f} s to trace, {compilation:5.1f} s to compile: {key}", flush=True)
+    seconds = [row["trace_processor_seconds"] + row["compile_processor_seconds"] for row in document["results"]]
+    document["blocking_processor_seconds"] = round(sum(seconds[: len(ready)]), 1)
+    print(f"{document['blocking_processor_seconds']} s block readiness; {len(keys)} programs in all")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles a speculative step for a GPU without having one.")
     parser.add_argument("--layers", type=int, default=32, help="of the target; fewer to be quick")
@@ -167,6 +229,7 @@ def main() -> None:
         "--draft-quantization", choices=("int8", "int4", "none"), help="of the head's weights (default: the server's)"
     )
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
+    parser.add_argument("--start", action="store_true", help="time the first programs of an engine")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
     if arguments.layers < 4 or arguments.steps < 2:
@@ -184,6 +247,10 @@ def main() -> None:
     )  # fmt: skip
     document = machine("jaxlib", *WHEELS)
     document |= {"compiled_for": gpu.kind, "gpu_spec": spec.strip().splitlines()}
+    if arguments.start:
+        started(shapes, gpu.place, document)
+        finish("gpu-start", document, record=arguments.record)
+        return
     model = llama_8b(shapes.layers)
     floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps, quantization=shapes.head_weights))
     if bandwidth := re.search(r"memory_bandwidth: (\d+)", spec):
