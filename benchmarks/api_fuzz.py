@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 
 HERE = Path(__file__).resolve().parent
-TESTS = HERE.parent / "tests"
+HELPERS = HERE.parent / "tests" / "helpers"
 KEY = "open-sesame"
 RUNS = {"open": [], "key": ["--api-key", KEY]}
 SMALL = [
@@ -37,7 +37,7 @@ SECONDS = 600.0  # longest duration of a start or a request
 
 def tiny_model(folder: Path) -> Path:
     """A random Llama that stops soon, with a byte-level tokenizer and a chat template."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(HELPERS))
     from engine_helpers import VOCABULARY, tokenizer
     from tiny_checkpoints import save_llama
 

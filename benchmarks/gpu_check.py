@@ -23,9 +23,9 @@ Each section runs in a process of its own within its share of `--minutes`; unuse
 writes one JSON file to `--save`, with the command, commit, versions and device, also after errors. The exit status is 1
 if a result was wrong, a measurement failed, or a correctness check did not fit into the time.
 
-Models have random weights and prompts are token ids, so nothing is downloaded; only `server` serves `--model`, and is
-skipped without FastAPI. Reference tokens come from this machine's CPU. `--tiny` runs everything with small shapes on
-any device; its times are meaningless.
+Models have random weights and prompts are token ids, so nothing is downloaded; `server` serves `--model`, or four
+layers of Llama-3.1-8B's shape, and is skipped without FastAPI. Reference tokens come from this machine's CPU. `--tiny`
+runs everything with small shapes on any device; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -59,32 +58,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from model_shapes import eagle3_head, kv_bytes, least_bytes, llama_8b, nbytes, qwen3_8b, random_head, random_target
+from gpu_steps import BLOCK, CHAIN, PLAIN, WIDE_TREE, Case, Model, TokenIds, model_of
+from model_shapes import eagle3_head, llama_8b, nbytes, qwen3_8b, write_checkpoint
 from records import command, machine
 from specjax_kernels import default_implementation, linear, tree_attention
 from specjax_kernels.specs import SPECS, Spec, tagged
-from timing import CACHE_BYTES, WARMUP, Trace, copy_bandwidth, interleaved, rotating
+from timing import CACHE_BYTES, copy_bandwidth, interleaved, rotating
 
-from specjax import (
-    Eagle3,
-    Engine,
-    EngineConfig,
-    ModelConfig,
-    Params,
-    RopeConfig,
-    SamplingParams,
-    gpu,
-    make_drafter,
-    make_target,
-)
-from specjax.drafters import Drafter
-from specjax.drafters.options import options_of
+from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, RopeConfig, SamplingParams, gpu
+from specjax.drafters import make_drafter
+from specjax.drafters.options import DRAFTERS, options_of
 from specjax.engine.buckets import Key
 from specjax.engine.memory import temporary_bytes
 from specjax.engine.sequence import completion
 from specjax.gpu import IN_GRAPHS, LOOPS, SCHEDULING
 from specjax.load import use_compilation_cache
-from specjax.models import init_params
+from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params
 
 PARTS: dict[str, dict[str, float]] = {
@@ -188,22 +177,6 @@ DRAFT_VOCABULARY = 32
 MAX_DIFFERENT_ROWS = 1  # another order of summation can decide a near tie
 
 
-class TokenIds:
-    """The parts of a tokenizer that an engine needs for token ids."""
-
-    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
-    unk_token_id = None
-
-    def convert_tokens_to_ids(self, names: list[str]) -> list[int]:
-        return list(range(len(names)))
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return f"{token} "
-
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return "".join(map(self.convert_ids_to_tokens, tokens))
-
-
 def engine_tokens(algorithm: str, *, retract_every: int | None = None, **config: Any) -> list[list[int]]:
     """Tokens of one request for each entry of `SAMPLING`, in float32. The requests run twice, then with a filled prefix
     cache. numpy draws the weights, so they are equal on every device. `retract_every`: steps between retractions of the
@@ -270,100 +243,32 @@ def tokens(report: Report, cases: tuple[tuple[str, dict[str, Any]], ...]) -> Non
 
 # Steps of 8B models, by an engine.
 
-Tree = tuple[int, int, int]  # steps, top-k, draft tokens (with the root)
 
-HEAD_WEIGHTS = Eagle3().weights("the head", "bfloat16", "gpu", otherwise="none")  # the server's default on a GPU
-
-
-def model_of(report: Report, shape: Callable[[int], ModelConfig]) -> ModelConfig:
-    """The 8B model, or a small one of its family."""
-    if not report.tiny:
-        return shape(36 if shape is qwen3_8b else 32)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
-    return dataclasses.replace(shape(2), **sizes, head_dim=16)
-
-
-class Model:
-    """An 8B shape with random weights, and an EAGLE-3 head for it."""
-
-    def __init__(self, report: Report, shape: Callable[[int], ModelConfig]) -> None:
-        self.tiny, self.config = report.tiny, model_of(report, shape)
-        self.head, self.target = eagle3_head(self.config), make_target(self.config)
-        drafts = random_head(self.head, self.config, quantization=HEAD_WEIGHTS)
-        self.params = jax.block_until_ready(Params(random_target(self.config), drafts))
-
-    def drafter(self, tree: Tree | None) -> Drafter:
-        if tree is None:
-            return make_drafter("NONE")
-        options = Eagle3(steps=tree[0], topk=tree[1], nodes=tree[2])
-        return make_drafter(options, target=self.target, head=self.head)
-
-    def roofline_bytes(self, tree: Tree | None, cached_tokens: int) -> float:
-        """Bytes that a step must read: weights, keys and values, once for each forward."""
-        levels = 0 if tree is None else self.drafter(tree).depth
-        weights = least_bytes(self.config, tree and self.head, levels, quantization=HEAD_WEIGHTS)
-        return sum(weights.values()) + cached_tokens * (kv_bytes(self.config) + levels * kv_bytes(self.head))
-
-    def measure_steps(self, tree: Tree | None, batch: int) -> dict[str, Any]:
-        """Times of an engine's steps, which do not depend on the number of accepted drafts."""
-        drafter = self.drafter(tree)
-        context, count = (24, 4) if self.tiny else (1024, 32)
-        # The first requests decode while the prompts of the others are read, 256 tokens an iteration.
-        limit = 3 * (2 * count + WARMUP + batch * context // 256)
-        room = context + limit + 2 * (drafter.depth + 1)
-        config = EngineConfig(batch, context_length=room, max_total_tokens=batch * (room + 16), prefix_cache=False)
-        params = self.params if tree else Params(self.params.target, ())
-        engine = Engine(self.target, params, TokenIds(), drafter, config=config)
-        begun = time.perf_counter()
-        engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
-        compile_seconds = round(time.perf_counter() - begun, 1)
-        prompts = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, context)).tolist()
-        requests = [engine.add(prompt, SamplingParams(max_new_tokens=limit, ignore_eos=True)) for prompt in prompts]
-        while not all(request.output.tokens for request in requests):
-            engine.step()
-        seconds = []
-        for _ in range(WARMUP + count):
-            begun = time.perf_counter()
-            engine.step()
-            seconds.append(time.perf_counter() - begun)
-        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-            with jax.profiler.trace(folder):
-                changed = [engine.step() for _ in range(count // 2)]
-            kernels = Trace(Path(folder)).device()
-        engine.reset("measured")
-        if any(len(requests) < batch for requests in changed):
-            raise RuntimeError("a request ended before the measurement")
-        durations = Counter[str]()
-        for kernel in kernels:
-            durations[kernel["name"]] += kernel["dur"] / 1e3 / len(changed)
-        return {
-            "tree": tree, "batch": batch, "context": context, "compile_seconds": compile_seconds,
-            "milliseconds": round(1e3 * statistics.median(seconds[WARMUP:]), 4),
-            "kernel_milliseconds": round(sum(durations.values()), 4), "kernels": round(len(kernels) / len(changed), 1),
-            "slowest_kernels": [[name, round(value, 5)] for name, value in durations.most_common(20)],
-            "samples_ms": [round(1e3 * value, 4) for value in seconds[WARMUP:]],
-        }  # fmt: skip
-
-
-def steps(report: Report, shape: Callable[[int], ModelConfig], batch: int, trees: tuple[Tree, ...]) -> None:
+def steps(report: Report, shape: Callable[[int], ModelConfig], batches: tuple[int, ...], cases: list[Case]) -> None:
+    """Steps with and without drafts, by batch. `milliseconds`: by wall clock; the host's share is not waiting."""
     bandwidth = copy_bandwidth(16 if report.tiny else None)
-    model, plain = Model(report, shape), None
-    batch, trees = (min(batch, 2), trees[:1]) if report.tiny else (batch, trees)
-    say(f"a copy moves {bandwidth / 1e9:.0f} GB/s; batch {batch}; ms of a step by wall clock and of its kernels")
-    say(f"{'step':10} {'ms':>9} {'kernels ms':>10} {'kernels':>8} {'to plain':>8} {'roofline':>8}")
-    for tree in (None, *trees):
-        name = str(tree or "plain")
-        if report.in_time(name, 30):
+    model = Model(shape, tiny=report.tiny)
+    if BLOCK in cases and BLOCK.algorithm not in DRAFTERS:
+        say(f"{BLOCK}: not in this version, which has {', '.join(DRAFTERS)}")
+        cases = [case for case in cases if case != BLOCK]
+    say(f"a copy moves {bandwidth / 1e9:.0f} GB/s\n{'batch':>5} {'step':10} {'ms':>9} {'host ms':>8} "
+        f"{'kernels ms':>10} {'kernels':>8} {'to plain':>8} {'roofline':>8}")  # fmt: skip
+    for batch in sorted({min(batch, 2) for batch in batches}) if report.tiny else batches:
+        plain = None
+        for case in (PLAIN, *cases):
+            name = f"{case}, batch {batch}"
+            if not report.in_time(name, 30):
+                continue
             with report.attempt(name):
                 gc.collect()  # frees the pool of the engine before
-                row = model.measure_steps(tree, batch)
+                row = model.measure_steps(case, batch)
                 plain = plain or row["milliseconds"]
                 ratio = round(row["milliseconds"] / plain, 4)
-                least = model.roofline_bytes(tree, batch * row["context"]) / bandwidth
+                least = model.roofline_bytes(case, batch * row["context"]) / bandwidth
                 share = round(1e3 * least / row["milliseconds"], 4)
                 report.add("step", ratio_to_plain=ratio, roofline_ms=round(1e3 * least, 4), share=share, **row)
-                say(f"{name:10} {row['milliseconds']:9.3f} {row['kernel_milliseconds']:10.3f} "
-                    f"{row['kernels']:8.1f} {ratio:8.3f} {share:8.1%}")  # fmt: skip
+                say(f"{batch:5} {case!s:10} {row['milliseconds']:9.3f} {row['host_milliseconds']:8.3f} "
+                    f"{row['kernel_milliseconds']:10.3f} {row['kernels']:8.1f} {ratio:8.3f} {share:8.1%}")  # fmt: skip
 
 
 # XLA's options and products.
@@ -384,20 +289,20 @@ OPTIONS: dict[str, dict[str, str]] = {
 """Changes to `gpu.NVIDIA_OPTIONS`. XLA accepts True and False as written, not in lower case."""
 
 
-def options(report: Report) -> None:
+def options(report: Report, changes: Mapping[str, dict[str, str]] = OPTIONS) -> None:
     """Steps with one option changed. Options that this XLA lacks are skipped."""
-    model, ours = Model(report, llama_8b), gpu.NVIDIA_OPTIONS
-    changes = dict(list(OPTIONS.items())[:2]) if report.tiny else OPTIONS
-    for tree in (None, (7, 1, 8)):
+    model, ours = Model(llama_8b, tiny=report.tiny), gpu.NVIDIA_OPTIONS
+    changes = dict(list(changes.items())[:2]) if report.tiny else changes
+    for case in (PLAIN, CHAIN):
         default = None
         for change, values in changes.items():
-            name = f"{tree or 'plain'}, {change}"
+            name = f"{case}, {change}"
             if not all(gpu.accepts(*option) for option in values.items()):
                 report.skip(f"{name}: XLA of jax {jax.__version__} does not accept {values}")
             elif report.in_time(name, 25):
                 with report.attempt(name):
                     gpu.NVIDIA_OPTIONS = MappingProxyType(ours | values)
-                    row = model.measure_steps(tree, 1)
+                    row = model.measure_steps(case, 1)
                     default = default or row["milliseconds"]
                     ratio = round(row["milliseconds"] / default, 4)
                     report.add("option", change=change, options=values, ratio=ratio, **row)
@@ -408,9 +313,9 @@ def options(report: Report) -> None:
 PRODUCT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 
 
-def products(report: Report) -> None:
+def products(report: Report, shape: Callable[[int], ModelConfig] = llama_8b, row_counts: Any = PRODUCT_ROWS) -> None:
     """XLA's products with each matrix of a layer and of the output, over weights that exceed every cache."""
-    config = model_of(report, llama_8b)
+    config = model_of(shape, tiny=report.tiny)
     m, inner = config.hidden_size, config.intermediate_size
     heads = config.num_heads + 2 * config.num_kv_heads
     shapes = {"down": (inner, m), "gate-up": (m, 2 * inner), "qkv": (m, heads * config.head_dim)}
@@ -423,7 +328,7 @@ def products(report: Report) -> None:
     for label, shape in shapes.items():
         count = 1 if report.tiny else max(1, -(-CACHE_BYTES // (math.prod(shape) * dtype.itemsize)))
         weights = [draw(jax.random.key(index), shape) for index in range(count)]
-        for rows in PRODUCT_ROWS[:2] if report.tiny else PRODUCT_ROWS:
+        for rows in row_counts[:2] if report.tiny else row_counts:
             name = f"{label}, {rows} rows"
             if not report.in_time(name):
                 return
@@ -494,16 +399,20 @@ def in_dtype(arguments: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
 
 def engine(report: Report) -> None:
     """An engine of Llama-3.1-8B's shape: READY, two streams during background compilation, peak memory."""
-    model = Model(report, llama_8b)
+    cached = len([*Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("jit_step-*")])
+    model = Model(llama_8b, tiny=report.tiny)
+    head, drafts = model.head("EAGLE3")
     begun = time.perf_counter()
-    drafter = make_drafter(Eagle3(), target=model.target, head=model.head)
+    drafter = make_drafter(Eagle3(), target=model.target, head=head)
     sizes = {"max_running_requests": 4, "max_total_tokens": 1024} if report.tiny else {}
     options = EngineConfig(context_length=256 if report.tiny else 8192, adaptive=True, **sizes)
-    running = Engine(model.target, model.params, TokenIds(), drafter, config=options)
-    running.warm_up(running.buckets.single_request_keys(), progress=False)
+    params = Params(model.params.target, drafts)
+    running = Engine(model.target, params, TokenIds(), drafter, config=options)
+    running.warm_up(running.buckets.ready_keys(), progress=False)
     ready = round(time.perf_counter() - begun, 2)
     say(f"READY after {ready} s, with {len(running.programs.compiled())} programs")
-    report.add("ready", start=report.section, seconds=ready, programs=len(running.programs.compiled()))
+    programs = len(running.programs.compiled())
+    report.add("ready", start=report.section, seconds=ready, programs=programs, cached=cached)
 
     def gaps() -> list[float]:
         """Milliseconds between the chunks of two streams."""
@@ -520,17 +429,22 @@ def engine(report: Report) -> None:
         say(f"{kind}: gaps of {p50} ms (p50) and {p99} ms (p99), {programs} programs compiled")
         report.add(kind, p50_ms=p50, p99_ms=p99, max_ms=round(max(gaps), 3), programs=programs)
 
-    thread = running.warm_up_in_background(progress=False)
-    during = gaps()
+    # The first half of the programs compile as in a server, which launches nothing meanwhile. XLA has locks of its own
+    # while it times candidates, so the second half show whether that is enough.
+    half, held = len(running.buckets.all_keys()) // 2, running.programs._exclusive
+    thread, during = running.warm_up_in_background(progress=False), {"streams during compilation": gaps()}
     while thread.is_alive() and report.in_time("streams during compilation", 15):
-        during += gaps()
-    add_gaps("streams during compilation", during)
+        running.programs._exclusive = held and len(running.programs.compiled()) < half
+        kind = "streams during compilation" if running.programs._exclusive == held else "the same, launches not held"
+        during[kind] = during.get(kind, []) + gaps()
+    for kind, milliseconds in during.items():
+        add_gaps(kind, milliseconds)
     if not thread.is_alive():
         add_gaps("streams after compilation", gaps())
     running.programs.close(5)
     stats = jax.devices()[0].memory_stats() or {}
     temporary = temporary_bytes(model.target, drafter.features, running.buckets, running.platform)
-    estimate = nbytes(model.params) + nbytes(running.state) + temporary
+    estimate = nbytes(params) + nbytes(running.state) + temporary
     report.add("memory", estimated_bytes=estimate, estimated_temporary_bytes=temporary,
                peak_bytes=stats.get("peak_bytes_in_use"), limit_bytes=stats.get("bytes_limit"))  # fmt: skip
     say(f"memory: {estimate / 1e9:.2f} GB estimated, peak {stats.get('peak_bytes_in_use', 0) / 1e9:.2f} GB")
@@ -546,12 +460,10 @@ def server(report: Report) -> None:
     serve = [sys.executable, "-m", "specjax.serve", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        if report.tiny:
-            from api_fuzz import SMALL, tiny_model
-
-            serve += ["--model", str(tiny_model(Path(folder))), *SMALL]
-        elif report.model:
-            serve += ["--model", report.model]
+        if report.model is None:
+            write_checkpoint(Path(folder), model_of(llama_8b, tiny=report.tiny, layers=4))
+            serve += ["--speculative-algorithm", "NGRAM", "--context-length", "1024", "--max-running-requests", "4"]
+        serve += ["--model", report.model or folder]
         for start, lines in (("cold", (READY, COMPILED)), ("warm", (READY,))):
             times = measured(serve, environment, lines)
             seconds = {line: round(wall, 2) for line, (wall, _) in times.items()}
@@ -559,30 +471,35 @@ def server(report: Report) -> None:
             report.add("server", start=start, seconds=seconds)
 
 
-CHAIN, WIDE_TREE = (7, 1, 8), (5, 8, 32)
 SECTIONS: dict[str, Callable[[Report], None]] = {
     "draws": partial(tokens, cases=tuple((algorithm, {}) for algorithm in DRAFTS)),
-    "llama": partial(steps, shape=llama_8b, batch=1, trees=(CHAIN, WIDE_TREE)),
-    "qwen": partial(steps, shape=qwen3_8b, batch=1, trees=(CHAIN, WIDE_TREE)),
+    "llama": partial(steps, shape=llama_8b, batches=(1,), cases=[CHAIN, WIDE_TREE, BLOCK]),
+    "qwen": partial(steps, shape=qwen3_8b, batches=(1,), cases=[CHAIN, WIDE_TREE, BLOCK]),
     "tokens": partial(tokens, cases=MODES),
     "cold": engine,
     "warm": engine,
     "server": server,
     "products": products,
     "kernels": kernels,
-    "batch": partial(steps, shape=llama_8b, batch=64, trees=((3, 1, 4), CHAIN)),
+    "batch": partial(steps, shape=llama_8b, batches=(64,), cases=[Case("EAGLE3", (3, 1, 4)), CHAIN]),
     "options": options,
 }
 
 
-def run_section(arguments: argparse.Namespace) -> None:
-    """Runs one section in this process."""
-    if not arguments.tiny and jax.default_backend() != "gpu":
+def needs_gpu() -> None:
+    """Ends the process unless JAX uses a GPU."""
+    if jax.default_backend() != "gpu":
         sys.exit(
-            f"gpu_check.py needs an NVIDIA GPU, but JAX uses {jax.default_backend()!r} "
+            f"{Path(sys.argv[0]).name} needs an NVIDIA GPU, but JAX uses {jax.default_backend()!r} "
             f"({jax.devices()[0].device_kind}). Install the driver and JAX with CUDA (pip install 'specjax[cuda13]' or "
             "'specjax[cuda12]'). --tiny runs on any device."
         )
+
+
+def run_section(arguments: argparse.Namespace) -> None:
+    """Runs one section in this process."""
+    if not arguments.tiny:
+        needs_gpu()
     report = Report(arguments.section, arguments)
     report.machine = machine("jaxlib", "flax") | {"backend": jax.default_backend(), "nvidia_smi": nvidia_smi()}
     if arguments.tiny or arguments.section in CACHED:
@@ -674,7 +591,7 @@ def main() -> int:
     flags.add_argument("--part", choices=PARTS, help="a: tokens and steps; b: engine and server; c: kernels, options")
     flags.add_argument("--minutes", type=float, default=9.0, help="time limit of the part (default: %(default)s)")
     flags.add_argument("--tiny", action="store_true", help="small shapes, on any device")
-    flags.add_argument("--model", help="model of the server (default: the built-in model)")
+    flags.add_argument("--model", help="model of the server (default: random weights)")
     flags.add_argument("--save", type=Path, default=Path(), metavar="DIR", help="folder of the results (default: .)")
     flags.add_argument("--export", type=Path, help=argparse.SUPPRESS)  # write reference tokens
     flags.add_argument("--section", help=argparse.SUPPRESS)  # run one section in this process

@@ -1,17 +1,12 @@
-"""Times the kernels' operations: attention over named shapes, and products by how weights are stored.
+"""Times attention over named shapes.
 
-    python benchmarks/kernels.py attention [--spec NAME ...] [--implementation xla reference] [--record]
-    python benchmarks/kernels.py products [--rows 1 2 4 8] [--formats float32 Q4_1] [--record]
+    python benchmarks/kernels.py [--spec NAME ...] [--implementation xla reference] [--record]
 
-`attention`: a call of one layer takes microseconds, so a program of `--layers` calls is timed. Each call has its own
-pool, and its queries depend on the previous output, as in a decoder. On a GPU many programs are dispatched together and
-rotate through sets of pools that exceed every cache. The ceiling is the bandwidth of a copy.
+A call of one layer takes microseconds, so a program of `--layers` calls is timed. Each call has its own pool, and its
+queries depend on the previous output, as in a decoder. On a GPU many programs are dispatched together and rotate
+through sets of pools that exceed every cache. The ceiling is the bandwidth of a copy.
 
-`products`: products of few rows on a CPU, with SmolLM2-135M's shapes: 30 layers of four products, and the output layer.
-A program multiplies by the weights of `PRODUCT_LAYERS` layers and rotates through sets that exceed every cache.
-The ceiling is the bandwidth of sums over a large array by all threads. "model" is all products of a forward.
-
-Implementations and formats alternate. The figure is the median. The last line is one JSON document with all samples.
+Implementations alternate. The figure is the median. The last line is one JSON document with all samples.
 """
 
 from __future__ import annotations
@@ -24,15 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from records import finish, machine
-from specjax_kernels import IMPLEMENTATIONS, Quantised, default_implementation, linear, quantise, tree_attention
+from specjax_kernels import IMPLEMENTATIONS, default_implementation, tree_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, read_bandwidth, rotating, seconds
+from timing import CACHE_BYTES, WARMUP, copy_bandwidth, interleaved, rotating, seconds
 
 REGION_SECONDS = 0.02
-
-# Attention.
 
 
 def enough_layers(spec: Spec) -> int:
@@ -99,7 +91,15 @@ def measure(spec: Spec, implementations: list[str], layers: int, runs: int, band
     return rows
 
 
-def attention(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
+    chosen = [default_implementation()]
+    parser.add_argument("--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=chosen)
+    parser.add_argument("--layers", type=int, help="calls in one program (default: 30 or 4; on a GPU 16 or 4)")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--record", action="store_true", help="write a record to benchmarks/results/")
+    arguments = parser.parse_args()
     on_cpu = jax.default_backend() == "cpu"
     bench = [spec for spec in tagged("bench") if not (on_cpu and "large" in spec.tags)]
     specs = [named(name) for name in arguments.spec] if arguments.spec else bench
@@ -110,88 +110,8 @@ def attention(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     for spec in specs:
         layers = arguments.layers or ((4 if "large" in spec.tags else 30) if on_cpu else enough_layers(spec))
         results += measure(spec, arguments.implementation, layers, arguments.runs, bandwidth)
-    return f"kernels-{kind}", {"copy_gigabytes_per_second": round(bandwidth / 1e9, 2), "results": results}
-
-
-# Products.
-
-LAYERS, PRODUCT_LAYERS = 30, 8
-SHAPES = {"qkv": (576, 960), "output": (576, 576), "gate_up": (576, 3072), "down": (1536, 576), "head": (576, 49152)}
-FORMATS = ("float32", "bfloat16", "float16", "Q8_0", "Q4_0", "Q4_1", "int8", "fp8")
-
-
-def weight_of(name: str, depth: int, outputs: int) -> Any:
-    matrix = np.random.default_rng(0).standard_normal((outputs, depth), np.float32)
-    if name in ("int8", "fp8"):
-        return jax.tree.map(jnp.asarray, quantise(matrix, name))
-    if name[0] != "Q":
-        return jnp.asarray(matrix.T, name)
-    leaf = quantise(matrix, "int4")
-    if name == "Q4_0":
-        leaf = Quantised(leaf.codes, leaf.scale, shift=8)
-    if name == "Q8_0":
-        grouped = matrix.reshape(outputs, -1, 32)
-        scale = (np.abs(grouped).max(-1) / 127).astype(np.float16)
-        codes = np.rint(grouped / scale[..., None].astype(np.float32)).clip(-127, 127).astype(np.int8)
-        leaf = Quantised(codes.reshape(outputs, depth), scale)
-    return jax.tree.map(jnp.asarray, leaf)
-
-
-@jax.jit
-def multiply(x: jax.Array, weights: list[Any]) -> jax.Array:
-    """Products in sequence: each depends on the result before it."""
-    for weight in weights:
-        x = x + linear(x, weight)[..., :1] * 1e-6
-    return x
-
-
-def products(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    ceiling = read_bandwidth()
-    print(f"read ceiling {ceiling / 1e9:.1f} GB/s")
-    results: list[dict[str, Any]] = []
-    model: dict[str, float] = {}
-    for shape, (depth, outputs) in SHAPES.items():
-        sizes, copies = {}, {}
-        for name in arguments.formats:
-            weight = weight_of(name, depth, outputs)
-            sizes[name] = size = sum(array.nbytes for array in jax.tree.leaves(weight))
-            sets = -(-CACHE_BYTES // (size * PRODUCT_LAYERS))
-            copies[name] = [[jax.tree.map(jnp.copy, weight) for _ in range(PRODUCT_LAYERS)] for _ in range(sets)]
-        for rows in arguments.rows:
-            x = jnp.asarray(np.random.default_rng(1).standard_normal((1, rows, depth), np.float32))
-            calls = {name: rotating(multiply, [(x, weights) for weights in sets]) for name, sets in copies.items()}
-            for name, regions in interleaved(calls, runs=arguments.runs, region_seconds=0.05).items():
-                size = sizes[name]
-                samples = [region.total / PRODUCT_LAYERS for region in regions]
-                median, best = statistics.median(samples), min(samples)
-                key = f"{name}, {rows} rows"
-                model[key] = model.get(key, 0.0) + best * (1 if shape == "head" else LAYERS)
-                results.append({"shape": shape, "format": name, "rows": rows, "bytes": size, "seconds": samples})
-                print(
-                    f"{shape:8} {name:9} {rows:3} rows: {1e6 * median:8.1f} us (best {1e6 * best:8.1f}), "
-                    f"{size / best / 1e9:5.1f} GB/s, {size / best / ceiling:4.0%} of the ceiling",
-                    flush=True,
-                )
-    milliseconds = {key: round(1e3 * total, 2) for key, total in model.items()}
-    for key, total in milliseconds.items():
-        print(f"model, {key}: {total} ms at best")
-    return "products", {"read_ceiling": ceiling, "results": results, "model_milliseconds": milliseconds}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operation", choices=("attention", "products"))
-    parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
-    chosen = [default_implementation()]
-    parser.add_argument("--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=chosen)
-    parser.add_argument("--layers", type=int, help="calls in one program (default: 30 or 4; on a GPU 16 or 4)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--record", action="store_true", help="write a record to benchmarks/results/")
-    arguments = parser.parse_args()
-    name, document = (attention if arguments.operation == "attention" else products)(arguments)
-    finish(name, machine("jaxlib", "numba") | document, record=arguments.record)
+    document = machine("jaxlib") | {"copy_gigabytes_per_second": round(bandwidth / 1e9, 2), "results": results}
+    finish(f"kernels-{kind}", document, record=arguments.record)
 
 
 if __name__ == "__main__":

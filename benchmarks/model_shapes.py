@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
 from specjax_kernels import Quantised
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from specjax import ModelConfig, RopeConfig
 from specjax.config import Experts, HeadConfig
@@ -52,6 +58,46 @@ def eagle3_head(target: ModelConfig, vocab_size: int = 32000) -> HeadConfig:
     )  # fmt: skip
 
 
+def block_head(target: ModelConfig) -> HeadConfig:
+    """A head like DFlash's published ones: five layers, blocks of 16 slots, and the target's embedding and output."""
+    from specjax.config import BlockConfig  # pyright: ignore[reportAttributeAccessIssue]
+
+    layers, like = 5, eagle3_head(target)
+    last = target.num_layers - 3
+    taps = tuple(max(round(1 + i * (last - 1) / (layers - 1)), 0) for i in range(layers))
+    changes = {"kind": "block", "feature_size": layers * target.hidden_size, "aux_layers": taps, "layers": layers}
+    changes |= {"vocab_size": target.vocab_size, "own_head": False, "mapped": False, "block": 16}
+    masks = {"mask_token": target.vocab_size - 1, "windows": (None,) * layers, "causal": (False,) * layers}
+    return BlockConfig(**vars(like) | changes | masks, from_anchor=False)
+
+
+def write_checkpoint(folder: Path, config: ModelConfig) -> None:
+    """Writes a random Llama with a tokenizer of bytes, in the layout of the hub."""
+    m, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    small = config.num_kv_heads * config.head_dim
+    layer = {f"self_attn.{name}_proj": (size, m) for name, size in (("q", heads), ("k", small), ("v", small))}
+    layer |= {"self_attn.o_proj": (m, heads), "mlp.gate_proj": (inner, m), "mlp.up_proj": (inner, m)}
+    layer |= {"mlp.down_proj": (m, inner), "input_layernorm": (m,), "post_attention_layernorm": (m,)}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens": (config.vocab_size, m), "model.norm": (m,), "lm_head": (config.vocab_size, m)}
+    block = np.random.default_rng(0).normal(0, m**-0.5, 2**20).astype(jnp.bfloat16)
+    save_file(
+        {f"{name}.weight": np.resize(block, shape) for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    settings = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": config.vocab_size, "hidden_size": m,
+        "intermediate_size": inner, "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope.theta, "max_position_embeddings": config.max_positions, "dtype": "bfloat16",
+        "tie_word_embeddings": False, "eos_token_id": 0, "hidden_act": "silu",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
+    core = Tokenizer(models.BPE({"<end>": 0} | {letter: i + 1 for i, letter in enumerate(letters)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
+
+
 def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -77,7 +123,8 @@ def least_bytes(
 
 def kv_bytes(config: ModelConfig | HeadConfig) -> int:
     """Bytes of the keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    layers = config.num_layers if isinstance(config, ModelConfig) else getattr(config, "layers", 1)
+    return 2 * layers * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
 
 
 def random_target(config: ModelConfig, seed: int = 0) -> Any:

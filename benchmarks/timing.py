@@ -5,16 +5,13 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 WARMUP = 3
 """Calls before the measurement: a GPU records its graphs in the first calls."""
@@ -84,18 +81,6 @@ def copy_bandwidth(megabytes: int | None = None) -> float:
         array.block_until_ready()
         samples.append(time.perf_counter() - start)
     return 2 * array.nbytes * steps / statistics.median(samples[WARMUP:])
-
-
-def read_bandwidth() -> float:
-    """Bytes of 512 MB that all threads of the CPU together read per second, the best of ten runs."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    array, samples = np.ones((threads, 2**27 // threads), np.float32), []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(10):
-            start = time.perf_counter()
-            list(pool.map(np.sum, array))
-            samples.append(time.perf_counter() - start)
-    return array.nbytes / min(samples)
 
 
 Event = dict[str, Any]

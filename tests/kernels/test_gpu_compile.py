@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GPUS = ("h200", "b200", "h100_sxm", "a100_sxm_80")
 PAGE_SIZE, PAGES, FEW, MORE, ALL = 64, 4096, 4, 6, 32
 
-MODULES = ("gpu_compile", "gpu_mesh", "model_shapes", "ptx", "records", "thunks")
+MODULES = ("gpu_check", "gpu_compile", "gpu_mesh", "gpu_steps", "model_shapes", "ptx", "records", "thunks", "timing")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,6 +213,29 @@ def test_a_step_is_one_graph_and_updates_the_pool_in_place(shape: str, batch: in
     check(record)
     print(f"{shape}, batch {batch}: {record['kernels_every_call']} kernels, {record['copies_every_call']} copies, "
           f"{record['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+
+
+@newest
+def test_xla_parses_the_options_of_gpu_check() -> None:
+    """All but one: each version of jax has another mode of graph updates."""
+    from gpu_check import OPTIONS, UPDATE_MODE
+    from ptx import described_device
+
+    argument = gpu("h200").place(jax.ShapeDtypeStruct((8,), jnp.float32))
+
+    def parses(options: dict[str, str]) -> bool:
+        with described_device(argument):
+            lowered = jax.jit(lambda x: x + 1).trace(argument).lower()
+        try:
+            lowered.compile(compiler_options=dict(NVIDIA_OPTIONS) | options)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{options}: {error}")
+            return False
+        return True
+
+    refused = [options for options in OPTIONS.values() if not parses(options)]
+    assert len(OPTIONS) == 10 and [[*options] for options in refused] == [[UPDATE_MODE]]
+    assert not parses({"xla_gpu_exhaustive_tiling_search": "true"}), "XLA takes True and False as written"
 
 
 LAYERS = {("plain", 1): newest, ("chain", 8): ()}
