@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax import ModelConfig, RopeConfig
 from specjax.config import Experts, HeadConfig
-from specjax.models import init_params
+from specjax.models import init_params, table
 from specjax.models.head_spec import head_sizes, head_table
-from specjax.models.params import Leaf, input_letters, is_product, map_leaves, output_major
+from specjax.models.params import Leaf, dimensions, input_letters, is_product, map_leaves, output_major
 
 ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
 
@@ -140,21 +140,29 @@ def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1, *, quantiz
 
 
 def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none") -> Any:
-    """Shapes of a head's parameters, as `specjax.checkpoint.load_head` stores them in int8, int4 or none."""
-    sizes = head_sizes(head, config.vocab_size)
+    """Shapes of a head's parameters; `quantization`: none, int8 or int4, in the layout of the loaded ones."""
+    return _shapes(head_table(head), head_sizes(head, config.vocab_size), head.dtype, quantization)
+
+
+def target_shapes(config: ModelConfig, quantization: str = "none") -> Any:
+    """Shapes of a target's parameters, as `head_shapes`."""
+    return _shapes(table(config), dimensions(config), config.dtype, quantization)
+
+
+def _shapes(declared: Any, sizes: Any, dtype: str, quantization: str) -> Any:
+    struct = jax.ShapeDtypeStruct
 
     def shape(leaf: Leaf) -> Any:
         if quantization == "none" or leaf.name == "embed" or not is_product(leaf):
-            return jax.ShapeDtypeStruct(leaf.shape(sizes), jnp.dtype(leaf.dtype or head.dtype))
+            return struct(leaf.shape(sizes), jnp.dtype(leaf.dtype or dtype))
         depth = prod(sizes[letter] for letter in input_letters(leaf))
         *out, _ = output_major(leaf).shape({**sizes, "@": depth})
-        struct = jax.ShapeDtypeStruct
-        if quantization == "int4":
-            scale = struct((*out, depth // 32), jnp.float16)
-            return Quantised(struct((*out, depth // 2), jnp.uint8), scale, scale)
-        return Quantised(struct((*out, depth), jnp.int8), struct((*out, 1), jnp.float32))
+        if quantization == "int8":
+            return Quantised(struct((*out, depth), jnp.int8), struct((*out, 1), jnp.float32))
+        groups = struct((*out, depth // 32), jnp.float16)
+        return Quantised(struct((*out, depth // 2), jnp.uint8), groups, groups)
 
-    return map_leaves(head_table(head), shape)
+    return map_leaves(declared, shape)
 
 
 @partial(jax.jit, static_argnums=(2, 3))

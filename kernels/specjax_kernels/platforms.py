@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 _only: ContextVar[str | None] = ContextVar("only", default=None)
 
@@ -54,6 +56,19 @@ def has_kernels() -> bool:
     """True if Triton compiles for JAX's default device: an NVIDIA GPU, Ampere (8.0) or newer."""
     capability = generation()
     return capability is not None and int(capability.partition(".")[0]) >= 8
+
+
+def before_ampere() -> bool:
+    """True if JAX's default device is an NVIDIA GPU below compute capability 8.0: XLA multiplies no bfloat16 there, and
+    float16 in few cases."""
+    return on_nvidia() and not has_kernels()
+
+
+def after(array: Array, before: Array) -> Array:
+    """The array, with a dependence on another value. Without it, XLA:GPU computes what needs parameters alone, such as
+    wider weights, for all layers in one early kernel. It ignores optimization barriers (jax 0.10.2)."""
+    never = before[(0,) * before.ndim] > jnp.inf
+    return jnp.where(never, jnp.zeros((), array.dtype), array)
 
 
 def refuse_unless_ampere(implementation: str) -> None:

@@ -15,6 +15,7 @@ Platform, rows and format choose the implementation of a product:
 | NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
 | NVIDIA, groups | up to 64 | `gpu_quantised.py`: codes are widened in registers |
 | NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
+| NVIDIA before Ampere | any | the same operations, by elements or in parts (`dot`) |
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from jax import Array
 
 from specjax_kernels import gpu_language, mesh
 from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.platforms import by_platform, generation, on_nvidia
+from specjax_kernels.platforms import after, before_ampere, by_platform, generation, on_nvidia
 
 PACKED = 32
 """32 codes of 4 bits are stored in 16 bytes, as in GGUF's Q4_0 and Q4_1: byte j holds code j in its low half and code
 j + 16 in its high half. So 16 bytes become two vectors of 16 codes without a shuffle."""
+
+FEW_ROWS, WIDENED = 4, 2**25
+"""See `dot`."""
 
 KINDS = ("fp8", "int8", "int4")
 """The formats of `quantise`."""
@@ -354,13 +358,14 @@ def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
     """The implementation for an NVIDIA GPU, or None if it does not take this product."""
     # Imported late: other devices and models start sooner.
     kernel = importlib.import_module("specjax_kernels.gpu_quantised")
-    if not kernel.takes(rows.shape[0], leaf):
+    if not kernel.takes(rows.shape[0], leaf) or before_ampere():
         return None
-    implementation = functools.partial(kernel.multiply, dtype=dtype)
-    if not on_nvidia():
-        return implementation if gpu_language.lowers() else None  # for cross-compilation
-    needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
-    return implementation if tuple(map(int, str(generation()).split("."))) >= needed else None
+    if not on_nvidia() and not gpu_language.lowers():  # cross-compilation
+        return None
+    fp8 = leaf.codes.dtype == jnp.float8_e4m3fn
+    if fp8 and on_nvidia() and tuple(map(int, str(generation()).split("."))) < (8, 9):
+        return None  # Triton does not convert it
+    return functools.partial(kernel.multiply, dtype=dtype)
 
 
 def layout_of(leaf: Quantised) -> cpu_kernels.Layout | None:
@@ -388,7 +393,8 @@ def by_dequantising(rows: Array, leaf: Quantised) -> Array:
     """The product with dequantised weights: in float32 on a CPU, elsewhere in x's dtype with float32 sums."""
 
     def plain(rows: Array, *arrays: Array, dtype=rows.dtype) -> Array:
-        return dot(rows.astype(dtype), dequantise(jax.tree.unflatten(kind, arrays), dtype), 1, jnp.float32)
+        weights = dequantise(jax.tree.unflatten(kind, arrays), dtype)
+        return dot(rows.astype(dtype), weights, 1, jnp.float32, stored=False)
 
     arrays, kind = jax.tree.flatten(leaf)
     if rows.dtype == jnp.float32:
@@ -410,8 +416,31 @@ def by_channel(rows: Array, leaf: Quantised) -> Array:
     return out + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True) * wide[1][None]
 
 
-def dot(x: Array, weight: Array, axis: int, out: Any) -> Array:
-    """XLA's product over the last axis of x and one axis of the weight; float32 products are exact."""
+def dot(x: Array, weight: Array, axis: int, out: Any, *, stored: bool = True) -> Array:
+    """XLA's product over the last axis of x and one axis of the weight; float32 products are exact.
+
+    Before Ampere, XLA cannot widen a weight inside its product. There a few rows are multiplied and summed by elements,
+    in one kernel; more rows by parts of at most `WIDENED` weights, one after another. `stored`: the weight is an array
+    in memory, not a result.
+    """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     axes = (((x.ndim - 1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), axes, precision=precision, preferred_element_type=out)
+
+    def product(part: Array) -> Array:
+        return jax.lax.dot_general(x, part.astype(x.dtype), axes, precision=precision, preferred_element_type=out)
+
+    rows = math.prod(x.shape[:-1])
+    taken = stored and weight.dtype == x.dtype != jnp.bfloat16 and (x.dtype == jnp.dtype(out) or rows > 1)
+    if taken or not rows or not before_ampere():
+        return product(weight)
+    shape = (*x.shape[:-1], *(weight.shape[1:] if axis == 0 else weight.shape[:1]))
+    matrix = weight.reshape(weight.shape[0], -1)
+    if rows <= FEW_ROWS:
+        wide = matrix.astype(jnp.float32)
+        sums = [(wide * jnp.expand_dims(row, 1 - axis)).sum(axis) for row in x.reshape(rows, -1).astype(jnp.float32)]
+        return jnp.stack(sums).astype(out).reshape(shape)
+    width, parts = -(-matrix.shape[1 - axis] // -(-matrix.size // WIDENED)), [x]
+    for start in range(0, matrix.shape[1 - axis], width):
+        end = min(start + width, matrix.shape[1 - axis])
+        parts.append(product(after(jax.lax.slice_in_dim(matrix, start, end, axis=1 - axis), parts[-1])))
+    return jnp.concatenate(parts[1:], axis=-1).reshape(shape)

@@ -17,7 +17,7 @@ from jax import Array
 
 from specjax_kernels.attention import FLOOR, MASKED, Call, block_visibility
 from specjax_kernels.cpu import attention as cpu_attention
-from specjax_kernels.platforms import by_platform
+from specjax_kernels.platforms import after, by_platform
 
 # Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000.
 CHUNK_TOKENS = 128
@@ -105,6 +105,7 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
             return attend(before, gather(call.k_pages), values, visible)
 
         if pages == T and not always_loop:
+            table = after(table, rows)
             return trip(0, partial)
         first, last = trip_range(prefix_length, oldest, pages * S, -(-T // pages))
         return jax.lax.fori_loop(first, last, trip, partial)

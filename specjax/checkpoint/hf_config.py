@@ -45,7 +45,8 @@ def model_config(
     """Read the description of a model from a parsed config.json of transformers 4 or 5.
 
     Args:
-      dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the checkpoint's.
+      dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the checkpoint's; float16 for bfloat16 on an
+        NVIDIA GPU before Ampere, which does not multiply that.
       platform: for dtype auto; ``jax.default_backend()`` if None.
       context_length: the longest text served, which selects longrope's factors; None: the model's.
     """
@@ -144,7 +145,9 @@ def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if stored not in DTYPES:
         raise CheckpointError(f"config.json: torch_dtype is {stored!r}; set dtype to one of: {', '.join(DTYPES)}")
-    return stored
+    from specjax_kernels.platforms import before_ampere
+
+    return "float16" if stored == "bfloat16" and before_ampere() else stored
 
 
 @dataclass(frozen=True)

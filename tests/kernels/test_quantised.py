@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from specjax_kernels import Quantised, dequantise, embed, gpu_quantised, linear, quantise, unembed
 from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.quantised import KINDS, check, layout_of, pack
+from specjax_kernels.quantised import KINDS, by_channel, by_dequantising, check, dot, layout_of, pack
 
 OUT, DEPTH = (3, 2, 7), 512
 
@@ -336,3 +337,43 @@ def test_invalid_quantisations():
     blocks = leaf_of("fp8 blocks")
     with pytest.raises(ValueError, match="cannot be chosen"):
         blocks[np.array([0])]
+
+
+# GPUs before Ampere, with the CPU's products
+
+
+@pytest.fixture
+def old_gpu(monkeypatch):
+    """Products as on a T4, in parts of at most 600 weights."""
+    module = sys.modules["specjax_kernels.quantised"]
+    monkeypatch.setattr(module, "before_ampere", lambda: True)
+    monkeypatch.setattr(module, "WIDENED", 600)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float16",) * 2, ("bfloat16",) * 2, ("float32", "bfloat16")])
+@pytest.mark.parametrize("rows", [0, 1, 4, 5])
+def test_parts_of_a_product(old_gpu, dtype, stored, rows):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 1, 64)), dtype)
+    weight = jnp.asarray(rng.standard_normal((64, 3, 11)), stored)
+    wanted = np.einsum("bnm,mio->bnio", *(np.asarray(array, np.float64) for array in (x, weight)))
+    for out in (dtype, "float32"):
+        result = dot(x, weight, 0, out)
+        assert result.dtype == out
+        np.testing.assert_allclose(
+            np.asarray(result, np.float64), wanted, rtol=1e-2, atol=0.1 if out != "float32" else 1e-4
+        )
+    rows_of_outputs = jnp.asarray(weight.reshape(64, 33).T)
+    result = dot(x, rows_of_outputs, 1, jnp.float32)
+    np.testing.assert_allclose(np.asarray(result), wanted.reshape(rows, 1, 33), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "int8 per output", "fp8 per tensor", "AWQ"])
+@pytest.mark.parametrize("rows", [3, 9])
+def test_parts_of_quantised_products(old_gpu, name, rows):
+    leaf = leaf_of(name)
+    flat = jax.tree.map(lambda array: jnp.asarray(array).reshape(-1, array.shape[-1]), leaf)
+    multiply = by_channel if leaf.scale.shape[-1] == 1 else by_dequantising
+    x = inputs(rows)
+    assert_product(multiply(x[0], flat).reshape(1, rows, *OUT), x, read(name)[1])
+    assert str(jax.make_jaxpr(multiply)(x[0], flat)).count("dot_general") == (0 if rows == 3 else 21)
