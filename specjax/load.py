@@ -30,7 +30,7 @@ from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
 from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
-from specjax.gpu import this_memory
+from specjax.gpu import this_memory, warn_of_problem
 from specjax.limits import ParameterError
 from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
@@ -95,6 +95,7 @@ def load(
     if sampling_defaults not in (sources := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(sources)}")
     options, drafter = requested(model, draft, drafter)
+    warn_of_problem()
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)

@@ -33,7 +33,7 @@ from specjax_kernels import CAUSAL, mesh, pack_bits
 from specjax.cache import Active, Block, PerRequest, commit, pool_shape, take_path
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_declared, checked_observe, checked_propose
-from specjax.gpu import compiler_options
+from specjax.gpu import compiler_options, warn_of_problem
 from specjax.models.blocks import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
@@ -301,6 +301,7 @@ def make_steps(
         DrafterError: the drafter declares wrong numbers; the first step raises it for wrong results (`check_drafter`).
     """
     check_declared(drafter, target)
+    warn_of_problem()
     config = replace(config, widths=config.widths or tree_widths(drafter))
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())

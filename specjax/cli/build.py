@@ -6,6 +6,7 @@ Errors and warnings name flags, or the file and the key that set a value.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -23,8 +24,9 @@ from specjax.verify import AcceptAbove, SyntheticAcceptance
 logger = logging.getLogger(__name__)
 
 
-def claim_gpu(chosen: Settings) -> None:
-    """Prepares JAX, before its backend starts, for the GPUs of the settings. Errors (`GpuError`) name flags."""
+def claim_gpu(chosen: Settings, join: Callable[[], None] = lambda: None) -> None:
+    """Prepares JAX for the GPUs of the settings, connects this process to others (`join`), and starts JAX's backend.
+    Raises GpuError, which names flags, if JAX does not use these GPUs."""
     engine = chosen.engine
     try:
         count = engine.tensor_parallel_size * chosen.server.data_parallel_size // chosen.server.nnodes
@@ -35,6 +37,9 @@ def claim_gpu(chosen: Settings) -> None:
         named = [f"{place_of(chosen, name)} {size}" for name, size in sizes.items() if size > 1]
         places = ", ".join([place_of(chosen, "base_gpu_id")] * (engine.base_gpu_id > 0) + named)
         raise gpu.GpuError(f"{places}: {error}" if places else str(error)) from None
+    join()
+    if gpu.plugin() is not None and (problem := gpu.problem(card)) is not None:
+        raise gpu.GpuError(problem)
     if card is not None:
         logger.info("GPU %d: %s", engine.base_gpu_id, card)
 

@@ -87,9 +87,8 @@ def load(
     connects this process to others before the engine's settings are read, so that a refused one ends all of them."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
-    build.claim_gpu(settings)
+    build.claim_gpu(settings, join)
     build.check_devices(settings)
-    join()
     engine = build.make_engine(settings, kind=kind, first_device=rank * split)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens

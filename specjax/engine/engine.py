@@ -83,6 +83,7 @@ class Engine:
         draft_model: HeadConfig | MtpConfig | Target | None = None,
     ) -> None:
         check_config(config)
+        gpu.warn_of_problem()
         check_custom(drafter, target, params)
         self.lock = FairLock()
         self.mesh = self.make_mesh(config)

@@ -1,18 +1,23 @@
-"""Preparation of NVIDIA GPUs before JAX starts, with a script as `nvidia-smi`."""
+"""Preparation of NVIDIA GPUs before JAX starts and the check after it, with a script as `nvidia-smi`."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
+from engine_helpers import make_engine, toy
 from tiny_checkpoints import save_llama
+from train_helpers import environment
 
-from specjax import gpu
+from specjax import gpu, make_drafter, make_steps
 from specjax.cli import build, flags
 from specjax.gpu import (
     GB,
@@ -25,6 +30,7 @@ from specjax.gpu import (
     cards,
     claim,
     compiler_options,
+    problem,
     share_of,
     this_memory,
 )
@@ -51,12 +57,15 @@ def settings(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """machine(*lines of nvidia-smi, plugin=JAX's plugin): simulates a machine."""
+    """machine(*lines of nvidia-smi, plugin=JAX's plugin, listed=lines of nvidia-smi -L): simulates a machine."""
 
-    def build(*lines: str, plugin: str | None = "jax_cuda12_plugin", status: int = 0) -> None:
+    def build(
+        *lines: str, plugin: str | None = "jax_cuda12_plugin", status: int = 0, listed: str = "", split: str = "[N/A]"
+    ) -> None:
         script = tmp_path / "nvidia-smi"
-        text = "\n".join(f"{index}, {line}" for index, line in enumerate(lines))
-        script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {status}\n")
+        text = "\n".join(f"{index}, {line}, {split}" for index, line in enumerate(lines))
+        listing = f"if [ $1 = -L ]; then cat <<'END'\n{listed}\nEND\nexit; fi"
+        script.write_text(f"#!/bin/sh\n{listing}\ncat <<'END'\n{text}\nEND\nexit {status}\n")
         script.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         find = importlib.util.find_spec
@@ -101,14 +110,70 @@ def test_visible_cards(machine, monkeypatch, shown, expected):
 
 
 def test_unreadable_nvidia_smi_output(machine, caplog):
-    machine("GPU-cccc, NVIDIA Odd, [N/A], [N/A], [N/A], [N/A]", H200)
+    machine("GPU-cccc, NVIDIA Odd, 580.95.05", H200)
     with caplog.at_level(logging.WARNING):
         assert [card.name for card in cards()] == ["NVIDIA H200"]
     assert "NVIDIA Odd" in caplog.text
-    machine(H200, status=9)
+    machine("Failed to initialize NVML: Driver/library version mismatch", status=18)
     with caplog.at_level(logging.WARNING):
         assert cards() == []
-    assert "nvidia-smi failed" in caplog.text
+    assert "nvidia-smi failed" in caplog.text and "version mismatch" in caplog.text
+
+
+A100 = "GPU-dddd, NVIDIA A100-SXM4-40GB, 570.86.10, 8.0, 40960, 40000"
+PARTS = """GPU 0: Tesla T4 (UUID: GPU-bbbb)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-dddd)
+  MIG 1c.3g.20gb  Device  0: (UUID: MIG-1111-aa)
+  MIG 1g.5gb+me   Device  1: (UUID: MIG-GPU-2222/7/0)"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (None, [("Tesla T4", 16), ("NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb", 20)]),
+        ("1", [("NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb", 20)]),
+        ("MIG-GPU-2222/7/0", [("NVIDIA A100-SXM4-40GB MIG 1g.5gb+me", 5)]),
+        ("MIG-11", [("NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb", 20)]),
+        ("MIG-3333", []),
+    ],
+)
+@pytest.mark.parametrize("split", ["Enabled", "[N/A]"])
+def test_parts_of_a_gpu(machine, monkeypatch, shown, expected, split):
+    """MIG: nvidia-smi's query lists the whole GPU. A container may hide the mode."""
+    if split == "[N/A]" and not (shown or "").startswith("MIG"):
+        pytest.skip("nothing tells that the GPU is split")
+    machine(T4, A100, listed=PARTS, split=split)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert [(card.name, round(card.memory / GB)) for card in cards()] == expected
+    if len(expected) == 1:
+        card = claim(0.85)
+        assert card is not None and str(card).endswith(f"compute capability 8.0, {expected[0][1]}.0 GB)")
+        share = min(0.95, 1 - 0.75 / expected[0][1])
+        assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(share, abs=1e-3)
+
+
+def test_unknown_memory(machine, caplog):
+    machine("GPU-a, NVIDIA GB10, 580.95.05, 12.1, [N/A], [N/A]", plugin="jax_cuda13_plugin")
+    with caplog.at_level(logging.WARNING):
+        card = claim(0.85)
+    assert card is not None and card.memory == 0 and os.environ[SHARE_VARIABLES[0]] == "0.7500"
+    assert "NVIDIA GB10 (driver 580.95.05, compute capability 12.1, unknown memory): JAX takes 75%" in caplog.text
+
+
+def test_shares_of_the_environment(machine, monkeypatch):
+    machine(H200)
+    for name, value in zip(SHARE_VARIABLES, ("0.9", "0.5"), strict=True):
+        monkeypatch.setenv(name, value)
+    wanted = "XLA_CLIENT_MEM_FRACTION=0.9 and XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 are both set.*unset XLA_PYTHON"
+    with pytest.raises(GpuError, match=wanted):
+        claim(0.85)
+    monkeypatch.delenv(SHARE_VARIABLES[0])
+    assert claim(0.85) is not None
+    for wrong in ("90%", "0"):
+        monkeypatch.setenv(SHARE_VARIABLES[1], wrong)
+        with pytest.raises(GpuError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION={wrong} must be the share"):
+            claim(0.85)
 
 
 def test_claim_one_gpu(machine):
@@ -161,15 +226,14 @@ def test_old_drivers_and_gpus_are_refused(machine, line, cuda, message):
 @pytest.mark.parametrize(
     ("line", "plugin", "message"),
     [
-        (T4, "jax_cuda12_plugin", "attention is XLA's"),
+        (T4, "jax_cuda12_plugin", "XLA's are used, and float16 for models in bfloat16"),
         ("GPU-a, NVIDIA A100, 545.23, 8.0, 81920, 81000", "jax_cuda12_plugin", "drivers from 570 on"),
-        (H200, None, "JAX no CUDA, so it runs on the CPU: pip install 'specjax[cuda12]'"),
     ],
 )
 def test_warnings(machine, caplog, line, plugin, message):
     machine(line, plugin=plugin)
     with caplog.at_level(logging.WARNING):
-        assert (claim(0.85) is None) == (plugin is None)
+        assert claim(0.85) is not None
     assert message in caplog.text
 
 
@@ -177,10 +241,132 @@ def test_warnings(machine, caplog, line, plugin, message):
 def test_jax_without_cuda(machine, line):
     machine(*([] if line is None else [line]), plugin=None)
     jax.config.update("jax_platforms", "cuda")
-    with pytest.raises(GpuError, match=r"JAX_PLATFORMS=cuda asks for CUDA, and JAX has none: pip install .*cuda12"):
+    with pytest.raises(GpuError, match=r"JAX_PLATFORMS=cuda asks for CUDA, and JAX has no CUDA: pip install .*cuda12"):
         claim(0.85)
     jax.config.update("jax_platforms", "cuda,cpu")
     assert claim(0.85) is None
+
+
+# The start of JAX.
+
+JAXLIB = importlib.metadata.version("jaxlib")
+INSTALL = f"pip install 'jax\\[cuda12\\]=={jax.__version__}'"
+
+
+@pytest.fixture
+def start(machine, monkeypatch):
+    """start(device, ...): JAX has a plugin and starts on a device of that kind; None: its start fails. `files`: device
+    files; `library`: the driver's loads; `packages`: versions, None for those that are missing."""
+    version = importlib.metadata.version
+
+    def begin(device: str | None, *lines: str, files=True, library=True, plugin="jax_cuda12_plugin", packages=()):
+        machine(*lines, plugin=plugin)
+        versions = {f"jax-cuda12-{part}": JAXLIB for part in ("plugin", "pjrt")} | {"nvidia-cudnn-cu12": "9"}
+        versions |= dict(packages)
+
+        def version_of(name: str) -> str:
+            if (found := versions[name] if name in versions else version(name)) is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found
+
+        def devices() -> list[Any]:
+            if device is None:
+                raise RuntimeError("Unable to initialize backend 'cuda': no CUDA-capable device\nmore")
+            kind = "cpu" if device == "cpu" else "gpu"
+            return [SimpleNamespace(platform=kind, device_kind=device, memory_stats=lambda: None)]
+
+        requires = [f"jax-cuda12-pjrt=={JAXLIB}", 'nvidia-cudnn-cu12<10.0,>=9.8; extra == "with-cuda"']
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
+        monkeypatch.setattr(importlib.metadata, "requires", lambda _: requires)
+        monkeypatch.setattr(jax, "local_devices", devices)
+        monkeypatch.setattr(gpu.ctypes, "CDLL", lambda _: object() if library else os.open("/missing", os.O_RDONLY))
+        here = gpu.DEVICE_FILES[1:2] if files else ()
+        monkeypatch.setattr(gpu.os.path, "exists", lambda name: name in here or os.access(name, os.F_OK))
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("cpu", {"packages": {"jax-cuda12-plugin": "0.1"}}, f"^jax-cuda12-plugin 0.1 does not fit .*: {INSTALL}$"),
+        ("NVIDIA H200", {"packages": {"jax-cuda12-pjrt": "0.1"}}, f"^jax-cuda12-pjrt 0.1 does not fit .*: {INSTALL}$"),
+        ("cpu", {"files": False}, r"none of /dev/nvidia0, .*`docker run --gpus all`.*; JAX_PLATFORMS=cpu"),
+        ("cpu", {"library": False}, r"libcuda\.so\.1 is missing: install NVIDIA's driver, or start the container"),
+        ("cpu", {"packages": {"nvidia-cudnn-cu12": None}}, rf"Not installed: nvidia-cudnn-cu12\. {INSTALL}"),
+        ("cpu", {}, rf"does not use NVIDIA H200 \(driver .*\(its messages say why\)\. {INSTALL}, and unset LD_LIBRARY"),
+        (None, {}, r"H200 .*\(Unable to initialize backend 'cuda': no CUDA-capable device\)\."),
+        ("Tesla T4", {}, r"^NVIDIA H200 .* was claimed, and JAX uses Tesla T4: set CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+    ],
+)  # fmt: skip
+def test_a_start_without_the_claimed_gpu(start, device, options, message):
+    start(device, H200, T4, **options)
+    card = claim(0.85)
+    assert card is not None
+    text = problem(card)
+    assert text is not None
+    with pytest.raises(GpuError, match=message):
+        raise GpuError(text)
+
+
+def test_a_start_as_expected(start, machine, monkeypatch):
+    start("NVIDIA H200", H200, T4)
+    assert problem(claim(0.85)) is None and problem() is None
+    start("NVIDIA H200 NVL", H200)  # a name that nvidia-smi spells in another way
+    assert problem(CARD) is None
+    start("cpu", H200, files=False)
+    jax.config.update("jax_platforms", "cpu")
+    assert problem(CARD) is None
+    jax.config.update("jax_platforms", "")
+    machine(plugin=None)
+    assert problem() is None
+
+
+def test_a_gpu_without_cuda_in_jax(machine):
+    machine(H200, plugin=None)
+    assert claim(0.85) is None
+    text = problem()
+    assert text is not None and text.startswith("JAX runs on the CPU: this machine has an NVIDIA H200")
+    assert "JAX has no CUDA: pip install 'specjax[cuda12]'" in text
+
+
+def test_commands_refuse_and_the_library_warns(start, machine, caplog):
+    gpu.warn_of_problem.cache_clear()
+    start("cpu", H200, files=False)
+    with pytest.raises(GpuError, match=r"does not use NVIDIA H200 .*docker run --gpus all"):
+        build.claim_gpu(flags.Settings())
+    with caplog.at_level(logging.WARNING):
+        make_steps(toy().target, make_drafter("NONE"))
+        make_engine(toy(), warm=False)
+    assert caplog.text.count("docker run --gpus all") == 1
+    caplog.clear()
+    gpu.warn_of_problem.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        make_engine(toy(), warm=False)
+    assert caplog.text.count("docker run --gpus all") == 1
+    machine(H200, plugin=None)
+    build.claim_gpu(flags.Settings())  # the CPU is used, with a warning
+    gpu.warn_of_problem.cache_clear()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [("0.0.1", "jax-cuda12-plugin 0.0.1 does not fit jaxlib"), (JAXLIB, "docker run --gpus all")],
+)
+def test_command_with_a_plugin_that_does_not_start(tmp_path, version, message):
+    """A module as JAX's plugin, on this machine without a GPU."""
+    if any(map(os.path.exists, gpu.DEVICE_FILES)):
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "jax_cuda12_plugin.py").touch()
+    metadata = tmp_path / f"jax_cuda12_plugin-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: {version}\n")
+    variables = environment() | {"JAX_PLATFORMS": ""}
+    variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    command = [sys.executable, "-m", "specjax", "serve", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
 
 
 @pytest.mark.parametrize("memory", [8 * GB, 141 * GB])
@@ -220,8 +406,8 @@ def test_small_gpu_is_refused_before_loading(tmp_path, monkeypatch):
 # The flags.
 
 
-def test_claim_by_flags(machine, monkeypatch):
-    machine(T4, H200)
+def test_claim_by_flags(start):
+    start("NVIDIA H200", T4, H200)
 
     def chosen(*argv: str) -> flags.Settings:
         parser = Parser()
