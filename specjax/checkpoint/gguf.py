@@ -27,6 +27,7 @@ from specjax.checkpoint.quantised import BLOCK_TYPES
 from specjax.checkpoint.weights import save_shards
 from specjax.models import table
 from specjax.models.params import Placement, dimensions, placements
+from specjax.packages import need
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -79,10 +80,9 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    from gguf import GGUFReader
-
+    reader_of = need("gguf", "gguf", "GGUF files").GGUFReader
     try:
-        reader = GGUFReader(str(file))
+        reader = reader_of(str(file))
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise CheckpointError(f"not a readable GGUF file, or a truncated one ({error})") from error

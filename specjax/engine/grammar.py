@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specjax.packages import MissingPackage, need
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -109,6 +111,7 @@ class Grammar:
 
 def library_source(grammar: Grammar) -> str:
     """Returns the grammar in llguidance's form. Raises GrammarError; other errors appear when it is compiled."""
+    need("llguidance", "llguidance", "grammars")
     from llguidance import LLMatcher, grammar_from
     from llguidance.gbnf_to_lark import is_lark_syntax
 
@@ -182,7 +185,7 @@ class Grammars:
     def prepare(self) -> None:
         """Converts the tokenizer (half a second), so that the first grammar does not wait for it. An unsupported
         tokenizer is no error here; requests with a grammar are refused."""
-        with contextlib.suppress(GrammarError):
+        with contextlib.suppress(GrammarError, MissingPackage):
             _ = self.core
 
     def holds(self, grammar: Grammar) -> bool:
@@ -236,6 +239,7 @@ class Grammars:
     @cached_property
     def core(self) -> LLTokenizer:
         """The tokenizer in llguidance's form, made in 0.3 s. Raises GrammarError if it is not supported."""
+        need("llguidance", "llguidance", "grammars")
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 

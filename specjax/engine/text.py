@@ -21,9 +21,8 @@ import string
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import re2
-
 from specjax.checkpoint.prompts import END_THINK, THINK
+from specjax.packages import need
 
 REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
@@ -205,6 +204,7 @@ class StopPatterns:
 
 
 def _compiled(pattern: str) -> _Pattern:
+    re2 = need("re2", "google-re2", "stop patterns")
     options = re2.Options()
     options.max_mem, options.log_errors = _MEMORY, False
     try:
