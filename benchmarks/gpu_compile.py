@@ -52,7 +52,16 @@ from specjax.engine.device import Resident, packed
 from specjax.engine.programs import Programs
 from specjax.gpu import NVIDIA_OPTIONS
 from specjax.models import init_params
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, verify_phase
+from specjax.state import PrefillInput
+from specjax.step import (
+    StepConfig,
+    check_phase,
+    commit_phase,
+    draft_phase,
+    prefill_step,
+    speculate_step,
+    verify_phase,
+)
 from specjax.tree import DraftTree
 from specjax.verify import Verifier, verify_tree
 
@@ -87,10 +96,10 @@ class Program(NamedTuple):
 
 def programs(
     shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, nodes: int | None = None,
-    verify: Verifier = STRAIGHT, config: ModelConfig | None = None,
+    verify: Verifier = STRAIGHT, config: ModelConfig | None = None, prefill: tuple[int, int] | None = None,
 ) -> dict[str, Program]:  # fmt: skip
     """The step and its phases. `nodes`: most nodes of a tree; None: whole trees. `config`: the model; None:
-    Llama-3.1-8B."""
+    Llama-3.1-8B. `prefill`: prompts and tokens of each, of a prefill beside them; `batch` is at least the prompts."""
     config = llama_8b(shapes.layers) if config is None else config
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
@@ -120,7 +129,14 @@ def programs(
     tree = place(DraftTree(*(cast(Any, jax.ShapeDtypeStruct((shapes.batch, most), kind)) for kind in numbers)))
     with described_device((params,)):
         checked = place(jax.eval_shape(check, params, state, inputs, tree))
-    return {
+    chunk = {}
+    if prefill is not None:
+        first = partial(prefill_step, target=target, drafter=drafter, config=step)
+        rows, width = prefill
+        given = (((), jnp.int32), ((table,), jnp.int32), ((), jnp.bool_), ((width,), jnp.int32), *[((), jnp.int32)] * 2)
+        prompts = place(PrefillInput(*(jax.ShapeDtypeStruct((rows, *shape), kind) for shape, kind in given)))
+        chunk = {"prefill": Program(jax.jit(first, donate_argnums=1), (params, state, prompts), state)}
+    return chunk | {
         "step": Program(jax.jit(whole, donate_argnums=1), (params, state, inputs), state),
         "draft": Program(jax.jit(draft, donate_argnums=1), (params, state, inputs), state),
         "verify": Program(jax.jit(verified, donate_argnums=1), (params, state, inputs, tree), state),

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specjax_kernels.platforms import before_ampere
 
 from specjax import checkpoint
 from specjax.cache import PoolShape, bytes_per_token
@@ -85,7 +86,7 @@ def this_device() -> Device:
         array = jax.block_until_ready(copy(array))
         seconds.append(time.perf_counter() - start)
     kind, bandwidth = jax.local_devices()[0].device_kind, 2 * array.nbytes / min(seconds)
-    return Device(kind, total, bandwidth, 0.0, 0.0, "measured: a copy of 256 MB")
+    return Device(kind, total, bandwidth, 0.0, 0.0, "measured: a copy of 256 MB", before_ampere())
 
 
 def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = False) -> int:
@@ -228,9 +229,11 @@ def make_plan(case: Case) -> dict[str, Any]:
     reads = _reads(model, n, config.expert_parallel)
     weights, draft_weights = reads["weights"], reads["draft_weights"]
     problems = [problem] if (problem := _split_problem(case)) else []
-    memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
+    memory, old = None, case.device.before_ampere
+    if case.platform != "cpu":
+        memory = Memory(case.device.memory, case.limit, weights + draft_weights, old)
     try:
-        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
+        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n, fixed)
     except ValueError as error:
         problems.append(str(flags.with_flag(error)))
         tokens = 0
@@ -243,7 +246,7 @@ def make_plan(case: Case) -> dict[str, Any]:
         "pool": tokens * pages,
         "draft_pool": tokens * draft_pages,
         "rows": fixed,
-        "temporaries": temporary_bytes(target, drafter.features, buckets, case.platform, n),
+        "temporaries": temporary_bytes(target, drafter.features, buckets, case.platform, n, old),
     }
     total = sum(sizes.values())
     if not problems and total > case.limit:

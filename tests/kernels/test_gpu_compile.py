@@ -6,6 +6,7 @@ another GPU or with more layers (`make gpu-compile-all`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -333,6 +334,83 @@ def test_concurrent_nodes_cost_little_memory() -> None:
 )  # fmt: skip
 def test_steps_on_other_gpus(device: str, shape: str, batch: int) -> None:
     check(step(device, shape, batch, FEW))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "batch"),
+    [
+        ("float16", "none", 1),
+        ("bfloat16", "none", 8),
+        ("float16", "int8", 1),
+        ("float16", "int4", 8),
+        *(pytest.param(*case, marks=slow) for case in (("bfloat16", "none", 1), ("float16", "int8", 8))),
+    ],
+)
+def test_a_t4_widens_no_matrix(monkeypatch, dtype: str, quantization: str, batch: int) -> None:
+    """XLA multiplies no codes and no bfloat16 there. The largest temporary is a part of a matrix (`WIDENED` weights in
+    float32) or the pages of one layer, not those of all layers."""
+    from gpu_compile import STRAIGHT, Shapes, compiled, programs
+    from model_shapes import llama_8b, target_shapes
+    from specjax_kernels.quantised import WIDENED
+    from specjax_kernels.xla import GPU_TOKENS
+
+    from specjax import PoolShape
+
+    monkeypatch.setattr(sys.modules["specjax_kernels.quantised"], "before_ampere", lambda: True)
+    config, context = dataclasses.replace(llama_8b(FEW), dtype=dtype), 4096
+    shapes = Shapes(FEW, 1, 1, 2, batch, 16, context, PoolShape(PAGES, 16), "xla")
+    verify = functools.partial(STRAIGHT.func, straight=False)
+    program = programs(shapes, gpu("t4").place, algorithm="NONE", verify=verify, config=config)["step"]
+    params, *others = program.arguments
+    params = params._replace(target=gpu("t4").place(target_shapes(config, quantization)))
+    record = compiled(program._replace(arguments=(params, *others)), dict(NVIDIA_OPTIONS), weights=False)
+    pages = min(batch * context, GPU_TOKENS) * 2 * config.num_kv_heads * config.head_dim * 4
+    print(f"{dtype}, {quantization}, batch {batch}: {record['temp_bytes'] / 1e6:.1f} MB of temporaries, of which pages "
+          f"{pages / 1e6:.1f}")  # fmt: skip
+    assert record["all_state_aliased"] and record["one_graph"], record["outside_graphs"]
+    assert record["temp_bytes"] < 4 * WIDENED * 1.5 + pages
+
+
+TEMPORARIES = [
+    ("llama_8b", "plain", 64, None, FEW), ("llama_8b", "short tree", 8, None, FEW),
+    ("llama_8b", "plain", 1, (1, 2048), FEW),
+    *(pytest.param(*case, marks=slow) for case in (
+        ("llama_8b", "chain", 32, None, FEW), ("llama_8b", "tree", 8, (1, 2048), 16),
+        ("llama_8b", "tree", 8, (8, 256), FEW), ("qwen3_8b", "plain", 1, (1, 2048), FEW),
+        ("qwen3_8b", "plain", 64, None, FEW),
+        ("qwen3_30b", "plain", 1, (1, 2048), 2), ("llama_8b", "tree", 8, (1, 2048), ALL),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "shape", "batch", "prefill", "layers"), TEMPORARIES)
+def test_estimated_temporaries(
+    model: str, shape: str, batch: int, prefill: tuple[int, int] | None, layers: int
+) -> None:
+    """At most 10% more than the compiled program holds, and never less."""
+    import model_shapes
+    from gpu_compile import Shapes, compiled, programs
+
+    from specjax import PoolShape, make_target
+    from specjax.engine.buckets import Buckets
+    from specjax.engine.memory import temporary_bytes
+
+    algorithm, tree = TREES[shape]
+    config = getattr(model_shapes, model)(layers)
+    shapes = Shapes(layers, *tree, batch, 16, 8192, PoolShape(PAGES, 16), "pallas")
+    chosen = programs(shapes, gpu("h200").place, algorithm=algorithm, config=config, prefill=prefill)
+    record = compiled(chosen["step" if prefill is None else "prefill"], dict(NVIDIA_OPTIONS), weights=False)
+    features = None if algorithm == "NONE" else model_shapes.eagle3_head(config).aux_layers
+    width = 1 if algorithm == "NONE" else tree[2]
+    # Buckets with this program alone; the other kind is small.
+    buckets = Buckets(
+        (1,) if prefill else (batch,), (prefill[1],) if prefill else (1,), 1, prefill and (*prefill, 0), (512,),
+        (1,) if prefill else (1, width), None, several_widths=False,
+    )  # fmt: skip
+    estimate = temporary_bytes(make_target(config), features, buckets, "gpu")
+    print(f"{model}, {layers} layers, {shape}, batch {batch}, prefill {prefill}: {record['temp_bytes'] / 1e6:.1f} MB, "
+          f"estimate {estimate / 1e6:.1f}")  # fmt: skip
+    assert record["temp_bytes"] <= estimate <= 1.1 * record["temp_bytes"]
 
 
 def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
