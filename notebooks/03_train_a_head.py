@@ -39,6 +39,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import venv
 from pathlib import Path
 
 # Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
@@ -56,6 +57,24 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+# On Colab, packages are installed beside Colab's own, none of which is replaced; elsewhere into the environment.
+BESIDE = Path(tempfile.gettempdir()) / "specjax-packages" if version_of("google-colab") else None
+
+
+def use_packages_beside() -> None:
+    """Finds the packages of `BESIDE` before others, in this process and those that it starts."""
+    folder = next(map(str, BESIDE.glob("lib/python*/site-packages")), "") if BESIDE else ""
+    if not folder or folder in sys.path:
+        return
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    if "jax" in sys.modules and sys.modules["jax"].__version__ != version_of("jax"):
+        raise SystemExit(
+            f"JAX {sys.modules['jax'].__version__} was imported before JAX {version_of('jax')} was installed: restart "
+            "the session (Runtime > Restart session) and run this cell first."
+        )
 
 
 def cuda_extra() -> str:
@@ -97,6 +116,9 @@ def install(*packages: str) -> None:
     print("pip install", *packages)
     quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    if BESIDE is not None:
+        venv.create(BESIDE, system_site_packages=True)
+        command[3:3] = ["--python", str(BESIDE / "bin" / "python")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         said = []
         for line in running.stdout:  # the newest line is shown in place of the one before
@@ -106,8 +128,10 @@ def install(*packages: str) -> None:
     if running.returncode:
         raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
     importlib.invalidate_caches()
+    use_packages_beside()
 
 
+use_packages_beside()
 if not (is_installed("specjax") and is_installed("specjax_kernels")):
     what = SOURCE or find_source()
     if extra := cuda_extra():

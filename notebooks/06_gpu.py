@@ -24,14 +24,14 @@
 # |---|---|---|---|
 # | compute capability | 7.5 | 8.9 | - |
 # | attention | XLA's operations: specjax's kernels need 8.0 | specjax's kernel | XLA's operations |
-# | products of quantised weights | XLA's operations | specjax's kernels | specjax's kernels for CPUs |
+# | products of quantised weights | XLA's operations, in parts | specjax's kernels | specjax's kernels for CPUs |
 # | float32 | runs | runs | runs, the default |
-# | float16 | runs on tensor cores: **choose it** | runs on tensor cores | runs, slower |
-# | bfloat16 | the card cannot multiply it: XLA does in float32 | runs on tensor cores | runs, slower |
+# | float16 | runs on tensor cores: the default for models in bfloat16 | runs on tensor cores | runs, slower |
+# | bfloat16 | the card cannot multiply it: float32 products of parts of the weights | tensor cores | runs, slower |
 #
-# The GPUs' columns are read off the code's own checks (`specjax.gpu`, `specjax_kernels.platforms`), off NVIDIA's data
-# and, for bfloat16 on a T4, off what JAX's maintainers say ([jax#21212](https://github.com/jax-ml/jax/issues/21212)).
-# **Nothing has been measured on a T4 or an L4 yet**; the cells below do.
+# The GPUs' columns are read off the code's own checks (`specjax.gpu`, `specjax_kernels.platforms`), off programs that
+# XLA compiled for a T4 (`make gpu-compile`) and off NVIDIA's data. **Nothing has been measured on a T4 or an L4 yet**;
+# the cells below do.
 #
 # It runs on a CPU, too. On Colab upload it (File > Upload notebook), choose Runtime > Change runtime type > T4 GPU, and
 # upload, in the pane of files, the wheel that `make wheel` makes in a checkout; the first cell installs it.
@@ -45,6 +45,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import venv
 from pathlib import Path
 
 # Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
@@ -62,6 +63,24 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+# On Colab, packages are installed beside Colab's own, none of which is replaced; elsewhere into the environment.
+BESIDE = Path(tempfile.gettempdir()) / "specjax-packages" if version_of("google-colab") else None
+
+
+def use_packages_beside() -> None:
+    """Finds the packages of `BESIDE` before others, in this process and those that it starts."""
+    folder = next(map(str, BESIDE.glob("lib/python*/site-packages")), "") if BESIDE else ""
+    if not folder or folder in sys.path:
+        return
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    if "jax" in sys.modules and sys.modules["jax"].__version__ != version_of("jax"):
+        raise SystemExit(
+            f"JAX {sys.modules['jax'].__version__} was imported before JAX {version_of('jax')} was installed: restart "
+            "the session (Runtime > Restart session) and run this cell first."
+        )
 
 
 def cuda_extra() -> str:
@@ -103,6 +122,9 @@ def install(*packages: str) -> None:
     print("pip install", *packages)
     quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    if BESIDE is not None:
+        venv.create(BESIDE, system_site_packages=True)
+        command[3:3] = ["--python", str(BESIDE / "bin" / "python")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         said = []
         for line in running.stdout:  # the newest line is shown in place of the one before
@@ -112,8 +134,10 @@ def install(*packages: str) -> None:
     if running.returncode:
         raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
     importlib.invalidate_caches()
+    use_packages_beside()
 
 
+use_packages_beside()
 if not (is_installed("specjax") and is_installed("specjax_kernels")):
     what = SOURCE or find_source()
     if extra := cuda_extra():
@@ -160,6 +184,8 @@ except gpu.GpuError as error:  # too old for the JAX that is installed: the CPU 
     jax.config.update("jax_platforms", "cpu")
     card = None
 print("card:", card or "none that JAX can use; the CPU decodes")
+if card is not None and (problem := gpu.problem(card)):  # JAX has started, and does not use the card
+    raise SystemExit(problem)
 
 # %% [markdown]
 # ## What the code chooses on this device
@@ -246,11 +272,11 @@ plt.show()
 # ## For a server on this machine
 #
 # ```sh
-# specjax serve --dtype float16                      # on a T4
-# specjax serve                                      # on an L4, or without a GPU
+# specjax serve
 # specjax serve --model MODEL --dry-run              # whether a model fits, without loading it
 # ```
 #
-# A T4 has 16 GB, an L4 24: a model of 7 billion parameters fits an L4 in 16 bits, and a T4 in 4 (GPTQ, AWQ,
-# `--quantization int4`). A checkpoint in bfloat16 is served as float16 by `--dtype float16`; families whose activations
-# do not fit it (Gemma 2, Gemma 3, DeepSeek-V3) are refused there by name.
+# A T4 has 16 GB, an L4 24: a model of 8 billion parameters fits an L4 in 16 bits, and a T4 in 8 or 4 (GPTQ, AWQ,
+# `--quantization int8` or `int4`); `--dry-run --assume-device T4` computes it. On a T4 a checkpoint in bfloat16 is
+# served in float16. Families whose activations do not fit float16 (Gemma 2, Gemma 3, DeepSeek-V3) stay in bfloat16,
+# which is slow there.

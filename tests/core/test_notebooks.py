@@ -18,6 +18,7 @@ import jupytext
 import nbformat
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
+from packaging.requirements import Requirement
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 from train_helpers import environment
@@ -143,12 +144,12 @@ def first(monkeypatch, capsys):
         monkeypatch.setattr("importlib.metadata.version", version_of)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: call.specs.get(name))
         exec(compile(FIRST, "first cell", "exec"), {})
-        if commands:
+        if commands and "--python" not in commands[0]:
             (command,) = commands
             assert command[:4] == [sys.executable, "-m", "pip", "install"]
         return (commands[0][8:] if commands else None), capsys.readouterr().out
 
-    call.versions, call.specs, call.status = versions, {}, 0
+    call.versions, call.specs, call.status, call.commands = versions, {}, 0, commands
     return call
 
 
@@ -179,6 +180,44 @@ def test_packages_for_a_machine(source, card, packages, wanted, tmp_path, monkey
     installed, printed = first(tmp_path)
     assert installed == [wanted, "matplotlib>=3.8", "ipywidgets"]
     assert f"pip install {wanted} " in printed and "done" in printed
+
+
+def test_colabs_packages_stay(tmp_path, monkeypatch, first):
+    """pip installs into an environment of its own, which has Colab's packages, too."""
+    monkeypatch.setenv("SPECJAX_SOURCE", GIT)
+    monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(__version__="0.7.2"))
+    first.versions.update({"google-colab": "1.0", "jax": "0.7.2"})
+    first(tmp_path)
+    beside = tmp_path / "specjax-packages"
+    assert first.commands[0][2:6] == ["pip", "--python", str(beside / "bin" / "python"), "install"]
+    assert "include-system-site-packages = true" in (beside / "pyvenv.cfg").read_text()
+    assert Path(sys.path[0]).parts[-4:-2] == ("specjax-packages", "lib")
+    assert os.environ["PYTHONPATH"] == f"{sys.path[0]}{os.pathsep}before"
+    # The cell's own process has another JAX: a new session is needed, and finds the packages.
+    sys.path.pop(0)
+    first.versions["jax"] = "0.10.2"
+    with pytest.raises(SystemExit, match=r"^JAX 0\.7\.2 was imported before JAX 0\.10\.2 .*Restart session"):
+        first(tmp_path)
+
+
+COLAB = {
+    "jax": "0.7.2", "flax": "0.11.2", "numba": "0.61.2", "llvmlite": "0.44.0", "numpy": "2.1.3", "optax": "0.2.8",
+    "orbax-checkpoint": "0.12.4", "transformers": "5.15.0", "tokenizers": "0.22.2", "safetensors": "0.8.0",
+    "huggingface-hub": "1.27.0", "jinja2": "3.1.6", "fastapi": "0.141.1", "uvicorn": "0.52.3", "pydantic": "2.13.4",
+    "prometheus-client": "0.26.0", "filelock": "3.32.3", "tqdm": "4.67.3", "torch": "2.11.0", "triton": "3.6.0",
+}  # fmt: skip
+"""Versions on Colab's GPU machines, 2026-08-19: pip-freeze.gpu.txt of github.com/googlecolab/backend-info, a724079."""
+
+
+def test_requirements_against_colabs_packages():
+    needed = {each.name: each.specifier for each in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert {"torch", "triton"}.isdisjoint(needed), "torch pins its triton"
+    newer = {name for name, version in COLAB.items() if name in needed and version not in needed[name]}
+    assert newer == {"jax", "flax", "numba", "llvmlite"}, "these are installed beside Colab's"
+    assert needed.keys() - COLAB.keys() == {"gguf", "jaxtyping", "llguidance", "google-re2"}, "these are added"
 
 
 def checkout(folder: Path) -> None:
