@@ -174,9 +174,10 @@ def cards() -> list[Card]:
         if len(values) != len(_FIELDS) or not values[0].isdecimal():
             logger.warning("cannot read this line of nvidia-smi: %s", line)
             continue
-        index, uuid, name, driver, capability, *sizes, mode = values
-        total, free = (int(size) << 20 if size.isdecimal() else 0 for size in sizes)
-        present.append(Card(int(index), uuid, name, driver, capability, total, free))
+        index, uuid, name, driver, capability, total, free, mode = values
+        memory = int(total) << 20 if total.isdecimal() else 0
+        unused = int(free) << 20 if free.isdecimal() else memory
+        present.append(Card(int(index), uuid, name, driver, capability, memory, unused))
         split |= mode == "Enabled"
     parts, parent = list[Card](), None
     for match in filter(None, map(_PART.search, _nvidia_smi("-L") if split else ())):
@@ -281,9 +282,10 @@ def problem(card: Card | None = None) -> str | None:
     try:
         device = jax.local_devices()[0]
         if device.platform != "cpu":
-            if card is None or device.device_kind not in {other.name for other in cards()} - {card.name}:
+            kind = device.device_kind
+            if card is None or kind == card.name or kind not in {other.name for other in cards()}:
                 return None
-            return f"{card} was claimed, and JAX uses {device.device_kind}: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            return f"{card} was claimed, and JAX uses {kind}: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     except (RuntimeError, AssertionError) as error:  # asserts that some platform of JAX_PLATFORMS has started
         cause = str(error).partition("\n")[0] or cause
     requires = importlib.metadata.requires(f"{cuda}-plugin") if _installed(f"{cuda}-plugin") else None

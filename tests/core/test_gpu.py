@@ -154,6 +154,8 @@ def test_parts_of_a_gpu(machine, monkeypatch, shown, expected, split):
 
 
 def test_unknown_memory(machine, caplog):
+    machine("GPU-a, NVIDIA H20, 580.95.05, 9.0, 100000, [N/A]")
+    assert cards()[0].free == cards()[0].memory == 100000 << 20
     machine("GPU-a, NVIDIA GB10, 580.95.05, 12.1, [N/A], [N/A]", plugin="jax_cuda13_plugin")
     with caplog.at_level(logging.WARNING):
         card = claim(0.85)
