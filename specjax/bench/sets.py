@@ -126,7 +126,7 @@ def _read_lines(file: Path) -> list[tuple[Conversation, str]]:
         except ValueError as error:
             raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
         row = row if isinstance(row, dict) else {}
-        turns = row.get("turns", [row.get("prompt")])
+        turns: Any = row.get("turns", [row.get("prompt")])
         if isinstance(messages := row.get("messages"), list) and "turns" not in row and "prompt" not in row:
             turns = [message.get("content") for message in messages if isinstance(message, dict)]
             if any(not isinstance(message, dict) or message.get("role") != "user" for message in messages):
