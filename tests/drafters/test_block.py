@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_oracle import best_paths, block_outputs, slot_logits, walker
+from block_oracle import best_paths, block_outputs, log_softmax, slot_logits, walker
 from distil import pair_model
 from eagle_oracle import ERROR, check_tree, grow_tree
 from hypothesis import given, settings
-from oracle import Sampling
+from oracle import Sampling, noise
 from tiny_blocks import BLOCK, DIALECTS, Saved, save_block
-from toy_models import Runner, Toy, tiny_llama
+from toy_models import Runner, Toy, sampling_rows, tiny_llama
 
 from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
@@ -203,6 +203,41 @@ def test_trees(heads, dialect):
         compared += sum(check(driven, TreeShape(*shape)) for shape in shapes)
     assert compared > 24
     assert check(driven, TreeShape(2, 1, 3), block=driven.head.config.block - 1)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "shape"),
+    [
+        ("speculators-dflash", (4, 1, 5)), ("dflash", (4, 3, 12)), ("deepspec-gated", (4, 1, 5)),
+        ("speculators-dflash2", (4, 2, 9)),
+    ],
+)  # fmt: skip
+def test_drafts_with_the_targets_noise(heads, dialect, shape):
+    """Slot d uses the noise of position n + d; a greedy row uses none."""
+    driven, saved = Driven(heads(dialect), seed=5), heads(dialect).saved
+    driven.feed([2, 9, 17])
+    requests = [Sampling(temperature=t, seed=seed) for t, seed in ((1.0, 3), (0.0, 4), (0.6, -5), (0.0, 0))]
+    context = driven.context([True] * ROWS)._replace(sampling=sampling_rows(requests, target().vocab))
+    drafter, propose = compiled(driven.head.config, TreeShape(*shape))
+    tree = jax.tree.map(np.asarray, propose(driven.params, driven.state, context)[0])
+    compared = 0
+    for row, request in enumerate(requests[:ROWS]):
+        n = int(driven.done[row])
+        plain = driven.log_probs(row, drafter.depth + (not saved.spec.from_anchor))
+
+        def noisy(path, plain=plain, request=request, n=n):
+            drawn = noise(request.seed, n + len(path) + 1, target().vocab)[saved.ids]
+            return log_softmax(plain(path) + request.temperature * drawn)
+
+        if driven.head.config.walk == "none" and shape[1] > 1:
+            chosen, gap = best_paths(noisy, shape[0], shape[1], shape[2] - 1, saved.ids)
+            if gap > ERROR:
+                assert paths_of(tree, row).keys() == {(), *chosen}
+                compared += 1
+        else:
+            root = int(driven.tokens[row, n])
+            compared += check_tree(tree, row, grow_tree(noisy, root, *shape, prefix_length=n, target_ids=saved.ids))
+    assert compared > 1
 
 
 def test_window_option(heads):
