@@ -30,7 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the device is des
 
 import jax
 import jax.numpy as jnp
-from model_shapes import eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
+from model_shapes import block_head, eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import bytes_read, counts, dump_options, read_dump
@@ -101,7 +101,8 @@ def programs(
     """The step and its phases. `nodes`: most nodes of a tree; None: whole trees. `config`: the model; None:
     Llama-3.1-8B. `prefill`: prompts and tokens of each, of a prefill beside them; `batch` is at least the prompts."""
     config = llama_8b(shapes.layers) if config is None else config
-    target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
+    target = make_target(config, backend=shapes.backend)
+    head = (block_head if algorithm == "DFLASH" else eagle3_head)(config)
     if algorithm == "NONE":
         drafter = make_drafter("NONE")
     else:

@@ -59,8 +59,12 @@ class BlockHead(DraftHead):
         """The cache entries of tokens with these features, [B, N, K, E] for each layer."""
         context = rms_norm(linear(features, params, "fc"), params["feature_norm"], self.config.norm_epsilon)
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
-        layers = (params[f"layers_{i}"] for i in range(self.config.layers))
-        return tuple(keys_values(context, layer, rotation, head_norm=self._head_norm) for layer in layers)
+        entries = []
+        for i in range(self.config.layers):
+            # XLA:GPU would multiply equal inputs once, by a concatenation of all layers' matrices made in each step.
+            context = jax.lax.optimization_barrier(context)
+            entries.append(keys_values(context, params[f"layers_{i}"], rotation, head_norm=self._head_norm))
+        return tuple(entries)
 
     def block(
         self, target_params: Weights, params: Weights, anchor: PerRequest, width: int, cache: Any,
