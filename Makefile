@@ -81,7 +81,7 @@ $(GPU_COMPILER)/.installed: pyproject.toml | setup
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
 	@touch $@
 
-# A plain step, a step with a chain and a layer's kernels with the newest jax and the compiler of CUDA 13.
+# Steps and a layer's kernels with the newest jax and the compiler of CUDA 13, in Pallas and in Triton.
 gpu-compile-newest: $(NEWEST_GPU_COMPILER)/.installed
 	PYTHONPATH=$(NEWEST_GPU_COMPILER) XLA_FLAGS= $(SMOKE_VENV)/bin/python -m pytest -n 2 --durations=20 \
 		tests/kernels/test_gpu_compile.py -m newest_jax
