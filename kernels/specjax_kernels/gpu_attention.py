@@ -49,7 +49,7 @@ def attend(call: Call, run: Callable[..., dict[str, Array]], *, name: str, qkv: 
         in_q=G + 2 if packed else G,  # queries and, if packed, key and value of a head in q; then in k_block
         in_block=G + 2 if packed else 1, key_at=G if packed else 0, value_at=G + 1 if packed else 0,
         value_width=E if shape.latent else Ev,
-        own_mask=int(not shape.causal and call.mask.shape[0] > 1),  # 0: all rows of the batch share one
+        own_mask=int(not isinstance(call.mask, Causal) and call.mask.shape[0] > 1),  # 0: all rows share one
         causal=shape.causal,
         scale=float(shape.scale / softcap if softcap else shape.scale * LOG2_E), softcap=float(softcap * LOG2_E),
         window=shape.window or 0, rows=launch.rows, tokens=launch.tokens, splits=splits, padded_rows=rows,

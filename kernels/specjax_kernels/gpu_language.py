@@ -30,7 +30,7 @@ DIALECTS = {"pallas": "specjax_kernels.pallas_triton", "triton": "specjax_kernel
 class Constants(types.SimpleNamespace):
     """Constants of a kernel, by name."""
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
         return hash(tuple(self.__dict__.items()))
 
 
