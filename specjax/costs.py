@@ -40,7 +40,11 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
     """
     forward, weights = _size(params.target)
     level = _size(params.draft)[0] if drafter.runs_model else 0
-    levels = drafter.depth if drafter.passes is None else drafter.passes
+    levels, kernels_of_level = drafter.depth, LEVEL_KERNELS
+    if drafter.passes is not None:  # a block head of several layers, which may use the target's output layer
+        levels, layers = drafter.passes, [name for name in params.draft if name.startswith("layers_")]
+        kernels_of_level += LAYER_KERNELS * (len(layers) - 1)
+        level += 0 if "head" in params.draft else _size(params.target.get("head", params.target["embed"]))[0]
     if device is not None:
         kernels = (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
 
@@ -48,7 +52,7 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
             multiplying = 2 * rows * weights / device.speed(target.config.dtype)
             return max(forward / device.bandwidth, multiplying) + kernels
 
-        draft = levels * (level / device.bandwidth + LEVEL_KERNELS * KERNEL) if drafter.runs_model else 0.0
+        draft = levels * (level / device.bandwidth + kernels_of_level * KERNEL) if drafter.runs_model else 0.0
         return (seconds(batch * drafter.width) + draft) / seconds(batch)
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
     plain, checked = np.interp([batch, batch * drafter.width], tokens, durations).tolist()

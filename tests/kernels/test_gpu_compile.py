@@ -108,6 +108,7 @@ TREES = {
     "int4 chain": ("EAGLE3", (7, 1, 8)),
     "short tree": ("EAGLE3", (3, 8, 32)),
     "tree": ("EAGLE3", (5, 8, 32)),
+    "block": ("DFLASH", (15, 1, 16)),
 }
 """Name -> algorithm and (steps, top-k, draft tokens). Short trees have every kind of level and compile faster."""
 
@@ -199,6 +200,16 @@ def test_kernels_of_a_step(backend: str, shape: str, device: str) -> None:
     print(f"{jax.__version__} {device} {backend} {shape}: {record['kernels_every_call']} kernels, "
           f"{sum(record['weights_read'].values()) / 1e6:.0f} MB of weights")  # fmt: skip
     assert record["kernels_every_call"] <= KERNELS_OF_A_STEP[shape]
+
+
+@pytest.mark.parametrize("device", ["h200", pytest.param("h100_sxm", marks=slow)])
+def test_a_block_head_runs_once(device: str) -> None:
+    """Five layers over 16 slots. The layers' products of the same context are not joined: XLA would concatenate their
+    matrices, 500 MB, in each step."""
+    record = step(device, "block", 1, FEW)
+    check(record)
+    assert record["kernels_every_call"] <= 200
+    assert record["temp_bytes"] < 64e6
 
 
 STEPS = [pytest.param("plain", 1, FEW, marks=newest), ("plain", 8, FEW),
