@@ -14,6 +14,9 @@ Tensors have the names and layouts of published heads, from the tables that load
 - SGLang and vLLM, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v. Only engines that
   detect biases by their tensors read a head without them. transformers' `model_type` of this layer is qwen2.
 
+- z-lab/dflash, SGLang and vLLM, block heads: `dflash_config`; `DSparkDraftModel` and `projector_type` as in SpecForge.
+  A draft vocabulary (`draft_vocab_size`, d2t, t2d, lm_head) is speculators' extension.
+
 Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_capture`; vllm-project/vllm 00bd149,
 0bb55d6 and `_get_eagle3_aux_layers_from_config`; SafeAILab/EAGLE `cnets.py` and `cnets1.py`.
 """
@@ -30,10 +33,10 @@ import numpy as np
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint.draft_head import AUX_LAYERS_KEY, published_name
 from specjax.checkpoint.files import listed, replacing_folder
-from specjax.checkpoint.hf_config import hf_rope_scaling
+from specjax.checkpoint.hf_config import LAYER_TYPES, hf_rope_scaling
 from specjax.checkpoint.parameters import HOST_DTYPES
 from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
-from specjax.config import HeadConfig, ModelConfig
+from specjax.config import BlockConfig, HeadConfig, ModelConfig
 from specjax.models.head_spec import MASK, OFFSETS, head_sizes, head_spec, head_table
 from specjax.models.params import map_leaves, placements, tensors_of
 
@@ -94,16 +97,16 @@ def head_tensors(
     """Tensors by their names in the file: parameters as `dtype`, `d2t` int64 [W] and `t2d` bool [V]."""
     if dtype not in HOST_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; a draft can be written as: {', '.join(HOST_DTYPES)}")
-    spec = head_spec(config.kind)
-    if config.mapped and not spec.own_ends:
+    spec = None if isinstance(config, BlockConfig) else head_spec(config.kind)
+    if config.mapped and spec is not None and not spec.own_ends:
         raise ValueError(f"there is no published format of {config.kind} heads with a token map; export without it")
     table, sizes = head_table(config), head_sizes(config, target.vocab_size)
-    shapes = map_leaves(table, lambda leaf: leaf.shape(sizes))
-    if wrong := sorted(shapes.keys() ^ params.keys()):
+    shapes, given = _flat(map_leaves(table, lambda leaf: leaf.shape(sizes))), _flat(params)
+    if wrong := sorted(shapes.keys() ^ given.keys()):
         raise ValueError(f"{config.kind} heads have the parameters {listed(shapes)}; missing or more: {listed(wrong)}")
     leaves: dict[str, np.ndarray] = {}
     for name, shape in shapes.items():
-        leaf = np.asarray(params[name])
+        leaf = np.asarray(given[name])
         if leaf.shape != shape:
             raise ValueError(f"parameter {name} is {list(leaf.shape)}; the head's description implies {list(shape)}")
         if name != "ids":
@@ -112,8 +115,9 @@ def head_tensors(
             if not np.isfinite(leaf.astype(np.float32)).all():
                 raise ValueError(f"parameter {name} has values that are not finite in {dtype}; the training diverged")
         leaves[name] = leaf
-    tensors = tensors_of(placements(table, sizes), lambda path: leaves[path[-1]])
-    tensors = {published_name(spec, name): np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    tensors = tensors_of(placements(table, sizes), lambda path: leaves[".".join(path)])
+    named = tensors if spec is None else {published_name(spec, name): tensor for name, tensor in tensors.items()}
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in named.items()}
     if config.mapped:
         ids = leaves["ids"].astype(np.int64)
         tensors[OFFSETS] = ids - np.arange(len(ids))
@@ -121,15 +125,23 @@ def head_tensors(
     return tensors
 
 
+def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by path; the leaves of a layer of a block head are in a dict of their own."""
+    found: dict[str, Any] = {}
+    for name, leaf in params.items():
+        found |= (
+            {f"{name}.{inner}": part for inner, part in leaf.items()} if isinstance(leaf, Mapping) else {name: leaf}
+        )
+    return found
+
+
 def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """config.json of a head, with all keys whose defaults differ between engines, such as `rope_theta`."""
-    spec, rope = head_spec(config.kind), config.rope
+    rope = config.rope
     described: dict[str, Any] = {
-        "architectures": [spec.architecture],
-        "model_type": spec.model_type,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -144,10 +156,13 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
-        **spec.keys,
     }
     if rope.partial != 1:
         described["partial_rotary_factor"] = rope.partial
+    if isinstance(config, BlockConfig):
+        return described | _block_keys(config, target)
+    spec = head_spec(config.kind)
+    described |= {"architectures": [spec.architecture], "model_type": spec.model_type, **spec.keys}
     if spec.absent_bias is not None and config.fc_bias != spec.absent_bias:
         described["bias"] = config.fc_bias
     if spec.reads_layers:
@@ -160,3 +175,31 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
             AUX_LAYERS_KEY: [layer + 1 for layer in config.aux_layers],
         }
     return described
+
+
+def _block_keys(config: BlockConfig, target: ModelConfig) -> dict[str, Any]:
+    """Keys of a block head: z-lab's, and with a Markov head SpecForge's."""
+    dspark = {"projector_type": "dspark", "markov_rank": config.rank, "markov_head_type": config.walk}
+    sliding = [window for window in config.windows if window is not None]
+    keys: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel" if config.walk == "none" else "DSparkDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block,
+        "num_target_layers": target.num_layers,
+        "layer_types": [LAYER_TYPES[0 if window else 1] for window in config.windows],
+        "sliding_window": sliding[0] if sliding else None,
+        "dflash_config": {
+            "mask_token_id": config.mask_token,
+            "target_layer_ids": list(config.aux_layers),
+            "sample_from_anchor": config.from_anchor,
+            "input_embedding_scale": config.input_scale,
+            "output_multiplier": config.output_scale,
+            "final_logit_softcapping": config.logit_softcap,
+            **(dspark if config.walk != "none" else {}),
+        },
+    }
+    if len({*config.causal}) == 1:  # otherwise layers with a window are causal
+        keys["is_causal"] = config.causal[0]
+    if config.mapped:
+        keys["draft_vocab_size"] = config.vocab_size
+    return keys

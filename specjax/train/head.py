@@ -1,9 +1,10 @@
-"""A draft head (EAGLE-3, EAGLE-1/2 or MTP) in training: its configuration, first weights, loss and export."""
+"""A draft head in training (EAGLE-3, EAGLE-1/2, MTP or a block head): configuration, first weights, loss and export."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,21 +16,25 @@ from jaxtyping import Float, Float32, Int32
 from specjax import checkpoint
 from specjax.cache import Weights
 from specjax.checkpoint import ModelFiles
-from specjax.config import HeadConfig, ModelConfig
-from specjax.drafters import Drafter, TreeShape, eagle_drafter
+from specjax.checkpoint.block_head import default_block_features
+from specjax.config import BlockConfig, HeadConfig, ModelConfig
+from specjax.drafters import Drafter, TreeShape, block_drafter, eagle_drafter
 from specjax.models import make_target
-from specjax.models.draft_head import draft_head, init_head_params, output_columns
+from specjax.models.block_head import BlockHead
+from specjax.models.draft_head import check_fit, draft_head, init_head_params, output_columns
 from specjax.models.head_spec import ALGORITHMS
 from specjax.models.target import Target
+from specjax.train.block import BLOCKS, block_attention, block_loss
 from specjax.train.data import Rows
-from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings, TrainOptions, aux_layers_of
+from specjax.train.options import ALL_TOKENS, BlockSettings, DraftSettings, LossSettings, TrainOptions, aux_layers_of
 from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unroll
 from specjax.train.vocab import token_map
 
 FROZEN = ("ids",)  # leaves of a head that are not trained
 NORM_SCALE = 0.3
-"""Factor on the target's final norm in a new EAGLE-3 head, so that an untrained layer gives flat distributions. On
-SmolLM2 the first loss is near a uniform distribution's, and 60,000 tokens reach the loss of 100,000 tokens with 1."""
+"""Factor on the target's final norm in a new EAGLE-3 or block head, so that an untrained layer gives flat
+distributions. On SmolLM2 the first loss of EAGLE-3 is near a uniform distribution's, and 60,000 tokens reach the loss
+of 100,000 tokens with 1."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +50,26 @@ class TargetSource:
 class HeadDraft:
     """A head in training. It is created before data and weights are read, so that wrong settings fail early.
 
-    Trained weights are a flat dict of float32 leaves.
+    Trained weights are a dict of float32 leaves, of block heads with a dict for each layer.
 
     Raises ValueError or CheckpointError if a setting is wrong, or does not apply to this kind of head.
     """
 
     def __init__(self, options: TrainOptions, source: TargetSource) -> None:
-        settings, target = options.draft, source.config
-        self._objective = objective(settings.draft, options.loss)
-        if settings.init_from is None:
-            self.config, self._init_params = head_config(settings, target, source.eos_ids), None
-        else:
-            self.config, self._init_params = from_head(settings, target)
         self._options, self._source = options, source
+        self.config, self._init_params = self._described()
         self._ids: np.ndarray | None = None
         self._scale: Array | None = None
+
+    def _described(self) -> tuple[HeadConfig, dict[str, Any] | None]:
+        """The configuration, and the parameters of --init-from."""
+        settings, target = self._options.draft, self._source.config
+        if self._options.block != BlockSettings():
+            raise ValueError(f"the settings of [block] are for --draft {', '.join(BLOCKS)}, not {settings.draft}")
+        self._objective = objective(settings.draft, self._options.loss)
+        if settings.init_from is None:
+            return head_config(settings, target, self._source.eos_ids), None
+        return from_head(settings, target)
 
     def choose_vocabulary(self, rows: Rows) -> None:
         """Choose the draft vocabulary of a new head by token counts."""
@@ -101,7 +111,7 @@ class HeadDraft:
     def served(self, params: Mapping[str, Any], *dtypes: str) -> dict[str, Any]:
         """`Params.draft`: exported parameters, converted to these dtypes in turn."""
         for dtype in dtypes:
-            params = {name: leaf if name in FROZEN else leaf.astype(dtype) for name, leaf in params.items()}
+            params = with_dtype(params, dtype)
         return dict(params)
 
     def drafter(self, target: Target, shape: TreeShape) -> Drafter:
@@ -118,6 +128,51 @@ class HeadDraft:
         )
 
 
+class BlockDraft(HeadDraft):
+    """A block head in training; see `specjax.train.block`."""
+
+    config: BlockConfig
+
+    def _described(self) -> tuple[BlockConfig, dict[str, Any] | None]:
+        options, target = self._options, self._source.config
+        settings, name = options.draft, options.draft.draft
+        if options.loss != LossSettings():
+            raise ValueError(
+                f"--loss and --rounds are for --draft {', '.join(ALGORITHMS)}; {name} has a loss of its own"
+            )
+        if options.block.markov_rank is not None and BLOCKS[name].walk == "none":
+            raise ValueError(f"--markov-rank is for --draft DSPARK; {name} has no Markov head")
+        if settings.init_from is None:
+            described, params = block_head_config(options, self._source), None
+        else:
+            described, params = from_head(settings, target, options.block)
+        assert isinstance(described, BlockConfig)
+        most, steps = described.drafts_of(described.block), options.measure.measure_steps
+        if steps > most:
+            raise ValueError(f"--measure-steps {steps} is more than the {most} tokens that a block drafts; give {most}")
+        return described, params
+
+    def loss(self, target: Target) -> Loss:
+        config = replace(self.config, dtype=self._options.run.compute_dtype)
+        check_fit(config, target)
+        anchors = self._options.block.anchors or max(self._options.data.row_length // 4, 1)
+        objective = BLOCKS[self._options.draft.draft]
+        return head_loss(BlockHead(config, target, block_attention), target, objective, self._scale, anchors)
+
+    def drafter(self, target: Target, shape: TreeShape) -> Drafter:
+        config = replace(self.config, dtype=target.config.dtype)
+        return block_drafter(target, config, shape, block=config.block)
+
+    @property
+    def description(self) -> str:
+        config, layers = self.config, ", ".join(map(str, self.config.aux_layers))
+        return (
+            f"{config.layers} decoder layers of width {config.hidden_size} that draft blocks of {config.block} tokens, "
+            f"the last token of the text included.\nThey read the outputs of layers {layers}; a vocabulary of "
+            f"{config.vocab_size} tokens.\nTrained by `specjax train`, in z-lab's or SpecForge's layout."
+        )
+
+
 def objective(algorithm: str, settings: LossSettings) -> Objective:
     """The training loss; defaults are the values of the kind's authors."""
     default = Objective(**ALGORITHMS[algorithm].training)
@@ -126,13 +181,18 @@ def objective(algorithm: str, settings: LossSettings) -> Objective:
     return default._replace(loss=settings.loss or default.loss, weights=weights)
 
 
-def head_loss(head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None) -> Loss:
-    """The loss of a head that uses `packed_attention`. The head reads features times `scale`."""
+def head_loss(
+    head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None, anchors: int = 0
+) -> Loss:  # fmt: skip
+    """The loss of a head that uses `packed_attention`, or with `anchors` of a block head that uses `block_attention`.
+    The head reads features times `scale`."""
     dtype = jnp.dtype(head.config.dtype)
 
     def loss(params: Weights, target_params: Weights, batch: Rows, teacher: Teacher, key: Array) -> Any:
         if scale is not None:
             teacher = teacher._replace(features=teacher.features * scale.astype(dtype)[None, None])
+        if anchors:
+            return block_loss(head, params, target_params, batch, teacher, objective, anchors, key)
         return unroll(head, target, params, target_params, batch, teacher, objective, key)
 
     return loss
@@ -143,47 +203,90 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
 
     Raises ValueError, naming the flag, if a setting does not fit.
     """
-    spec, requested, total = ALGORITHMS[settings.draft], settings.draft_vocab_size, target.vocab_size
+    spec, requested = ALGORITHMS[settings.draft], settings.draft_vocab_size
     if not spec.own_ends and (requested != ALL_TOKENS or settings.aux_layers):
         name = "--aux-layers" if settings.aux_layers else "--draft-vocab-size"
-        kinds = ", ".join(other.algorithm for other in ALGORITHMS.values() if other.own_ends)
+        kinds = ", ".join((*(other.algorithm for other in ALGORITHMS.values() if other.own_ends), *BLOCKS))
         raise ValueError(
             f"{name} is for --draft {kinds}; a head of {settings.draft} uses the target's features and output layer"
         )
-    if requested > total:
-        raise ValueError(f"--draft-vocab-size {requested} is more than the target's {total}")
-    if 0 < requested < len(set(ends)):
-        raise ValueError(f"--draft-vocab-size {requested} has no room for the model's {len(set(ends))} end tokens")
+    size = _vocabulary(requested, target, ends)
     aux_layers = aux_layers_of(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
-    size = requested or total
-    shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
-    fields: dict[str, Any] = {name: getattr(target, name) for name in shared} | dict.fromkeys(spec.biases, True)
-    if target.latent is not None:  # its query heads share a key; as many ordinary heads would be larger than a layer
-        head_dim = target.latent.value_dim
-        heads = max(target.hidden_size // head_dim, 1)
-        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": head_dim}
     return HeadConfig(
         spec.kind,
         feature_size=target.hidden_size * (len(aux_layers) or 1),
         vocab_size=size,
         aux_layers=aux_layers,
         own_head=spec.own_ends,
-        mapped=size < total,
-        **fields,
+        mapped=size < target.vocab_size,
+        **_layer_fields(target) | dict.fromkeys(spec.biases, True),
     )
 
 
-def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig, dict[str, Any]]:
+def block_head_config(options: TrainOptions, source: TargetSource) -> BlockConfig:
+    """The configuration of a new block head; see `head_config`."""
+    block, target, layers = options.block, source.config, options.block.draft_layers or 5
+    mask = block.mask_token
+    if mask is None:
+        mask = max(source.tokenizer.get_vocab().values()) + 1
+    if mask >= target.vocab_size:
+        raise ValueError(
+            f"--mask-token {mask} is not one of the model's {target.vocab_size} ids; give a token that texts lack"
+        )
+    size = _vocabulary(options.draft.draft_vocab_size, target, source.eos_ids)
+    default = default_block_features(target.num_layers, layers)
+    # The output of the last layer is not read, since other engines return it normalised.
+    aux_layers = _aux_layers(options.draft.aux_layers, target.num_layers - 1, default)
+    walk, own = BLOCKS[options.draft.draft].walk, size < target.vocab_size
+    return BlockConfig(
+        feature_size=target.hidden_size * len(aux_layers), vocab_size=size, aux_layers=aux_layers, own_head=own,
+        mapped=own, layers=layers, block=block.block_size or 16, mask_token=mask, from_anchor=False,
+        windows=(None,) * layers, causal=(False,) * layers, walk=walk,
+        rank=0 if walk == "none" else block.markov_rank or 256, **_layer_fields(target),
+    )  # fmt: skip
+
+
+def _vocabulary(requested: int, target: ModelConfig, ends: Sequence[int]) -> int:
+    """The size of the draft vocabulary."""
+    if requested > target.vocab_size:
+        raise ValueError(f"--draft-vocab-size {requested} is more than the target's {target.vocab_size}")
+    if 0 < requested < len(set(ends)):
+        raise ValueError(f"--draft-vocab-size {requested} has no room for the model's {len(set(ends))} end tokens")
+    return requested or target.vocab_size
+
+
+def _layer_fields(target: ModelConfig) -> dict[str, Any]:
+    """Sizes of a layer, as in the target."""
+    shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
+    fields: dict[str, Any] = {name: getattr(target, name) for name in shared}
+    if target.latent is not None:  # its query heads share a key; as many ordinary heads would be larger than a layer
+        head_dim = target.latent.value_dim
+        heads = max(target.hidden_size // head_dim, 1)
+        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": head_dim}
+    return fields
+
+
+def from_head(
+    settings: DraftSettings, target: ModelConfig, block: BlockSettings | None = None
+) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """The head of --init-from, float32. Raises CheckpointError, or ValueError if a setting contradicts the head."""
     assert settings.init_from is not None
-    head, params = checkpoint.load_head(
-        settings.init_from, replace(target, dtype="float32"), kind=ALGORITHMS[settings.draft].kind
-    )
-    for flag, value, actual in (
-        ("--draft-vocab-size", settings.draft_vocab_size, head.vocab_size),
-        ("--aux-layers", " ".join(settings.aux_layers), " ".join(map(str, head.aux_layers))),
-    ):
-        if value and value != actual:
+    kind = ALGORITHMS[settings.draft].kind if block is None else BlockConfig.kind
+    head, params = checkpoint.load_head(settings.init_from, replace(target, dtype="float32"), kind=kind)
+    stated: list[tuple[str, Any, Any]] = [
+        ("--draft-vocab-size", settings.draft_vocab_size or None, head.vocab_size),
+        ("--aux-layers", " ".join(settings.aux_layers) or None, " ".join(map(str, head.aux_layers))),
+    ]
+    if block is not None:
+        assert isinstance(head, BlockConfig)
+        if (head.walk == "none") != (BLOCKS[settings.draft].walk == "none") or head.walk == "selector":
+            raise ValueError(f"--init-from {settings.init_from} has the walk {head.walk}, not one of {settings.draft}")
+        stated += [
+            ("--block-size", block.block_size, head.block), ("--draft-layers", block.draft_layers, head.layers),
+            ("--mask-token", block.mask_token, head.mask_token), ("--markov-rank", block.markov_rank, head.rank),
+        ]  # fmt: skip
+    for flag, value, actual in stated:
+        if value is not None and value != actual:
             raise ValueError(f"{flag} {value} differs from --init-from {settings.init_from}, {actual}; leave it out")
     return head, dict(params)
 
@@ -199,7 +302,7 @@ def new_params(
 ) -> Weights:
     """First weights, float32, for features of unit size (`feature_scale`).
 
-    An EAGLE-3 head starts from the target's output layer, and from its final norm times `NORM_SCALE`.
+    An EAGLE-3 or block head starts from the target's output layer, and from its final norm times `NORM_SCALE`.
     """
     params: dict[str, Any] = dict(init_head_params(config, target, jax.random.key(seed)))
     width = params["fc"].shape[0]
@@ -208,13 +311,21 @@ def new_params(
         params["ids"] = jnp.asarray(ids)
     if config.own_head:
         params["head"] = output_columns(target, target_params, params.get("ids"))
+    if config.aux_layers:
         params["final_norm"] = (target.norm_offset + target_params["final_norm"].astype(jnp.float32)) * NORM_SCALE
-    return {name: leaf if name in FROZEN else leaf.astype(jnp.float32) for name, leaf in params.items()}
+    return with_dtype(params, "float32")
+
+
+def with_dtype(params: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The parameters with trained leaves in this dtype."""
+    cast = partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
+    return {name: leaf if name in FROZEN else cast(leaf) for name, leaf in params.items()}
 
 
 def split_params(params: Weights) -> tuple[Weights, Weights]:
     """Trained weights, as float32 copies that may be donated, and frozen leaves."""
-    weights = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in params.items() if name not in FROZEN}
+    trained = {name: leaf for name, leaf in params.items() if name not in FROZEN}
+    weights = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
     return weights, {name: params[name] for name in FROZEN if name in params}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from specjax.cli.flags import ModelSettings
 from specjax.models.head_spec import ALGORITHMS, default_aux_layers
 from specjax.settings import setting
+from specjax.train.block import BLOCKS
 from specjax.train.unroll import LOSSES
 
 PLACEMENTS = ("replicated", "split")
@@ -36,19 +37,38 @@ class DataSettings:
 class DraftSettings:
     """The draft head."""
 
-    draft: str = setting("EAGLE3", "algorithm of the head", choices=tuple(ALGORITHMS), parse=str.upper)
+    draft: str = setting("EAGLE3", "algorithm of the head", choices=(*ALGORITHMS, *BLOCKS), parse=str.upper)
     init_from: str | None = setting(None, "a head's folder or hub id; default: a new head", metavar="MODEL")
     draft_vocab_size: int = setting(
-        ALL_TOKENS, "EAGLE3: size of the draft vocabulary, the most frequent tokens in the data; 0 = all", minimum=0
+        ALL_TOKENS,
+        "EAGLE3 and blocks: size of the draft vocabulary, the most frequent tokens in the data; 0 = all",
+        minimum=0,
     )
     aux_layers: tuple[str, ...] = setting(
-        (), "EAGLE3: target layers, from 0, that the head reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
+        (), "target layers, from 0, that the head reads; default: EAGLE3 1, L // 2 - 1 and L - 4; blocks z-lab's, as "
+        "many as --draft-layers", metavar="LAYER",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """Heads that draft a block in one forward: DFLASH, and DSPARK with a Markov head. Their loss is weighted by D-PACE
+    (DFLASH) or exp(-slot / 4) (DSPARK)."""
+
+    block_size: int | None = setting(None, "tokens of a block, the anchor included; default: 16", minimum=2, maximum=65)
+    draft_layers: int | None = setting(None, "decoder layers of the head; default: 5", minimum=1)
+    mask_token: int | None = setting(
+        None, "id in the places of a block after the anchor; default: the first id that no token has", minimum=0
     )
+    anchors: int | None = setting(None, "blocks in a row, drawn in each step; default: row-length / 4", minimum=1)
+    markov_rank: int | None = setting(None, "channels of DSPARK's Markov head; default: 256", minimum=1)
 
 
-def aux_layers_of(chosen: Sequence[str], layers: int) -> tuple[int, ...]:
+def aux_layers_of(chosen: Sequence[str], layers: int, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """The layers of --aux-layers for a target of `layers` layers. Default: EAGLE-3's, or the first, middle and last
     layer of a target with fewer than 7. Raises ValueError."""
+    if default is not None and not chosen:
+        chosen = tuple(map(str, default))
     if chosen:
         if not all(text.isdecimal() and int(text) < layers for text in chosen) or len(set(chosen)) < len(chosen):
             raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(chosen)}")
@@ -127,6 +147,7 @@ class TrainOptions:
     model: ModelSettings = ModelSettings()  # noqa: RUF009 - frozen
     data: DataSettings = DataSettings()
     draft: DraftSettings = DraftSettings()
+    block: BlockSettings = BlockSettings()
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     run: RunSettings = RunSettings()

@@ -30,10 +30,11 @@ from specjax.load import use_compilation_cache
 from specjax.models import make_target
 from specjax.progress import progress_bar
 from specjax.train import update
+from specjax.train.block import BLOCKS
 from specjax.train.data import Example, Rows, batch_rows, load_examples, pack, split
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
-from specjax.train.head import HeadDraft, TargetSource
+from specjax.train.head import BlockDraft, HeadDraft, TargetSource
 from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
 from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
 from specjax.train.unroll import Teacher
@@ -69,7 +70,7 @@ def prepare(options: TrainOptions) -> Inputs:
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     source = TargetSource(files, tokenizer, config, eos)
-    draft = HeadDraft(options, source)
+    draft = (BlockDraft if options.draft.draft in BLOCKS else HeadDraft)(options, source)
     rows, held_back, facts = read_data(options, tokenizer, config)
     draft.choose_vocabulary(rows)
     return Inputs(source, rows, held_back, draft, facts)
@@ -310,10 +311,12 @@ class Trainer:
         """Means over the steps since the last line of metrics.jsonl."""
         steps = [jax.device_get(metrics) for metrics, _ in pending]
         sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in steps))
+        matched = sums.matched / np.maximum(sums.slots, 1)
         return {
             "loss": round(float(np.mean([float(metrics.loss) for metrics in steps])), 5),
             "losses": [round(float(x), 4) for x in sums.loss / np.maximum(sums.counted, 1)],
-            "matched": [round(float(x), 4) for x in sums.matched / np.maximum(sums.slots, 1)],
+            "matched": [round(float(x), 4) for x in matched],
+            "simulated": round(1 + float(np.cumprod(matched).sum()), 4),  # accept length of a chain at these rates
             "inside": round(float(sums.counted[0] / max(sums.slots[0], 1)), 4),
             "gradient_norm": round(float(steps[-1].gradient_norm), 4),
             "learning_rate": float(np.asarray(self.rate(step - 1))),

@@ -89,11 +89,8 @@ def unroll(
         noise = (jax.random.uniform(key, features.shape) - 0.5) * (objective.noise * 512 / length)
         features = features + noise.astype(features.dtype)
 
-    ids = params["ids"] if head.config.mapped else None
+    ids, draft_ids = draft_vocabulary(head, params)
     probabilities = lax.stop_gradient(jax.nn.softmax(target.unembed(target_params, teacher.hidden, ids)))
-    draft_ids = jnp.arange(target.config.vocab_size, dtype=jnp.int32)  # by token of the target
-    if ids is not None:
-        draft_ids = jnp.full_like(draft_ids, NO_ID).at[ids].set(draft_ids[: len(ids)])
     labels, top = draft_ids[batch.tokens], draft_ids[teacher.top]
 
     mask = packed_mask(batch.segments)
@@ -101,26 +98,35 @@ def unroll(
     past = Past(KeyValue(empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32))
     feature, sums, total = head.fuse(params, features), [], jnp.float32(0)
     for j, weight in enumerate(objective.weights):
-        embedded = head.embed(target_params, params, _ahead(batch.tokens, 1 + j))
+        embedded = head.embed(target_params, params, ahead(batch.tokens, 1 + j))
         feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, past)
         past = past._replace(before=joined(past.before, block))
         logits = head.unembed(target_params, params, feature)  # of the token 2 + j slots after each
-        same = (_ahead(batch.segments, 2 + j) == batch.segments) & (batch.segments > 0)
-        learnt = same & _ahead(batch.loss, 2 + j)
-        label, best = _ahead(labels, 2 + j), _ahead(top, 1 + j)
+        same = (ahead(batch.segments, 2 + j) == batch.segments) & (batch.segments > 0)
+        learnt = same & ahead(batch.loss, 2 + j)
+        label, best = ahead(labels, 2 + j), ahead(top, 1 + j)
         in_vocabulary = (best != NO_ID) & ((label != NO_ID) | (objective.loss != "token"))
         counted = (learnt & in_vocabulary).astype(jnp.float32)
         matched = jnp.sum(learnt & (jnp.argmax(logits, axis=-1) == best), dtype=jnp.float32)
-        losses = LOSSES[objective.loss](logits, _ahead(probabilities, 1 + j), label)
+        losses = LOSSES[objective.loss](logits, ahead(probabilities, 1 + j), label)
         if objective.regression:
-            losses = losses + objective.regression * feature_regression(feature, _ahead(teacher.hidden, 1 + j))
+            losses = losses + objective.regression * feature_regression(feature, ahead(teacher.hidden, 1 + j))
         loss = jnp.sum(counted * losses)
         sums.append((loss, matched, counted.sum(), learnt.sum(dtype=jnp.float32)))
         total = total + weight * loss
     return total, Sums(*(jnp.stack(parts) for parts in zip(*sums, strict=True)))
 
 
-def _ahead(x: Array, by: int) -> Array:
+def draft_vocabulary(head: DraftHead, params: Weights) -> tuple[Int32[Array, "W"] | None, Int32[Array, "V"]]:
+    """The target's ids of the head's tokens (None: the same), and the head's id or `NO_ID` of each of the target's."""
+    ids = params["ids"] if head.config.mapped else None
+    draft_ids = jnp.arange(head.target.config.vocab_size, dtype=jnp.int32)
+    if ids is not None:
+        draft_ids = jnp.full_like(draft_ids, NO_ID).at[ids].set(draft_ids[: len(ids)])
+    return ids, draft_ids
+
+
+def ahead(x: Array, by: int) -> Array:
     """[b, t] -> x[b, t + by], zeros (False) past the end."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
 

@@ -73,7 +73,7 @@ def make_update(
             teacher = jax.lax.stop_gradient(teach(target_params, batch))
 
         def loss(weights: Weights) -> tuple[Array, Sums]:
-            params = {name: leaf.astype(dtype) for name, leaf in weights.items()} | dict(frozen)
+            params = {**jax.tree.map(lambda leaf: leaf.astype(dtype), dict(weights)), **frozen}
             return compute(params, target_params, batch, teacher, key)
 
         (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(weights)

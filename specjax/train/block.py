@@ -1,0 +1,199 @@
+"""Training of block heads (DFlash, DSpark, DFlash2): blocks at random anchors of packed rows.
+
+An anchor is a token x_t with a loss that is followed by another one. Its block reads x_t and masks, and the features of
+the same example before t, as a block in the engine does (`specjax.models.block_head`, whose code runs here, too):
+
+    tokens     a b c d e f | g h i j     loss of c..f and i, j; the anchor d, blocks of 4 slots
+    context    x x x                     features of a, b, c
+    block            d . . .             drafts of e, f; the third draft has no label
+
+Blocks do not see each other. A draft counts until the first label that is in another example or has no loss. Losses
+and metrics are by slot, D for each block: slot j predicts x_{t+1+j}.
+
+`matched` is a simulation of greedy decoding: of the drafts whose earlier drafts in the block equal the text, those that
+are the target's most likely token. Sources: z-lab/dflash, SpecForge and speculators (anchors, D-PACE),
+deepseek-ai/DeepSpec (DSpark).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Bool, Float, Float32, Int32
+from specjax_kernels import Causal
+
+from specjax.cache import Weights
+from specjax.config import Walk
+from specjax.models.block_head import BlockHead, Slots
+from specjax.models.blocks import PLAIN_SCORES, KeyValue, Past, Scores, soft_cap
+from specjax.train.data import Rows
+from specjax.train.unroll import Sums, Teacher, ahead, draft_vocabulary
+
+D_PACE = 0.5  # alpha: the least rate at which later slots are taken to be reached
+
+
+class BlockObjective(NamedTuple):
+    """The loss of a slot is `cross_entropy` times -log q(label) plus `distance` times the L1 distance of the head's and
+    the target's distributions over the draft vocabulary."""
+
+    walk: Walk = "none"  # of a new head
+    cross_entropy: float = 1.0
+    distance: float = 0.0
+    decay: float | None = None  # slot j weighs exp(-j / decay); None: D-PACE
+
+
+BLOCKS: dict[str, BlockObjective] = {
+    "DFLASH": BlockObjective(),
+    "DSPARK": BlockObjective("vanilla", cross_entropy=0.1, distance=0.9, decay=4.0),
+}
+"""By algorithm."""
+
+
+def block_loss(
+    head: BlockHead, params: Weights, target_params: Weights, batch: Rows, teacher: Teacher, objective: BlockObjective,
+    anchors: int, key: Array,
+) -> tuple[Array, Sums]:  # fmt: skip
+    """The weighted loss over all slots, and sums by slot.
+
+    Args:
+        head: uses `block_attention` as its backend.
+        anchors: blocks in each row.
+        key: draws the anchors.
+    """
+    target, depth, length = head.target, head.config.drafts_of(head.config.block), batch.tokens.shape[1]
+    slots, used = draw_anchors(batch, anchors, key)
+    ids, draft_ids = draft_vocabulary(head, params)
+    # Slots of the tokens before the labels, [B, A, D].
+    before = slots[:, :, None] + jnp.arange(depth, dtype=jnp.int32)[None, None]
+
+    def at(x: Array, places: Array) -> Array:
+        """x [B, N, ...] at [B, A, D] -> [B * A, D, ...]."""
+        places = jnp.minimum(places, length - 1)
+        return jax.vmap(lambda row, place: row[place])(x, places).reshape(-1, depth, *x.shape[2:])
+
+    logits = block_logits(head, params, target_params, batch, teacher.features, slots)
+    label, best = at(draft_ids[batch.tokens], before + 1), at(draft_ids[teacher.top], before)
+    learnt = at(batch.loss, before + 1) & (at(batch.segments, before + 1) == at(batch.segments, before))
+    learnt &= (before + 1 < length).reshape(learnt.shape) & used.reshape(-1, 1)
+    learnt = jnp.cumprod(learnt, axis=1).astype(bool)
+    counted = (learnt & (label >= 0)).astype(jnp.float32)
+
+    entropy = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0))
+    losses = objective.cross_entropy * entropy
+    if objective.distance:
+        taught = lax.stop_gradient(jax.nn.softmax(target.unembed(target_params, teacher.hidden, ids)))
+        losses += objective.distance * jnp.abs(jax.nn.softmax(logits) - at(taught, before)).sum(axis=-1)
+    if objective.decay is None:
+        weights = d_pace(lax.stop_gradient(entropy), counted)
+    else:
+        weights = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / objective.decay)[None]
+
+    draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    agreed = jnp.cumprod(draft == label, axis=1).astype(bool)
+    reached = learnt & jnp.pad(agreed[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    parts = counted * losses, reached & (draft == best), counted, reached
+    return jnp.sum(weights * losses), Sums(*(part.sum(axis=0, dtype=jnp.float32) for part in parts))
+
+
+def block_logits(
+    head: BlockHead, params: Weights, target_params: Weights, batch: Rows, features: Float[Array, "B N F"],
+    slots: Int32[Array, "B A"],
+) -> Float32[Array, "_ D W"]:  # fmt: skip
+    """Logits of the blocks at these slots, [B * A, D, W]; in a walk, after the tokens of the text."""
+    at = partial(jnp.take_along_axis, indices=slots, axis=1)
+    start, depth = at(batch.positions).reshape(-1), head.config.drafts_of(head.config.block)
+    first = slots.reshape(-1) - start  # of the example
+    context = head.context(params, features, batch.positions)
+    anchor = at(batch.tokens).reshape(-1)
+    outputs = head.block(target_params, params, anchor, head.config.block, context, first[:, None], start, start)
+    found: Slots = head.slots(target_params, params, outputs, depth)
+    if head.config.walk == "none":
+        return found.logits
+    state, walked = head.start(len(anchor)), []
+    for slot in range(depth):
+        previous = jnp.take_along_axis(batch.tokens, jnp.minimum(slots + slot, batch.tokens.shape[1] - 1), axis=1)
+        logits, state = head.walk(params, found, slot, previous.reshape(-1, 1), state)
+        walked.append(logits)
+    return jnp.concatenate(walked, axis=1)
+
+
+def draw_anchors(batch: Rows, count: int, key: Array) -> tuple[Int32[Array, "B A"], Bool[Array, "B A"]]:
+    """Slots of `count` different anchors in each row, and whether they exist: a row may have fewer.
+
+    Each example has its share of a row's anchors, rounded up or down, and all its anchors are equally likely.
+    """
+    usable = batch.loss & ahead(batch.loss, 1) & (ahead(batch.segments, 1) == batch.segments)
+    order_key, offset_key = jax.random.split(key)
+    # Examples one after another, each in random order, and then the other slots.
+    rank = batch.segments.astype(jnp.float32) + jax.random.uniform(order_key, usable.shape, jnp.float32)
+    order = jnp.argsort(jnp.where(usable, rank, jnp.inf), axis=1)
+    total = usable.sum(axis=1, dtype=jnp.int32)[:, None]
+    number = jnp.arange(count, dtype=jnp.int32)[None]
+    offset = jax.random.randint(offset_key, total.shape, 0, jnp.maximum(total, 1))
+    spaced = jnp.where(total > count, (number * total + offset) // count, number)
+    places = jnp.take_along_axis(order, jnp.minimum(spaced, order.shape[1] - 1), axis=1)
+    return places.astype(jnp.int32), spaced < total
+
+
+def d_pace(
+    entropy: Float32[Array, "n D"], counted: Float32[Array, "n D"], alpha: float = D_PACE
+) -> Float32[Array, "n D"]:
+    """Weights of slots: how much the expected accept length gains from a slot's log-probability.
+
+    With q' = (1 - alpha) q + alpha, the rate at which a slot is accepted, slot j weighs the sum over counted m >= j of
+    q'_0 ... q'_m. A slot that does not count has q = 0: its label is not in the draft vocabulary.
+    """
+    rates = (1 - alpha) * jnp.exp(-entropy) * counted + alpha
+    reached = jnp.cumprod(rates, axis=1) * counted
+    return jnp.cumsum(reached[:, ::-1], axis=1)[:, ::-1] * counted
+
+
+def block_attention(
+    rotated: Float[Array, "n C K Q E"], past: Past, positions: Array, mask: object, scores: Scores = PLAIN_SCORES
+) -> Array:
+    """A differentiable `specjax.models.blocks.Backend` of blocks in packed rows.
+
+    Args:
+        rotated: rotated queries and keys, and values; blocks of C slots, as many in each row.
+        past: `pages` are the context of the B rows, [B, N, K, E]; `page_table` [n, 1] is the slot of a block's first
+            context token, `prefix_length` [n] the number of these tokens.
+        mask: `CAUSAL`, or anything else if slots see the whole block.
+
+    Returns:
+        [n, C, H, E].
+    """
+    count, width, _, _, size = rotated.shape
+    rows, length = past.pages.key.shape[:2]
+    parted = rotated.reshape(rows, -1, *rotated.shape[1:])  # [B, A, C, K, G + 2, E]
+    query, own = parted[..., :-2, :], KeyValue(parted[..., -2, :], parted[..., -1, :])
+    precision = lax.Precision.HIGHEST if rotated.dtype == jnp.float32 else None
+    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    # Positions of a key relative to its query's block, whose first slot is 0.
+    slot = jnp.arange(width, dtype=jnp.int32)
+    place = jnp.arange(length, dtype=jnp.int32)[None] - past.page_table - past.prefix_length[:, None]  # [n, N]
+    seen = (place < 0) & (place >= -past.prefix_length[:, None])
+    outside = jnp.broadcast_to(seen[:, None], (count, width, length))
+    inside = jnp.ones((width, width), bool)
+    if isinstance(mask, Causal):
+        inside = slot[None] <= slot[:, None]
+    if scores.window is not None:
+        outside &= place[:, None] > slot[None, :, None] - scores.window
+        inside &= slot[None] > slot[:, None] - scores.window
+    scale = jnp.float32(size**-0.5 if scores.scale is None else scores.scale)
+    products = (
+        einsum("rackge,rtke->rackgt", query, past.pages.key), einsum("rackge,radke->rackgd", query, own.key)
+    )  # fmt: skip
+    masks = outside.reshape(rows, -1, width, 1, 1, length), inside[None, None, :, None, None]
+    capped = [
+        jnp.where(seen, soft_cap(product * scale, scores.softcap), -1e30)
+        for product, seen in zip(products, masks, strict=True)
+    ]
+    weights = jax.nn.softmax(jnp.concatenate(capped, axis=-1)).astype(rotated.dtype)
+    mixed = einsum("rackgt,rtke->rackge", weights[..., :length], past.pages.value)
+    mixed += einsum("rackgd,radke->rackge", weights[..., length:], own.value)
+    return mixed.astype(rotated.dtype).reshape(count, width, -1, size)
