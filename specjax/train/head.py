@@ -219,7 +219,8 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         aux_layers=aux_layers,
         own_head=spec.own_ends,
         mapped=size < target.vocab_size,
-        **_layer_fields(target) | dict.fromkeys(spec.biases, True),
+        **_layer_fields(target),
+        **dict.fromkeys(spec.biases, True),
     )
 
 
