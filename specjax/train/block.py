@@ -1,18 +1,16 @@
 """Training of block heads (DFlash, DSpark, DFlash2): blocks at random anchors of packed rows.
 
-An anchor is a token x_t with a loss that is followed by another one. Its block reads x_t and masks, and the features of
-the same example before t, as a block in the engine does (`specjax.models.block_head`, whose code runs here, too):
+An anchor x_t has a loss and is followed by another token with one. As in the engine, whose code runs here, too
+(`specjax.models.block_head`), its block reads x_t and masks, and the features of the same example before t:
 
     tokens     a b c d e f | g h i j     loss of c..f and i, j; the anchor d, blocks of 4 slots
     context    x x x                     features of a, b, c
     block            d . . .             drafts of e, f; the third draft has no label
 
-Blocks do not see each other. A draft counts until the first label that is in another example or has no loss. Losses
-and metrics are by slot, D for each block: slot j predicts x_{t+1+j}.
-
-`matched` is a simulation of greedy decoding: of the drafts whose earlier drafts in the block equal the text, those that
-are the target's most likely token. Sources: z-lab/dflash, SpecForge and speculators (anchors, D-PACE),
-deepseek-ai/DeepSpec (DSpark).
+Blocks do not see each other. Drafts count until the first label that is in another example or has no loss. Losses and
+metrics are by slot: slot j of D predicts x_{t+1+j}. `matched` simulates greedy decoding: of the drafts whose earlier
+drafts in the block equal the text, those that are the target's most likely token. Sources: z-lab/dflash, SpecForge and
+speculators (anchors, D-PACE), deepseek-ai/DeepSpec (DSpark).
 """
 
 from __future__ import annotations
@@ -29,10 +27,11 @@ from specjax_kernels import Causal
 
 from specjax.cache import Weights
 from specjax.config import Walk
-from specjax.models.block_head import BlockHead, Slots
+from specjax.models.block_head import BlockHead
 from specjax.models.blocks import PLAIN_SCORES, KeyValue, Past, Scores, soft_cap
+from specjax.models.target import Target
 from specjax.train.data import Rows
-from specjax.train.unroll import Sums, Teacher, ahead, draft_vocabulary
+from specjax.train.unroll import Losses, Sums, Teacher, ahead, draft_vocabulary
 
 D_PACE = 0.5  # alpha: the least rate at which later slots are taken to be reached
 
@@ -45,6 +44,7 @@ class BlockObjective(NamedTuple):
     cross_entropy: float = 1.0
     distance: float = 0.0
     decay: float | None = None  # slot j weighs exp(-j / decay); None: D-PACE
+    anchors: int = 0  # in each row
 
 
 BLOCKS: dict[str, BlockObjective] = {
@@ -55,18 +55,12 @@ BLOCKS: dict[str, BlockObjective] = {
 
 
 def block_loss(
-    head: BlockHead, params: Weights, target_params: Weights, batch: Rows, teacher: Teacher, objective: BlockObjective,
-    anchors: int, key: Array,
+    head: BlockHead, target: Target, params: Weights, target_params: Weights, batch: Rows, teacher: Teacher,
+    objective: BlockObjective, key: Array,
 ) -> tuple[Array, Sums]:  # fmt: skip
-    """The weighted loss over all slots, and sums by slot.
-
-    Args:
-        head: uses `block_attention` as its backend.
-        anchors: blocks in each row.
-        key: draws the anchors.
-    """
-    target, depth, length = head.target, head.config.drafts_of(head.config.block), batch.tokens.shape[1]
-    slots, used = draw_anchors(batch, anchors, key)
+    """The weighted loss over all slots, and sums by slot. `head` uses `block_attention`; `key` draws the anchors."""
+    depth, length = head.config.drafts_of(head.config.block), batch.tokens.shape[1]
+    slots, used = draw_anchors(batch, objective.anchors, key)
     ids, draft_ids = draft_vocabulary(head, params)
     # Slots of the tokens before the labels, [B, A, D].
     before = slots[:, :, None] + jnp.arange(depth, dtype=jnp.int32)[None, None]
@@ -105,19 +99,18 @@ def block_logits(
     slots: Int32[Array, "B A"],
 ) -> Float32[Array, "_ D W"]:  # fmt: skip
     """Logits of the blocks at these slots, [B * A, D, W]; in a walk, after the tokens of the text."""
-    at = partial(jnp.take_along_axis, indices=slots, axis=1)
-    start, depth = at(batch.positions).reshape(-1), head.config.drafts_of(head.config.block)
-    first = slots.reshape(-1) - start  # of the example
+    width, depth = head.config.block, head.config.drafts_of(head.config.block)
+    anchor, start = (jnp.take_along_axis(x, slots, axis=1).reshape(-1) for x in (batch.tokens, batch.positions))
+    first = slots.reshape(-1, 1) - start[:, None]  # of the example
     context = head.context(params, features, batch.positions)
-    anchor = at(batch.tokens).reshape(-1)
-    outputs = head.block(target_params, params, anchor, head.config.block, context, first[:, None], start, start)
-    found: Slots = head.slots(target_params, params, outputs, depth)
+    outputs = head.block(target_params, params, anchor, width, context, first, start, start)
+    found = head.slots(target_params, params, outputs, depth)
     if head.config.walk == "none":
         return found.logits
     state, walked = head.start(len(anchor)), []
     for slot in range(depth):
-        previous = jnp.take_along_axis(batch.tokens, jnp.minimum(slots + slot, batch.tokens.shape[1] - 1), axis=1)
-        logits, state = head.walk(params, found, slot, previous.reshape(-1, 1), state)
+        previous = jnp.take_along_axis(ahead(batch.tokens, slot), slots, axis=1).reshape(-1, 1)
+        logits, state = head.walk(params, found, slot, previous, state)
         walked.append(logits)
     return jnp.concatenate(walked, axis=1)
 
@@ -140,10 +133,8 @@ def draw_anchors(batch: Rows, count: int, key: Array) -> tuple[Int32[Array, "B A
     return places.astype(jnp.int32), spaced < total
 
 
-def d_pace(
-    entropy: Float32[Array, "n D"], counted: Float32[Array, "n D"], alpha: float = D_PACE
-) -> Float32[Array, "n D"]:
-    """Weights of slots: how much the expected accept length gains from a slot's log-probability.
+def d_pace(entropy: Losses, counted: Losses, alpha: float = D_PACE) -> Losses:
+    """Weights [n, D] of slots: how much the expected accept length gains from a slot's log-probability.
 
     With q' = (1 - alpha) q + alpha, the rate at which a slot is accepted, slot j weighs the sum over counted m >= j of
     q'_0 ... q'_m. A slot that does not count has q = 0: its label is not in the draft vocabulary.
@@ -159,13 +150,10 @@ def block_attention(
     """A differentiable `specjax.models.blocks.Backend` of blocks in packed rows.
 
     Args:
-        rotated: rotated queries and keys, and values; blocks of C slots, as many in each row.
+        rotated: queries, keys and values of blocks of C slots, n / B in each row.
         past: `pages` are the context of the B rows, [B, N, K, E]; `page_table` [n, 1] is the slot of a block's first
             context token, `prefix_length` [n] the number of these tokens.
         mask: `CAUSAL`, or anything else if slots see the whole block.
-
-    Returns:
-        [n, C, H, E].
     """
     count, width, _, _, size = rotated.shape
     rows, length = past.pages.key.shape[:2]

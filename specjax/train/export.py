@@ -125,38 +125,27 @@ def head_tensors(
     return tensors
 
 
-def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by path; the leaves of a layer of a block head are in a dict of their own."""
-    found: dict[str, Any] = {}
-    for name, leaf in params.items():
-        found |= (
-            {f"{name}.{inner}": part for inner, part in leaf.items()} if isinstance(leaf, Mapping) else {name: leaf}
-        )
-    return found
+def _flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by path: "layers_0.down"."""
+    parts = ((f"{prefix}{name}", leaf) for name, leaf in params.items())
+    return {
+        k: v for path, x in parts for k, v in (_flat(x, f"{path}.") if isinstance(x, Mapping) else {path: x}).items()
+    }
 
 
 def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """config.json of a head, with all keys whose defaults differ between engines, such as `rope_theta`."""
     rope = config.rope
     described: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": rope.theta,
-        "rope_scaling": hf_rope_scaling(rope),
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon, "rope_theta": rope.theta, "rope_scaling": hf_rope_scaling(rope),
         # With dynamic scaling, sequences may be longer.
         "max_position_embeddings": rope.original_max_position if rope.scaling == "dynamic" else target.max_positions,
-        "vocab_size": target.vocab_size,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-    }
+        "vocab_size": target.vocab_size, "attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False, "torch_dtype": dtype,
+    }  # fmt: skip
     if rope.partial != 1:
         described["partial_rotary_factor"] = rope.partial
     if isinstance(config, BlockConfig):
@@ -179,27 +168,18 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
 
 def _block_keys(config: BlockConfig, target: ModelConfig) -> dict[str, Any]:
     """Keys of a block head: z-lab's, and with a Markov head SpecForge's."""
-    dspark = {"projector_type": "dspark", "markov_rank": config.rank, "markov_head_type": config.walk}
-    sliding = [window for window in config.windows if window is not None]
+    markov = {"projector_type": "dspark", "markov_rank": config.rank, "markov_head_type": config.walk}
     keys: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel" if config.walk == "none" else "DSparkDraftModel"],
-        "model_type": "qwen3",
-        "block_size": config.block,
-        "num_target_layers": target.num_layers,
+        "architectures": ["DFlashDraftModel" if config.walk == "none" else "DSparkDraftModel"], "model_type": "qwen3",
+        "block_size": config.block, "num_target_layers": target.num_layers,
         "layer_types": [LAYER_TYPES[0 if window else 1] for window in config.windows],
-        "sliding_window": sliding[0] if sliding else None,
+        "sliding_window": next(filter(None, config.windows), None),
         "dflash_config": {
-            "mask_token_id": config.mask_token,
-            "target_layer_ids": list(config.aux_layers),
-            "sample_from_anchor": config.from_anchor,
-            "input_embedding_scale": config.input_scale,
-            "output_multiplier": config.output_scale,
-            "final_logit_softcapping": config.logit_softcap,
-            **(dspark if config.walk != "none" else {}),
-        },
-    }
+            "mask_token_id": config.mask_token, "target_layer_ids": list(config.aux_layers),
+            "sample_from_anchor": config.from_anchor, "input_embedding_scale": config.input_scale,
+            "output_multiplier": config.output_scale, "final_logit_softcapping": config.logit_softcap,
+        } | (markov if config.walk != "none" else {}),
+    }  # fmt: skip
     if len({*config.causal}) == 1:  # otherwise layers with a window are causal
         keys["is_causal"] = config.causal[0]
-    if config.mapped:
-        keys["draft_vocab_size"] = config.vocab_size
-    return keys
+    return keys | ({"draft_vocab_size": config.vocab_size} if config.mapped else {})

@@ -21,10 +21,10 @@ from specjax.config import BlockConfig, HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, block_drafter, eagle_drafter
 from specjax.models import make_target
 from specjax.models.block_head import BlockHead
-from specjax.models.draft_head import check_fit, draft_head, init_head_params, output_columns
+from specjax.models.draft_head import DraftHead, draft_head, init_head_params, output_columns
 from specjax.models.head_spec import ALGORITHMS
 from specjax.models.target import Target
-from specjax.train.block import BLOCKS, block_attention, block_loss
+from specjax.train.block import BLOCKS, BlockObjective, block_attention, block_loss
 from specjax.train.data import Rows
 from specjax.train.options import ALL_TOKENS, BlockSettings, DraftSettings, LossSettings, TrainOptions, aux_layers_of
 from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unroll
@@ -99,7 +99,10 @@ class HeadDraft:
     def loss(self, target: Target) -> Loss:
         """The loss in the training dtype, after `first_weights`."""
         config = replace(self.config, dtype=self._options.run.compute_dtype)
-        return head_loss(draft_head(config, target, backend=packed_attention), target, self._objective, self._scale)
+        return head_loss(self._model(config, target), target, self._objective, self._scale)
+
+    def _model(self, config: Any, target: Target) -> DraftHead:
+        return draft_head(config, target, backend=packed_attention)
 
     def exported(self, weights: Weights, frozen: Weights) -> dict[str, Any]:
         """The head's parameters, with the features' scale in `fc`."""
@@ -120,57 +123,39 @@ class HeadDraft:
     @property
     def description(self) -> str:
         """Size and layout, for the model card."""
-        aux = self.config.aux_layers
+        config, aux = self.config, self.config.aux_layers
         layers = f", reading the outputs of layers {', '.join(map(str, aux))}" if aux else ""
         return (
-            f"One decoder layer of width {self.config.hidden_size}, a vocabulary of {self.config.vocab_size} "
-            f"tokens{layers}.\nTrained by `specjax train`, in the layout that specjax, SGLang and vLLM read."
+            f"Decoder layers: {config.layers}, of width {config.hidden_size}; a vocabulary of {config.vocab_size} "
+            f"tokens{layers}.\nTrained by `specjax train`, in a layout that other engines read (`train/export.py`)."
         )
 
 
 class BlockDraft(HeadDraft):
     """A block head in training; see `specjax.train.block`."""
 
-    config: BlockConfig
-
-    def _described(self) -> tuple[BlockConfig, dict[str, Any] | None]:
-        options, target = self._options, self._source.config
-        settings, name = options.draft, options.draft.draft
+    def _described(self) -> tuple[HeadConfig, dict[str, Any] | None]:
+        options, name = self._options, self._options.draft.draft
+        self._objective = BLOCKS[name]._replace(anchors=options.block.anchors or max(options.data.row_length // 4, 1))
         if options.loss != LossSettings():
-            raise ValueError(
-                f"--loss and --rounds are for --draft {', '.join(ALGORITHMS)}; {name} has a loss of its own"
-            )
-        if options.block.markov_rank is not None and BLOCKS[name].walk == "none":
+            raise ValueError(f"--loss and --rounds are for --draft {', '.join(ALGORITHMS)}; {name} has its own loss")
+        if options.block.markov_rank is not None and self._objective.walk == "none":
             raise ValueError(f"--markov-rank is for --draft DSPARK; {name} has no Markov head")
-        if settings.init_from is None:
-            described, params = block_head_config(options, self._source), None
+        if options.draft.init_from is None:
+            config, params = block_head_config(options, self._source), None
         else:
-            described, params = from_head(settings, target, options.block)
-        assert isinstance(described, BlockConfig)
-        most, steps = described.drafts_of(described.block), options.measure.measure_steps
+            config, params = from_head(options.draft, self._source.config, options.block)
+        most, steps = config.drafts_of(config.block), options.measure.measure_steps
         if steps > most:
             raise ValueError(f"--measure-steps {steps} is more than the {most} tokens that a block drafts; give {most}")
-        return described, params
+        return config, params
 
-    def loss(self, target: Target) -> Loss:
-        config = replace(self.config, dtype=self._options.run.compute_dtype)
-        check_fit(config, target)
-        anchors = self._options.block.anchors or max(self._options.data.row_length // 4, 1)
-        objective = BLOCKS[self._options.draft.draft]
-        return head_loss(BlockHead(config, target, block_attention), target, objective, self._scale, anchors)
+    def _model(self, config: Any, target: Target) -> DraftHead:
+        return BlockHead(config, target, block_attention)
 
     def drafter(self, target: Target, shape: TreeShape) -> Drafter:
-        config = replace(self.config, dtype=target.config.dtype)
+        config: Any = replace(self.config, dtype=target.config.dtype)
         return block_drafter(target, config, shape, block=config.block)
-
-    @property
-    def description(self) -> str:
-        config, layers = self.config, ", ".join(map(str, self.config.aux_layers))
-        return (
-            f"{config.layers} decoder layers of width {config.hidden_size} that draft blocks of {config.block} tokens, "
-            f"the last token of the text included.\nThey read the outputs of layers {layers}; a vocabulary of "
-            f"{config.vocab_size} tokens.\nTrained by `specjax train`, in z-lab's or SpecForge's layout."
-        )
 
 
 def objective(algorithm: str, settings: LossSettings) -> Objective:
@@ -181,19 +166,14 @@ def objective(algorithm: str, settings: LossSettings) -> Objective:
     return default._replace(loss=settings.loss or default.loss, weights=weights)
 
 
-def head_loss(
-    head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None, anchors: int = 0
-) -> Loss:  # fmt: skip
-    """The loss of a head that uses `packed_attention`, or with `anchors` of a block head that uses `block_attention`.
-    The head reads features times `scale`."""
-    dtype = jnp.dtype(head.config.dtype)
+def head_loss(head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None) -> Loss:
+    """The loss of a head that uses `packed_attention` or `block_attention`. It reads features times `scale`."""
+    dtype, compute = jnp.dtype(head.config.dtype), block_loss if isinstance(objective, BlockObjective) else unroll
 
     def loss(params: Weights, target_params: Weights, batch: Rows, teacher: Teacher, key: Array) -> Any:
         if scale is not None:
             teacher = teacher._replace(features=teacher.features * scale.astype(dtype)[None, None])
-        if anchors:
-            return block_loss(head, params, target_params, batch, teacher, objective, anchors, key)
-        return unroll(head, target, params, target_params, batch, teacher, objective, key)
+        return compute(head, target, params, target_params, batch, teacher, objective, key)
 
     return loss
 
@@ -213,23 +193,16 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     size = _vocabulary(requested, target, ends)
     aux_layers = aux_layers_of(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
     return HeadConfig(
-        spec.kind,
-        feature_size=target.hidden_size * (len(aux_layers) or 1),
-        vocab_size=size,
-        aux_layers=aux_layers,
-        own_head=spec.own_ends,
-        mapped=size < target.vocab_size,
-        **_layer_fields(target),
+        spec.kind, feature_size=target.hidden_size * (len(aux_layers) or 1), vocab_size=size, aux_layers=aux_layers,
+        own_head=spec.own_ends, mapped=size < target.vocab_size, **_layer_fields(target),
         **dict.fromkeys(spec.biases, True),
-    )
+    )  # fmt: skip
 
 
 def block_head_config(options: TrainOptions, source: TargetSource) -> BlockConfig:
     """The configuration of a new block head; see `head_config`."""
     block, target, layers = options.block, source.config, options.block.draft_layers or 5
-    mask = block.mask_token
-    if mask is None:
-        mask = max(source.tokenizer.get_vocab().values()) + 1
+    mask = max(source.tokenizer.get_vocab().values()) + 1 if block.mask_token is None else block.mask_token
     if mask >= target.vocab_size:
         raise ValueError(
             f"--mask-token {mask} is not one of the model's {target.vocab_size} ids; give a token that texts lack"
@@ -269,7 +242,7 @@ def _layer_fields(target: ModelConfig) -> dict[str, Any]:
 
 def from_head(
     settings: DraftSettings, target: ModelConfig, block: BlockSettings | None = None
-) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     """The head of --init-from, float32. Raises CheckpointError, or ValueError if a setting contradicts the head."""
     assert settings.init_from is not None
     kind = ALGORITHMS[settings.draft].kind if block is None else BlockConfig.kind
@@ -278,8 +251,7 @@ def from_head(
         ("--draft-vocab-size", settings.draft_vocab_size or None, head.vocab_size),
         ("--aux-layers", " ".join(settings.aux_layers) or None, " ".join(map(str, head.aux_layers))),
     ]
-    if block is not None:
-        assert isinstance(head, BlockConfig)
+    if isinstance(head, BlockConfig) and block is not None:
         if (head.walk == "none") != (BLOCKS[settings.draft].walk == "none") or head.walk == "selector":
             raise ValueError(f"--init-from {settings.init_from} has the walk {head.walk}, not one of {settings.draft}")
         stated += [

@@ -27,7 +27,10 @@ from specjax.sampling import sampling_row
 from specjax.train.__main__ import main
 from specjax.train.block import BLOCKS, BlockObjective, block_attention, block_logits, block_loss, d_pace, draw_anchors
 from specjax.train.data import Example, Rows, pack
+from specjax.train.export import export_head
 from specjax.train.features import teach, training_target
+from specjax.train.head import from_head
+from specjax.train.options import BlockSettings, DraftSettings
 from specjax.train.output import read_metrics
 from specjax.train.unroll import Teacher, packed_attention
 
@@ -136,8 +139,8 @@ def test_examples_of_a_row_do_not_meet(name, algorithm):
         rows = pack(examples, length, 0)
         batch = jax.tree.map(jnp.asarray, rows)
         total, sums = block_loss(
-            world.head, world.params, world.target_params, batch, world.outputs(rows), BLOCKS[algorithm], length,
-            jax.random.key(0),
+            world.head, world.target, world.params, world.target_params, batch, world.outputs(rows),
+            BLOCKS[algorithm]._replace(anchors=length), jax.random.key(0),
         )  # fmt: skip
         return [np.asarray(part) for part in (total, *sums)]
 
@@ -186,8 +189,9 @@ def test_sums_equal_a_loop():
         sums[0] += counted * entropy
         sums[2] += counted
     actual, parts = block_loss(
-        world.head, world.params, world.target_params, batch, teacher, BlockObjective(), length, jax.random.key(2)
-    )
+        world.head, world.target, world.params, world.target_params, batch, teacher, BlockObjective(anchors=length),
+        jax.random.key(2),
+    )  # fmt: skip
     assert sums[1, 1] > 0 and sums[3, 0] > sums[1, 0] and sums[2, 0] < sums[3, 0]
     np.testing.assert_allclose(actual, total, rtol=1e-5)
     np.testing.assert_allclose(np.stack(parts), sums, rtol=1e-5)
@@ -236,6 +240,26 @@ def test_anchors():
     for row, drawn in enumerate(counts[:, :-1]):
         expected = 60 * 12 / usable[row].sum()
         assert (drawn[usable[row]] > 0).all() and drawn.max() < 2.5 * expected
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_init_from(name, tmp_path):
+    """The exported head is read with equal configuration and parameters; flags that differ are refused."""
+    world, folder = World(name), str(tmp_path / "head")
+    export_head(folder, world.config, world.params, TARGET, target_name="t", card="", dtype="float32")
+    settings = DraftSettings(draft="DFLASH" if world.config.walk == "none" else "DSPARK", init_from=folder)
+    config, params = from_head(settings, TARGET, BlockSettings(block_size=BLOCK, mask_token=V - 1))
+    assert config == world.config
+    jax.tree.map(np.testing.assert_array_equal, params, world.params)
+    for changes, expected in (
+        ({"mask_token": 0}, f"--mask-token 0 differs from --init-from .*, {V - 1}"),
+        ({"draft_layers": 3}, "--draft-layers 3 differs from --init-from .*, 2; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            from_head(settings, TARGET, BlockSettings(**changes))
+    other = replace(settings, draft="DSPARK" if world.config.walk == "none" else "DFLASH")
+    with pytest.raises(ValueError, match=f"has the walk {world.config.walk}, not one of {other.draft}"):
+        from_head(other, TARGET, BlockSettings())
 
 
 BLOCK_FLAGS: dict[str, Any] = {
@@ -338,7 +362,7 @@ def test_refusals(model, answers, tmp_path, capfd):
     """Settings that do not apply, or have no default, are refused by name."""
     for changes, expected in (
         ({"mask_token": None}, "--mask-token 265 is not one of the model's 265 ids"),
-        ({"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has a loss of its own"),
+        ({"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has its own loss"),
         ({"draft": "EAGLE3"}, "the settings of [block] are for --draft DFLASH, DSPARK, not EAGLE3"),
         ({"markov_rank": 4}, "--markov-rank is for --draft DSPARK; DFLASH has no Markov head"),
         ({"measure_steps": 4}, "--measure-steps 4 is more than the 3 tokens that a block drafts"),
