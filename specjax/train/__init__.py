@@ -1,8 +1,8 @@
-"""Training of draft heads: EAGLE-3, EAGLE-1/2 and MTP. Read in this order:
+"""Training of draft heads: EAGLE-3, EAGLE-1/2, MTP and block heads (DFlash, DSpark). Read in this order:
 
     options     flags of `specjax train`
     data        JSONL lines to examples, packed into rows
-    unroll      the forward of several rounds, and the losses
+    unroll      the forward of several rounds, and the losses; `block` for block heads
     head        a head's configuration and first weights; `export` writes it
     features    the target's outputs, computed once or in each step; `specjax train features` writes files
     update      optimiser and training step

@@ -210,7 +210,7 @@ def block_head_config(options: TrainOptions, source: TargetSource) -> BlockConfi
     size = _vocabulary(options.draft.draft_vocab_size, target, source.eos_ids)
     default = default_block_features(target.num_layers, layers)
     # The output of the last layer is not read, since other engines return it normalised.
-    aux_layers = _aux_layers(options.draft.aux_layers, target.num_layers - 1, default)
+    aux_layers = aux_layers_of(options.draft.aux_layers, target.num_layers - 1, default)
     walk, own = BLOCKS[options.draft.draft].walk, size < target.vocab_size
     return BlockConfig(
         feature_size=target.hidden_size * len(aux_layers), vocab_size=size, aux_layers=aux_layers, own_head=own,

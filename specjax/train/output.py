@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from specjax.checkpoint.files import replacing, try_lock, write_text
@@ -189,7 +190,9 @@ def plot(folder: Path) -> Path | None:
         right.plot([*tokens.values()], [row["matched"][j] for row in trained], "o-", markersize=4, label=f"round {j}")
     right.legend()
     accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], "o-")
-    titles = ("loss", "right, of the training text's tokens", "accept length in the engine, held back")
+    if "simulated" in trained[-1]:
+        accept.plot([*tokens.values()], [row.get("simulated", np.nan) for row in trained], ":")
+    titles = ("loss", "right, of the training text's tokens", "accept length (engine, held back; dotted: simulated)")
     for axes, title in zip((loss, right, accept), titles, strict=True):
         axes.set(title=title, xlabel="tokens seen")
         axes.grid(alpha=0.3)
