@@ -161,27 +161,19 @@ def block_attention(
     query, own = parted[..., :-2, :], KeyValue(parted[..., -2, :], parted[..., -1, :])
     precision = lax.Precision.HIGHEST if rotated.dtype == jnp.float32 else None
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
-    # Positions of a key relative to its query's block, whose first slot is 0.
-    slot = jnp.arange(width, dtype=jnp.int32)
-    place = jnp.arange(length, dtype=jnp.int32)[None] - past.page_table - past.prefix_length[:, None]  # [n, N]
-    seen = (place < 0) & (place >= -past.prefix_length[:, None])
-    outside = jnp.broadcast_to(seen[:, None], (count, width, length))
-    inside = jnp.ones((width, width), bool)
-    if isinstance(mask, Causal):
-        inside = slot[None] <= slot[:, None]
-    if scores.window is not None:
-        outside &= place[:, None] > slot[None, :, None] - scores.window
-        inside &= slot[None] > slot[:, None] - scores.window
+    # Positions of keys relative to the block of their query, [n, N + C].
+    slot, prefix = jnp.arange(width, dtype=jnp.int32), past.prefix_length[:, None]
+    context = jnp.arange(length, dtype=jnp.int32)[None] - past.page_table - prefix
+    context = jnp.where((context < 0) & (context >= -prefix), context, width)  # out of reach
+    places = jnp.concatenate([context, jnp.broadcast_to(slot[None], (count, width))], axis=1)[:, None]
+    nearest = slot if isinstance(mask, Causal) else jnp.full_like(slot, width - 1)
+    farthest = slot - (length + width if scores.window is None else scores.window)
+    seen = (places <= nearest[None, :, None]) & (places > farthest[None, :, None])
+    products = einsum("rackge,rtke->rackgt", query, past.pages.key), einsum("rackge,radke->rackgd", query, own.key)
     scale = jnp.float32(size**-0.5 if scores.scale is None else scores.scale)
-    products = (
-        einsum("rackge,rtke->rackgt", query, past.pages.key), einsum("rackge,radke->rackgd", query, own.key)
-    )  # fmt: skip
-    masks = outside.reshape(rows, -1, width, 1, 1, length), inside[None, None, :, None, None]
-    capped = [
-        jnp.where(seen, soft_cap(product * scale, scores.softcap), -1e30)
-        for product, seen in zip(products, masks, strict=True)
-    ]
-    weights = jax.nn.softmax(jnp.concatenate(capped, axis=-1)).astype(rotated.dtype)
+    capped = soft_cap(jnp.concatenate(products, axis=-1) * scale, scores.softcap)
+    masked = jnp.where(seen.reshape(rows, -1, width, 1, 1, length + width), capped, -1e30)
+    weights = jax.nn.softmax(masked).astype(rotated.dtype)
     mixed = einsum("rackgt,rtke->rackge", weights[..., :length], past.pages.value)
     mixed += einsum("rackgd,radke->rackge", weights[..., length:], own.value)
     return mixed.astype(rotated.dtype).reshape(count, width, -1, size)
