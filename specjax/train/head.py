@@ -168,7 +168,8 @@ def objective(algorithm: str, settings: LossSettings) -> Objective:
 
 def head_loss(head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None) -> Loss:
     """The loss of a head that uses `packed_attention` or `block_attention`. It reads features times `scale`."""
-    dtype, compute = jnp.dtype(head.config.dtype), block_loss if isinstance(objective, BlockObjective) else unroll
+    dtype = jnp.dtype(head.config.dtype)
+    compute: Any = block_loss if isinstance(objective, BlockObjective) else unroll
 
     def loss(params: Weights, target_params: Weights, batch: Rows, teacher: Teacher, key: Array) -> Any:
         if scale is not None:
@@ -192,10 +193,10 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         )
     size = _vocabulary(requested, target, ends)
     aux_layers = aux_layers_of(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
+    fields: dict[str, Any] = _layer_fields(target) | dict.fromkeys(spec.biases, True)
     return HeadConfig(
         spec.kind, feature_size=target.hidden_size * (len(aux_layers) or 1), vocab_size=size, aux_layers=aux_layers,
-        own_head=spec.own_ends, mapped=size < target.vocab_size, **_layer_fields(target),
-        **dict.fromkeys(spec.biases, True),
+        own_head=spec.own_ends, mapped=size < target.vocab_size, **fields,
     )  # fmt: skip
 
 
