@@ -54,14 +54,14 @@ def block_config(
     unsupported or for another target, and ParameterError if neither config.json nor the option `sample_from_anchor`
     decides the slot convention."""
     settings = block_settings(config)
-    kind = _kind(settings)
+    architecture = _kind(settings)
     layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size", target.hidden_size)
     head_dim = settings.integer("head_dim", hidden // heads)
     positions = settings.integer("max_position_embeddings", target.max_positions)
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
     longest = hf_config.scaled_positions(rope, positions)
-    windows, causal = _attention(settings, layers, kind)
+    windows, causal = _attention(settings, layers, architecture)
     features = _features(settings, target, layers)
     own = set(tensors) - not_read(settings)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size)
@@ -76,9 +76,9 @@ def block_config(
         attention_bias=attention_bias, output_bias=attention_bias, mlp_bias=settings.boolean("mlp_bias"),
         logit_softcap=cap, max_positions=longest if longest < target.max_positions else None, dtype=target.dtype,
         layers=layers, block=settings.integer("block_size"), mask_token=_mask_token(settings, target),
-        from_anchor=_from_anchor(settings, kind, sample_from_anchor), windows=windows, causal=causal,
+        from_anchor=_from_anchor(settings, architecture, sample_from_anchor), windows=windows, causal=causal,
         input_scale=settings.number("input_embedding_scale", 1.0),
-        output_scale=settings.number("output_multiplier", 1.0), **_walk(settings, kind, hidden),
+        output_scale=settings.number("output_multiplier", 1.0), **_walk(settings, architecture, hidden),
     )  # fmt: skip
     _check_target(settings, result, target)
     return result
@@ -94,27 +94,29 @@ def not_read(settings: Settings) -> set[str]:
 def _kind(settings: Settings) -> str:
     """`speculators_model_type`, else the architecture; empty if there is neither."""
     architectures = settings.get("architectures") or [""]
-    kind = str(settings.get("speculators_model_type") or architectures[0])
-    if kind.startswith("Gemma4"):
-        raise unsupported("architectures", kind, listed((*FROM_ANCHOR, "dspark")))
+    architecture = str(settings.get("speculators_model_type") or architectures[0])
+    if architecture.startswith("Gemma4"):
+        raise unsupported("architectures", architecture, listed((*FROM_ANCHOR, "dspark")))
     if (projector := settings.optional("projector_type", "dflash")) not in ("dflash", "dflash2", "dspark"):
         raise unsupported("projector_type", projector, "dflash, dflash2, dspark")
-    return "dflash2" if projector == "dflash2" else kind
+    return "dflash2" if projector == "dflash2" else architecture
 
 
-def _from_anchor(settings: Settings, kind: str, given: bool | None) -> bool:
-    stated = settings.boolean("sample_from_anchor") if "sample_from_anchor" in settings else FROM_ANCHOR.get(kind)
+def _from_anchor(settings: Settings, architecture: str, given: bool | None) -> bool:
+    stated = (
+        settings.boolean("sample_from_anchor") if "sample_from_anchor" in settings else FROM_ANCHOR.get(architecture)
+    )
     if given is None and stated is None:
+        name = repr(architecture) if architecture else "no architectures"
         problem = (
-            "is needed: config.json has no sample_from_anchor, and "
-            f"{repr(kind) if kind else 'no architectures'} does not imply it; false: the block's first slot, the root, "
-            "drafts nothing; true: it drafts the next token"
+            f"is needed: config.json has no sample_from_anchor, and {name} does not imply it; false: the block's first "
+            "slot, the root, drafts nothing; true: it drafts the next token"
         )
         raise ParameterError("sample_from_anchor", problem, "Block")
     return bool(stated) if given is None else given
 
 
-def _attention(settings: Settings, layers: int, kind: str) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _attention(settings: Settings, layers: int, architecture: str) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """The window of each layer, and whether its block is causal. As in vLLM, a layer with a window is causal unless the
     file says otherwise; DFlash2 and files with ``use_swa`` are not causal."""
     types, size = settings.get("layer_types"), settings.get("sliding_window")
@@ -128,7 +130,7 @@ def _attention(settings: Settings, layers: int, kind: str) -> tuple[tuple[int | 
     if any(sliding):
         size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")
     said = next((key for key in ("is_causal", "causal", "causal_head") if key in settings), None)
-    causal = (settings.boolean(said) if said else each and by_layer and kind not in DFLASH2 for each in sliding)
+    causal = (settings.boolean(said) if said else each and by_layer and architecture not in DFLASH2 for each in sliding)
     return tuple(size if each else None for each in sliding), tuple(causal)
 
 
@@ -160,9 +162,9 @@ def _mask_token(settings: Settings, target: ModelConfig) -> int:
     return token
 
 
-def _walk(settings: Settings, kind: str, hidden: int) -> dict[str, Any]:
+def _walk(settings: Settings, architecture: str, hidden: int) -> dict[str, Any]:
     """Fields of `BlockConfig` for DSpark's and DFlash2's walks."""
-    if kind in DFLASH2 or "selector_rank" in settings:
+    if architecture in DFLASH2 or "selector_rank" in settings:
         taps, size = settings.integer("conv_kernel_size", 2), settings.integer("conv_group_size", 16)
         if hidden % size:
             raise invalid("conv_group_size", size, f"a divisor of hidden_size ({hidden})")

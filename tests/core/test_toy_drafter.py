@@ -234,7 +234,7 @@ def test_further_import_rules():
         if source in ("config", "limits", "settings"):
             assert target == source or target == "limits", f"{source} imports {target}"
         if source == "checkpoint":
-            assert target in ("checkpoint", "models", "parallel", "config", "limits", "progress"), (
+            assert target in ("checkpoint", "models", "parallel", "config", "limits", "packages", "progress"), (
                 f"checkpoint imports {target}"
             )
         if target == "checkpoint":

@@ -264,7 +264,7 @@ def test_estimate_before_the_first_step(monkeypatch):
     draft, target = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in engine.params[::-1])
     assert engine._estimated_ratio(1) == pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
     monkeypatch.setattr(engine, "platform", "gpu")
-    for name, measured in (("Tesla T4", False), ("NVIDIA H200", True)):
+    for name, measured in (("Tesla P4", False), ("NVIDIA H200", True)):
         monkeypatch.setattr(Engine, "device_name", name)
         assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == measured
     bandwidth, layers = DEVICES["H200"].bandwidth, engine.target.config.num_layers
