@@ -2,13 +2,16 @@
 
     python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend pallas] [--record]
     python benchmarks/gpu_compile.py --start [--layers 32] [--record]
+    python benchmarks/gpu_compile.py --block [--layers 4] [--gpu-spec benchmarks/gpu/h100_sxm.txtpb] [--record]
 
 Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is allocated. XLA compiles for the device described by
 `benchmarks/gpu/h200.txtpb` and dumps its thunk sequence (`thunks.py`). A command buffer is a CUDA graph; the host
 decides loops and branches outside of one, and waits for the device. Nothing is timed. Products are not autotuned, so
 some kernels differ on a device.
 
-`--start` compiles the first programs of an engine as it does itself, and gives their processor seconds.
+`--start` compiles the first programs of an engine as it does itself, and gives their processor seconds. `--block`
+compiles steps of Qwen3-8B's shape with a DFlash head of five layers, and gives the cost model's estimate for all 36
+layers beside EAGLE-3's chain of 7.
 
 Needs the GPU compiler of the installed version of jax (see `ptx.py`).
 """
@@ -30,7 +33,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the device is des
 
 import jax
 import jax.numpy as jnp
-from model_shapes import block_head, eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
+from model_shapes import block_head, eagle3_head, head_shapes, least_bytes, llama_8b, nbytes, qwen3_8b
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import bytes_read, counts, dump_options, read_dump
@@ -46,11 +49,12 @@ from specjax import (
     make_drafter,
     make_target,
 )
+from specjax.costs import KERNEL, LAYER_KERNELS, STEP_KERNELS, estimated_ratio
 from specjax.drafters.options import candidates, options_of
 from specjax.engine.config import layout
 from specjax.engine.device import Resident, packed
 from specjax.engine.programs import Programs
-from specjax.gpu import NVIDIA_OPTIONS
+from specjax.gpu import DEVICES, NVIDIA_OPTIONS, named
 from specjax.models import init_params
 from specjax.state import PrefillInput
 from specjax.step import (
@@ -231,6 +235,27 @@ def started(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any
     print(f"{document['blocking_processor_seconds']} s block readiness; {len(keys)} programs in all")
 
 
+def blocks(shapes: Shapes, place: Callable[[Any], Any], device: str, document: dict[str, Any]) -> None:
+    """Counts of a block head's step by batch, and estimated milliseconds of a step of one request."""
+    for batch in (1, 8, 32):
+        several = shapes._replace(steps=15, topk=1, draft_tokens=16, batch=batch)
+        step = programs(several, place, algorithm="DFLASH", config=qwen3_8b(shapes.layers))["step"]
+        document[f"batch {batch}"] = record = compiled(step, dict(NVIDIA_OPTIONS))
+        show(f"block of 16, batch {batch}", record)
+    model = qwen3_8b(36)
+    target, gpu = make_target(model), DEVICES[device]
+    weights = jax.eval_shape(partial(init_params, model), jax.eval_shape(lambda: jax.random.key(0)))
+    plain = nbytes(weights) / gpu.bandwidth  # with the embedding, as in the estimate
+    plain += (LAYER_KERNELS * model.num_layers + STEP_KERNELS) * KERNEL
+    for algorithm, tree, head in (("DFLASH", (15, 1, 16), block_head), ("EAGLE3", (7, 1, 8), eagle3_head)):
+        options = options_of(algorithm, **dict(zip(("steps", "topk", "nodes"), tree, strict=True)))
+        drafter = make_drafter(options, target=target, head=head(model))
+        params = Params(weights, head_shapes(head(model), model, shapes.head_weights))
+        milliseconds = 1e3 * plain * estimated_ratio(1, target, drafter, params, gpu)
+        document[f"estimated ms of {algorithm} {tree}"] = round(milliseconds, 2)
+        print(f"{algorithm} {tree}, one request, {device}: {milliseconds:.2f} ms a step (estimated)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles a speculative step for a GPU without having one.")
     parser.add_argument("--layers", type=int, default=32, help="of the target; fewer to be quick")
@@ -247,6 +272,7 @@ def main() -> None:
     )
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
     parser.add_argument("--start", action="store_true", help="time the first programs of an engine")
+    parser.add_argument("--block", action="store_true", help="steps with a block head, for Qwen3-8B")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
     if arguments.layers < 4 or arguments.steps < 2:
@@ -267,6 +293,12 @@ def main() -> None:
     if arguments.start:
         started(shapes, gpu.place, document)
         finish("gpu-start", document, record=arguments.record)
+        return
+    if arguments.block:
+        kind = named(gpu.kind)
+        assert kind is not None, gpu.kind
+        blocks(shapes, gpu.place, kind.name, document)
+        finish("gpu-block", document, record=arguments.record)
         return
     model = llama_8b(shapes.layers)
     floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps, quantization=shapes.head_weights))

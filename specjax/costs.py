@@ -64,4 +64,5 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
 def _size(params: Any) -> tuple[int, int]:
     """Bytes of parameters, and the number of weights. All experts of a mixture count, as in a large batch."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-    return sum(part.nbytes for part in jax.tree.leaves(params)), sum(prod(leaf.shape) for leaf in leaves)
+    size = sum(prod(part.shape) * np.dtype(part.dtype).itemsize for part in jax.tree.leaves(params))
+    return size, sum(prod(leaf.shape) for leaf in leaves)
