@@ -182,9 +182,9 @@ def check(record: dict) -> None:
     assert record["target_pool_bytes"] >= 2 * FEW * keys_of_a_layer
 
 
-KERNELS_OF_A_STEP = {"plain": 76, "observing": 84, "chain": 222, "tree": 221}
+KERNELS_OF_A_STEP = {"plain": 76, "observing": 85, "chain": 222, "tree": 221}
 """Most kernels in every call of a step of 4 layers, batch 1, on all versions of jax. "observing": a step that observes
-but does not draft."""
+but does not draft, 84 with jax 0.10.2."""
 
 needs_triton = pytest.mark.skipif(triton_path.UNMET is not None, reason=str(triton_path.UNMET))
 
