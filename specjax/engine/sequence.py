@@ -5,7 +5,7 @@ Plain Python without device values.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import Enum
@@ -423,3 +423,8 @@ def completion(sequence: Sequence) -> Completion:
         scores=output.prompt_logprobs,
         drafted_steps=output.drafted_steps,
     )
+
+
+def accept_histogram(done: Iterable[Completion]) -> list[int]:
+    """Sum of the completions' `spec_accept_histogram`."""
+    return [sum(bins) for bins in zip(*(one.spec_accept_histogram for one in done), strict=True)]

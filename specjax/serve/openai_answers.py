@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from specjax import __version__
 from specjax.checkpoint.prompts import Prompt
 from specjax.engine import Completion, StreamChunk
-from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin
+from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin, accept_histogram
 from specjax.engine.text import TextStream, token_bytes
 from specjax.serve.errors import ApiError
 from specjax.serve.message_format import Reply
@@ -155,7 +155,7 @@ def echo_logprobs(logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Ec
 def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     """Counts over all choices, with SGLang's names and meanings. `width`: nodes of a draft tree, N."""
     steps = sum(c.spec_verify_ct for c in done)
-    histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
+    histogram = accept_histogram(done)
     accepted = sum(count * drafts for drafts, count in enumerate(histogram))
     proposed = steps * (width - 1)
     return {
@@ -174,7 +174,7 @@ def acceptance(done: Sequence[Completion], width: int) -> dict[str, Any]:
     bonus token.
     """
     steps = sum(c.drafted_steps for c in done)
-    histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
+    histogram = accept_histogram(done)
     histogram[0] -= sum(histogram) - steps  # steps without drafts accept none
     accepted, proposed = sum(count * drafts for drafts, count in enumerate(histogram)), steps * (width - 1)
     return {

@@ -28,7 +28,8 @@ from jaxtyping import Bool, Int32, Int64
 from tokenizers import Tokenizer, processors
 
 from specjax.checkpoint.prompts import END_THINK, THINK, Chat, Prompt, render_chat
-from specjax.cli.lines import SkippedLine, check_encodes, read_batches
+from specjax.cli.lines import SkippedLine, check_encodes, line_files, read_batches, report
+from specjax.config import ModelConfig
 
 # Purposes of permutations: a seed gives a different permutation for each.
 PACK, SPLIT, EPOCHS = range(3)
@@ -141,6 +142,27 @@ class Tokens(NamedTuple):
     ids: list[int]
     loss: Bool[np.ndarray, "n"]
     lost: int = 0  # assistant turns that the template rewrites
+
+
+def load_data(settings: Any, tokenizer: Any, target: ModelConfig, *, max_length: int) -> tuple[ExampleSet, ExampleSet]:
+    """The examples of `--data` and of `--text-data`, at most `max_length` tokens each; reports the lines left out.
+
+    `settings` has the fields `data` and `text_data`. Raises ValueError or OSError if there is no example.
+    """
+    if not (settings.data or settings.text_data):
+        raise ValueError("nothing to learn from: give --data or --text-data")
+    load = functools.partial(
+        load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, progress=True,
+        max_length=min(max_length, target.max_positions),
+    )  # fmt: skip
+    answers = load(line_files(settings.data, "--data"))
+    texts = load(line_files(settings.text_data, "--text-data"), texts=True)
+    for flag, files, loaded in (("--data", settings.data, answers), ("--text-data", settings.text_data, texts)):
+        if files and not loaded.examples:
+            first = "".join(f"; {path}, line {number}: {reason}" for path, number, reason in loaded.skipped[:1])
+            raise ValueError(f"{flag}: none of the {loaded.lines} lines is usable{first}")
+    report([*answers.skipped, *texts.skipped])
+    return answers, texts
 
 
 def load_examples(

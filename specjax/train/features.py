@@ -36,7 +36,6 @@ from specjax.cache import Weights
 from specjax.checkpoint.files import replacing, write_text
 from specjax.cli import run_command
 from specjax.cli.flags import ModelSettings
-from specjax.cli.lines import line_files, report
 from specjax.config import ModelConfig
 from specjax.limits import setting_of
 from specjax.load import use_compilation_cache
@@ -45,7 +44,7 @@ from specjax.models.target import Target, hidden_states, no_past
 from specjax.progress import progress_bar
 from specjax.settings import setting
 from specjax.train import differences
-from specjax.train.data import Rows, batch_rows, load_examples
+from specjax.train.data import Rows, batch_rows, load_data
 from specjax.train.options import DataSettings, aux_layers_of
 from specjax.train.unroll import Teacher, packed_attention, packed_mask
 
@@ -159,19 +158,14 @@ class FeatureOptions:
 def write_features(options: FeatureOptions) -> dict[str, Any]:
     """Writes the files of `FeatureOptions`; returns the command's summary. Raises ValueError or OSError for a wrong
     input, or for a folder with files of other settings."""
-    chosen, model, use = options.features, options.model, options.model.quantization
+    chosen, model = options.features, options.model
     use_compilation_cache()
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
     config = checkpoint.model_config(files.config, dtype=model.dtype)
     layers = (*aux_layers_of(chosen.aux_layers, config.num_layers), config.num_layers - 1)
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
-    load = partial(load_examples, tokenizer=tokenizer, vocabulary=config.vocab_size, progress=True,
-                   max_length=min(chosen.max_length, config.max_positions))  # fmt: skip
-    sets = [load(line_files(chosen.data, "--data")), load(line_files(chosen.text_data, "--text-data"), texts=True)]
+    sets = load_data(chosen, tokenizer, config, max_length=chosen.max_length)
     examples = [example for loaded in sets for example in loaded.examples]
-    report([skipped for loaded in sets for skipped in loaded.skipped])
-    if not examples:
-        raise ValueError("no text: give --data or --text-data with usable lines")
     digest = hashlib.sha256(b"".join(part.tobytes() for example in examples for part in map(np.asarray, example)))
     current = {key: value for table in asdict(options).values() for key, value in table.items() if key != "output"}
     current = json.loads(json.dumps(current | {"content of the data": digest.hexdigest()[:16]}))
@@ -187,24 +181,23 @@ def write_features(options: FeatureOptions) -> dict[str, Any]:
     ]
     write_text(folder / "data.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     target = make_target(config)
-    params = checkpoint.load_params(files, config, quantization=use, progress=True)
+    params = checkpoint.load_params(files, config, quantization=model.quantization, progress=True)
     run = jax.jit(partial(hidden_states, target, features=layers))
     resumed = 0
-    bar = progress_bar("Texts", len(examples), "text")
-    for number, example in enumerate(examples):
-        bar.update()
-        file = folder / "hidden_states" / f"hs_{number}.safetensors"
-        if file.exists():
-            resumed += 1
-            continue
-        tokens = np.asarray(example.tokens, np.int32)
-        padded = np.zeros((1, min(1 << (len(tokens) - 1).bit_length(), config.max_positions)), np.int32)
-        padded[0, : len(tokens)] = tokens
-        states = np.asarray(run(params, jnp.asarray(padded))[0].astype(chosen.store_dtype))[: len(tokens)]
-        states = states.reshape(len(tokens), len(layers), -1)
-        with replacing(file) as draft:
-            save_file({"hidden_states": states, "token_ids": tokens.astype(np.int64)}, draft)
-    bar.close()
+    with progress_bar("Texts", len(examples), "text") as bar:
+        for number, example in enumerate(examples):
+            bar.update()
+            file = folder / "hidden_states" / f"hs_{number}.safetensors"
+            if file.exists():
+                resumed += 1
+                continue
+            tokens = np.asarray(example.tokens, np.int32)
+            padded = np.zeros((1, min(1 << (len(tokens) - 1).bit_length(), config.max_positions)), np.int32)
+            padded[0, : len(tokens)] = tokens
+            states = np.asarray(run(params, jnp.asarray(padded))[0].astype(chosen.store_dtype))[: len(tokens)]
+            states = states.reshape(len(tokens), len(layers), -1)
+            with replacing(file) as draft:
+                save_file({"hidden_states": states, "token_ids": tokens.astype(np.int64)}, draft)
     tokens = sum(len(example.tokens) for example in examples)
     return {"output": str(folder), "texts": len(examples), "tokens": tokens, "resumed_after": resumed,
             "layers": [*layers]}  # fmt: skip

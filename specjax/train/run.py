@@ -8,7 +8,6 @@ import time
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +20,17 @@ from tqdm import tqdm
 
 from specjax import checkpoint
 from specjax.cache import Weights
-from specjax.cli.lines import line_files, report
 from specjax.config import ModelConfig
 from specjax.drafters import Params, TreeShape
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
+from specjax.engine.sequence import accept_histogram
 from specjax.load import use_compilation_cache
 from specjax.models import make_target
 from specjax.progress import progress_bar
 from specjax.train import update
 from specjax.train.block import BLOCKS
-from specjax.train.data import Example, Rows, batch_rows, load_examples, pack, split
+from specjax.train.data import Example, Rows, batch_rows, load_data, pack, split
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.head import BlockDraft, HeadDraft, TargetSource
@@ -79,20 +78,7 @@ def prepare(options: TrainOptions) -> Inputs:
 def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
     """Packed rows, held-back examples, and counts. Raises ValueError or OSError if there is no example."""
     settings, seed = options.data, options.data.data_seed
-    paths = [*settings.data, *settings.text_data]
-    if not paths:
-        raise ValueError("nothing to learn from: give --data or --text-data")
-    load = partial(
-        load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, progress=True,
-        max_length=min(settings.row_length, target.max_positions),
-    )  # fmt: skip
-    answers = load(line_files(settings.data, "--data"))
-    texts = load(line_files(settings.text_data, "--text-data"), texts=True)
-    for flag, files, loaded in (("--data", settings.data, answers), ("--text-data", settings.text_data, texts)):
-        if files and not loaded.examples:
-            first = "".join(f"; {path}, line {number}: {reason}" for path, number, reason in loaded.skipped[:1])
-            raise ValueError(f"{flag}: none of the {loaded.lines} lines is usable{first}")
-    report([*answers.skipped, *texts.skipped])
+    answers, texts = load_data(settings, tokenizer, target, max_length=settings.row_length)
     count, reserved, chosen = len(answers.examples), settings.held_back, texts.examples
     if reserved and reserved >= count:
         raise ValueError(f"--held-back {reserved} must be less than the {count} usable examples of --data")
@@ -109,7 +95,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
         _, chosen = split(chosen, settings.text_examples, seed)
     rows = pack([*train, *chosen], settings.row_length, seed)
     facts = {
-        "files": [Path(path).name for path in paths],
+        "files": [Path(path).name for path in (*settings.data, *settings.text_data)],
         "examples": len(train) + len(chosen),
         "texts": len(chosen),
         "held_back": len(held_back),
@@ -169,7 +155,7 @@ class Measure:
         self._engine.params = Params(self._target_params, jax.block_until_ready(draft))
         completions = self._engine.generate(self._prompts, self._sampling)
         # Steps that accepted this number of drafts, and at least this number.
-        histogram = [sum(bins) for bins in zip(*(done.spec_accept_histogram for done in completions), strict=True)]
+        histogram = accept_histogram(completions)
         reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
         by_depth = [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
         steps, emitted = sum(histogram), sum(reached)
