@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from specjax.checkpoint import hf_config
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
-from specjax.checkpoint.hf_config import LAYER_TYPES, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported
+from specjax.checkpoint.hf_config import (
+    LAYER_TYPES,
+    ROPE_SECTIONS,
+    SILU,
+    read_rope,
+    refuse_unsupported,
+    scaled_positions,
+)
 from specjax.config import BlockConfig, ModelConfig, Walk
 from specjax.limits import ParameterError
 from specjax.models.head_spec import EMBED, HEAD, MASK, OFFSETS
@@ -54,13 +60,13 @@ def block_config(
     unsupported or for another target, and ParameterError if neither config.json nor the option `sample_from_anchor`
     decides the slot convention."""
     settings = block_settings(config)
-    architecture = _kind(settings)
+    architecture = _architecture(settings)
     layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size", target.hidden_size)
     head_dim = settings.integer("head_dim", hidden // heads)
     positions = settings.integer("max_position_embeddings", target.max_positions)
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
-    longest = hf_config.scaled_positions(rope, positions)
+    longest = scaled_positions(rope, positions)
     windows, causal = _attention(settings, layers, architecture)
     features = _features(settings, target, layers)
     own = set(tensors) - not_read(settings)
@@ -91,7 +97,7 @@ def not_read(settings: Settings) -> set[str]:
     return {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"} | copies
 
 
-def _kind(settings: Settings) -> str:
+def _architecture(settings: Settings) -> str:
     """`speculators_model_type`, else the architecture; empty if there is neither."""
     architectures = settings.get("architectures") or [""]
     architecture = str(settings.get("speculators_model_type") or architectures[0])

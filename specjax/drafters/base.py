@@ -137,6 +137,12 @@ def put_rows(leaves: Any, new: Any, context: Context, seen: Observation) -> Any:
     return jax.tree.map(put, leaves, new)
 
 
+def finite(entries: Any) -> Any:
+    """Cache entries with 0 in place of values that are not finite, which would spread to later requests with the same
+    page."""
+    return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf)), entries)
+
+
 def keep_at_page_ends(leaf: Array, values: Array, context: Context, seen: Observation) -> Array:
     """Writes values of the observed tokens [B, C, ...] that end a page to a state leaf [P, ...].
 

@@ -24,7 +24,7 @@ from specjax_kernels import largest
 
 from specjax.cache import PerRequest, PoolShape, commit, init_cache
 from specjax.config import BlockConfig
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite
 from specjax.drafters.coupling import with_noise
 from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Block, Coupling, TreeShape
@@ -82,9 +82,7 @@ def block_drafter(
     def observe(params: Params, state: DraftState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
         offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
-        entries = model.context(params.draft, seen.features, context.prefix_length[:, None] + offset)
-        # A value that is not finite would spread to later requests with this page.
-        entries = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf)), entries)
+        entries = finite(model.context(params.draft, seen.features, context.prefix_length[:, None] + offset))
         return commit(state, entries, context.page_table, context.prefix_length, seen.length, after=())
 
     return growing_drafter(

@@ -16,7 +16,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, UInt32
@@ -24,7 +23,7 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, TreeShape
 from specjax.models.blocks import Past, joined
@@ -90,9 +89,7 @@ def eagle_drafter(
         offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
         embedded = model.embed(params.target, params.draft, seen.next_tokens)
         feature = model.fuse(params.draft, seen.features)
-        block = model.keep(params.draft, embedded, feature, context.prefix_length[:, None] + offset)
-        # A value that is not finite would spread to later requests with this page.
-        block = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf)), block)
+        block = finite(model.keep(params.draft, embedded, feature, context.prefix_length[:, None] + offset))
         cache = commit(state.cache, block, context.page_table, context.prefix_length, seen.length, after=())
         last = jnp.take_along_axis(feature, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
         return EagleState(cache, put_rows(state.feature, last, context, seen))
