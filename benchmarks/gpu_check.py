@@ -67,7 +67,7 @@ from timing import CACHE_BYTES, copy_bandwidth, interleaved, rotating
 
 from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, RopeConfig, SamplingParams, gpu
 from specjax.drafters import make_drafter
-from specjax.drafters.options import DRAFTERS, options_of
+from specjax.drafters.options import options_of
 from specjax.engine.buckets import Key
 from specjax.engine.memory import temporary_bytes
 from specjax.engine.sequence import completion
@@ -248,9 +248,6 @@ def steps(report: Report, shape: Callable[[int], ModelConfig], batches: tuple[in
     """Steps with and without drafts, by batch. `milliseconds`: by wall clock; the host's share is not waiting."""
     bandwidth = copy_bandwidth(16 if report.tiny else None)
     model = Model(shape, tiny=report.tiny)
-    if BLOCK in cases and BLOCK.algorithm not in DRAFTERS:
-        say(f"{BLOCK}: not in this version, which has {', '.join(DRAFTERS)}")
-        cases = [case for case in cases if case != BLOCK]
     say(f"a copy moves {bandwidth / 1e9:.0f} GB/s\n{'batch':>5} {'step':10} {'ms':>9} {'host ms':>8} "
         f"{'kernels ms':>10} {'kernels':>8} {'to plain':>8} {'roofline':>8}")  # fmt: skip
     for batch in sorted({min(batch, 2) for batch in batches}) if report.tiny else batches:

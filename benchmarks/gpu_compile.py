@@ -49,7 +49,7 @@ from specjax import (
     make_drafter,
     make_target,
 )
-from specjax.costs import KERNEL, LAYER_KERNELS, STEP_KERNELS, estimated_ratio
+from specjax.costs import estimated_seconds
 from specjax.drafters.options import candidates, options_of
 from specjax.engine.config import layout
 from specjax.engine.device import Resident, packed
@@ -245,13 +245,11 @@ def blocks(shapes: Shapes, place: Callable[[Any], Any], device: str, document: d
     model = qwen3_8b(36)
     target, gpu = make_target(model), DEVICES[device]
     weights = jax.eval_shape(partial(init_params, model), jax.eval_shape(lambda: jax.random.key(0)))
-    plain = nbytes(weights) / gpu.bandwidth  # with the embedding, as in the estimate
-    plain += (LAYER_KERNELS * model.num_layers + STEP_KERNELS) * KERNEL
     for algorithm, tree, head in (("DFLASH", (15, 1, 16), block_head), ("EAGLE3", (7, 1, 8), eagle3_head)):
         options = options_of(algorithm, **dict(zip(("steps", "topk", "nodes"), tree, strict=True)))
         drafter = make_drafter(options, target=target, head=head(model))
         params = Params(weights, head_shapes(head(model), model, shapes.head_weights))
-        milliseconds = 1e3 * plain * estimated_ratio(1, target, drafter, params, gpu)
+        milliseconds = 1e3 * estimated_seconds(1, target, drafter, params, gpu)[0]
         document[f"estimated ms of {algorithm} {tree}"] = round(milliseconds, 2)
         print(f"{algorithm} {tree}, one request, {device}: {milliseconds:.2f} ms a step (estimated)")
 

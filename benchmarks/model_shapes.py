@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specjax import ModelConfig, RopeConfig
-from specjax.config import Experts, HeadConfig
+from specjax.checkpoint.block_head import default_block_features
+from specjax.config import BlockConfig, Experts, HeadConfig
 from specjax.models import init_params, table
 from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.params import Leaf, dimensions, input_letters, is_product, map_leaves, output_major
@@ -60,11 +61,8 @@ def eagle3_head(target: ModelConfig, vocab_size: int = 32000) -> HeadConfig:
 
 def block_head(target: ModelConfig) -> HeadConfig:
     """A head like DFlash's published ones: five layers, blocks of 16 slots, and the target's embedding and output."""
-    from specjax.config import BlockConfig  # pyright: ignore[reportAttributeAccessIssue]
-
     layers, like = 5, eagle3_head(target)
-    last = target.num_layers - 3
-    taps = tuple(max(round(1 + i * (last - 1) / (layers - 1)), 0) for i in range(layers))
+    taps = tuple(max(layer, 0) for layer in default_block_features(target.num_layers, layers))  # of tiny targets, too
     changes = {"kind": "block", "feature_size": layers * target.hidden_size, "aux_layers": taps, "layers": layers}
     changes |= {"vocab_size": target.vocab_size, "own_head": False, "mapped": False, "block": 16}
     masks = {"mask_token": target.vocab_size - 1, "windows": (None,) * layers, "causal": (False,) * layers}

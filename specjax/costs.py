@@ -38,27 +38,45 @@ def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params
 
     `device`: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
     """
-    forward, weights = _size(params.target)
-    level = _size(params.draft)[0] if drafter.runs_model else 0
-    levels, kernels_of_level = drafter.depth, LEVEL_KERNELS
-    if drafter.passes is not None:  # a block head of several layers, which may use the target's output layer
-        levels, layers = drafter.passes, [name for name in params.draft if name.startswith("layers_")]
-        kernels_of_level += LAYER_KERNELS * (len(layers) - 1)
-        level += 0 if "head" in params.draft else _size(params.target.get("head", params.target["embed"]))[0]
     if device is not None:
-        kernels = (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
-
-        def seconds(rows: int) -> float:
-            multiplying = 2 * rows * weights / device.speed(target.config.dtype)
-            return max(forward / device.bandwidth, multiplying) + kernels
-
-        draft = levels * (level / device.bandwidth + kernels_of_level * KERNEL) if drafter.runs_model else 0.0
-        return (seconds(batch * drafter.width) + draft) / seconds(batch)
+        drafted, plain = estimated_seconds(batch, target, drafter, params, device)
+        return drafted / plain
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
     plain, checked = np.interp([batch, batch * drafter.width], tokens, durations).tolist()
     if not drafter.runs_model:
         return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
-    return checked / plain + CPU_LEVEL * levels * level / forward
+    forwards, read, _ = _draft_forwards(drafter, params)
+    return checked / plain + CPU_LEVEL * forwards * read / _size(params.target)[0]
+
+
+def estimated_seconds(
+    batch: int, target: Target, drafter: Drafter, params: Params, device: Device
+) -> tuple[float, float]:
+    """Estimates the seconds of a step of `batch` requests on a GPU of the table, with drafts and without."""
+    read, weights = _size(params.target)
+    kernels = (LAYER_KERNELS * target.config.num_layers + STEP_KERNELS) * KERNEL
+
+    def seconds(rows: int) -> float:
+        multiplying = 2 * rows * weights / device.speed(target.config.dtype)
+        return max(read / device.bandwidth, multiplying) + kernels
+
+    forwards, draft_read, draft_kernels = _draft_forwards(drafter, params)
+    draft = forwards * (draft_read / device.bandwidth + draft_kernels * KERNEL)
+    return seconds(batch * drafter.width) + draft, seconds(batch)
+
+
+def _draft_forwards(drafter: Drafter, params: Params) -> tuple[int, int, int]:
+    """The draft's forwards in a step, the bytes that each reads, and its kernels; zeros without a model."""
+    if not drafter.runs_model:
+        return 0, 0, 0
+    read = _size(params.draft)[0]
+    if drafter.passes is None:
+        return drafter.depth, read, LEVEL_KERNELS
+    # A block head has several layers, and may use the target's output layer.
+    if "head" not in params.draft:
+        read += _size(params.target.get("head", params.target["embed"]))[0]
+    layers = sum(name.startswith("layers_") for name in params.draft)
+    return drafter.passes, read, LEVEL_KERNELS + LAYER_KERNELS * (layers - 1)
 
 
 def _size(params: Any) -> tuple[int, int]:
