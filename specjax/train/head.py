@@ -94,6 +94,11 @@ class HeadDraft:
             self._scale = jnp.asarray(feature_scale(np.asarray(teacher.features), rows.segments))
             if self._init_params is not None:
                 weights = {**weights, "fc": weights["fc"] / self._scale[:, None]}
+            elif isinstance(self.config, BlockConfig):
+                # The context is the last feature, as the target's layer that was copied reads it.
+                last = 1 / self._scale[-self.config.hidden_size :]
+                fc = jnp.zeros_like(weights["fc"]).at[-len(last) :].set(jnp.diag(last / last.mean()))
+                weights = {**weights, "fc": fc, "feature_norm": jnp.copy(weights["layers_0"]["attention_norm"])}
         return weights, frozen
 
     def loss(self, target: Target) -> Loss:
@@ -276,7 +281,8 @@ def new_params(
 ) -> Weights:
     """First weights, float32, for features of unit size (`feature_scale`).
 
-    An EAGLE-3 or block head starts from the target's output layer, and from its final norm times `NORM_SCALE`.
+    An EAGLE-3 or block head starts from the target's output layer, and from its final norm times `NORM_SCALE`. A block
+    head's layers start from the target's last ones, where shapes are equal.
     """
     params: dict[str, Any] = dict(init_head_params(config, target, jax.random.key(seed)))
     width = params["fc"].shape[0]
@@ -287,6 +293,12 @@ def new_params(
         params["head"] = output_columns(target, target_params, params.get("ids"))
     if config.aux_layers:
         params["final_norm"] = (target.norm_offset + target_params["final_norm"].astype(jnp.float32)) * NORM_SCALE
+    for i in range(config.layers if isinstance(config, BlockConfig) else 0):
+        copied = target_params[f"layers_{target.config.num_layers - config.layers + i}"]
+        for name, leaf in params[f"layers_{i}"].items():
+            if name in copied and getattr(copied[name], "shape", None) == leaf.shape:
+                offset = target.norm_offset if name.endswith("_norm") else 0.0
+                params[f"layers_{i}"][name] = copied[name].astype(jnp.float32) + offset
     return with_dtype(params, "float32")
 
 
