@@ -78,6 +78,7 @@ class Experts:
         groups: number of groups of experts.
         top_groups: best groups of a token, from which its experts are chosen.
         shared_width: channels within the MLP of the shared expert, which processes every token; 0: none.
+        shared_gate: whether the shared expert's output is multiplied by the sigmoid of a number for each token.
     """
 
     count: int
@@ -90,6 +91,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     shared_width: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,29 @@ class Latent:
     def page_width(self) -> int:
         """Numbers kept of a token."""
         return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets in the place of some layers' attention; `specjax.models.delta` has the formulas.
+
+    Attributes:
+        layers: indices of these layers.
+        key_heads: heads of queries and keys.
+        value_heads: heads of values, a multiple of `key_heads`.
+        key_dim: channels of a query or key head.
+        value_dim: channels of a value head.
+        taps: tokens that the convolution reads, the token itself included.
+        fused: whether a checkpoint stacks the projections by key head, as Qwen3-Next's.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +168,7 @@ class ModelConfig(GroupedHeads):
         logit_softcap: soft cap of the logits; None: none.
         experts: the mixture of experts; None: every layer has an MLP.
         latent: latent attention; None: grouped-query attention.
+        delta: gated delta nets; None: every layer has attention.
         dtype: dtype of parameters, activations and pages.
     """
 
@@ -168,6 +194,7 @@ class ModelConfig(GroupedHeads):
     logit_softcap: float | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    delta: DeltaNet | None = None
     dtype: str = "float32"
 
     def window(self, layer: int) -> int | None:

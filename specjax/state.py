@@ -57,7 +57,8 @@ class DecodeState(NamedTuple):
     """State on the device, one donated pytree.
 
     Attributes:
-        cache: the target's cache entries of committed tokens, page leaves [P, S, ...] (`Target.pages`).
+        cache: the target's cache of committed tokens (`Target.pages`): page leaves [P, S, ...], and row leaves of
+            recurrent layers.
         tokens: int32 [P, S]. Committed tokens in the same pages; None unless `Drafter.reads_tokens`.
         draft: state of the drafter.
         rows: parameters and progress of R requests.
@@ -96,6 +97,9 @@ class PrefillInput(NamedTuple):
         tokens: int32 [B, C].
         length: int32 [B]. Number of valid `tokens`; at least 1 for an active entry that draws.
         next_token: int32 [B]. NO_FORCED_TOKEN, the next prompt token, or the last token of a resumed request.
+        source: int32 [B]. The row whose state of recurrent layers the chunk continues, such as a snapshot; None: the
+            request's.
+        snapshot, snapshot_length: as in `specjax.cache.RowMoves`.
     """
 
     slots: PerRequest
@@ -104,6 +108,9 @@ class PrefillInput(NamedTuple):
     tokens: Int32[Array, "B C"]
     length: PerRequest
     next_token: PerRequest
+    source: PerRequest | None = None
+    snapshot: PerRequest | None = None
+    snapshot_length: PerRequest | None = None
 
 
 class Trace(NamedTuple):
@@ -193,8 +200,11 @@ def step_trees(output: StepOutput) -> list[StepTree | None]:
     return [step_tree(output.trace, row, tokens[row, :count]) if count else None for row, count in counts]
 
 
-def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:
-    """Creates a state with R = `rows` finished rows and a pool of zeroed pages."""
+def init_state(
+    params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape, snapshots: int = 0
+) -> DecodeState:  # fmt: skip
+    """Creates a state with R = `rows` finished rows and a pool of zeroed pages. Recurrent layers have `snapshots` rows
+    after those of the requests."""
     empty = new_row(target.config.vocab_size, limit=0, draft_limit=0)
     # One copy from the host: each jnp operation would compile a program and delay the start.
     host = (
@@ -204,7 +214,7 @@ def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, p
     )
     small, root, finished = jax.device_put(host, may_alias=False)
     return DecodeState(
-        cache=init_cache(target.pages, pool),
+        cache=init_cache(target.pages, pool, rows + snapshots),
         tokens=jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None,
         draft=drafter.init(params, rows, pool),
         rows=small,

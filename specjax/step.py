@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, mesh, pack_bits
 
-from specjax.cache import Active, Block, PerRequest, commit, pool_shape, take_path
+from specjax.cache import Active, Block, PerRequest, RowMoves, commit, pool_shape, read_rows, take_path
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_declared, checked_observe, checked_propose
 from specjax.gpu import compiler_options, warn_of_problem
@@ -126,6 +126,7 @@ def check_phase(
     """Runs the target over the trees and walks down each tree; reads the state only. See `verify_phase`."""
     context, row, draws = _gather(state, inputs)
     prefix_length = context.prefix_length
+    cache = read_rows(state.cache, _row_moves(context, inputs), prefix_length)
     widths = config.widths or (tree.width,)
     depth = min(drafter.depth, widths[-1] - 1)
     if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
@@ -138,7 +139,7 @@ def check_phase(
         part = narrow(tree, width)
         mask = pack_bits(ancestor_mask(part))
         embedded, positions = target.embed(params.target, part.tokens), prefix_length[:, None] + part.depth
-        past = state.cache, context.page_table, context.attended
+        past = cache, context.page_table, context.attended
         output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
         logits = target.unembed(params.target, output.hidden)
         bits = None if allowed is None else allowed[:, :width]
@@ -185,7 +186,10 @@ def commit_phase(
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     accepted = jnp.maximum(emitted - 1, 0)
     output = StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
-    state = _advance(params, drafter, state, context, row, checked.block, observation, output, after=checked.finite)
+    rows = _row_moves(context, inputs)
+    state = _advance(
+        params, drafter, state, context, row, checked.block, observation, output, after=checked.finite, rows=rows
+    )
     return state, output
 
 
@@ -244,7 +248,8 @@ def prefill_step(
     length = jnp.where(context.active, inputs.length, 0)
     offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
     embedded, positions = target.embed(params.target, inputs.tokens), context.prefix_length[:, None] + offset
-    past = state.cache, context.page_table, context.attended
+    rows = _row_moves(context, inputs)
+    past = read_rows(state.cache, rows, context.prefix_length), context.page_table, context.attended
     extra = {"ragged": Ragged.of(length, inputs.tokens.shape[1], config.tokens)} if config.tokens else {}
     forward = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features, **extra)
     last = jnp.maximum(length - 1, 0)
@@ -274,7 +279,7 @@ def prefill_step(
     output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
     # With logits split over devices, `after=logits` would send one number to all devices.
     after = logits if mesh.devices() == 1 else finite
-    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=after)
+    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=after, rows=rows)
     return state, output
 
 
@@ -339,6 +344,14 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
 
 
+def _row_moves(context: Context, inputs: StepInput | PrefillInput) -> RowMoves:
+    """Where the states of recurrent layers are read and written."""
+    slots = jnp.where(context.active, context.slots, jnp.iinfo(jnp.int32).max)
+    if isinstance(inputs, StepInput) or inputs.source is None:
+        return RowMoves(context.slots, slots)
+    return RowMoves(inputs.source, slots, inputs.snapshot, inputs.snapshot_length)
+
+
 def _truncate(
     tokens: Int32[Array, "B J"], accepted: PerRequest, row: Row, active: Active, finite: Bool[Array, "B J"]
 ) -> tuple[PerRequest, PerRequest]:
@@ -371,6 +384,7 @@ def _advance(
     output: StepOutput,
     *,
     after: Any,
+    rows: RowMoves,
 ) -> DecodeState:
     """Commits the observed tokens and their cache entries, calls `observe`, and scatters progress to the rows.
 
@@ -378,7 +392,7 @@ def _advance(
     """
     pools, blocks = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
     where = context.page_table, context.prefix_length, observation.length
-    cache, committed = commit(pools, blocks, *where, after=after)
+    cache, committed = commit(pools, blocks, *where, after=after, rows=rows)
     draft = checked_observe(drafter, params, state.draft, context._replace(tokens=committed), observation)
     tokens, emitted = output.tokens, output.emitted
     entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)

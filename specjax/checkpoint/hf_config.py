@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from specjax.checkpoint.files import (
@@ -22,7 +23,7 @@ from specjax.checkpoint.files import (
 )
 from specjax.checkpoint.quantised import PACKED, formats
 from specjax.checkpoint.weights import ModelFiles
-from specjax.config import Experts, Latent, ModelConfig, RopeConfig
+from specjax.config import DeltaNet, Experts, Latent, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, table
 from specjax.models.params import dimensions, input_letters, is_product, leaves_of
 
@@ -267,6 +268,26 @@ def _qwen_windows(config: Settings, layers: int) -> dict[str, Any]:
     return _windows(config, layers, lambda layer: layer >= first)
 
 
+def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]:
+    kinds, linear, full = config.optional("layer_types", None), "linear_attention", LAYER_TYPES[1]
+    if kinds is None:
+        interval = config.integer("full_attention_interval", 4)
+        kinds = [linear if (layer + 1) % interval else full for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (linear, full) for kind in kinds):
+        raise invalid("layer_types", kinds, f"{layers} of {linear} and {full}")
+    key_heads, value_heads = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        raise invalid("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
+    dims = (config.integer(f"linear_{name}_head_dim", 128) for name in ("key", "value"))
+    delta_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == linear)
+    delta = DeltaNet(delta_layers, key_heads, value_heads, *dims, config.integer("linear_conv_kernel_dim", 4), fused)
+    fields = _qwen3_moe(config, layers) if "num_experts" in config else {}
+    if experts := fields.get("experts"):
+        width = config.integer("shared_expert_intermediate_size", 512)
+        fields["experts"] = replace(experts, shared_width=width, shared_gate=True)
+    return fields | {"delta": delta if delta_layers else None}
+
+
 def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -> dict[str, Any]:
     """The window of each layer; ``layer_types`` overrides ``has_window``."""
     types = config.get("layer_types")
@@ -304,6 +325,12 @@ _GEMMA_ONLY = {
     "use_bidirectional_attention": (False, "false (causal attention)"),
 }
 
+_DELTA: Any = {
+    "only": SILU | {"attention_bias": (False, "false"), "use_sliding_window": (False, "false")},
+    "partial_rope": True,
+}
+_DELTA_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
+
 READERS: Mapping[str, Reader] = {
     "LlamaForCausalLM": Reader(_llama, only=SILU | NO_WINDOW),
     "MistralForCausalLM": Reader(
@@ -336,6 +363,16 @@ READERS: Mapping[str, Reader] = {
         },
         remote_code=True, float16=False,
     ),
+    "Qwen3NextForCausalLM": Reader(
+        partial(_qwen3_next, fused=True), _DELTA_DEFAULTS | {"norm_topk_prob": True}, **_DELTA
+    ),
+    **{
+        f"Qwen3_5{kind}For{use}": Reader(
+            partial(_qwen3_next, fused=False), _DELTA_DEFAULTS | {"norm_topk_prob": True},
+            text_config=use == "ConditionalGeneration", **_DELTA,
+        )
+        for kind in ("", "Moe") for use in ("CausalLM", "ConditionalGeneration")
+    },
 }  # fmt: skip
 
 

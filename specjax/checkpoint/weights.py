@@ -29,7 +29,9 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]
 
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+OTHER_MODALITIES = tuple(
+    f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+)
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
 # Token ids, masks, and codes of quantised matrices.
@@ -105,8 +107,9 @@ def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) 
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
-    """The tensors of all shards. In a multimodal model: of the language model, under the names of a text model."""
-    tensors = read_shards(files, read_header)
+    """The tensors of all shards, stacked experts one by one. In a multimodal model: of the language model, under the
+    names of a text model."""
+    tensors = {name: entry for whole in read_shards(files, read_header).values() for name, entry in _experts(whole)}
     if not any(name.startswith(OTHER_MODALITIES) for name in tensors):
         return tensors
     text: dict[str, TensorEntry] = {}
@@ -116,6 +119,22 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
             name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
             text[name] = replace(entry, name=name)
     return text
+
+
+def _experts(entry: TensorEntry) -> Iterable[tuple[str, TensorEntry]]:
+    """The matrices of experts in one tensor, [X, 2 I, M] or [X, M, I], named as if each had its own (Qwen3.5)."""
+    projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    stem, _, name = entry.name.rpartition(".")
+    if name not in projections or not stem.endswith(".mlp.experts") or len(entry.shape) != 3:
+        return [(entry.name, entry)]
+    count, rows, columns = entry.shape
+    parts = [(e, one) for e in range(count) for one in projections[name]]
+    shape, size = (rows * count // len(parts), columns), entry.size // len(parts)
+    named = (
+        replace(entry, name=f"{stem}.{e}.{one}.weight", shape=shape, start=entry.start + i * size)
+        for i, (e, one) in enumerate(parts)
+    )
+    return [(one.name, one) for one in named]
 
 
 def same_content(first: np.ndarray, second: np.ndarray, rtol: float = 0, atol: float = 0) -> bool:

@@ -150,7 +150,10 @@ def dispatch(engine: Engine, batch: Batch) -> None:
         engine.counters.steps += 1
     else:
         size = {"rows": rows, "pages": engine.pool.pages}
-        inputs = prefill_input(sequences, key.rows, key.width, key.table, lengths=batch.lengths, **size)
+        pairs = zip(sequences, batch.lengths, strict=True)
+        snapshots = [engine.scheduler.snapshot(sequence, tokens) for sequence, tokens in pairs]
+        lengths = batch.lengths
+        inputs = prefill_input(sequences, key.rows, key.width, key.table, lengths=lengths, snapshots=snapshots, **size)
     output = engine.device.run(key, batch.program, inputs)
     for sequence, tokens in zip(sequences, batch.lengths, strict=False):
         start = sequence.active_slot.prefilled

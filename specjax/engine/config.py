@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from specjax.cache import PoolShape
+from specjax.cache import PoolShape, has_rows
 from specjax.drafters.base import Drafter
 from specjax.engine.buckets import Buckets
 from specjax.limits import ParameterError, check, documented, setting
@@ -52,6 +52,12 @@ class EngineConfig:
         "which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in the cache",
     )
     prefix_cache: bool = setting(True, "keep the pages of earlier texts, for requests that begin with the same tokens")
+    state_snapshots: int | None = setting(
+        None,
+        "rows that keep the state of a recurrent model (gated delta nets) at the ends of cached prefixes; default: "
+        "`max_running_requests`; 0: no prefix cache for such models",
+        minimum=0,
+    )
     mem_fraction: float = setting(
         0.85,
         "share of a GPU's memory for weights and KV pool; JAX reserves a tenth more for the rest, unless the "
@@ -120,6 +126,14 @@ def context_length(target: Target, config: EngineConfig) -> int:
     if length > most:
         raise ParameterError("context_length", f"{length} exceeds the model's {most} positions", "EngineConfig")
     return length
+
+
+def snapshot_rows(target: Target, config: EngineConfig) -> int | None:
+    """Number of rows for snapshots of a recurrent model's state; None: the model has no such state."""
+    if not has_rows(target.pages):
+        return None
+    rows = config.max_running_requests if config.state_snapshots is None else config.state_snapshots
+    return rows if config.prefix_cache else 0
 
 
 def layout(

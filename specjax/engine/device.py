@@ -83,6 +83,10 @@ def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width:
     return StepInput(slots, page_table, active), tables
 
 
+PREFILL_NUMBERS = 6  # of a row: slot, tokens, next token; source, snapshot and its length of `PrefillInput`
+NO_SNAPSHOT = np.iinfo(np.int32).max  # a row that does not exist
+
+
 def prefill_input(
     sequences: list[Sequence],
     batch: int,
@@ -92,34 +96,38 @@ def prefill_input(
     rows: int,
     pages: int,
     lengths: Iterable[int],
+    snapshots: Iterable[tuple[int, int, int]],
 ) -> np.ndarray:
-    """Input of a prefill of the next chunk of each sequence's context, int32 [batch, 3 + width + table].
+    """Input of a prefill of the next chunk of each sequence's context, int32 [batch, PREFILL_NUMBERS + width + table].
 
     The last chunk of a context draws a token unless the next token is known. Empty entries get slots from R = `rows`
-    on. `pages` is P; `lengths` are the tokens of each chunk.
+    on. `pages` is P; `lengths` are the tokens of each chunk; for `snapshots` see `Scheduler.snapshot`.
     """
-    packed = np.zeros((batch, 3 + width + table), np.int32)
+    first = PREFILL_NUMBERS
+    packed = np.zeros((batch, first + width + table), np.int32)
     packed[:, 0] = range(rows, rows + batch)
-    packed[:, 3 + width :] = pages
-    for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+    packed[:, 4] = NO_SNAPSHOT
+    packed[:, first + width :] = pages
+    for i, (sequence, length, (source, row, kept)) in enumerate(zip(sequences, lengths, snapshots, strict=True)):
         context, slot = sequence.context, sequence.active_slot
         end = slot.prefilled + length
         after = context[end] if end < len(context) else sequence.forced_token
         packed[i, :3] = slot.index, length, NO_FORCED_TOKEN if after is None else after
-        packed[i, 3 : 3 + length] = context[slot.prefilled : end]
-        packed[i, 3 + width : 3 + width + len(slot.pages)] = slot.pages
+        packed[i, 3:first] = source, NO_SNAPSHOT if row < 0 else row, kept
+        packed[i, first : first + length] = context[slot.prefilled : end]
+        packed[i, first + width : first + width + len(slot.pages)] = slot.pages
         slot.placed = len(slot.pages)
     return packed
 
 
 def unpack_prefill(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
     """Returns the `PrefillInput` with page tables of `width`, and the tables of all rows with these."""
-    slots, length, after = packed[:, 0], packed[:, 1], packed[:, 2]
-    tokens, page_table = packed[:, 3:-width], packed[:, -width:]
+    slots, length, after, *states = (packed[:, i] for i in range(PREFILL_NUMBERS))
+    tokens, page_table = packed[:, PREFILL_NUMBERS:-width], packed[:, -width:]
     whole = jnp.pad(page_table, ((0, 0), (0, tables.shape[1] - width)), constant_values=pages)
     active = slots < tables.shape[0]
     tables = tables.at[slots].set(whole, mode="drop", unique_indices=True)
-    return PrefillInput(slots, page_table, active, tokens, length, after), tables
+    return PrefillInput(slots, page_table, active, tokens, length, after, *states), tables
 
 
 def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
-from specjax.engine.config import EngineConfig, check_config, context_length, layout
+from specjax.engine.config import EngineConfig, check_config, context_length, layout, snapshot_rows
 from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
@@ -95,6 +95,7 @@ class Engine:
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = context_length(target, config)
+        self.snapshots = snapshot_rows(target, config)
         self.platform = jax.default_backend()
         if self.platform == "cpu":
             keep_freed_memory()
@@ -105,7 +106,7 @@ class Engine:
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
-            reuse=config.prefix_cache, policy=config.schedule_policy,
+            reuse=config.prefix_cache and self.snapshots != 0, policy=config.schedule_policy, snapshots=self.snapshots,
         )  # fmt: skip
         shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
@@ -364,7 +365,8 @@ class Engine:
     # State and programs
 
     def _empty(self, rows: int, pool: PoolShape) -> Resident:
-        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
+        snapshots = self.snapshots or 0
+        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool, snapshots=snapshots)
         return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
 
     @classmethod

@@ -26,7 +26,7 @@ from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.drafters.standalone import StandaloneParams
 from specjax.engine.buckets import Buckets
-from specjax.engine.config import EngineConfig, layout
+from specjax.engine.config import EngineConfig, layout, snapshot_rows
 from specjax.gpu import Memory, this_memory
 from specjax.limits import ParameterError
 from specjax.models import table
@@ -151,12 +151,15 @@ def pool_tokens(
     if memory is None:
         return fitting_tokens(target, config, context_length, drafter)
 
-    def init(pages: int, rows: int = config.max_running_requests) -> DecodeState:
-        return init_state(params, target, drafter, rows=rows, pool=PoolShape(pages, config.page_size))
+    rows, kept = config.max_running_requests, snapshot_rows(target, config) or 0
+
+    def init(pages: int, rows: int = rows, snapshots: int = kept) -> DecodeState:
+        pool = PoolShape(pages, config.page_size)
+        return init_state(params, target, drafter, rows=rows, pool=pool, snapshots=snapshots)
 
     one, two = (jax.eval_shape(partial(init, pages)) for pages in (1, 2))
     if mesh is not None:
-        placed = sharding.empty_state(mesh, lambda: init(1, rows=1))
+        placed = sharding.empty_state(mesh, lambda: init(1, rows=1, snapshots=0))
         one, two = (sharding.described(shapes, placed) for shapes in (one, two))
     sizes = sharding.local_bytes(one), sharding.local_bytes(two)
     token_bytes = (sizes[1] - sizes[0]) // config.page_size

@@ -7,6 +7,9 @@ are never written again, so they are shared without copies. Nodes form a tree, o
     root ── the cat sat on ──┬── the mat . <eos>       a sequence locks the nodes of its pages and all above them;
                              └── the dog . <eos>       unlocked leaves may be evicted, least recently used first
 
+A recurrent model (`specjax.cache.RowState`) can go on only from the end of a page whose state was kept: its node has a
+*snapshot*, one of a few rows of the state beyond those of the requests.
+
 Plain Python, independent of the device.
 """
 
@@ -59,13 +62,56 @@ Text = tuple[int, ...]  # the tokens of one page
 class Node:
     """A page of the cache. A root, one per salt, has no page, and the salt as its text."""
 
-    __slots__ = ("children", "locks", "page", "parent", "text", "used")
+    __slots__ = ("children", "locks", "page", "parent", "snapshot", "text", "used")
 
     def __init__(self, parent: Node | None, text: Hashable, page: int) -> None:
         self.parent, self.text, self.page = parent, text, page
         self.children: dict[Hashable, Node] = {}
         self.locks = 0  # sequences that hold this node or one below
         self.used = 0  # time of the last unlock, as a count
+        self.snapshot: int | None = None  # row of the state after this page
+
+
+class Snapshots:
+    """Rows `first` to `first` + `count` - 1 of the state, each free, reserved for a prefill, or held by a node."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self._free = list(range(first + count - 1, first - 1, -1))
+        self._nodes: dict[int, Node] = {}  # by row, least recently used first
+        self.count = count
+
+    @property
+    def held(self) -> int:
+        return len(self._nodes)
+
+    def reserve(self, read: set[int]) -> int | None:
+        """Returns a free row, or else takes the least recently used one except rows that will still be `read`."""
+        if self._free:
+            return self._free.pop()
+        row = next((row for row in self._nodes if row not in read), None)
+        if row is not None:
+            self._nodes.pop(row).snapshot = None
+        return row
+
+    def give(self, row: int, node: Node | None) -> None:
+        """Gives a reserved row to a node; if there is none, or it has one, the row is free."""
+        if node is None or node.snapshot is not None:
+            self._free.append(row)
+        else:
+            node.snapshot, self._nodes[row] = row, node
+
+    def use(self, node: Node) -> int:
+        """Returns the row of a node that has one, now the most recently used."""
+        assert node.snapshot is not None
+        self._nodes[node.snapshot] = self._nodes.pop(node.snapshot)
+        return node.snapshot
+
+    def drop(self, node: Node) -> None:
+        """Frees the row of a node that is no longer in the cache."""
+        if node.snapshot is not None:
+            del self._nodes[node.snapshot]
+            self._free.append(node.snapshot)
+            node.snapshot = None
 
 
 class PrefixCache:
@@ -73,10 +119,11 @@ class PrefixCache:
 
     Attributes:
         evictable: number of unlocked pages.
+        snapshots: of a recurrent model; None: every page's end will do.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
-        self._allocator, self._size = allocator, page_size
+    def __init__(self, allocator: PageAllocator, page_size: int, snapshots: Snapshots | None = None) -> None:
+        self._allocator, self._size, self.snapshots = allocator, page_size, snapshots
         self._roots: dict[Hashable, Node] = {}
         self._clock = count(1)
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (used, serial, node), some out of date
@@ -154,6 +201,9 @@ class PrefixCache:
         nodes = list(self._nodes())
         assert not any(node.locks for node in nodes), "the prefix cache is cleared while a request uses it"
         self._allocator.release(node.page for node in nodes)
+        if self.snapshots is not None:
+            for node in nodes:
+                self.snapshots.drop(node)
         self._roots.clear()
         self._leaves.clear()
         self.evictable = 0
@@ -182,6 +232,8 @@ class PrefixCache:
         del parent.children[node.text]
         node.parent = None
         self._allocator.release([node.page])
+        if self.snapshots is not None:
+            self.snapshots.drop(node)
         self.evictable -= 1
         self._offer(parent)
         if self._roots.get(parent.text) is parent and not parent.children:

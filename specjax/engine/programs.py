@@ -25,6 +25,7 @@ from specjax.cache import pool_shape
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import PLAIN, Buckets, Key
 from specjax.engine.device import (
+    PREFILL_NUMBERS,
     Program,
     Resident,
     admission_size,
@@ -380,7 +381,7 @@ class Programs:
         drafter = self._drafter
         fixed: dict[str, Any] = {"target": self._target}
         if key.kind in ("prefill", "scoring"):
-            shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
+            shape, unpack = (key.rows, PREFILL_NUMBERS + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
             widths = self._buckets.step_widths(key)

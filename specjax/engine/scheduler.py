@@ -16,7 +16,7 @@ from specjax.engine.buckets import PLAIN, TREE, Key
 from specjax.engine.config import Policy
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
-from specjax.engine.pages import Node, PageAllocator, PrefixCache
+from specjax.engine.pages import Node, PageAllocator, PrefixCache, Snapshots
 from specjax.engine.sequence import NO_SCORES, Sequence, Slot, Status
 
 if TYPE_CHECKING:
@@ -39,13 +39,16 @@ class Scheduler:
     Args:
         lookahead: tokens that unread steps may commit, 2 (D + 1) when steps are dispatched ahead.
         reuse: use a prefix cache.
+        snapshots: number of snapshots for a recurrent model; None: the model is not recurrent.
     """
 
     def __init__(
-        self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs"
-    ) -> None:
+        self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs",
+        snapshots: int | None = None,
+    ) -> None:  # fmt: skip
         self.allocator = PageAllocator(pages)
-        self.prefix = PrefixCache(self.allocator, page_size)
+        kept = None if snapshots is None else Snapshots(rows, snapshots)
+        self.prefix = PrefixCache(self.allocator, page_size, kept)
         self.page_size = page_size
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
@@ -74,11 +77,13 @@ class Scheduler:
         for sequence in self._ordered() if self._free_slots and self.waiting else ():
             if not self._free_slots:
                 break
-            nodes = self.prefix.match(sequence.salt_key, sequence.texts)
-            if self._in_progress(sequence, len(nodes)):
+            matched = self.prefix.match(sequence.salt_key, sequence.texts)
+            if self._in_progress(sequence, len(matched)):
                 continue
-            if not self._place(sequence, nodes):
+            if not self._place(sequence, self._resumable(matched)):
                 break
+            if len(matched) * self.page_size > sequence.active_slot.prefilled:
+                sequence.active_slot.branch = len(matched) * self.page_size
             self.waiting.remove(sequence)
             admitted.append(sequence)
         return admitted
@@ -130,6 +135,29 @@ class Scheduler:
             if taken:
                 slot.own.remove(page)
             slot.stored += 1
+            if (row := slot.snapshots.pop(slot.stored, None)) is not None and self.prefix.snapshots is not None:
+                self.prefix.snapshots.give(row, slot.node)
+
+    def _resumable(self, nodes: list[Node]) -> list[Node]:
+        """Cuts a cached prefix to its last snapshot, if the model is recurrent."""
+        if self.prefix.snapshots is not None:
+            while nodes and nodes[-1].snapshot is None:
+                nodes = nodes[:-1]
+        return nodes
+
+    def snapshot(self, sequence: Sequence, tokens: int) -> tuple[int, int, int]:
+        """For the prefill of the next `tokens` tokens of a recurrent model: the row that it reads, the row of a new
+        snapshot (-1: none), and the number of tokens before the snapshot, up to the last full page."""
+        slot, kept = sequence.active_slot, self.prefix.snapshots
+        pages = (slot.prefilled + tokens) // self.page_size
+        length = pages * self.page_size - slot.prefilled
+        if kept is None or not self._reuse or length <= 0:
+            return slot.source, -1, 0
+        row = kept.reserve({other.active_slot.source for other in self.active})
+        if row is None:
+            return slot.source, -1, 0
+        slot.snapshots[pages] = row
+        return slot.source, row, length
 
     def retract_youngest(self) -> None:
         """Sends the youngest sequence of the lowest priority back to the head of the queue. It keeps its output, which
@@ -200,9 +228,11 @@ class Scheduler:
         own = self._allocate(need)
         assert own is not None
         reused, pages = len(nodes) * self.page_size, [*(node.page for node in nodes), *own]
-        sequence.slot = Slot(
+        sequence.slot = slot = Slot(
             self._free_slots.pop(), pages, set(own), node, stored=len(nodes), prefilled=reused, certain=reused
         )
+        resumed = node is not None and self.prefix.snapshots is not None
+        slot.source = self.prefix.snapshots.use(node) if resumed else slot.index
         sequence.status = Status.PREFILLING
         if sequence.output.cached is None:
             sequence.output.cached = reused
@@ -224,6 +254,9 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.store(sequence, leaves=True)
         slot, sequence.slot = sequence.active_slot, None
+        if self.prefix.snapshots is not None:
+            for row in slot.snapshots.values():
+                self.prefix.snapshots.give(row, None)
         self.prefix.unlock(slot.node)
         self.allocator.release(slot.own)
         self._free_slots.append(slot.index)
@@ -254,7 +287,7 @@ def next_prefill(engine: Engine) -> Batch | None:
             raise
         engine.give_up(prompts[0], f"{NO_SCORES}: {error}")  # only this request needs such a program
         return None
-    lengths = key.lengths(sequence.left for sequence in prompts)
+    lengths = key.lengths(sequence.next_left for sequence in prompts)
     return Batch(key, program, prompts[: len(lengths)], lengths)
 
 
@@ -277,7 +310,7 @@ def _is_wide(engine: Engine, sequence: Sequence) -> bool:
 
 
 def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterator[Key]:
-    left, pages = zip(*((sequence.left, len(sequence.active_slot.pages)) for sequence in prompts), strict=True)
+    left, pages = zip(*((sequence.next_left, len(sequence.active_slot.pages)) for sequence in prompts), strict=True)
     running = _running(engine)
     most = engine.buckets.most_prefilled(running, len(engine.scheduler.active) - running)
     ready, pending = engine.programs.compiled(), engine.programs.pending

@@ -234,6 +234,11 @@ class Slot:
     prefilled: int = 0  # tokens whose prefill was dispatched
     committed: int = 0  # tokens in pages if the last prefill succeeds; the last length read
     certain: int = 0  # tokens known to be in pages
+    # Of a recurrent model: the row that the next prefill reads, a prefix that another text shared and whose state is
+    # worth a snapshot, and rows of snapshots by the number of pages before them.
+    source: int = -1
+    branch: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -284,6 +289,12 @@ class Sequence:
         return len(self.prompt) + emitted - roots - self.active_slot.prefilled
 
     @property
+    def next_left(self) -> int:
+        """`left`, or the tokens to `Slot.branch`, where a chunk ends."""
+        to_branch = self.active_slot.branch - self.active_slot.prefilled
+        return to_branch if 0 < to_branch < self.left else self.left
+
+    @property
     def reusable(self) -> int:
         """Number of context tokens that the prefix cache may serve. The last token is always computed, because the next
         one is drawn from it, and so is each that predicts a missing log-probability."""
@@ -316,6 +327,7 @@ class Sequence:
         """Counts tokens of the context as dispatched. After the last one the device has the first token of the output,
         which the host may read later."""
         self.active_slot.prefilled += tokens
+        self.active_slot.source = self.active_slot.index
         if not self.left:
             self.status, self.active_slot.committed = Status.RUNNING, self.active_slot.prefilled
 

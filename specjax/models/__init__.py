@@ -37,6 +37,13 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForConditionalGeneration": "gemma3",
         "Phi3ForCausalLM": "phi3",
         "DeepseekV3ForCausalLM": "deepseek_v3",
+        **dict.fromkeys(
+            (
+                "Qwen3NextForCausalLM",
+                *(f"Qwen3_5{kind}For{use}" for kind in ("", "Moe") for use in ("CausalLM", "ConditionalGeneration")),
+            ),
+            "qwen3_next",
+        ),
     }
 )
 """The family of each Hugging Face architecture. `specjax.checkpoint.hf_config` reads their config.json."""

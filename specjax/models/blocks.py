@@ -102,9 +102,10 @@ PLAIN_SCORES = Scores()
 def attention(
     x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend,
     scores: Scores = PLAIN_SCORES, head_norm: Callable[[Array, Array], Array] | None = None,
-    norm: Norm | None = None, residual: Float[Array, "B N M2"] | None = None,
+    norm: Norm | None = None, residual: Float[Array, "B N M2"] | None = None, gate: Array | None = None,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
-    """Attention of x, normalised by `norm`, plus `residual`; and the keys and values of the block.
+    """Attention of x, normalised by `norm`, plus `residual`; and the keys and values of the block. `gate` [B, N, H E]
+    multiplies each head's output by its sigmoid.
 
     `specjax.models.params.attention_leaves` declares the weights. `rotation` is `rotations` of the positions. The mask
     covers the C block keys, beginning with `past.before`. `head_norm` (x, weight [E]) normalises queries and keys with
@@ -124,8 +125,10 @@ def attention(
         attended = _by_heads(rotated, past, positions, mask, options | {"queries": queries})
     if ragged is not None:
         attended = ragged.joined(attended)
-    out = mesh.whole(linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual))
-    return out, _key_value(rotated)
+    attended = attended.reshape(*x.shape[:2], -1)
+    if gate is not None:
+        attended = attended * jax.nn.sigmoid(gate.reshape(attended.shape))
+    return mesh.whole(linear(attended, weights, "output", residual=residual)), _key_value(rotated)
 
 
 def keys_values(

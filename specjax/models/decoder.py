@@ -45,11 +45,13 @@ def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]])
 
 def mixed_table(config: ModelConfig, leaves: tuple[Leaf, ...]) -> Table:
     """`decoder_table` of layers that have `leaves`, and experts or, where the config has none, an MLP."""
-    dense, experts = (*leaves, *mlp_leaves(bias=False)), config.experts
-    if experts is None:
-        return decoder_table(config, lambda i: dense)
-    mixed = (*leaves, *expert_leaves(experts))
-    return decoder_table(config, lambda i: mixed if i in experts.layers else dense)
+    return decoder_table(config, lambda i: (*leaves, *feed_leaves(config, i)))
+
+
+def feed_leaves(config: ModelConfig, layer: int) -> tuple[Leaf, ...]:
+    """The experts of a layer, or its MLP."""
+    experts = config.experts
+    return expert_leaves(experts) if experts is not None and layer in experts.layers else mlp_leaves(bias=False)
 
 
 class Layer(nn.Module):
@@ -99,8 +101,8 @@ class Layer(nn.Module):
         return partial(rms_norm, epsilon=self.config.norm_epsilon, offset=self.norm_offset)
 
     @staticmethod
-    def page_spec(config: ModelConfig) -> Any:
-        """The cache entry of a token: a pytree of `PageSpec`s."""
+    def page_spec(config: ModelConfig, layer: int = 0) -> Any:
+        """The cache of a layer: a pytree of `PageSpec`s, or a `RowState` of `RowSpec`s."""
         return key_value_spec(config)
 
     def feed(self, x: Hidden, *, residual: Hidden | None = None) -> Hidden:
@@ -228,7 +230,7 @@ class Family(NamedTuple):
         return Target(
             config,
             **functions,
-            pages=(self.layer.page_spec(config),) * config.num_layers,
+            pages=tuple(self.layer.page_spec(config, i) for i in range(config.num_layers)),
             norm_offset=self.layer.norm_offset,
             ragged=True,
         )

@@ -64,7 +64,7 @@ class Latents(NamedTuple):
 
 class LatentLayer(Layer):
     @staticmethod
-    def page_spec(config: ModelConfig) -> Any:
+    def page_spec(config: ModelConfig, layer: int = 0) -> Any:
         assert config.latent is not None
         return Latents(cast(Any, PageSpec((1, config.latent.page_width), config.dtype, (None, None))))
 

@@ -3,7 +3,8 @@
 On several devices, each device computes all tokens with its experts or with its part of every expert's width, and a sum
 over the devices gives the result.
 
-Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that only chooses, groups of experts).
+Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that only chooses, groups of experts),
+Qwen3-Next (a gate of the shared expert).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from specjax_kernels.quantised import expert_specs, split_axes
 from specjax.cache import Hidden, Weights
 from specjax.config import Experts
 from specjax.models.blocks import Activation, gated_mlp
+from specjax.models.blocks import linear as matmul
 from specjax.models.params import GATE, UP, Leaf, Part, Tensor, linear
 
 
@@ -46,10 +48,13 @@ def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
         bias = Tensor("mlp.gate.e_score_correction_bias", "X")
         leaves.append(Leaf("router_bias", "X", (bias,), init="zeros", dtype="float32", replicated=True))
     if experts.shared_width:
-        name = "mlp.shared_experts."
+        name = "mlp.shared_expert." if experts.shared_gate else "mlp.shared_experts."
         gate, up = Tensor(f"{name}gate_proj", "s M", (GATE,)), Tensor(f"{name}up_proj", "s M", (UP,))
         leaves += linear("shared_gate_up", "M -> 2 s", gate, up, bias=False)
         leaves += linear("shared_down", "s -> M", Tensor(f"{name}down_proj", "M s"), bias=False)
+    if experts.shared_gate:
+        gate = Tensor("mlp.shared_expert_gate.weight", "1 M")
+        leaves.append(Leaf("shared_gate", "M -> 1", (gate,), replicated=True))
     return tuple(leaves)
 
 
@@ -73,7 +78,10 @@ def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activa
     else:
         mixed = mix(rows, ids, gates, *both)
     mixed = mixed.astype(x.dtype).reshape(x.shape)
-    return mixed + gated_mlp(x, weights, activation=activation, prefix="shared_") if experts.shared_width else mixed
+    if not experts.shared_width:
+        return mixed
+    shared = gated_mlp(x, weights, activation=activation, prefix="shared_")
+    return mixed + (jax.nn.sigmoid(matmul(x, weights, "shared_gate")) * shared if experts.shared_gate else shared)
 
 
 def _summed(mix: Callable[..., Array]) -> Callable[..., Array]:

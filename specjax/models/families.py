@@ -1,4 +1,5 @@
-"""The families of targets: which leaves a layer has, and Gemma's layer. DeepSeek-V3 is in `deepseek`.
+"""The families of targets: which leaves a layer has, and Gemma's layer. DeepSeek-V3 is in `deepseek`, Qwen3.5 and
+Qwen3-Next in `delta`.
 
     llama       Llama 2, 3, 3.1, 3.2, SmolLM2; Mistral with and without a sliding window
     qwen2       Qwen2 and Qwen2.5: biases of queries, keys and values; MiMo-7B
@@ -22,7 +23,7 @@ import jax
 
 from specjax.cache import Hidden, Positions
 from specjax.config import ModelConfig
-from specjax.models import deepseek
+from specjax.models import deepseek, delta
 from specjax.models.blocks import Activation, Past
 from specjax.models.decoder import Family, Layer, decoder_table, mixed_table
 from specjax.models.params import ATTENTION_NORM, HEAD_NORMS, MLP_NORM, Leaf, Table, attention_leaves, mlp_leaves, norm
@@ -81,5 +82,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma2": Family(_gemma, **_GEMMA),
         "gemma3": Family(partial(_gemma, head_norms=HEAD_NORMS), **_GEMMA),
         "deepseek_v3": deepseek.FAMILY,
+        "qwen3_next": delta.FAMILY,
     }
 )

@@ -81,7 +81,7 @@ def published_mtp_config(architecture: str, target: ModelConfig, heads: int) -> 
 def _layers(style: str, target: ModelConfig, heads: int, mixed: bool) -> MtpConfig:
     """``mixed``: with the target's experts, if it has experts."""
     experts = replace(target.experts, layers=(0,)) if target.experts is not None and mixed else None
-    layer = replace(target, num_layers=1, windows=(), window_rope=None, experts=experts)
+    layer = replace(target, num_layers=1, windows=(), window_rope=None, experts=experts, delta=None)
     return MtpConfig(style, layer, target.num_layers, heads, target.vocab_size)
 
 

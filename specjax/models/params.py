@@ -7,7 +7,9 @@ Shapes are written in dimension letters. "M -> K Q E" is a linear map from an ax
 [M, K, Q, E], as all weights are laid out [in, out...]. Further letters than in `specjax.cache`: Q = G + 2, a key/value
 group (its query heads, its key, its value); 2, the gate and the up projection of a gated MLP; X experts, i and s the
 widths of an expert's and of the shared MLP; of latent attention c the latent, a the queries' latent, n and r a head's
-channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r.
+channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r; of gated attention d = 2 E;
+of gated delta nets h key heads, j value heads for each, b = 2 j, k and u the channels of a key and of a value, e = j u
+the values of a key head, A = 2 k, y = A + e its query, key and values, Z = y + e, t taps of the convolution.
 
 A checkpoint's tensor fills a leaf or a part of it. Its axes are products of letters: "KGE M" is a matrix [K*G*E, M].
 Loading splits the products and transposes to the leaf's order. Worked example, H = 4 query heads and K = 2 key/value
@@ -41,7 +43,17 @@ T = TypeVar("T")
 # Names that all families' checkpoints share.
 EMBED_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
 # The logical axes of dimension letters, which a tensor-parallel mesh may split. Other axes are never split.
-AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "H": "heads", "I": "mlp", "i": "mlp", "s": "mlp", "X": "experts"}
+AXES = {
+    "V": "vocab",
+    "W": "vocab",
+    "K": "kv_heads",
+    "H": "heads",
+    "I": "mlp",
+    "i": "mlp",
+    "s": "mlp",
+    "X": "experts",
+    "h": "heads",
+}
 
 
 class Part(NamedTuple):
@@ -206,14 +218,20 @@ def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
         "K": config.num_kv_heads,
         "G": config.group_size,
         "E": config.head_dim,
+        "d": 2 * config.head_dim,
         "Q": config.group_size + 2,
         "2": 2,
+        "1": 1,
     }
     if isinstance(config, ModelConfig) and (experts := config.experts):
         sizes |= {"X": experts.count, "i": experts.width, "s": experts.shared_width}
     if isinstance(config, ModelConfig) and (latent := config.latent):
         c, n, r, v = latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim
         sizes |= {"c": c, "a": latent.query_rank or 0, "n": n, "r": r, "v": v, "q": n + r, "w": n + v, "p": c + r}
+    if isinstance(config, ModelConfig) and (delta := config.delta):
+        j, k, u = delta.value_heads // delta.key_heads, delta.key_dim, delta.value_dim
+        sizes |= {"h": delta.key_heads, "j": j, "k": k, "u": u, "e": j * u, "t": delta.taps}
+        sizes |= {"y": 2 * k + j * u, "A": 2 * k, "Z": 2 * (k + j * u), "b": 2 * j}
     return sizes
 
 
@@ -278,9 +296,9 @@ def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -
 
 
 def is_product(leaf: Leaf) -> bool:
-    """True if a leaf may be quantised: linear maps and the embedding. A router is small, and quantisation would change
-    which experts it chooses."""
-    return leaf.name == "embed" or (leaf.matrix is not None and leaf.name != "router")
+    """True if a leaf may be quantised: the embedding, and linear maps except small ones that every device has, such as a
+    router: quantisation would change which experts it chooses."""
+    return leaf.name == "embed" or (leaf.matrix is not None and not leaf.replicated)
 
 
 def head_copies(heads: int, kv_heads: int, devices: int) -> int:

@@ -56,7 +56,7 @@ class Target(NamedTuple):
             the mask. `ragged`: `Ragged` or None; the numbers of tokens in the rows.
         unembed: (params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]. `ids`: int32 [W],
             compute the logits of these tokens only, [..., W]. `capped`: apply the config's soft cap.
-        pages: a pytree of `specjax.cache.PageSpec`: the cache entries of a token.
+        pages: a pytree of `specjax.cache.PageSpec`, the cache entries of a token, and of `specjax.cache.RowState`s.
         norm_offset: norms multiply by this + their weight.
         ragged: True if `forward` can omit the padding of rows of different lengths.
     """
@@ -72,7 +72,7 @@ class Target(NamedTuple):
 
 def no_past(target: Target, rows: int) -> tuple[Cache, PageTable, PerRequest]:
     """An empty cache, a page table and prefix lengths for B = `rows` texts."""
-    return init_cache(target.pages, PoolShape(1, 16)), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+    return init_cache(target.pages, PoolShape(1, 16), rows), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
 
 
 def hidden_states(

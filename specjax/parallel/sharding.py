@@ -319,8 +319,9 @@ def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
 def page_bytes(specs: Any, devices: int = 1) -> int:
     """Computes the bytes of a token in pages of these `PageSpec`s on each device, which has at least one head."""
     total = 0
-    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
-    for leaf in leaves:
+    for leaf in jax.tree.leaves(specs):
+        if not isinstance(leaf, PageSpec):  # a row has no part for each token
+            continue
         parts = _parts(leaf.axes, leaf.shape, devices)
         heads = dict(zip(leaf.axes, leaf.shape, strict=True)).get("kv_heads", devices)
         if parts == 1 and devices % heads == 0:

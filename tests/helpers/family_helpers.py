@@ -26,6 +26,10 @@ DEEPSEEK = {
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8,
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
 }  # fmt: skip
+DELTA = {
+    "head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
 PARTIAL_LONGROPE = {
     "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0],
@@ -47,10 +51,13 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = DENSE | {
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "qwen3_5": ("Qwen3_5", DELTA),
+    "qwen3_next": ("Qwen3Next", EXPERTS | DELTA | {"shared_expert_intermediate_size": 20}),
 }
+RECURRENT = ("qwen3_5", "qwen3_next")
+"""Families with states of rows, which a STANDALONE draft cannot have."""
 
-
-MTP_STYLES = {"mimo": "mimo", "deepseek_v3": "deepseek", "qwen3": "qwen3_next"}
+MTP_STYLES = {"mimo": "mimo", "deepseek_v3": "deepseek", "qwen3": "qwen3_next", "qwen3_5": "qwen3_next"}
 """Families with MTP layers, and the style of these."""
 
 

@@ -59,6 +59,8 @@ def save_model(
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or name.endswith(("bias", "gate.weight")):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("A_log"):  # decays by a factor of about 0.9 to 0.5 a token
+                parameter.uniform_(-3.0, -1.0)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=shard)
     if architecture == "MiMoForCausalLM":
@@ -102,6 +104,8 @@ def save_mtp(folder: Path, architecture: str, style: str, *, count: int = 1, see
     single: dict[str, Any] = changes | {"num_hidden_layers": 1}
     if style == "deepseek":
         single["first_k_dense_replace"] = 0
+    if "full_attention_interval" in changes:
+        single["full_attention_interval"] = 1
     for i in range(count):
         save_model(folder / f"head{i}", architecture, seed=seed + 1 + i, **single)
         layer = load_file(folder / f"head{i}" / "model.safetensors")

@@ -16,7 +16,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from tiny_checkpoints import save_model
 from toy_models import as_arrays, random_tree
 
-from specjax.cache import Block, PoolShape, commit, init_cache, take_path
+from specjax.cache import Block, PoolShape, RowMoves, commit, init_cache, read_rows, take_path
 from specjax.checkpoint import load_params, model_config, resolve
 from specjax.config import ModelConfig, RopeConfig
 from specjax.models import make_target
@@ -38,6 +38,10 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 DEEPSEEK = {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 3}
 DEEPSEEK |= LATENT | {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_hidden_layers": 3, "head_dim": 8}
+DELTA = {"head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+TWO = {"num_hidden_layers": 2, "full_attention_interval": 2}  # experts increase rounding errors
+SHARED = {"shared_expert_intermediate_size": 20}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("Llama", UNTIED | {"num_key_value_heads": 4}),
@@ -73,6 +77,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3": (
         "DeepseekV3", UNTIED | DEEPSEEK | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
     ),
+    "qwen3.5": ("Qwen3_5", UNTIED | DELTA),
+    "qwen3.5 moe": ("Qwen3_5Moe", UNTIED | DELTA | EXPERTS | SHARED | TWO),
+    "qwen3 next": ("Qwen3Next", UNTIED | DELTA | EXPERTS | SHARED | TWO | {"linear_num_value_heads": 4}),
     "deepseek v3 lite": ("DeepseekV3", UNTIED | DEEPSEEK | {"q_lora_rank": None, "attention_bias": True}),
 }  # fmt: skip
 LENGTHS = (90, 77)
@@ -126,19 +133,20 @@ def model(request, folders) -> Model:
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(target, params, tokens, depth, mask, cache, table, start):
-    x = target.embed(params, tokens)
+def _forward(target, params, tokens, depth, mask, cache, table, start, rows):
+    x, cache = target.embed(params, tokens), read_rows(cache, rows, start)
     output = target.forward(params, x, start[:, None] + depth, mask, cache, table, start)
     return target.unembed(params, output.hidden), output.block
 
 
 class Reader:
-    """Runs `rows` sequences through a model, block by block, with pages in random order."""
+    """Runs `rows` sequences through a model, block by block, with pages and row states in random order."""
 
     def __init__(self, config: ModelConfig, target: Target, params: Any, *, page_size: int = 4, rows: int = 2) -> None:
         self.target, self.params = target, params
         pages = 2 * 32 + 1
-        self.cache = init_cache(target.pages, PoolShape(pages, page_size))
+        self.cache = init_cache(target.pages, PoolShape(pages, page_size), rows=3)
+        self.rows = RowMoves(*[jnp.asarray([2, 0][:rows], jnp.int32)] * 2)
         order = np.random.default_rng(0).permutation(pages)[:64]
         self.table = jnp.asarray(order.reshape(2, 32)[:rows].astype(np.int32))
         self.length = jnp.zeros(rows, jnp.int32)
@@ -148,12 +156,13 @@ class Reader:
         tokens = jnp.asarray(tokens, jnp.int32)
         if depth is None:
             depth = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        logits, block = _forward(self.target, self.params, tokens, depth, mask, self.cache, self.table, self.length)
+        past = self.cache, self.table, self.length, self.rows
+        logits, block = _forward(self.target, self.params, tokens, depth, mask, *past)
         return np.asarray(logits), block
 
     def keep(self, block: Block, count: list[int]) -> None:
         added = jnp.asarray(count, jnp.int32)
-        self.cache = commit(self.cache, block, self.table, self.length, added, after=())
+        self.cache = commit(self.cache, block, self.table, self.length, added, after=(), rows=self.rows)
         self.length = self.length + added
 
     def read(self, texts: list[np.ndarray], width: int) -> list[np.ndarray]:
@@ -185,6 +194,7 @@ def close(logits: np.ndarray, expected: np.ndarray, atol: float = TOLERANCE) -> 
 
 WIDTHS = {"in one piece": max(LENGTHS), "in chunks": 13, "token by token": 1}
 TWICE = {("llama 2", "in one piece"), ("biases", "in one piece"), ("llama 3", "token by token")}
+TWICE |= {("qwen3.5", "in one piece"), ("qwen3.5", "token by token")}
 """Shapes and widths besides chunks. Other differences between shapes do not depend on the width."""
 
 
