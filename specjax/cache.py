@@ -148,6 +148,12 @@ def init_cache(specs: Any, pool: PoolShape, rows: int = 0) -> Cache:
     return jax.tree.map(empty, specs)
 
 
+def row_bytes(specs: Any) -> int:
+    """Bytes of one row of all row leaves."""
+    leaves = (spec for spec in jax.tree.leaves(specs) if isinstance(spec, RowSpec))
+    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in leaves)
+
+
 def read_rows(cache: Cache, rows: RowMoves | None, start: PerRequest) -> Cache:
     """The cache as a forward of B requests reads it: row leaves [B, ...], zero where ``start`` [B] is 0."""
     if rows is None or not has_rows(cache):

@@ -154,6 +154,8 @@ class Scheduler:
         if kept is None or not self._reuse or length <= 0:
             return slot.source, -1, 0
         row = kept.reserve({other.active_slot.source for other in self.active})
+        if row is None and slot.snapshots:  # a longer prefix of the same text is worth more
+            row = slot.snapshots.pop(min(slot.snapshots))
         if row is None:
             return slot.source, -1, 0
         slot.snapshots[pages] = row

@@ -12,8 +12,8 @@ tokens to node i, and j run over the ancestors of i:
     output_i = exp(G_i) S^T query_i + sum_j and i exp(G_i - G_j) (key_j . query_i) w_j
 
 Parents come before children, so the w are the solution of a unit lower triangular system. The block keeps key, w and G
-of each node; the state after a path that ends in i is exp(G_i) S + sum_j and i exp(G_i - G_j) key_j w_j^T. Queries, keys
-and values pass through a convolution over each token and its `taps` - 1 predecessors, of which the state keeps the
+of each node; after a path that ends in i the state is exp(G_i) S + sum_j and i exp(G_i - G_j) key_j w_j^T. Queries,
+keys and values pass through a convolution over each token and its `taps` - 1 predecessors, of which the state keeps the
 last ones. A chain is the tree whose mask is causal; long chunks are computed in parts of `CHUNK` tokens.
 
 Sources: Yang et al., "Gated Delta Networks" (arXiv:2412.06464); transformers' `qwen3_5` and `qwen3_next`.

@@ -296,7 +296,7 @@ def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -
 
 
 def is_product(leaf: Leaf) -> bool:
-    """True if a leaf may be quantised: the embedding, and linear maps except small ones that every device has, such as a
+    """True if a leaf may be quantised: the embedding, and linear maps except small ones that every device has. One is a
     router: quantisation would change which experts it chooses."""
     return leaf.name == "embed" or (leaf.matrix is not None and not leaf.replicated)
 

@@ -17,6 +17,7 @@ from pydantic import Field, SkipValidation
 from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from specjax.cache import row_bytes
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.batch import Counters
 from specjax.serve.delivery import Listener
@@ -118,10 +119,20 @@ def rank_state(rank: Runner) -> dict[str, Any]:
             "cached": scheduler.prefix.evictable,
             "tokens_each": engine.pool.page_size,
         },
+        "state_snapshots": _snapshots(engine),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
+        "cache_hit_rate": round(counters.cached_tokens / max(counters.cached_tokens + counters.prefilled_tokens, 1), 4),
         "generated_tokens": counters.generated,
     }
+
+
+def _snapshots(engine: Engine) -> dict[str, int] | None:
+    """Rows that keep the state of a recurrent model at the ends of cached prefixes; None: it is not recurrent."""
+    kept = engine.scheduler.prefix.snapshots
+    if kept is None:
+        return None
+    return {"total": kept.count, "held": kept.held, "bytes": kept.count * row_bytes(engine.target.pages)}
 
 
 def stored_in(params: Any) -> str:

@@ -38,9 +38,11 @@ SIZE = 2
 class World:
     """A scheduler and the tokens in each page of its pool."""
 
-    def __init__(self, rng: random.Random, pages: int, rows: int, policy: Any) -> None:
+    def __init__(self, rng: random.Random, pages: int, rows: int, policy: Any, snapshots: int | None = None) -> None:
         self.rng, self.policy = rng, policy
-        self.scheduler = Scheduler(rows=rows, pages=pages, page_size=SIZE, lookahead=3, policy=policy)
+        sizes = {"rows": rows, "pages": pages, "page_size": SIZE, "snapshots": snapshots}
+        self.scheduler = Scheduler(**sizes, lookahead=3, policy=policy)
+        self.states: dict[int, list[int]] = {row: [-1] for row in range(rows + (snapshots or 0))}  # tokens before each
         self.contents: dict[int, list[int]] = {page: [-1] * SIZE for page in range(pages)}
         self.made = self.reused = 0
 
@@ -73,11 +75,13 @@ class World:
 
     def prefill(self) -> None:
         for sequence in self.scheduler.prefilling()[: self.rng.randrange(1, 3)]:
-            count = min(self.rng.randrange(1, 4), len(sequence.context) - sequence.active_slot.prefilled)
+            count = min(self.rng.randrange(1, 4), sequence.next_left)
+            self.advance(sequence, count)
             self.write(
                 sequence, sequence.active_slot.prefilled, sequence.context[sequence.active_slot.prefilled :][:count]
             )
             sequence.active_slot.prefilled += count
+            sequence.active_slot.source = sequence.active_slot.index
             if sequence.active_slot.prefilled == len(sequence.context):
                 sequence.status, sequence.active_slot.committed = Status.RUNNING, sequence.active_slot.prefilled
             if self.rng.random() < 0.9:  # otherwise an abort before the chunk is read
@@ -88,6 +92,17 @@ class World:
                 continue
             if sequence.status is Status.RUNNING and not sequence.output.tokens:
                 sequence.output.tokens.append(self.rng.randrange(2))
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        """Computes the states of a prefill as a recurrent model does."""
+        start = sequence.active_slot.prefilled
+        source, row, length = self.scheduler.snapshot(sequence, count)
+        if start and self.scheduler.prefix.snapshots is not None:
+            assert self.states[source] == sequence.context[:start], "a prefill continues another text's state"
+        self.states[sequence.active_slot.index] = sequence.context[: start + count]
+        if row >= 0:
+            assert (start + length) % SIZE == 0 and length <= count
+            self.states[row] = sequence.context[: start + length]
 
     def decode(self) -> None:
         running = self.scheduler.running()
@@ -107,12 +122,13 @@ class World:
                 self.scheduler.finish(sequence)
 
 
+@pytest.mark.parametrize("snapshots", [None, 1, 6])
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 @pytest.mark.parametrize("seed", range(3))
-def test_shared_pages_hold_the_expected_tokens(seed, policy):
+def test_shared_pages_hold_the_expected_tokens(seed, policy, snapshots):
     """Random requests with common prefixes in a pool that is too small for them."""
     rng = random.Random(seed)
-    world = World(rng, pages=20 + 2 * (seed % 3), rows=4, policy=policy)
+    world = World(rng, pages=20 + 2 * (seed % 3), rows=4, policy=policy, snapshots=snapshots)
     scheduler = world.scheduler
     for _ in range(700):
         if len(scheduler.waiting) < 5 and rng.random() < 0.5:
@@ -132,7 +148,7 @@ def test_shared_pages_hold_the_expected_tokens(seed, policy):
         world.admit()
         world.prefill()
         world.decode()
-    assert not scheduler.unfinished and scheduler.retractions > 10 and world.reused > 250
+    assert not scheduler.unfinished and scheduler.retractions > 10 and world.reused > (20 if snapshots == 1 else 250)
     assert scheduler.allocator.free + scheduler.prefix.evictable == len(world.contents)
     scheduler.prefix.clear()
     assert scheduler.allocator.free == len(world.contents)

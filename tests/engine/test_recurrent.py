@@ -1,0 +1,77 @@
+"""Engines of a model with gated delta nets: prefixes that go on from snapshots, several rows, retraction, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_helpers import NGRAM, check_idle, check_plain, check_texts, drain, make_engine
+from family_helpers import load_family, save_family
+from toy_models import Toy
+
+from specjax.drafters import TreeShape, standalone_drafter
+from specjax.engine import Completion, Engine, SamplingParams
+
+VOCABULARY = 40
+RNG = np.random.default_rng(0)
+BASE = [int(token) for token in RNG.integers(3, VOCABULARY, 45)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Toy:
+    folder = save_family(tmp_path_factory.mktemp("recurrent"), "qwen3_5", vocab_size=VOCABULARY)
+    return load_family(folder, "qwen3_5").toy
+
+
+def ask(engine: Engine, model: Toy, prompt: list[int], **fields: Any) -> Completion:
+    """One request alone; its text is that of plain decoding."""
+    params = SamplingParams(max_new_tokens=10, **fields)
+    engine.add(prompt, params)
+    (done,) = drain(engine).values()
+    check_plain(model, prompt, params, done)
+    check_idle(engine)
+    return done
+
+
+def test_prefixes_go_on_from_snapshots(model):
+    """Pages of 4 tokens and chunks of 8: snapshots lie at 8, 16, ..., 40 and at 44, the last full page."""
+    engine = make_engine(model, NGRAM, state_snapshots=16)
+    other = [*BASE[:30], *BASE[:9]]
+    assert ask(engine, model, BASE).cached_tokens == 0
+    assert ask(engine, model, BASE, temperature=1.0, seed=3).cached_tokens == 44
+    assert ask(engine, model, [*BASE, 5, 6], temperature=0.7, seed=4).cached_tokens == 44
+    assert ask(engine, model, BASE[:41]).cached_tokens == 40
+    assert ask(engine, model, other).cached_tokens == 24, "28 tokens are in pages, and the last snapshot is at 24"
+    assert ask(engine, model, [*BASE[:30], 3, 4, 5, 6]).cached_tokens == 28, "where two texts have parted is a snapshot"
+    assert ask(engine, model, other, temperature=1.0, seed=5).cached_tokens == 36
+    assert engine.scheduler.prefix.snapshots is not None and engine.scheduler.prefix.snapshots.held <= 16
+
+
+@pytest.mark.parametrize(("config", "cached"), [
+    ({"state_snapshots": 1}, [0, 44, 44, 0, 36]), ({"state_snapshots": 0}, [0] * 5), ({"prefix_cache": False}, [0] * 5),
+])  # fmt: skip
+def test_few_snapshots(model, config, cached):
+    engine = make_engine(model, NGRAM, **config)
+    other = [*BASE[:30], *BASE[:9]]
+    prompts = [BASE, BASE, [*BASE, 7], other, other]
+    found = [
+        ask(engine, model, prompt, temperature=float(i % 2), seed=i).cached_tokens for i, prompt in enumerate(prompts)
+    ]
+    assert found == cached
+
+
+@pytest.mark.parametrize("snapshots", [0, 2, 8])
+def test_rows_retraction_and_common_prefixes(model, snapshots):
+    """Four rows, each retracted now and then; a row's state is zero or a snapshot when its next request begins."""
+    engine = make_engine(model, NGRAM, state_snapshots=snapshots, retract_every=3, max_total_tokens=256)
+    prompts = [BASE[:20], BASE[:33], [*BASE[:13], *BASE[5:22]], BASE[3:9], [5], BASE, BASE[:33], [*BASE[:20], 8]]
+    params = [SamplingParams(max_new_tokens=12, temperature=float(i % 2), seed=i) for i in range(len(prompts))]
+    check_texts(engine, model, prompts, params)
+    assert engine.scheduler.retractions > 3
+    assert (engine.counters.cached_tokens > 0) == (snapshots > 0)
+
+
+def test_standalone_draft_is_refused(model):
+    with pytest.raises(ValueError, match="STANDALONE cannot draft with a model of the family qwen3_next"):
+        standalone_drafter(model.target, model.target, TreeShape(2, 1, 3))
