@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax import ModelConfig, RopeConfig
 from specjax.checkpoint.block_head import default_block_features
-from specjax.config import BlockConfig, Experts, HeadConfig
+from specjax.config import BlockConfig, DeltaNet, Experts, HeadConfig
 from specjax.models import init_params, table
 from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.params import Leaf, dimensions, input_letters, is_product, map_leaves, output_major
@@ -44,6 +44,15 @@ def qwen3_30b(layers: int) -> ModelConfig:
     return ModelConfig(
         "qwen3_moe", 151936, 2048, 6144, layers, 32, 4, 128, 1e-6, RopeConfig(theta=1000000.0), 40960,
         tied_embeddings=False, experts=Experts(128, 8, 768, tuple(range(layers))), dtype="bfloat16",
+    )  # fmt: skip
+
+
+def qwen3_5_27b(layers: int) -> ModelConfig:
+    """Qwen3.5-27B: attention in every fourth layer, a gated delta net in the others."""
+    delta = DeltaNet(tuple(i for i in range(layers) if (i + 1) % 4), 16, 48, 128, 128)
+    return ModelConfig(
+        "qwen3_next", 248320, 5120, 17408, layers, 24, 4, 256, 1e-6, RopeConfig(theta=1e7, partial=0.25), 262144,
+        tied_embeddings=False, delta=delta, dtype="bfloat16",
     )  # fmt: skip
 
 

@@ -91,28 +91,27 @@ _QUERY_GATE = (((QUERIES,), ""), ((), "E"))
 
 def _delta_leaves(delta: DeltaNet) -> tuple[Leaf, ...]:
     n = "linear_attn."
-    parts = (Part("y", "k"),), (Part("y", "k", after="k"),), (Part("y", "e", after="A"),)
-    rows = "hk", "hk", "he"
+    rows, parts = ("hk", "hk", "he"), (("k", ""), ("k", "k"), ("e", "A"))
 
-    def stacked(name: str, more: str) -> tuple[Tensor, ...]:
+    def stacked(name: str, more: str, axis: str = "Z") -> tuple[Tensor, ...]:
         """The tensor's rows are all heads' queries, then all keys, then all values."""
-        return tuple(Tensor(name, f"{rows[i]} {more}", parts[i], fused=(rows, i)) for i in range(3))
+        return tuple(
+            Tensor(name, f"{rows[i]} {more}", (Part(axis, part, after=after),), fused=(rows, i))
+            for i, (part, after) in enumerate(parts)
+        )
 
-    if delta.fused:  # by key head: query, key, values, output gates; and for the other tensor steps, decays
-        both = f"{n}in_proj_qkvz"
-        mixed, gates = (Tensor(both, "hZ M", cut=("Z", "y", "")),), Tensor(both, "hZ M", cut=("Z", "e", "y"))
-        rates = (Tensor(f"{n}in_proj_ba.weight", "hb M"),)
+    if delta.fused:
+        mixed, rates = (Tensor(f"{n}in_proj_qkvz", "hZ M"),), (Tensor(f"{n}in_proj_ba.weight", "hb M"),)
     else:
-        mixed, gates = stacked(f"{n}in_proj_qkv", "M"), Tensor(f"{n}in_proj_z", "he M")
+        mixed = (*stacked(f"{n}in_proj_qkv", "M"), Tensor(f"{n}in_proj_z", "he M", (Part("Z", "e", after="y"),)))
         rates = (
             Tensor(f"{n}in_proj_b.weight", "hj M", (Part("b", "j"),)),
             Tensor(f"{n}in_proj_a.weight", "hj M", (Part("b", "j", after="j"),)),
         )
     return (
-        *linear_leaves("mixed", "M -> h y", *mixed, bias=False),
-        *linear_leaves("gate", "M -> h e", gates, bias=False),
+        *linear_leaves("mixed", "M -> h Z", *mixed, bias=False),
         Leaf("rates", "M -> h b", rates, replicated=True),
-        Leaf("taps", "h y 1 t", stacked(f"{n}conv1d.weight", "1 t")),
+        Leaf("taps", "h y 1 t", stacked(f"{n}conv1d.weight", "1 t", "y")),
         Leaf("decay", "h j", (Tensor(f"{n}A_log", "hj"),), init="zeros", dtype="float32"),
         Leaf("decay_bias", "h j", (Tensor(f"{n}dt_bias", "hj"),), init="ones", dtype="float32"),
         norm("delta_norm", f"{n}norm.weight", letters="u"),
@@ -151,13 +150,16 @@ class DeltaLayer(Layer):
         residual: Hidden | None = None,
     ) -> tuple[Hidden, Any]:  # fmt: skip
         w, pre_norm = self.weights, self.norm_of("attention_norm")
-        gate = linear(x, w, "gate", norm=pre_norm)
+        # Or XLA:GPU would multiply both matrices by x at once, after it has copied them side by side in each step.
+        other = jax.lax.optimization_barrier(x)
         if "taps" not in w:
+            gate = linear(other, w, "gate", norm=pre_norm)
             return attention(
                 x, w, rotation, positions, mask, past, backend=self.backend, scores=Scores(window=self.window),
                 head_norm=self._head_norm, norm=pre_norm, residual=residual, gate=gate,
             )  # fmt: skip
-        mixed, rates = mesh.split(linear(x, w, "mixed", norm=pre_norm), 2), linear(x, w, "rates", norm=pre_norm)
+        mixed, rates = mesh.split(linear(x, w, "mixed", norm=pre_norm), 2), linear(other, w, "rates", norm=pre_norm)
+        mixed, gate = jnp.split(mixed, (w["taps"].shape[1],), axis=3)
         if past.ragged is not None:
             mixed, rates = past.ragged.parted(mixed), past.ragged.parted(rates)
         mixed_out, block = delta_net(mixed, rates, w, mask, past.pages.leaves)

@@ -91,18 +91,23 @@ def test_drafts_from_files(folder):
     tokenizer().save_pretrained(folder / "small")
     save_mtp(folder / "mtp", "Qwen3ForCausalLM", "qwen3_next", count=2, head_dim=8, initializer_range=0.2)
     tokenizer().save_pretrained(folder / "mtp")
-    llama, mtp = str(folder / "llama"), str(folder / "mtp")
+    delta = {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    save_mtp(folder / "delta", "Qwen3_5ForCausalLM", "qwen3_next", head_dim=8, initializer_range=0.2, **delta)
+    tokenizer().save_pretrained(folder / "delta")
+    llama, mtp, recurrent = str(folder / "llama"), str(folder / "mtp"), str(folder / "delta")
     one, small, own, auto = run(
         [llama, 1, "NONE", None], [llama, 4, "STANDALONE", str(folder / "small")],
         [mtp, 1, "NONE", None], [mtp, 2, "AUTO", None],
     )  # fmt: skip
+    plain, split = run([recurrent, 1, "NONE", None], [recurrent, 2, "AUTO", None])
+    assert split["texts"] == plain["texts"] and split["algorithm"] == "MTP"
     assert small["texts"] == one["texts"] and small["algorithm"] == "STANDALONE"
     assert auto["texts"] == own["texts"] and auto["algorithm"] == "MTP"
 
 
 def test_families():
     """Two sums per layer and one for the embedding, also with experts and latent attention, for few and many tokens."""
-    names = ("qwen3_moe", "deepseek_v3", "gemma2", "phi3")
+    names = ("qwen3_moe", "deepseek_v3", "gemma2", "phi3", "qwen3_next")
     for result in run(*([name, 2, width] for name in names for width in (3, 12))):
         assert result["difference"] < 1e-4 * result["largest"], result
         assert [kind for *_, kind in result["collectives"]] == ["all-reduce"] * (2 * LAYERS + 1), result["collectives"]

@@ -22,7 +22,7 @@ from engine_helpers import NGRAM, tokenizer
 from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, init_cache
-from specjax.config import BlockConfig, Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
+from specjax.config import BlockConfig, DeltaNet, Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
 from specjax.drafters import Params, StandaloneParams, TreeShape, block_drafter, eagle_drafter, make_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.options import options_of
@@ -190,6 +190,7 @@ def forward(family: str, count: int, width: int) -> dict[str, Any]:
             "latent": latent,
             "query_scale": 0.2,
         },
+        "qwen3_next": {"delta": DeltaNet((0,), 2, 4, 8, 12)},
         "gemma2": {"windows": (4, None), "attention_softcap": 2.0, "logit_softcap": 8.0},
     }
     config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
@@ -211,9 +212,9 @@ def compared(model: Any, mesh: Any, parameters: Any, width: int) -> tuple[dict[s
         )
         return model.unembed(parameters, output.hidden)
 
-    expected = jax.jit(logits)(parameters, init_cache(model.pages, PoolShape(1, 4)), tokens)
+    expected = jax.jit(logits)(parameters, init_cache(model.pages, PoolShape(1, 4), rows=1), tokens)
     placed = place_params(mesh, Params(parameters), model, None).target
-    cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4)))
+    cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4), rows=1))
     with under(mesh):
         program = jax.jit(logits).lower(placed, cache, tokens).compile()
     result = program(placed, cache, jax.device_put(tokens, everywhere(mesh)))
