@@ -96,6 +96,7 @@ class EngineSettings:
     max_prefill_tokens: int | None = _engine("max_prefill_tokens")
     schedule_policy: str = _engine("schedule_policy", parse=str.lower)
     disable_radix_cache: bool = setting(False, "no prefix cache: compute every prompt in full")
+    state_snapshots: int | None = _engine("state_snapshots")
     mem_fraction_static: float = _engine("mem_fraction", names=("--mem-fraction",))
     base_gpu_id: int = setting(0, "index of the first GPU, among the GPUs that CUDA shows", minimum=0)
     tensor_parallel_size: int = _engine(

@@ -11,6 +11,8 @@ from specjax.engine.buckets import Buckets
 from specjax.limits import ParameterError, check, documented, setting
 from specjax.models.target import Target
 
+DEFAULT_SNAPSHOTS = 16  # a row of Qwen3.5-27B has 157 MB
+
 Policy: TypeAlias = Literal["fcfs", "lpm"]
 
 
@@ -54,8 +56,8 @@ class EngineConfig:
     prefix_cache: bool = setting(True, "keep the pages of earlier texts, for requests that begin with the same tokens")
     state_snapshots: int | None = setting(
         None,
-        "rows that keep the state of a recurrent model (gated delta nets) at the ends of cached prefixes; default: "
-        "`max_running_requests`; 0: no prefix cache for such models",
+        "rows that keep the state of a recurrent model (gated delta nets) at the ends of cached prefixes; default: 16; "
+        "0: no prefix cache for such models",
         minimum=0,
     )
     mem_fraction: float = setting(
@@ -132,7 +134,7 @@ def snapshot_rows(target: Target, config: EngineConfig) -> int | None:
     """Number of rows for snapshots of a recurrent model's state; None: the model has no such state."""
     if not has_rows(target.pages):
         return None
-    rows = config.max_running_requests if config.state_snapshots is None else config.state_snapshots
+    rows = DEFAULT_SNAPSHOTS if config.state_snapshots is None else config.state_snapshots
     return rows if config.prefix_cache else 0
 
 

@@ -21,7 +21,7 @@ from specjax_kernels import Quantised
 from specjax_kernels.quantised import WIDENED
 from specjax_kernels.xla import GPU_TOKENS
 
-from specjax.cache import PoolShape
+from specjax.cache import PoolShape, is_row_state, row_bytes
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.drafters.standalone import StandaloneParams
@@ -139,6 +139,8 @@ DEFAULT_POOL_TOKENS = 32_768  # on a CPU, which shares its memory with other pro
 STEP_COPIES = {"cpu": 4.2, "gpu": 2.9}
 """float32 arrays of [nodes, vocabulary] that a step holds at once, in XLA's analysis: on a CPU 4.1 for a Llama of 4
 layers and 32,000 tokens with 8 to 128 nodes, on a GPU 2.8 to 2.9 for Llama-3.1-8B and Qwen3-8B."""
+STATE_COPIES = 6  # block entries of a delta net that its systems of equations hold at once (Qwen3.5-27B on a GPU)
+ROW_COPIES = 1.6  # of the state of each request of a batch, over all layers
 ROUNDING = 1.03  # of what a GPU's program holds; XLA aligns arrays and adds small ones
 
 
@@ -241,7 +243,8 @@ def temporary_bytes(
                                 of the chosen experts; the features
         one layer               two of its widest output, six of the residual stream; on a CPU, if that is more, the
                                 scores of attention within the chunk, twice [H, tokens, tokens] in float32; on a GPU one
-                                and a half and three, or, if more, the rows of the chosen experts twice
+                                and a half and three, or, if more, the rows of the chosen experts twice; or those of
+                                a delta net (`STATE_COPIES`), whose entries last, too, as do states (`ROW_COPIES`)
         a GPU before Ampere     the gathered pages of a layer in float32, and a part of a weight twice (`WIDENED`)
 
     At most 10% more than XLA holds on an H200, and never less (`tests/kernels/test_gpu_compile.py`). Another test
@@ -250,14 +253,16 @@ def temporary_bytes(
     model, on_cpu = target.config, platform == "cpu"
     lasting, passing = _activation_bytes(target, features, devices, on_cpu=on_cpu)
 
-    def size(tokens: int, rows: int) -> int:
+    def size(tokens: int, rows: int, requests: int) -> int:
         logits = STEP_COPIES["cpu" if on_cpu else "gpu"] * rows * model.vocab_size * 4
         scores = 8 * model.num_heads * tokens if on_cpu else 0
-        return int((tokens * (lasting + max(passing, scores)) + logits) * (1 if on_cpu else ROUNDING))
+        states = ROW_COPIES * requests * row_bytes(target.pages) / devices
+        return int((tokens * (lasting + max(passing, scores)) + logits + states) * (1 if on_cpu else ROUNDING))
 
-    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
-    prefills = [(rows * width, rows) for rows, width, _ in buckets.prefill_shapes()]
-    most = max(*(size(nodes, nodes) for nodes in steps), *(size(*prefill) for prefill in prefills))
+    nodes = {batch: batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches}
+    steps = [(count, count, batch) for batch, count in nodes.items()]
+    prefills = [(rows * width, rows, rows) for rows, width, _ in buckets.prefill_shapes()]
+    most = max(size(*program) for program in (*steps, *prefills))
     if not before_ampere:
         return most
     wide = 4 * page_bytes(target.pages, devices) // (model.num_layers * np.dtype(model.dtype).itemsize)
@@ -278,8 +283,10 @@ def _activation_bytes(target: Target, features: Features, devices: int, *, on_cp
     size = np.dtype(model.dtype).itemsize
     stream, pages = size * model.hidden_size, page_bytes(target.pages, devices)
     streams = len(features) if isinstance(features, tuple) else features is not None
+    states = [node.entry_bytes for node in jax.tree.leaves(target.pages, is_leaf=is_row_state) if is_row_state(node)]
+    entries, system = sum(states) // devices, STATE_COPIES * max(states, default=0) // devices
     if on_cpu:
-        return pages + stream * (2 + streams), 2 * size * widest + 4 * stream
+        return pages + entries + stream * (2 + streams), max(2 * size * widest + 4 * stream, system)
     chosen = 2 * stream * model.experts.per_token if model.experts else 0
-    lasting = max(pages, size * packed, chosen * model.num_layers)
-    return lasting + stream * (3 + streams + 2 * (streams > 0)), max(3 * size * widest // 2, chosen)
+    lasting = max(pages, size * packed, chosen * model.num_layers) + 6 * entries // 5
+    return lasting + stream * (3 + streams + 2 * (streams > 0)), max(3 * size * widest // 2, chosen, system)

@@ -26,14 +26,14 @@ import numpy as np
 from specjax_kernels.platforms import before_ampere
 
 from specjax import checkpoint
-from specjax.cache import PoolShape, bytes_per_token
+from specjax.cache import PoolShape, bytes_per_token, row_bytes
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
 from specjax.drafters.factories import make_drafter, make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.buckets import BATCHES
-from specjax.engine.config import EngineConfig, context_length, layout
+from specjax.engine.config import EngineConfig, context_length, layout, snapshot_rows
 from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
@@ -222,7 +222,9 @@ def make_plan(case: Case) -> dict[str, Any]:
     model, config, n = case.outline, case.config, case.config.tensor_parallel
     target, drafter, rows = model.target, model.drafter, config.max_running_requests
     context = context_length(target, config)
-    token, fixed = _state_bytes(model, config.page_size, rows)
+    snapshots = snapshot_rows(target, config) or 0
+    token, fixed = _state_bytes(model, config.page_size, rows, snapshots)
+    fixed -= row_bytes(target.pages) * (rows + snapshots) * (n - 1) // n
     pages, draft_pages = page_bytes(target.pages, n), token - page_bytes(target.pages)
     for part in model.parts[1:]:
         draft_pages += page_bytes(part.pages, n) - page_bytes(part.pages)
@@ -309,11 +311,12 @@ def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
 
 
 @lru_cache(16)
-def _state_bytes(outline: Outline, page_size: int, rows: int) -> tuple[int, int]:
+def _state_bytes(outline: Outline, page_size: int, rows: int, snapshots: int) -> tuple[int, int]:
     """Computes bytes per token in all pools, and bytes of the remaining state."""
 
     def state(pool: PoolShape) -> Any:
-        return init_state(outline.params, outline.target, outline.drafter, rows=rows, pool=pool)
+        arguments = outline.params, outline.target, outline.drafter
+        return init_state(*arguments, rows=rows, pool=pool, snapshots=snapshots)
 
     token = bytes_per_token(state, page_size)
     return token, _nbytes(jax.eval_shape(lambda: state(PoolShape(1, page_size)))) - token * page_size

@@ -52,7 +52,7 @@ from specjax.models.params import (
 from specjax.models.params import linear as linear_leaves
 from specjax.models.rope import Rotation
 
-CHUNK = 64  # tokens of a prompt in one system of equations
+CHUNK = 64  # tokens of a prompt in one system of equations; S passes from one to the next
 
 
 class Recurrent(NamedTuple):
@@ -165,7 +165,7 @@ class DeltaLayer(Layer):
         mixed_out, block = delta_net(mixed, rates, w, mask, past.pages.leaves)
         if past.ragged is not None:
             mixed_out = past.ragged.joined(mixed_out)
-        normed = rms_norm(mixed_out, w["delta_norm"], self.config.norm_epsilon)
+        normed = rms_norm(mixed_out, w["delta_norm"].astype(jnp.float32), self.config.norm_epsilon)
         gated = normed * jax.nn.silu(gate.astype(jnp.float32)).reshape(normed.shape)
         flat = gated.astype(x.dtype).reshape(*x.shape[:2], -1)
         return mesh.whole(linear(flat, w, "output", residual=residual)), block
@@ -200,7 +200,8 @@ def delta_net(
     else:
         if ancestors is None:
             ancestors = jnp.broadcast_to(jnp.tri(width, dtype=bool)[None], (mixed.shape[0], width, width))
-        output, update, total = _one_pass(rows.state, nodes, ancestors)
+        system = _System.of(nodes, ancestors)
+        (output, update), total = system.solve(rows.state), system.total
     return output, Updates(key, update, total, mixed)
 
 
@@ -242,23 +243,38 @@ class _Nodes(NamedTuple):
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def _one_pass(
-    state: Float32[Array, "B h j k u"], nodes: _Nodes, ancestors: Bool[Array, "B N N"]
-) -> tuple[Array, Array, Array]:
-    """Outputs, w and G of N nodes; row i of `ancestors` marks node i and its ancestors."""
-    query, key, value, beta, decay = nodes
-    total = _einsum("bnm,bmhj->bnhj", ancestors.astype(jnp.float32), decay)
-    both = jnp.stack([key, query], axis=1)
-    seen = _einsum("bqnhk,bhjku->bqnhju", both, state) * jnp.exp(total)[:, None, ..., None]
-    span = jnp.moveaxis(total, 1, 3)  # [B, h, j, N]
-    share = jnp.exp(jnp.where(ancestors[:, None, None], span[..., None] - span[..., None, :], -jnp.inf))
-    products = share[:, None] * _einsum("bqnhk,bmhk->bqhnm", both, key)[:, :, :, None]  # [B, 2, h, j, N, N]
-    update = beta[..., None] * (value - seen[:, 0])
-    if key.shape[1] > 1:
-        before = jnp.tri(key.shape[1], k=-1, dtype=bool)[None, None, None]
-        strict = jnp.where(before, jnp.moveaxis(beta, 1, 3)[..., None] * products[:, 0], 0.0)
-        update = _einsum("bhjnm,bmhju->bnhju", inverse(strict), update)
-    return seen[:, 1] + _einsum("bhjnm,bmhju->bnhju", products[:, 1], update), update, total
+class _System(NamedTuple):
+    """What w and the outputs depend on besides S: w = value - key^T S, output = query^T S + shares w."""
+
+    value: Float32[Array, "B N h j u"]
+    key: Float32[Array, "B N h j k"]
+    query: Float32[Array, "B N h j k"]
+    shares: Float32[Array, "B h j N N"]
+    total: Float32[Array, "B N h j"]  # G
+
+    @classmethod
+    def of(cls, nodes: _Nodes, ancestors: Bool[Array, "B N N"]) -> _System:
+        """Row i of `ancestors` marks node i and its ancestors."""
+        query, key, value, beta, decay = nodes
+        total = _einsum("bnm,bmhj->bnhj", ancestors.astype(jnp.float32), decay)
+        span = jnp.moveaxis(total, 1, 3)  # [B, h, j, N]
+        share = jnp.exp(jnp.where(ancestors[:, None, None], span[..., None] - span[..., None, :], -jnp.inf))
+        both = jnp.stack([key, query], axis=1)
+        products = share[:, None] * _einsum("bqnhk,bmhk->bqhnm", both, key)[:, :, :, None]  # [B, 2, h, j, N, N]
+        decayed = jnp.exp(total)[..., None]
+        wanted = jnp.concatenate([value, decayed * key[:, :, :, None]], axis=-1) * beta[..., None]
+        if key.shape[1] > 1:
+            before = jnp.tri(key.shape[1], k=-1, dtype=bool)[None, None, None]
+            strict = jnp.where(before, jnp.moveaxis(beta, 1, 3)[..., None] * products[:, 0], 0.0)
+            wanted = _einsum("bhjnm,bmhju->bnhju", inverse(strict), wanted)
+        value, key = jnp.split(wanted, (value.shape[-1],), axis=-1)
+        return cls(value, key, decayed * query[:, :, :, None], products[:, 1], total)
+
+    def solve(self, state: Float32[Array, "B h j k u"]) -> tuple[Array, Array]:
+        """Outputs and w."""
+        seen = _einsum("bqnhjk,bhjku->bqnhju", jnp.stack([self.key, self.query], axis=1), state)
+        update = self.value - seen[:, 0]
+        return seen[:, 1] + _einsum("bhjnm,bmhju->bnhju", self.shares, update), update
 
 
 def inverse(strict: Float32[Array, "*b N N"]) -> Float32[Array, "*b N N"]:
@@ -279,27 +295,32 @@ def inverse(strict: Float32[Array, "*b N N"]) -> Float32[Array, "*b N N"]:
 
 
 def _in_chunks(state: Float32[Array, "B h j k u"], nodes: _Nodes) -> tuple[Array, Array, Array]:
-    """`_one_pass` of a long chain."""
+    """Outputs, w and G of a long chain. Only S passes from chunk to chunk."""
     batch, width = nodes.key.shape[:2]
     count = -(-width // CHUNK)
-    ancestors = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool)[None], (batch, CHUNK, CHUNK))
+    causal = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool)[None], (batch * count, CHUNK, CHUNK))
 
     def split(x: Array) -> Array:
-        """Padding has a step size and a decay of 0, so it changes nothing."""
+        """[B, N, ...] -> [B * count, CHUNK, ...]. Padding has a step size and a decay of 0, so it changes nothing."""
         padded = jnp.pad(x, ((0, 0), (0, count * CHUNK - width), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(batch, count, CHUNK, *x.shape[2:]), 1, 0)
+        return padded.reshape(-1, CHUNK, *x.shape[2:])
 
-    def chunk(carry: tuple[Array, Array], part: _Nodes) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-        state, before = carry
-        output, update, total = _one_pass(state, part, ancestors)
-        length = jnp.full(batch, CHUNK, jnp.int32)
-        return (_advanced(state, part.key, update, total, length), before + total[:, -1]), (
-            output, update, before[:, None] + total,
-        )  # fmt: skip
+    def chunks(x: Array) -> Array:
+        """[B * count, ...] -> [count, B, ...]."""
+        return jnp.moveaxis(x.reshape(batch, count, *x.shape[1:]), 1, 0)
 
-    start = state, jnp.zeros_like(nodes.decay[:, 0])
-    _, results = jax.lax.scan(chunk, start, jax.tree.map(split, nodes))
-    joint = (jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width] for x in results)
+    def step(state: Array, chunk: tuple[_System, Array]) -> tuple[Array, tuple[Array, Array]]:
+        system, key = chunk
+        output, update = system.solve(state)
+        full = jnp.full(batch, CHUNK, jnp.int32)
+        return _advanced(state, key, update, system.total, full), (output, update)
+
+    parts = jax.tree.map(split, nodes)
+    systems = jax.tree.map(chunks, _System.of(parts, causal))
+    _, (output, update) = jax.lax.scan(step, state, (systems, chunks(parts.key)))
+    ends = jnp.cumsum(systems.total[:, :, -1], axis=0)
+    total = systems.total + jnp.pad(ends[:-1], ((1, 0), *[(0, 0)] * 3))[:, :, None]
+    joint = (jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width] for x in (output, update, total))
     return cast(Any, tuple(joint))
 
 

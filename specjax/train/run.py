@@ -66,6 +66,7 @@ def prepare(options: TrainOptions) -> Inputs:
         raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
     config = checkpoint.model_config(files.config, dtype=model.dtype)
+    training_target(config, config.dtype)  # raises ValueError for a model that cannot be trained on
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     source = TargetSource(files, tokenizer, config, eos)

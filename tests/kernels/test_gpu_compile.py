@@ -384,11 +384,12 @@ def test_a_t4_widens_no_matrix(monkeypatch, dtype: str, quantization: str, batch
 
 TEMPORARIES = [
     ("llama_8b", "plain", 64, None, FEW), ("llama_8b", "short tree", 8, None, FEW),
-    ("llama_8b", "plain", 1, (1, 2048), FEW),
+    ("llama_8b", "plain", 1, (1, 2048), FEW), ("qwen3_5_27b", "plain", 1, (1, 2048), 4),
     *(pytest.param(*case, marks=slow) for case in (
         ("llama_8b", "chain", 32, None, FEW), ("llama_8b", "tree", 8, (1, 2048), 16),
         ("llama_8b", "tree", 8, (8, 256), FEW), ("qwen3_8b", "plain", 1, (1, 2048), FEW),
-        ("qwen3_8b", "plain", 64, None, FEW),
+        ("qwen3_8b", "plain", 64, None, FEW), ("qwen3_5_27b", "short tree", 8, None, 4),
+        ("qwen3_5_27b", "plain", 1, (8, 256), 8),
         ("qwen3_30b", "plain", 1, (1, 2048), 2), ("llama_8b", "tree", 8, (1, 2048), ALL),
     )),
 ]  # fmt: skip
@@ -422,6 +423,34 @@ def test_estimated_temporaries(
     print(f"{model}, {layers} layers, {shape}, batch {batch}, prefill {prefill}: {record['temp_bytes'] / 1e6:.1f} MB, "
           f"estimate {estimate / 1e6:.1f}")  # fmt: skip
     assert record["temp_bytes"] <= estimate <= 1.1 * record["temp_bytes"]
+
+
+@pytest.mark.parametrize(("tree", "most"), [((3, 1, 4), 38), ((3, 3, 8), 41)])
+def test_a_delta_net_reads_its_weights_once(tree: tuple[int, int, int], most: int) -> None:
+    """The step is one graph; a further delta net reads at most 1.1 times its weights and its state, and copies none."""
+    import model_shapes
+    from gpu_compile import Shapes, compiled, programs
+
+    from specjax import PoolShape
+
+    records, weights = [], []
+    for layers in (4, 5):  # layer 3 has attention
+        config = model_shapes.qwen3_5_27b(layers)
+        shapes = Shapes(layers, *tree, 1, 64, 4096, PoolShape(256, 64), "pallas")
+        chosen = programs(shapes, gpu("h200").place, algorithm="EAGLE3", config=config)
+        record = compiled(chosen["step"], dict(NVIDIA_OPTIONS))
+        assert record["one_graph"] and record["host_decides"] == [] and record["all_state_aliased"]
+        assert record["temp_bytes"] < 64e6, "a matrix of a layer has 105 MB"
+        records.append(record)
+        weights.append(model_shapes.nbytes(model_shapes.target_shapes(config)))
+    few, more = records
+    layer = weights[1] - weights[0] + 48 * 128 * 128 * 4
+    read = sum(more["weights_read"].values()) - sum(few["weights_read"].values())
+    other = more["temp_bytes"] - few["temp_bytes"]  # written and read
+    kernels = more["kernels_every_call"] - few["kernels_every_call"]
+    print(f"{tree}: {kernels} kernels, {read / 1e6:.1f} MB of weights, {other / 1e6:.1f} MB besides, {layer / 1e6:.1f}")
+    assert read + 2 * other + 48 * 128 * 128 * 4 <= 1.1 * layer
+    assert kernels <= most
 
 
 def test_log_probabilities_do_not_sort_the_vocabulary() -> None:

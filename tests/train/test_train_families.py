@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import END, NEAR, VOCABULARY, tokenizer
-from family_helpers import FAMILIES, WINDOW, load_oracle, save_family
+from family_helpers import FAMILIES, RECURRENT, WINDOW, load_oracle, save_family
 from train_helpers import arguments
 
 from specjax import Engine, EngineConfig, SamplingParams
@@ -33,6 +33,8 @@ from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
 from specjax.train.output import read_metrics
 
+PACKED = [family for family in FAMILIES if family not in RECURRENT]
+"""Families whose training packs several texts in a row."""
 PROMPTS = ["the hell 1", "12 cat the the end", "hello", "a b c 12 12"]
 MEMORY: dict[str, Any] = {"max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16}
 MEMORY |= {"max_running_requests": 4, "adaptive": False}
@@ -59,7 +61,7 @@ def read(folder: Path) -> tuple[ModelConfig, Any]:
     return config, load_params(files, config, progress=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PACKED)
 def test_features_of_packed_rows_against_transformers(folders, family):
     """Two examples in a row, both longer than a window."""
     import torch
@@ -89,7 +91,7 @@ def test_features_of_packed_rows_against_transformers(folders, family):
 
 
 TRAINED = [
-    ("gemma2", "EAGLE3"), *((family, "EAGLE3") for family in FAMILIES if family != "gemma2"), ("gemma2", "EAGLE"),
+    ("gemma2", "EAGLE3"), *((family, "EAGLE3") for family in PACKED if family != "gemma2"), ("gemma2", "EAGLE"),
     ("phi3", "EAGLE"), ("mimo", "MTP"), ("gemma3", "MTP"),
 ]  # fmt: skip
 """The first one has soft caps, offsets of norms, windows, tied embeddings and a token map. A run of a Llama is in
@@ -172,3 +174,10 @@ def test_head_of_a_latent_target_fills_its_width(folders):
     assert config.latent is not None
     assert (head.num_heads, head.num_kv_heads, head.head_dim) == (3, 3, config.latent.value_dim)
     assert (head.vocab_size, head.mapped) == (VOCABULARY, False)
+
+
+def test_recurrent_targets_are_refused(folders, tmp_path, capfd):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    assert main(arguments(folders("qwen3_5"), data, tmp_path / "run", draft="EAGLE3", held_back=0)) != 0
+    assert "the model (qwen3_next) has gated delta nets" in capfd.readouterr().err
