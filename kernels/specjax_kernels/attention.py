@@ -151,6 +151,7 @@ class Call(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     queries: Array | None = None  # int32 [B]: the number of valid queries of each row; None: N
+    sinks: Array | None = None
 
     @property
     def shape(self) -> Shape:
@@ -202,6 +203,9 @@ def check(call: Call) -> None:
         raise ValueError(f"window is the number of keys a query sees, from 1 to 2**31 - 1 (or None), got {call.window}")
     if call.softcap is not None and not call.softcap > 0:
         raise ValueError(f"softcap must be positive (or None), got {call.softcap}")
+    if call.sinks is not None and (call.sinks.shape != (H,) or str(call.sinks.dtype) not in DTYPES):
+        problem = f"got {call.sinks.dtype} {call.sinks.shape}"
+        raise ValueError(f"sinks must be a float [H] = [{H}] out of {', '.join(DTYPES)}, {problem}")
     if isinstance(call.mask, Causal):
         if C != N:
             raise ValueError(f"a CAUSAL mask needs C == N, got C = {C} block keys and N = {N} queries")
@@ -227,6 +231,7 @@ def tree_attention(
     v_width: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of N new tokens to the committed pages, and to C block keys under a mask, in one softmax.
@@ -258,6 +263,8 @@ def tree_attention(
         v_width: Ev when values are None; otherwise None, or Ev.
         window: keys seen by one query, itself included, or None for all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask (Gemma 2), or None.
+        sinks: float [H], above -1e20: one more score in the softmax of each query head, whose weight is dropped
+            (gpt-oss); not scaled, capped or masked. None: no sinks.
         implementation: a key of `IMPLEMENTATIONS`, which never falls back to another. None: `default_implementation`,
             or "xla" for combinations that it lacks.
 
@@ -270,7 +277,7 @@ def tree_attention(
     """
     call = Call(
         q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions, mask,
-        scale=scale, v_width=v_width, window=window, softcap=softcap,
+        scale=scale, v_width=v_width, window=window, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     check(call)
     return _first_that_can(lambda name: implementation_named(name).tree_attention(call), implementation)
@@ -291,6 +298,7 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """`tree_attention` of a block whose queries, keys and values are one array, the result of a projection.
@@ -310,7 +318,7 @@ def attention(
     """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if before is not None and window is not None and before_positions is None:
         raise ValueError("with a window, earlier block keys need their positions: before_positions")
     q, *block = jax.eval_shape(unpack, qkv)

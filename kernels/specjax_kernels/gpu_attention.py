@@ -50,7 +50,7 @@ def attend(call: Call, run: Callable[..., dict[str, Array]], *, name: str, qkv: 
         in_block=G + 2 if packed else 1, key_at=G if packed else 0, value_at=G + 1 if packed else 0,
         value_width=E if shape.latent else Ev,
         own_mask=int(not isinstance(call.mask, Causal) and call.mask.shape[0] > 1),  # 0: all rows share one
-        causal=shape.causal,
+        causal=shape.causal, sinks=call.sinks is not None, log2_e=LOG2_E,
         scale=float(shape.scale / softcap if softcap else shape.scale * LOG2_E), softcap=float(softcap * LOG2_E),
         window=shape.window or 0, rows=launch.rows, tokens=launch.tokens, splits=splits, padded_rows=rows,
     )  # fmt: skip
@@ -58,6 +58,7 @@ def attend(call: Call, run: Callable[..., dict[str, Array]], *, name: str, qkv: 
     nothing = call.prefix_length
     inputs: dict[str, Any] = dict(zip(Call._fields[:9], call[:9], strict=True))
     inputs["bits"] = nothing if isinstance(call.mask, Causal) else call.mask
+    inputs["sinks"] = nothing if call.sinks is None else call.sinks
     if qkv is None:
         values = call.k_block if call.v_block is None else call.v_block
         inputs |= {"q": call.q.reshape(B, N, K, G, E), "k_block": call.k_block[:, :, :, None]}
@@ -168,6 +169,7 @@ def tree_attention(
     q_positions,  # int32 [B, N]
     block_positions,  # int32 [B, C]
     bits,  # uint32 [B or 1, N, words]
+    sinks,  # [K * G]
     peaks,  # f32 [B * K, splits, padded rows]
     totals,  # f32 [B * K, splits, padded rows]
     mixed,  # f32 [B * K, splits, padded rows, Ev]; with one split the result, [B, N, K, G, Ev]
@@ -189,11 +191,13 @@ def tree_attention(
     if s.window > 0:
         position = tl.load(at(q_positions, (s.N,), (b, node)), mask=is_row, other=1 << 30)
         oldest = tl.maximum(tl.min(position, 0) - s.window + 1, 0)
-    softmax = (
-        tl.full((s.rows,), -1e20, tl.float32),
-        tl.zeros((s.rows,), tl.float32),
-        tl.zeros((s.rows, s.VP), tl.float32),
-    )
+    peak, total = tl.full((s.rows,), -1e20, tl.float32), tl.zeros((s.rows,), tl.float32)
+    if s.sinks:  # in split 0: a key that every query sees, with the value 0
+        has_sink = is_row & (split == 0)
+        sink = tl.load(at(sinks, (), (k * s.G + group,)), mask=has_sink, other=0)
+        peak = tl.where(has_sink, tl.cast(sink, tl.float32) * s.log2_e, peak)
+        total = tl.where(has_sink, 1.0, total)
+    softmax = (peak, total, tl.zeros((s.rows, s.VP), tl.float32))
 
     # The block's keys, in split 0. Of a causal block only those up to the tile's last query.
     block_end = tl.cast((split == 0) & active, tl.int32) * s.C

@@ -21,7 +21,7 @@ from specjax_kernels.cpu import rows as cpu_rows
 from specjax_kernels.platforms import by_platform
 from specjax_kernels.quantised import Quantised, dot
 
-Activation: TypeAlias = Callable[[Array], Array]
+Activation: TypeAlias = Callable[[Array, Array], Array]
 
 
 class Norm(NamedTuple):
@@ -68,7 +68,7 @@ def linear(
             [*out, M], with the result of the dequantised weights.
         norm: applied to x first (`rms_norm`).
         bias: [*out], added to the product.
-        gated: an activation; out is [2, I], and the result ``gated(out[0]) * out[1]``, [B, N, I].
+        gated: an activation; out is [2, I], gate and up, and the result ``gated(gate, up)``, [B, N, I].
         residual: added to the result; it has the same shape.
 
     Returns:
@@ -83,7 +83,7 @@ def linear(
     if bias is not None:
         out = out + bias[None, None]
     if gated is not None:
-        out = gated(out[:, :, 0]) * out[:, :, 1]
+        out = gated(out[:, :, 0], out[:, :, 1])
     return out if residual is None else residual + out
 
 

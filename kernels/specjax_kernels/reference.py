@@ -47,7 +47,11 @@ def tree_attention(call: Call) -> Array:
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     seen = visible[:, :, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    scores = jnp.where(seen, scores, -1e30)
+    if call.sinks is not None:
+        sinks = jnp.broadcast_to(call.sinks.astype(jnp.float32).reshape(1, 1, K, G, 1), (B, N, K, G, 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : T * S + C]
     weights = jnp.where(seen, weights, 0)  # a softmax over no visible key would have uniform weights
     mixed = jnp.einsum("bnkgt,btkv->bnkgv", weights, values, precision="highest")
     return mixed.reshape(B, N, H, Ev).astype(call.q.dtype)

@@ -37,6 +37,7 @@ class Spec:
     dtype: str = "float32"
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     holes: bool = False  # some entries inside the prefix are holes: P, or another invalid id
     tags: tuple[str, ...] = ()  # "test": small enough for the suite; "bench": a shape people run
 
@@ -100,7 +101,9 @@ class Spec:
         mask = CAUSAL if visible is None else _packed(jnp.asarray(visible))
         integers = (page_table, prefix, q_positions, block_positions)
         args = (*arrays, *map(jnp.asarray, integers), mask)
-        options = {"scale": self.E**-0.5, "window": self.window, "softcap": self.softcap}
+        options: dict[str, Any] = {"scale": self.E**-0.5, "window": self.window, "softcap": self.softcap}
+        if self.sinks:  # of the size of the sum over many keys
+            options["sinks"] = jnp.asarray(rng.normal(3, 1, self.H), self.dtype)
         return args, options | ({"v_width": self.v_width} if self.latent else {})
 
 
@@ -137,6 +140,7 @@ _smollm2 = _family("smollm2-", "bench", H=9, K=3, E=64, T=64)
 _llama = _family("llama8b-", "bench", "large", H=32, K=8, E=128, T=256, dtype="bfloat16")
 _wide = _family("", "bench", "large", T=128, dtype="bfloat16", mask="tree")
 """Other families' heads: 80 and 96 (Phi), 256 (Gemma), latent values (DeepSeek)."""
+_gpt_oss = _family("gpt-oss-", "bench", "large", H=64, K=8, E=64, T=256, dtype="bfloat16", sinks=True)
 _odd = _family("", "test", H=4, K=2, E=16, T=8, S=4)
 
 SPECS: tuple[Spec, ...] = (
@@ -165,6 +169,8 @@ SPECS: tuple[Spec, ...] = (
     _llama("prefill-1024", (1024,), 1024),
     _llama("prefill-window-softcap", (1024,), 1024, window=500, softcap=50.0),
     _llama("prefill-2048-float16", (0,), 2048, dtype="float16"),
+    _gpt_oss("tree-8", (1000,), 8, mask="tree"),
+    _gpt_oss("decode-window", (4000,), 1, window=128),
     _llama("decode-131000", (131000,), 1, T=2048, S=64),
     _llama("chain-8-32x-8000", (8000,) * 32, 8, T=128, S=64),
     _llama("chain-8-64x-inactive", (1000, *(INACTIVE,) * 63), 8),
@@ -206,6 +212,12 @@ SPECS: tuple[Spec, ...] = (
     _odd("wild-holes", (60, 9, 56), T=16, holes=True, mask="tree"),
     _odd("softcap-window-beam", (9, 30), N=2, C=9, softcap=2.0, window=6, mask="tree"),
     _odd("causal-33", (9, 30), N=33),
+    _odd("sinks", (0, 9, INACTIVE), sinks=True),
+    _odd("sinks-many-chunks", (0, 300, 513), S=16, T=40, sinks=True),
+    _odd("sinks-window-tree-holes", (9, 30), N=7, window=11, mask="tree", holes=True, sinks=True),
+    _odd("sinks-softcap-random", (9, 0), N=6, C=40, E=64, mask="random", softcap=2.0, sinks=True),
+    _odd("sinks-latent", (9, 30), H=8, K=1, E=40, Ev=32, latent=True, sinks=True),
+    _odd("sinks-bfloat16", (9, 300), N=7, S=16, T=40, mask="tree", window=128, dtype="bfloat16", sinks=True),
     *(_odd(dtype, (9, 30), N=7, mask="tree", dtype=dtype) for dtype in ("bfloat16", "float16")),
     _odd("bfloat16-latent-window", (9, 30), H=8, K=1, E=40, Ev=32, latent=True, window=6, dtype="bfloat16"),
 )

@@ -76,6 +76,9 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
     if oldest is not None:
         in_block = in_block & (call.block_positions[:, None] >= oldest)
     partial = None
+    if call.sinks is not None:  # a key that every query sees, with the value 0
+        sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(1, K, 1, G), (B, 1, N, 1)).reshape(B, K, N * G, 1)
+        partial = Partial(sinks, jnp.ones_like(sinks), jnp.zeros((B, K, N * G, Ev), jnp.float32))
     for start in range(0, C, BLOCK_TOKENS):
         part = slice(start, start + BLOCK_TOKENS)
         values = None if call.v_block is None else call.v_block[:, part]

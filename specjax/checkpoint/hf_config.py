@@ -199,6 +199,13 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
     return _attention_bias(config) | windows | {"experts": experts if sparse else None}
 
 
+def _gpt_oss(config: Settings, layers: int) -> dict[str, Any]:
+    count, per_token = config.integer("num_local_experts"), config.integer("num_experts_per_tok")
+    _at_most(per_token, count, "num_experts_per_tok", "num_local_experts")
+    experts = Experts(count, per_token, config.integer("intermediate_size"), tuple(range(layers)))
+    return _attention_bias(config) | _windows(config, layers, lambda layer: layer % 2 == 0) | {"experts": experts}
+
+
 def _phi3(config: Settings, layers: int) -> dict[str, Any]:
     return _windows(config, layers, lambda layer: True)
 
@@ -340,6 +347,17 @@ READERS: Mapping[str, Reader] = {
     "MiMoForCausalLM": Reader(_qwen2, _QWEN, remote_code=True),
     "Qwen3ForCausalLM": Reader(_qwen3, _QWEN | {"head_dim": 128}),
     "Qwen3MoeForCausalLM": Reader(_qwen3_moe, _QWEN | {"num_key_value_heads": 4}),
+    "GptOssForCausalLM": Reader(
+        _gpt_oss,
+        {
+            "head_dim": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "sliding_window": 128,
+            "attention_bias": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096
+            },
+        },
+        SILU | {"swiglu_alpha": (1.702, "1.702"), "swiglu_limit": (7.0, "7.0")}, float16=False,
+    ),
     "Gemma2ForCausalLM": Reader(
         _gemma2, _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, _GEMMA_ONLY, float16=False
     ),

@@ -250,7 +250,7 @@ def _quantised_leaf(
     if quantization != "auto":
         if leaf.name == "embed" and not tied:
             return None  # a token reads one row
-        return quantise_leaf([np.asarray(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
+        return quantise_leaf([outputs_first(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
     quantised = [entry for entry in entries if isinstance(entry, QuantisedEntry)]
     if len(quantised) == len(entries):
         return make_leaf([entry.load() for entry in quantised], scope, leaf, sizes)
@@ -259,11 +259,17 @@ def _quantised_leaf(
     arrays = [entry.read() for entry in entries]
     if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
         return None
-    if arrays[0].shape[1] % LANES:
+    if arrays[0].shape[1] % LANES:  # its inputs
         return fill_leaf(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
     from specjax_kernels import Quantised
 
-    return Quantised(codes=output_major_placer(scope, leaf, sizes)(arrays), scale=None)
+    return Quantised(codes=output_major_placer(scope, leaf, sizes)([*map(outputs_first, arrays)]), scale=None)
+
+
+def outputs_first(tensor: Any) -> np.ndarray:
+    """A tensor [out, in], or [experts, in, out] as [experts * out, in]."""
+    tensor = np.asarray(tensor)
+    return tensor if tensor.ndim == 2 else tensor.swapaxes(1, 2).reshape(-1, tensor.shape[1])
 
 
 def output_major_placer(scope: Scope, leaf: Leaf, sizes: Sizes) -> Callable[[Sequence[np.ndarray]], np.ndarray]:

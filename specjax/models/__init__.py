@@ -32,6 +32,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "MiMoForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe",
+        "GptOssForCausalLM": "gpt_oss",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
         "Gemma3ForConditionalGeneration": "gemma3",

@@ -36,7 +36,7 @@ def key_value_spec(config: ModelConfig | HeadConfig) -> KeyValue:
 
 Backend: TypeAlias = str | Callable[..., Array] | None
 """Attention of a block: the name of a `specjax_kernels` implementation, None for the default, or a function
-(rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has."""
+(rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has; without sinks."""
 
 
 class Ragged(NamedTuple):
@@ -109,20 +109,23 @@ def attention(
 
     `specjax.models.params.attention_leaves` declares the weights. `rotation` is `rotations` of the positions. The mask
     covers the C block keys, beginning with `past.before`. `head_norm` (x, weight [E]) normalises queries and keys with
-    the weights `query_norm` and `key_norm`.
+    the weights `query_norm` and `key_norm`. Sinks of the query heads are the weight `sinks` [K, G], if present.
     """
     rotated = _rotated(x, weights, rotation, head_norm, norm)
     ragged = past.ragged
     if ragged is not None:
         rotated, positions = ragged.parted(rotated), ragged.parted(positions)
     if callable(backend):
+        if "sinks" in weights:
+            raise NotImplementedError("a backend that is a function has no attention sinks; name an implementation")
         attended = backend(rotated, past, positions, mask, scores)
     else:
         scale = rotated.shape[4] ** -0.5 if scores.scale is None else scores.scale
         # Only a CPU without a mesh has ragged blocks.
         queries = None if ragged is None else ragged.length
         options = {"scale": scale, "window": scores.window, "softcap": scores.softcap, "implementation": backend}
-        attended = _by_heads(rotated, past, positions, mask, options | {"queries": queries})
+        options["queries"] = queries
+        attended = _by_heads(rotated, past, positions, mask, weights.get("sinks"), options)
     if ragged is not None:
         attended = ragged.joined(attended)
     attended = attended.reshape(*x.shape[:2], -1)
@@ -161,21 +164,25 @@ def _key_value(rotated: Array) -> KeyValue:
     return KeyValue(rotated[:, :, :, group], rotated[:, :, :, group + 1])
 
 
-def _by_heads(rotated: Array, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Array:
+def _by_heads(
+    rotated: Array, past: Past, positions: Positions, mask: Any, sinks: Array | None, options: dict[str, Any]
+) -> Array:
     """`kernels.attention`; under a mesh each device has some key/value heads with their queries and pages."""
 
     def attend(
-        rotated: Array, pages: KeyValue, before: Any, where: tuple[Any, ...], masks: tuple[Array, ...]
+        rotated: Array, pages: KeyValue, before: Any, sinks: Array | None, where: tuple[Any, ...],
+        masks: tuple[Array, ...],
     ) -> Array:  # fmt: skip
         table, length, positions, before_positions = where
         return kernels.attention(
             rotated, pages.key, pages.value, table, length, positions, masks[0] if masks else mask,
-            before=before, before_positions=before_positions, **options,
+            before=before, before_positions=before_positions, sinks=None if sinks is None else sinks.reshape(-1),
+            **options,
         )  # fmt: skip
 
     where = past.page_table, past.prefix_length, positions, past.before_positions
     masks = () if isinstance(mask, kernels.Causal) else (mask,)
-    return mesh.apart(attend, (2, 2, 2, -1, -1), 2, rotated, past.pages, past.before, where, masks)
+    return mesh.apart(attend, (2, 2, 2, 0, -1, -1), 2, rotated, past.pages, past.before, sinks, where, masks)
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
@@ -183,14 +190,19 @@ def soft_cap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-Activation: TypeAlias = Callable[[Array], Array]
+Activation: TypeAlias = Callable[[Array, Array], Array]
+"""(gate, up) -> the input of a gated MLP's last product, of one shape."""
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
 
 
 def gated_mlp(
-    x: Hidden, weights: Weights, *, activation: Activation = jax.nn.silu, prefix: str = "", norm: Norm | None = None,
+    x: Hidden, weights: Weights, *, activation: Activation = swiglu, prefix: str = "", norm: Norm | None = None,
     residual: Hidden | None = None,
 ) -> Hidden:  # fmt: skip
-    """down(activation(gate(x)) * up(x)) of x, normalised by `norm`, plus `residual`.
+    """down(activation(gate(x), up(x))) of x, normalised by `norm`, plus `residual`.
     `specjax.models.params.mlp_leaves` declares the weights."""
     wide = mesh.split(linear(x, weights, f"{prefix}gate_up", norm=norm, gated=activation), x.ndim - 1)
     return mesh.whole(linear(wide, weights, f"{prefix}down", residual=residual))

@@ -30,6 +30,7 @@ from specjax.models.blocks import (
     key_value_spec,
     keys_values,
     soft_cap,
+    swiglu,
 )
 from specjax.models.experts import expert_leaves, mixture
 from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves, mlp_leaves
@@ -65,7 +66,7 @@ class Layer(nn.Module):
     window: int | None = None
     backend: Backend = None
 
-    activation: ClassVar[Activation] = staticmethod(jax.nn.silu)
+    activation: ClassVar[Activation] = staticmethod(swiglu)
     norm_offset: ClassVar[float] = 0.0  # see `rms_norm`
 
     def setup(self) -> None:

@@ -4,7 +4,8 @@ On several devices, each device computes all tokens with its experts or with its
 over the devices gives the result.
 
 Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that only chooses, groups of experts),
-Qwen3-Next (a gate of the shared expert).
+Qwen3-Next (a gate of the shared expert), gpt-oss (biases; its softmax over the chosen experts is the normalised softmax
+over all).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from specjax_kernels.quantised import expert_specs, split_axes
 
 from specjax.cache import Hidden, Weights
 from specjax.config import Experts
-from specjax.models.blocks import Activation, gated_mlp
+from specjax.models.blocks import Activation, gated_mlp, swiglu
 from specjax.models.blocks import linear as matmul
 from specjax.models.params import GATE, UP, Leaf, Part, Tensor, linear
 
@@ -58,30 +59,49 @@ def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activation = jax.nn.silu) -> Hidden:
+def stacked_leaves() -> tuple[Leaf, ...]:
+    """Router and experts with biases, where one tensor has all experts of a layer, and gate and up alternate."""
+    e = "mlp.experts."
+    return (
+        Leaf("router", "M -> X", (Tensor("mlp.router.weight", "X M"),), replicated=True),
+        Leaf("router_bias", "X", (Tensor("mlp.router.bias", "X"),), init="zeros", dtype="float32", replicated=True),
+        Leaf("experts_gate_up", "X M -> 2 i", (Tensor(f"{e}gate_up_proj", "X M i2"),)),
+        Leaf("experts_gate_up_bias", "X 2 i", (Tensor(f"{e}gate_up_proj_bias", "X i2"),), init="zeros"),
+        Leaf("experts_down", "X i -> M", (Tensor(f"{e}down_proj", "X i M"),)),
+        Leaf("experts_down_bias", "X M", (Tensor(f"{e}down_proj_bias", "X M"),), init="zeros", replicated=True),
+    )
+
+
+def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activation = swiglu) -> Hidden:
     """The output of a layer's experts for a normalised x."""
     rows = x.reshape(-1, x.shape[-1])
     ids, gates = route(rows, weights, experts)
-    both = weights["experts_gate_up"], weights["experts_down"]
+    own = {name.removeprefix("experts_"): leaf for name, leaf in weights.items() if name.startswith("experts_")}
+    down_bias = own.pop("down_bias", None)
     groups = mesh.groups()
     few: Any = partial(_gathered, spread=groups > 1)
     mix = partial(few if ids.size <= experts.count else _grouped, experts.count // groups, activation=activation)
     if groups > 1:  # each device has a group of experts, or a part of their width
-        places = (expert_specs(leaf) if isinstance(leaf, kernels.Quantised) else mesh.of_experts(axis)
-                  for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
+        places = {name: _place(name, leaf, expert_specs, mesh.of_experts) for name, leaf in own.items()}
         mix_group = _summed(partial(_of_group, experts.count // groups, mix))
-        mixed = mesh.apart(mix_group, (-1, -1, -1, *places), -1, rows, ids, gates, *both)
+        mixed = mesh.apart(mix_group, (-1, -1, -1, places), -1, rows, ids, gates, own)
     elif mesh.parts(experts.width) > 1:  # each device has a part of every expert's width
-        places = (split_axes(leaf) if isinstance(leaf, kernels.Quantised) else axis
-                  for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
-        mixed = mesh.apart(_summed(mix), (-1, -1, -1, *places), -1, rows, ids, gates, *both)
+        places = {name: _place(name, leaf, split_axes, lambda axis: axis) for name, leaf in own.items()}
+        mixed = mesh.apart(_summed(mix), (-1, -1, -1, places), -1, rows, ids, gates, own)
     else:
-        mixed = mix(rows, ids, gates, *both)
+        mixed = mix(rows, ids, gates, own)
+    if down_bias is not None:
+        mixed = mixed + jnp.sum(down_bias[ids].astype(jnp.float32) * gates[:, :, None], axis=1)
     mixed = mixed.astype(x.dtype).reshape(x.shape)
     if not experts.shared_width:
         return mixed
     shared = gated_mlp(x, weights, activation=activation, prefix="shared_")
     return mixed + (jax.nn.sigmoid(matmul(x, weights, "shared_gate")) * shared if experts.shared_gate else shared)
+
+
+def _place(name: str, leaf: Any, quantised: Callable[[Any], Any], plain: Callable[[int], Any]) -> Any:
+    """Where a leaf of stacked experts is split: along their width."""
+    return quantised(leaf) if isinstance(leaf, kernels.Quantised) else plain(1 if name == "down" else leaf.ndim - 1)
 
 
 def _summed(mix: Callable[..., Array]) -> Callable[..., Array]:
@@ -91,10 +111,10 @@ def _summed(mix: Callable[..., Array]) -> Callable[..., Array]:
     return summed
 
 
-def _of_group(count: int, mix: Callable[..., Array], rows: Array, ids: Array, gates: Array, *both: Any) -> Array:
+def _of_group(count: int, mix: Callable[..., Array], rows: Array, ids: Array, gates: Array, own: Any) -> Array:
     """The sum over the `count` experts of this device's group. The id `count` stands for experts of other groups."""
     local = ids - jax.lax.axis_index(mesh.GROUPS).astype(ids.dtype) * jnp.asarray(count, ids.dtype)
-    return mix(rows, jnp.where((local >= 0) & (local < count), local, count), gates, *both)
+    return mix(rows, jnp.where((local >= 0) & (local < count), local, count), gates, own)
 
 
 def route(
@@ -103,6 +123,8 @@ def route(
     """The experts of each row and their weights, computed in float32."""
     logits = kernels.unembed(rows.astype(jnp.float32), weights["router"])
     softmax = experts.scoring == "softmax"
+    if softmax and "router_bias" in weights:
+        logits = logits + weights["router_bias"][None]
     scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
     priority = scores if softmax else scores + weights["router_bias"][None]
     if experts.groups > 1:
@@ -119,8 +141,8 @@ def route(
 
 
 def _gathered(
-    count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
-    down: Any, *, activation: Activation, spread: bool,
+    count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], own: Weights, *,
+    activation: Activation, spread: bool,
 ) -> Float32[Array, "T M"]:  # fmt: skip
     """For at most `count` choices of experts: reads only the chosen experts' weights. `spread`: the id `count` stands
     for an expert on other devices, whose output is zero here."""
@@ -128,7 +150,7 @@ def _gathered(
     pairs = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1)
     outputs = _on_each_platform(
         partial(_one_by_one, activation=activation, others=others),
-        partial(_side_by_side, activation=activation, others=others), *pairs, gate_up, down,
+        partial(_side_by_side, activation=activation, others=others), *pairs, own,
     )  # fmt: skip
     return jnp.einsum("tkm,tk->tm", outputs.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
@@ -144,27 +166,28 @@ def _on_each_platform(cpu: Any, elsewhere: Any, *arguments: Any) -> Array:
 
 
 def _one_by_one(
-    rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation,
-    others: int | None,
-) -> Float[Array, "R M"]:  # fmt: skip
+    rows: Float[Array, "R M"], experts: Int32[Array, "R"], own: Weights, *, activation: Activation, others: int | None
+) -> Float[Array, "R M"]:
     """For CPUs, whose kernels read one expert's weights in place."""
 
     def apply(pair: tuple[Array, Array]) -> Array:
         row, expert = pair
 
         def mlp() -> Array:
-            weights = {"gate_up": gate_up[expert], "down": down[expert]}
-            return gated_mlp(row[None, None], weights, activation=activation)[0, 0]
+            return gated_mlp(row[None, None], _of_expert(own, expert), activation=activation)[0, 0]
 
         return mlp() if others is None else jax.lax.cond(expert < others, mlp, lambda: jnp.zeros_like(row))
 
     return jax.lax.map(apply, (rows, experts))
 
 
+def _of_expert(own: Weights, expert: Array) -> Weights:
+    return {name: leaf[expert] for name, leaf in own.items()}
+
+
 def _side_by_side(
-    rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation,
-    others: int | None,
-) -> Float[Array, "R M"]:  # fmt: skip
+    rows: Float[Array, "R M"], experts: Int32[Array, "R"], own: Weights, *, activation: Activation, others: int | None
+) -> Float[Array, "R M"]:
     """For GPUs, where XLA fuses the choice of experts into the products, without temporaries or a loop. `ragged_dot`
     has temporaries, and a loop of products synchronises with the host in each iteration."""
     local = None if others is None else experts < others
@@ -179,8 +202,10 @@ def _side_by_side(
             return jnp.einsum("rm,r...m->r...", x, matrices, precision=precision, preferred_element_type=x.dtype)
         return jnp.einsum(letters, x, weight[experts], precision=precision, preferred_element_type=x.dtype)
 
-    wide = product(rows, gate_up, "rm,rmci->rci")
-    out = product(activation(wide[:, 0]) * wide[:, 1], down, "ri,rim->rm")
+    wide = product(rows, own["gate_up"], "rm,rmci->rci")
+    if "gate_up_bias" in own:
+        wide = wide + own["gate_up_bias"][experts]
+    out = product(activation(wide[:, 0], wide[:, 1]), own["down"], "ri,rim->rm")
     return out if local is None else jnp.where(local[:, None], out, jnp.zeros_like(out))
 
 
@@ -188,21 +213,21 @@ TILE = 32  # rows of one expert in a product
 
 
 def _grouped(
-    count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
-    down: Any, *, activation: Activation,
+    count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], own: Weights, *,
+    activation: Activation,
 ) -> Float32[Array, "T M"]:  # fmt: skip
     """For many choices: rows are sorted by expert, so that each expert's weights are read once. Rows with the id
     `count`, an expert on other devices, come last and stay zero."""
     per_token = ids.shape[1]
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
-    sorted_outputs = _in_tiles(rows[order // per_token], sizes, gate_up, down, activation=activation)
+    sorted_outputs = _in_tiles(rows[order // per_token], sizes, own, activation=activation)
     outputs = jnp.zeros_like(sorted_outputs).at[order].set(sorted_outputs, unique_indices=True)
     return jnp.einsum("tkm,tk->tm", outputs.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
 
 def _in_tiles(
-    rows: Float[Array, "R M"], sizes: Int32[Array, "X"], gate_up: Any, down: Any, *, activation: Activation
+    rows: Float[Array, "R M"], sizes: Int32[Array, "X"], own: Weights, *, activation: Activation
 ) -> Float[Array, "R M"]:
     """The MLP of sorted rows, computed in tiles of rows of the same expert. XLA's `ragged_dot` multiplies every row by
     every expert, with temporaries for all products."""
@@ -214,8 +239,7 @@ def _in_tiles(
         expert = jnp.searchsorted(last_tile, index, side="right")
         first = last_row[expert] - sizes[expert] + (index - last_tile[expert] + tiles[expert]) * TILE
         x = jax.lax.dynamic_slice_in_dim(padded, first, TILE)
-        weights = {"gate_up": gate_up[expert], "down": down[expert]}
-        y = gated_mlp(x[None], weights, activation=activation)[0]
+        y = gated_mlp(x[None], _of_expert(own, expert), activation=activation)[0]
         valid = first + jnp.arange(TILE, dtype=jnp.int32) < last_row[expert]
         updated = jnp.where(valid[:, None], y, jax.lax.dynamic_slice_in_dim(out, first, TILE))
         return jax.lax.dynamic_update_slice_in_dim(out, updated, first, 0)

@@ -5,6 +5,7 @@ Qwen3-Next in `delta`.
     qwen2       Qwen2 and Qwen2.5: biases of queries, keys and values; MiMo-7B
     qwen3       norms of each query and key head; qwen3_moe: with experts instead of most layers' MLP
     phi3        Phi-3, Phi-3.5, Phi-4: fused tensors in the checkpoint
+    gpt_oss     sinks, a window in every other layer, experts with biases and a clamped activation
     gemma2      norms before and after attention and MLP, soft caps, a sliding window in every other layer
     gemma3      norms of each query and key head instead of soft caps; a window and its own RoPE in five of six layers
 
@@ -20,13 +21,26 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from specjax.cache import Hidden, Positions
 from specjax.config import ModelConfig
 from specjax.models import deepseek, delta
 from specjax.models.blocks import Activation, Past
 from specjax.models.decoder import Family, Layer, decoder_table, mixed_table
-from specjax.models.params import ATTENTION_NORM, HEAD_NORMS, MLP_NORM, Leaf, Table, attention_leaves, mlp_leaves, norm
+from specjax.models.experts import stacked_leaves
+from specjax.models.params import (
+    ATTENTION_NORM,
+    HEAD_NORMS,
+    MLP_NORM,
+    Leaf,
+    Table,
+    Tensor,
+    attention_leaves,
+    mlp_leaves,
+    norm,
+)
 from specjax.models.rope import Rotation
 
 
@@ -42,6 +56,21 @@ def _llama(config: ModelConfig, *, head_norms: tuple[Leaf, ...] = (), fused: boo
 
 def _qwen3_moe(config: ModelConfig) -> Table:
     return mixed_table(config, (*_attention(config), *HEAD_NORMS, ATTENTION_NORM, MLP_NORM))
+
+
+def _gpt_oss(config: ModelConfig) -> Table:
+    sinks = Leaf("sinks", "K G", (Tensor("self_attn.sinks", "KG"),))
+    layer = (*_attention(config), sinks, ATTENTION_NORM, *stacked_leaves(), MLP_NORM)
+    return decoder_table(config, lambda i: layer)
+
+
+class GptOssLayer(Layer):
+    """A layer whose experts have gates of at most 7, and up projections from -7 to 7."""
+
+    @staticmethod
+    def activation(gate: Array, up: Array) -> Array:
+        gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+        return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
 def _gemma(config: ModelConfig, *, head_norms: tuple[Leaf, ...] = ()) -> Table:
@@ -60,7 +89,7 @@ def _gemma(config: ModelConfig, *, head_norms: tuple[Leaf, ...] = ()) -> Table:
 class GemmaLayer(Layer):
     """A layer with norms of the outputs of attention and MLP. Norms multiply by 1 + weight."""
 
-    activation: ClassVar[Activation] = staticmethod(partial(jax.nn.gelu, approximate=True))
+    activation: ClassVar[Activation] = staticmethod(lambda gate, up: jax.nn.gelu(gate, approximate=True) * up)
     norm_offset: ClassVar[float] = 1.0
 
     def __call__(
@@ -79,6 +108,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family(partial(_llama, head_norms=HEAD_NORMS)),
         "qwen3_moe": Family(_qwen3_moe),
         "phi3": Family(partial(_llama, fused=True)),
+        "gpt_oss": Family(_gpt_oss, GptOssLayer),
         "gemma2": Family(_gemma, **_GEMMA),
         "gemma3": Family(partial(_gemma, head_norms=HEAD_NORMS), **_GEMMA),
         "deepseek_v3": deepseek.FAMILY,

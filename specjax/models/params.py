@@ -241,7 +241,12 @@ def output_major(leaf: Leaf) -> Leaf:
     inputs, arrow, outputs = leaf.letters.partition("->")
     stacked = [letter for letter in inputs.split() if letter == "X"]
     letters = [*stacked, *(outputs if arrow else leaf.letters.split()[0]).split(), "@"]
-    tensors = tuple(replace(tensor, axes=f"{tensor.axes.split()[0]} @") for tensor in leaf.tensors)
+
+    def outputs_first(axes: str) -> str:
+        first, *others = axes.split()
+        return f"{first}{others[-1] if len(others) > 1 else ''} @"  # a tensor of experts is [experts, in, out]
+
+    tensors = tuple(replace(tensor, axes=outputs_first(tensor.axes)) for tensor in leaf.tensors)
     return replace(leaf, letters=" ".join(letters), tensors=tensors)
 
 

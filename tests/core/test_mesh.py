@@ -107,7 +107,7 @@ def test_drafts_from_files(folder):
 
 def test_families():
     """Two sums per layer and one for the embedding, also with experts and latent attention, for few and many tokens."""
-    names = ("qwen3_moe", "deepseek_v3", "gemma2", "phi3", "qwen3_next")
+    names = ("qwen3_moe", "deepseek_v3", "gemma2", "phi3", "qwen3_next", "gpt_oss")
     for result in run(*([name, 2, width] for name in names for width in (3, 12))):
         assert result["difference"] < 1e-4 * result["largest"], result
         assert [kind for *_, kind in result["collectives"]] == ["all-reduce"] * (2 * LAYERS + 1), result["collectives"]

@@ -30,6 +30,7 @@ def test_families_and_quantised_experts():
     """Two sums per layer and one for the embedding. Devices of a group split the width of their experts."""
     cases = [["forward", "qwen3_moe", 2, 2, 12], ["forward", "qwen3_moe", 4, 2, 3]]
     cases += [["forward", "deepseek_v3", 4, 4, 3], ["forward", "deepseek_v3", 4, 2, 12]]
+    cases += [["forward", "gpt_oss", 4, 2, 3], ["forward", "gpt_oss", 4, 2, 12, "int4"]]
     cases += [["forward", "qwen3_moe", 4, 2, 12, "int4"], ["forward", "qwen3_moe", 2, 2, 3, "int8"]]
     for case, result in zip(cases, run(*cases), strict=True):
         _, _, count, groups, _, *kind = case

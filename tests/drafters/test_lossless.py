@@ -190,6 +190,7 @@ QUICK = {
     ("DSPARK tree", "qwen3_moe"), ("DFLASH2 tree", "qwen3"), ("STANDALONE itself", "mistral"),
     ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"), ("EAGLE3 tree", "qwen3_5"),
     ("MTP layers", "qwen3_5"), ("NGRAM", "qwen3_next"),
+    ("NGRAM", "gpt_oss"), ("EAGLE3 tree", "gpt_oss"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 

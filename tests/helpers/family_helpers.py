@@ -30,6 +30,10 @@ DELTA = {
     "head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 12,
 }  # fmt: skip
+GPT_OSS = {
+    "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 24,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
 PARTIAL_LONGROPE = {
     "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0],
@@ -53,6 +57,7 @@ FAMILIES = DENSE | {
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
     "qwen3_5": ("Qwen3_5", DELTA),
     "qwen3_next": ("Qwen3Next", EXPERTS | DELTA | {"shared_expert_intermediate_size": 20}),
+    "gpt_oss": ("GptOss", GPT_OSS),
 }
 RECURRENT = ("qwen3_5", "qwen3_next")
 """Families with states of rows, which a STANDALONE draft cannot have."""

@@ -41,6 +41,7 @@ MODELS = {
         experts=replace(EXPERTS, scoring="sigmoid", groups=4, top_groups=2, shared_width=64),
         latent=Latent(rank=32, query_rank=32, nope_dim=8, rope_dim=8, value_dim=16),
     ),
+    "gpt_oss": replace(CONFIG, family="gpt_oss", experts=EXPERTS, **SIZES),
 }  # fmt: skip
 
 

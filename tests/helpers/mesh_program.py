@@ -192,6 +192,7 @@ def forward(family: str, count: int, width: int) -> dict[str, Any]:
         },
         "qwen3_next": {"delta": DeltaNet((0,), 2, 4, 8, 12)},
         "gemma2": {"windows": (4, None), "attention_softcap": 2.0, "logit_softcap": 8.0},
+        "gpt_oss": {"experts": replace(experts, per_token=4), "windows": (4, None), "output_bias": True},
     }
     config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
     model, mesh = make_target(config), make_mesh(count)

@@ -57,7 +57,7 @@ def save_model(
     model = kind(kind.config_class(**(SIZES | changes)))
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or name.endswith(("bias", "gate.weight")):
+            if "norm" in name or name.endswith(("bias", "sinks", "gate.weight", "router.weight")):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("A_log"):  # decays by a factor of about 0.9 to 0.5 a token
                 parameter.uniform_(-3.0, -1.0)

@@ -113,14 +113,14 @@ class Memory:
 def _kernel(implementation: str, launch: tuple[int, int, int] | None, **options):
     module = pallas_triton if implementation == "pallas" else triton_path
 
-    def attend(*args):
+    def attend(*args, sinks):
         with pytest.MonkeyPatch.context() as patch:
             if implementation == "triton":
                 patch.setattr(triton_path, "refuse", lambda: None)
                 patch.setattr(triton_path, "run", interpret)
             if launch is not None:
                 patch.setattr(gpu_attention, "launch_for", launched(*launch))
-            return module.tree_attention(Call(*args, **options))
+            return module.tree_attention(Call(*args, **options, sinks=sinks))
 
     return jax.jit(attend)
 
@@ -130,12 +130,19 @@ def _reference(**options):
     return jax.jit(functools.partial(tree_attention, **options, implementation="reference"))
 
 
+def _parted(options):
+    """The static options, and the sinks."""
+    return {name: value for name, value in options.items() if name != "sinks"}, options.get("sinks")
+
+
 def run(implementation: str, args, options, launch: tuple[int, int, int] | None = (16, 16, 1)) -> np.ndarray:
-    return np.asarray(_kernel(implementation, launch, **options)(*args))
+    static, sinks = _parted(options)
+    return np.asarray(_kernel(implementation, launch, **static)(*args, sinks=sinks))
 
 
 def assert_agrees(implementation: str, args, options, launch: tuple[int, int, int] | None) -> None:
-    expected = np.asarray(_reference(**options)(*args))
+    static, sinks = _parted(options)
+    expected = np.asarray(_reference(**static)(*args, sinks=sinks))
     output, again = (run(implementation, args, options, launch) for _ in range(2))
     assert output.shape == expected.shape and output.dtype == expected.dtype
     np.testing.assert_array_equal(output, again)
@@ -156,6 +163,7 @@ SHAPES = (
     {"N": 4, "C": 37, "mask": "tree", "latent": True, "Ev": 5},
     {"N": 20, "C": 20, "mask": "causal", "window": 7},
     {"N": 5, "C": 40, "mask": "random", "window": 9, "softcap": 3.0},
+    {"N": 5, "C": 40, "mask": "random", "window": 9, "sinks": True},
 )
 
 

@@ -86,6 +86,7 @@ def oracle(args, options) -> np.ndarray:
     B, N, H, _ = q.shape
     P, S, K, _ = k_pages.shape
     window, softcap, v_width = options.get("window"), options.get("softcap"), options.get("v_width")
+    sinks = options.get("sinks")
     out = np.zeros((B, N, H, v_width if v_block is None else v_block.shape[-1]))
     for b, i, h in np.ndindex(B, N, H):
         if prefix_length[b] < 0:
@@ -109,8 +110,9 @@ def oracle(args, options) -> np.ndarray:
         scores = np.array([options["scale"] * (q[b, i, h] @ key) for _, key, _ in seen])
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
-        weights = np.exp(scores - scores.max())
-        out[b, i, h] = sum(w * value for w, (_, _, value) in zip(weights, seen, strict=True)) / weights.sum()
+        weights, sink = np.exp(scores), 0.0 if sinks is None else np.exp(float(sinks[h]))
+        total = weights.sum() + sink
+        out[b, i, h] = sum(w * value for w, (_, _, value) in zip(weights, seen, strict=True)) / total
     return out
 
 
@@ -145,7 +147,7 @@ def test_implementations_agree(spec: Spec) -> None:
 
 SMALL = (
     "mixed-prefix", "inactive-tree", "page-size-5", "holes", "beam", "random-mask", "gqa-3", "latent-tree",
-    "window-tree-holes",
+    "window-tree-holes", "sinks", "sinks-window-tree-holes",
 )  # fmt: skip
 
 
@@ -216,7 +218,10 @@ def pack(q, key, value) -> jax.Array:
     return jnp.concatenate([q.reshape(B, N, K, H // K, E), key[:, :, :, None], value[:, :, :, None]], axis=3)
 
 
-PACKED = ("mixed-prefix", "inactive-tree", "tree-33", "gqa-1", "gqa-3", "width-80", "window-tree-holes", "bfloat16")
+PACKED = (
+    "mixed-prefix", "inactive-tree", "tree-33", "gqa-1", "gqa-3", "width-80", "window-tree-holes", "bfloat16", "sinks",
+    "sinks-bfloat16",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -335,6 +340,8 @@ NAMES = tuple(inspect.signature(tree_attention).parameters)[:10]
         ({"window": 0}, "window .* got 0"),
         ({"window": 2**31}, r"window .* from 1 to 2\*\*31 - 1 .* got 2147483648"),
         ({"softcap": 0.0}, "softcap must be positive .* got 0.0"),
+        ({"sinks": jnp.zeros(2)}, r"sinks must be a float \[H\] = \[4\] .* got float32 \(2,\)"),
+        ({"sinks": jnp.zeros(4, jnp.int32)}, r"out of float32, bfloat16, float16, got int32 \(4,\)"),
         ({"implementation": "cuda"}, "'cuda' .* known: reference, xla, pallas, triton"),
     ],
 )
@@ -506,7 +513,7 @@ def test_calls_of_the_cpu_kernel(N: int, C: int, monkeypatch: pytest.MonkeyPatch
         assert ("stablehlo.while" in text) == ("@specjax_tree_attention" not in text)
         return text.count("@specjax_tree_attention")
 
-    assert calls() == (N <= cpu_attention.MOST_TOKENS)
+    assert calls() == calls(sinks=jnp.zeros(4)) == (N <= cpu_attention.MOST_TOKENS)
     half = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args]
     assert calls(args=half) == calls(window=9) == calls(softcap=9.0) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -35,6 +35,8 @@ SHORT_OR_LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0,
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32} | SHORT_OR_LONG
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = {"head_dim": 16, "sliding_window": 20, "num_local_experts": 8, "num_experts_per_tok": 4}
+GPT_OSS |= {"rope_parameters": YARN | {"truncate": False}, "num_hidden_layers": 3, "intermediate_size": 24}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 DEEPSEEK = {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 3}
 DEEPSEEK |= LATENT | {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_hidden_layers": 3, "head_dim": 8}
@@ -61,6 +63,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("MiMo", UNTIED | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 640000.0}}),
     "qwen3": ("Qwen3", UNTIED | {"head_dim": 16, "attention_bias": True}),
     "qwen3 moe": ("Qwen3Moe", UNTIED | EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "gpt oss": ("GptOss", UNTIED | GPT_OSS),
+    "gpt oss plain": (
+        "GptOss",
+        UNTIED | GPT_OSS | {"num_key_value_heads": 1, "attention_bias": False, "num_local_experts": 40}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "gemma 2": ("Gemma2", {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24}),
     "gemma 3": (
         "Gemma3",

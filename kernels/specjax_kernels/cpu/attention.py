@@ -67,15 +67,17 @@ def attend(call: Call) -> Array:
     kernel = jax.ffi.ffi_call(NAME, shapes, vmap_method="sequential")
     blocks = (call.k_block, call.v_block, call.k_pages, call.v_pages)
     queries = jnp.full(B, N, jnp.int32) if call.queries is None else call.queries
-    out = kernel(rows, *blocks, call.page_table, call.prefix_length, visible, queries * G)[0]
+    # Without sinks a row's sums begin with a score of `FLOOR`, whose weight is 0.
+    sinks = jnp.full((K, G), FLOOR, jnp.float32) if call.sinks is None else call.sinks.astype(jnp.float32).reshape(K, G)
+    out = kernel(rows, *blocks, call.page_table, call.prefix_length, visible, queries * G, sinks)[0]
     out = jnp.where((call.prefix_length >= 0)[:, None, None, None], out[:, :, : N * G], 0)
     return out.reshape(B, K, N, G, Ev).swapaxes(1, 2).reshape(B, N, H, Ev)
 
 
 def _attention(tools: Tools) -> tuple[Any, Any]:
     """(queries [B, K, R, E], k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible int32 [B, R, C],
-    number of valid rows int32 [B]) -> out [B, K, R, Ev] and, for each row, a chunk's scores, the peak and total so far,
-    and the mixed values so far."""
+    number of valid rows int32 [B], sinks [K, G]) -> out [B, K, R, Ev] and, for each row, a chunk's scores, the peak and
+    total so far, and the mixed values so far."""
     floats, integers = tools.floats, tools.integers
     argument, size, result = tools.argument, tools.argument_size, tools.result
     scores, first_scores = tools.emitted(7, emit_scores), tools.emitted(9, emit_first_scores)
@@ -136,6 +138,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         apart = SCORES + NUMBERS + wide
         table = integers(argument(call, 5) + 4 * request * table_width)
         committed = min(integers(argument(call, 6))[request], slots * table_width)
+        sinks, group = floats(argument(call, 9)), size(call, 9, 1)
         counted = (integers(argument(call, 8))[request] + ROWS - 1) // ROWS * ROWS  # whole groups
         for row in range(max(first, counted), end):
             out = floats(result(call, 0) + 4 * (pair * rows + row) * wide)
@@ -144,9 +147,11 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         end = min(end, counted)
         for row in range(first, end):
             state = floats(result(call, 1) + 4 * (pair * rows + row) * apart)
-            state[SCORES] = FLOOR
             for i in range(SCORES + 1, apart):
                 state[i] = 0
+            state[SCORES] = sinks[head * group + row % group]
+            if state[SCORES] > FLOOR:
+                state[SCORES + 1] = 1
         start, blocked = 0, 0
         while blocked < block:  # chunks of committed tokens, which do not depend on the block, then of the block
             paged = start < committed
