@@ -122,7 +122,9 @@ tl: Any = types.SimpleNamespace(
     static_range=range,
     constexpr=int,
     cdiv=lambda number, by: (number + (by - 1)) // by,
+    float16=jnp.float16,
     float32=jnp.float32,
+    int16=jnp.int16,
     int32=jnp.int32,
     uint32=jnp.uint32,
 )

@@ -53,7 +53,7 @@ def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32) -> Array:
         together=next(n for n in range(max(1, TRIP // (tile * step)), 0, -1) if steps % n == 0),  # steps of a trip
         group=leaf.group, groups=leaf.scale.shape[-1], shared=leaf.rows,
         coarse=0 if leaf.super_scale is None else leaf.super_scale.shape[-1],  # super-scales of an output
-        shift=leaf.shift, packed=leaf.bits == 4, offset=leaf.offset is not None,
+        shift=leaf.shift, mxfp4=leaf.is_mxfp4, packed=leaf.bits == 4, offset=leaf.offset is not None,
     )  # fmt: skip
     # Any array replaces one that the leaf lacks.
     parts = (leaf.codes, leaf.scale, leaf.offset, leaf.super_scale, leaf.super_offset)
@@ -68,7 +68,10 @@ def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32) -> Array:
 @device
 @no_type_check
 def exact(codes, dtype, s: tl.constexpr):
-    """Codes in x's dtype."""
+    """Codes in x's dtype; of MXFP4 divided by 2 ** 14, see `quantised._codes`."""
+    if s.mxfp4:
+        bits = tl.cast((codes & 7) << 9 | (codes & 8) << 12, tl.int16)
+        return tl.cast(tl.cast(bits, tl.float16, bitcast=True), dtype)
     if s.shift:
         codes = tl.cast(codes, tl.int32) - s.shift
     return tl.cast(tl.cast(codes, tl.float32), dtype)
@@ -78,7 +81,10 @@ def exact(codes, dtype, s: tl.constexpr):
 @no_type_check
 def of_group(scale, super_scale, shared, group, s: tl.constexpr):
     """A scale or an offset for each output, float32."""
-    factor = tl.cast(tl.load(at(scale, (s.groups,), (shared, group))), tl.float32)
+    factor = tl.load(at(scale, (s.groups,), (shared, group)))
+    if s.mxfp4:
+        return tl.cast(tl.cast(factor, tl.int32) << 23, tl.float32, bitcast=True)
+    factor = tl.cast(factor, tl.float32)
     if s.coarse:
         coarse = tl.load(at(super_scale, (s.coarse,), (shared, group // (s.groups // s.coarse))))
         factor = factor * tl.cast(coarse, tl.float32)
@@ -110,6 +116,8 @@ def add_trip(trip, sums, fixed, s: tl.constexpr):
             inputs = tl.load(at(x, (s.depth,), (row[:, None], column[None, :])), mask=is_row, other=0)
             part = dot(inputs, exact(weights, inputs.dtype, s), True)
             total = tl.sum(tl.cast(inputs, tl.float32), 1)
+        if s.mxfp4:
+            part = part * 16384.0
         sums = sums + part * of_group(scale, super_scale, last // s.shared, group, s)[None, :]
         if s.offset:
             sums = sums + total[:, None] * of_group(offset, super_offset, last // s.shared, group, s)[None, :]

@@ -2,8 +2,10 @@
 
     weight[o, i] = code[o, i] * scale[o, i // group] + offset[o, i // group]
 
-float32, each operation rounded once. `dequantise` is the definition. `product` has its result with float32 sums, and
-activations are not quantised. The formats of GGUF, GPTQ, AWQ, compressed-tensors and block-wise fp8 are cases of it.
+float32, each operation rounded once. In MXFP4 codes are floats of 4 bits (e2m1: sign, exponent, mantissa) and scales
+powers of two: byte b is 2 ** (b - 127) (e8m0), and 0 counts as 0. `dequantise` is the definition. `product` has its
+result with float32 sums, and activations are not quantised. The formats of GGUF, GPTQ, AWQ, compressed-tensors,
+block-wise fp8 and gpt-oss are cases of it.
 
 Platform, rows and format choose the implementation of a product:
 
@@ -54,7 +56,8 @@ class Quantised:
     # uint8 [*out, M / 2]: 4 bits, see PACKED; int8 or float8_e4m3fn [*out, M]; or float16 or bfloat16 [*out, M]: the
     # weights themselves, without scales
     codes: Any
-    scale: Any  # [*out, M / group] or, with `rows`, [prod(out) / rows, M / group]: float32, bfloat16 or float16
+    # [*out, M / group] or, with `rows`, [prod(out) / rows, M / group]: float32, bfloat16 or float16; uint8 in MXFP4
+    scale: Any
     offset: Any = None  # as `scale`, with its own dtype; None: no offset
     super_scale: Any = None  # float16 [*out, M / (group * n)]: a factor of n scales, which are then uint8 or int8
     super_offset: Any = None  # as `super_scale`, for offsets
@@ -71,6 +74,10 @@ class Quantised:
     @property
     def bits(self) -> int:
         return 4 if self.codes.dtype == jnp.uint8 else 8 * self.codes.dtype.itemsize
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scale is not None and self.scale.dtype == jnp.uint8 and self.super_scale is None
 
     @property
     def depth(self) -> int:
@@ -132,6 +139,8 @@ def check(leaf: Quantised) -> Quantised:
         refuse(f"4 bits need a multiple of {PACKED} inputs, got {depth}")
     if total % leaf.rows:
         refuse(f"{leaf.rows} outputs share scales, and {total} is no multiple of that")
+    if leaf.is_mxfp4 and (leaf.bits != 4 or leaf.shift or leaf.offset is not None):
+        refuse("scales of uint8 belong to codes of 4 bits without shift or offset (MXFP4)")
     groups = leaf.scale.shape[-1]
     if groups == 0 or depth % groups or (leaf.bits == 4 and leaf.group % PACKED):
         refuse(f"{groups} scales for {depth} inputs; groups are equal" + f", multiples of {PACKED}" * (leaf.bits == 4))
@@ -140,7 +149,8 @@ def check(leaf: Quantised) -> Quantised:
         array = getattr(leaf, name)
         if array is not None and tuple(array.shape) != (*lead, groups):
             refuse(f"{name} must be {[*lead, groups]}, got {list(array.shape)}")
-        dtypes = ("uint8", "int8") if leaf.super_scale is not None else ("float32", "bfloat16", "float16")
+        integers = leaf.super_scale is not None or leaf.is_mxfp4
+        dtypes = ("uint8", "int8") if integers else ("float32", "bfloat16", "float16")
         if array is not None and str(array.dtype) not in dtypes:
             refuse(f"{name} must be {' or '.join(dtypes)}, got {array.dtype}")
     if leaf.shift and leaf.offset is not None:
@@ -183,6 +193,8 @@ def scales(leaf: Quantised) -> tuple[Array, Array | None]:
 
     scale = whole(leaf.scale, leaf.super_scale)
     assert scale is not None
+    if leaf.is_mxfp4:
+        scale = jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
     return scale, whole(leaf.offset, leaf.super_offset)
 
 
@@ -192,6 +204,10 @@ def _codes(leaf: Quantised) -> Array:
     if leaf.bits == 4:
         halves = codes.reshape(codes.shape[0], -1, 1, PACKED // 2)
         codes = jnp.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2)
+    if leaf.is_mxfp4:  # sign, exponent and mantissa in a float16, whose exponent has a bias larger by 14
+        wide = codes.astype(jnp.uint16)
+        bits = (wide & np.uint16(7)) << np.uint16(9) | (wide & np.uint16(8)) << np.uint16(12)
+        codes = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**14)
     return codes.astype(jnp.float32).reshape(-1, leaf.depth)
 
 
@@ -379,7 +395,8 @@ def layout_of(leaf: Quantised) -> cpu_kernels.Layout | None:
         return cpu_kernels.Layout(codes, "", "", 0, chunk, False, 0)
     coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
     offset = "" if leaf.offset is None else str(leaf.offset.dtype)
-    return cpu_kernels.Layout(codes, str(leaf.scale.dtype), offset, leaf.shift, chunk, group == chunk, coarse)
+    scale = cpu_kernels.E8M0 if leaf.is_mxfp4 else str(leaf.scale.dtype)
+    return cpu_kernels.Layout(codes, scale, offset, leaf.shift, chunk, group == chunk, coarse)
 
 
 def by_cpu_kernel(rows: Array, leaf: Quantised) -> Array:

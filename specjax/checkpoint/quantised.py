@@ -11,6 +11,7 @@ weights.
     awq                 qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     compressed-tensors  weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point; or weight in
                         int8 or float8_e4m3 with weight_scale
+    mxfp4               experts of gpt-oss: ..._blocks uint8 [experts, out, in / 32, 16], ..._scales uint8
     gguf                uint8 [out, blocks * bytes of a block], under the name of the block type (see `gguf`)
 
 In order: matrices of a model, `QuantisedMatrix`, quantization_config, formats in safetensors, packed codes, blocks.
@@ -47,13 +48,14 @@ _UNUSED = re.compile(
 class QuantisedEntry:
     """A quantised matrix of a checkpoint, with the members of a `TensorEntry` that loading needs."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     load: Callable[[], QuantisedMatrix]
     size: int  # bytes in the files
 
     def read(self) -> np.ndarray:
-        """float32 [out, in]."""
-        return self.load().dequantised()
+        """float32 [out, in]; of stacked experts [experts, in, out]."""
+        matrix = self.load().dequantised()
+        return matrix if matrix.shape == self.shape else matrix.reshape(self.shape[0], -1, self.shape[1]).swapaxes(1, 2)
 
 
 Entries = dict[str, TensorEntry | QuantisedEntry]
@@ -73,13 +75,14 @@ class Format(NamedTuple):
     """How a quantised matrix is stored."""
 
     parts: tuple[str, ...]  # names of its tensors after the stem
-    shape: Callable[[Parts], tuple[int, int]]
+    shape: Callable[[Parts], tuple[int, ...]]
     read: Callable[[Parts], QuantisedMatrix]
     dtypes: tuple[str, ...] = ()  # of the codes; empty: any
+    name: str = "weight"  # after the stem, of the matrix that the tensors are
 
 
 def matrices(files: ModelFiles) -> Entries:
-    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry ``x.weight``."""
+    """The tensors of a model. The tensors of a quantised matrix are replaced by one entry, such as ``x.weight``."""
     section = Settings(files.config).section("quantization_config")
     if not section:
         return dict(files.headers)
@@ -94,7 +97,7 @@ def matrices(files: ModelFiles) -> Entries:
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
         parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
         size = sum(entry.size for entry in parts.entries.values())
-        entries[f"{stem}.weight"] = QuantisedEntry(stored.shape(parts), partial(stored.read, parts), size)
+        entries[f"{stem}.{stored.name}"] = QuantisedEntry(stored.shape(parts), partial(stored.read, parts), size)
         used |= set(names.values())
     if not entries:
         method = section.get("quant_method")
@@ -114,6 +117,8 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, ke
         return Bits(float(section.optional("bits_per_weight", 5.0)), True)
     if method == "fp8":
         return Bits(8.0, False)
+    if method == "mxfp4":
+        return Bits(4.25, False, experts=True)
     if method in ("gptq", "awq"):
         # A group has a scale of 16 bits and an offset of 32.
         return Bits(section.integer("bits") + 48 / max(int(section.optional("group_size", 128)), 32), False)
@@ -143,7 +148,7 @@ class QuantisedMatrix:
     codes: np.ndarray
     """[out, in]: int8, uint8 or float8_e4m3fn. With 4 bits uint8 [out, in / 2]: byte j of each 16 holds code j of 32 in
     its low half and code j + 16 in its high half. A view of a file's blocks is [out, blocks, codes of a block]."""
-    scale: np.ndarray  # float; uint8 or int8 with a `super_scale`
+    scale: np.ndarray  # float; uint8 or int8 with a `super_scale`; without it uint8 is MXFP4
     bits: int = 8
     zero: np.ndarray | None = None  # integers
     offset: np.ndarray | None = None  # as `scale`
@@ -155,11 +160,20 @@ class QuantisedMatrix:
     def inputs(self) -> int:
         return math.prod(self.codes.shape[1:]) * 8 // self.bits
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scale.dtype == np.uint8 and self.super_scale is None
+
     def code_bytes(self) -> np.ndarray:
         return unpack_nibbles(self.codes) if self.bits == 4 else self.codes.reshape(len(self.codes), -1)
 
     def dequantised(self) -> np.ndarray:
         """float32 [out, in]. Each operation is rounded once."""
+        if self.is_mxfp4:
+            from specjax_kernels.cpu.quantised import E2M1
+
+            scale = np.ldexp(np.float32(1), self.scale.astype(np.int32) - 127)
+            return np.float32(E2M1)[self.code_bytes()] * expand(scale, None, self.inputs)
         values = self.code_bytes().astype(np.float32)
         if self.zero is not None:
             values -= expand(self.zero, None, self.inputs)
@@ -234,9 +248,13 @@ def formats(section: Settings) -> dict[str, Format]:
         return {"qweight": Format(names, partial(_words_shape, bits=bits), partial(_awq, bits=bits))}
     if method == "compressed-tensors":
         return _compressed_tensors(section)
+    if method == "mxfp4":
+        return {f"{name}_blocks": _mxfp4_format(name) for name in ("gate_up_proj", "down_proj")}
     if method == "gguf":
         return {name.lower(): _block_format(name) for name in BLOCK_TYPES}
-    raise unsupported("quant_method of quantization_config", method, "fp8, gptq, awq, compressed-tensors, gguf, none")
+    raise unsupported(
+        "quant_method of quantization_config", method, "fp8, gptq, awq, compressed-tensors, mxfp4, gguf, none"
+    )
 
 
 def _compressed_tensors(section: Settings) -> dict[str, Format]:
@@ -297,6 +315,23 @@ def _scaled_format(block: tuple[int, int]) -> Format:
         return QuantisedMatrix(codes, _by_row(scale, codes.shape, block))
 
     return Format(names, shape, read, ("F8_E4M3", "I8"))
+
+
+def _mxfp4_format(name: str) -> Format:
+    """A block is 32 codes of a row, and each byte two of them in order, the first in its low half."""
+    parts = f"{name}_blocks", f"{name}_scales"
+
+    def shape(stored: Parts) -> tuple[int, ...]:
+        if len(sizes := stored.entries[parts[0]].shape) != 4 or sizes[3] != PACKED // 2:
+            raise CheckpointError(f"{stored.stem}.{parts[0]} has the shape {list(sizes)}; [experts, out, in / 32, 16]")
+        return sizes[0], PACKED * sizes[2], sizes[1]
+
+    def read(stored: Parts) -> QuantisedMatrix:
+        blocks, scale = (stored.read(part) for part in parts)
+        words = blocks.reshape(-1, PACKED // 2 * blocks.shape[2]).view(np.int32)
+        return QuantisedMatrix(pack_rows(words), scale.reshape(len(words), -1), 4)
+
+    return Format(parts, shape, read, ("U8",), name)
 
 
 def _words_shape(parts: Parts, bits: int, by_input: bool = False) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def key_value_spec(config: ModelConfig | HeadConfig) -> KeyValue:
 
 Backend: TypeAlias = str | Callable[..., Array] | None
 """Attention of a block: the name of a `specjax_kernels` implementation, None for the default, or a function
-(rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has; without sinks."""
+(rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has."""
 
 
 class Ragged(NamedTuple):
@@ -89,11 +89,12 @@ class Past(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Scale, window and soft cap of attention scores."""
+    """Scale, window, soft cap and sinks of attention scores."""
 
     scale: float | None = None  # None: E ** -0.5
     window: int | None = None  # keys that a query sees, itself included; None: all
     softcap: float | None = None
+    sinks: Array | None = None  # [K, G]: one more score of each query head, whose weight is dropped
 
 
 PLAIN_SCORES = Scores()
@@ -109,15 +110,13 @@ def attention(
 
     `specjax.models.params.attention_leaves` declares the weights. `rotation` is `rotations` of the positions. The mask
     covers the C block keys, beginning with `past.before`. `head_norm` (x, weight [E]) normalises queries and keys with
-    the weights `query_norm` and `key_norm`. Sinks of the query heads are the weight `sinks` [K, G], if present.
+    the weights `query_norm` and `key_norm`.
     """
     rotated = _rotated(x, weights, rotation, head_norm, norm)
     ragged = past.ragged
     if ragged is not None:
         rotated, positions = ragged.parted(rotated), ragged.parted(positions)
     if callable(backend):
-        if "sinks" in weights:
-            raise NotImplementedError("a backend that is a function has no attention sinks; name an implementation")
         attended = backend(rotated, past, positions, mask, scores)
     else:
         scale = rotated.shape[4] ** -0.5 if scores.scale is None else scores.scale
@@ -125,7 +124,7 @@ def attention(
         queries = None if ragged is None else ragged.length
         options = {"scale": scale, "window": scores.window, "softcap": scores.softcap, "implementation": backend}
         options["queries"] = queries
-        attended = _by_heads(rotated, past, positions, mask, weights.get("sinks"), options)
+        attended = _by_heads(rotated, past, positions, mask, scores.sinks, options)
     if ragged is not None:
         attended = ragged.joined(attended)
     attended = attended.reshape(*x.shape[:2], -1)

@@ -58,7 +58,8 @@ def feed_leaves(config: ModelConfig, layer: int) -> tuple[Leaf, ...]:
 class Layer(nn.Module):
     """A decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream.
 
-    Optional parts follow from the leaves: norms of queries and keys (`query_norm`, `key_norm`), experts (`router`).
+    Optional parts follow from the leaves: norms of queries and keys (`query_norm`, `key_norm`), `sinks`, experts
+    (`router`).
     """
 
     config: ModelConfig
@@ -86,7 +87,7 @@ class Layer(nn.Module):
         c = self.config
         return attention(
             x, self.weights, rotation, positions, mask, past, backend=self.backend,
-            scores=Scores(c.query_scale, self.window, c.attention_softcap),
+            scores=Scores(c.query_scale, self.window, c.attention_softcap, self.weights.get("sinks")),
             head_norm=self._head_norm, norm=self.norm_of("attention_norm"), residual=residual,
         )  # fmt: skip
 

@@ -289,11 +289,14 @@ class Bits(NamedTuple):
     ends: bool  # True if embedding and output matrix are quantised, too
     embed: bool = True  # False: the output matrix is quantised without the embedding
     channel: int = 0  # bytes of the scale of an output
+    experts: bool = False  # True: only stacked experts are quantised
 
 
 def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -> int:
     """Bytes of a leaf, estimated if it is quantised."""
     shape = leaf.shape(sizes)
+    if bits and bits.experts and "experts" not in leaf.axes:
+        bits = None
     if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes) and (bits.embed or leaf.name != "embed"):
         outputs = prod(shape) // prod(sizes[letter] for letter in input_letters(leaf))
         return int(prod(shape) * bits.weight / 8) + outputs * bits.channel

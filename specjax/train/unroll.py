@@ -165,6 +165,8 @@ def packed_attention(
     products = [einsum("bnkge,btke->bkgnt", query, keys[0])]
     products += [einsum("bnkge,bnke->bkgn", query, key)[..., None] for key in keys[1:]]
     first, *later = (soft_cap(product * jnp.float32(scale), scores.softcap) for product in products)
+    if scores.sinks is not None:
+        later.append(jnp.broadcast_to(scores.sinks.astype(jnp.float32)[None, :, :, None, None], (*first.shape[:4], 1)))
     weights = jax.nn.softmax(jnp.concatenate([jnp.where(mask[:, None, None], first, -1e30), *later], axis=-1))
     mixed = einsum("bkgnt,btke->bnkge", weights[..., :length].astype(rotated.dtype), values[0])
     for j, value in enumerate(values[1:]):

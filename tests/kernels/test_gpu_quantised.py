@@ -29,6 +29,7 @@ def leaf_of(name: str) -> Quantised:
         "Q4_0": Quantised(four, of(half, 32), shift=8),
         "Q4_1": Quantised(four, of(half, 32), of(half, 32)),
         "Q4_K": Quantised(four, of(byte, 32), of(byte, 32), of(half, 256), of(half, 256)),
+        "MXFP4": Quantised(four, of(byte, 32)),
         "GPTQ": Quantised(four, of(half, 128), of(single, 128)),
         "Q8_0": Quantised(eight, of(half, 32)),
         "int8 per output": Quantised(eight, of(single, DEPTH)),
@@ -38,7 +39,9 @@ def leaf_of(name: str) -> Quantised:
     }[name]
 
 
-FORMATS = "Q4_0", "Q4_1", "Q4_K", "GPTQ", "Q8_0", "int8 per output", "fp8 per output", "fp8 per tensor", "fp8 blocks"
+FORMATS = (
+    "Q4_0", "Q4_1", "Q4_K", "MXFP4", "GPTQ", "Q8_0", "int8 per output", "fp8 per output", "fp8 per tensor", "fp8 blocks"
+)  # fmt: skip
 CASES = [("h200", name, rows, "bfloat16") for name in FORMATS for rows in (1, 8)]
 MORE = [("h200", name, rows, "bfloat16") for name in FORMATS for rows in (32, 64)]
 MORE += [("h200", name, rows, "float32") for name in FORMATS for rows in (1, 32)]

@@ -50,6 +50,7 @@ def leaf_of(name: str, out: tuple[int, ...] = OUT, depth: int = DEPTH, seed: int
             nibbles(), scale(128), scale(128, single), order=rng.permutation(depth).astype(np.int32)
         ),
         "AWQ": lambda: Quantised(nibbles(), scale(64, brain), scale(64, brain)),
+        "MXFP4": lambda: Quantised(nibbles(), rng.integers(110, 125, (*out, depth // 32), np.uint8)),
         "int4 per output": lambda: Quantised(nibbles(), scale(depth, single), shift=8),
         "int8 per output": lambda: Quantised(int8(), scale(depth, single), scale(depth, single)),
         "fp8 per output": lambda: Quantised(fp8(), scale(depth, single)),
@@ -62,10 +63,13 @@ def leaf_of(name: str, out: tuple[int, ...] = OUT, depth: int = DEPTH, seed: int
 
 
 IN_FEW_BITS = (
-    "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "GPTQ", "AWQ", "int4 per output", "int8 per output", "fp8 per output",
-    "fp8 per tensor", "fp8 blocks",
+    "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "GPTQ", "AWQ", "MXFP4", "int4 per output", "int8 per output",
+    "fp8 per output", "fp8 per tensor", "fp8 blocks",
 )  # fmt: skip
 FORMATS = (*IN_FEW_BITS, "float16", "bfloat16")
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def decoded(leaf: Quantised) -> np.ndarray:
@@ -88,6 +92,10 @@ def decoded(leaf: Quantised) -> np.ndarray:
                 code = float(byte >> 4 if column % 32 >= 16 else byte & 15)
             else:
                 code = float(stored[column])
+            if leaf.is_mxfp4:
+                exponent = int(leaf.scale.reshape(len(codes), -1)[output, column // 32]) - 127
+                weights[output, column] = E2M1[int(code)] * 2.0**exponent
+                continue
             scale = 1.0 if leaf.scale is None else factor(leaf.scale, leaf.super_scale, output, column)
             added = factor(leaf.offset, leaf.super_offset, output, column)
             weights[output, place[column]] = (code - leaf.shift) * scale + added
@@ -136,7 +144,7 @@ def test_products(name, rows):
     assert_product(product(x, leaf), x, weights)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "fp8 per output", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "MXFP4", "fp8 per output", "float16", "bfloat16"])
 def test_bits_of_a_row_do_not_depend_on_the_others(name):
     """Of a few rows, and of many."""
     leaf, weights = read(name)
@@ -171,13 +179,14 @@ def test_numbers_of_groups(name, groups):
     assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
 
 
-def test_processors_without_avx512(monkeypatch):
+@pytest.mark.parametrize("name", ["Q4_1", "MXFP4"])
+def test_processors_without_avx512(name, monkeypatch):
     """Shorter vectors, whose sums have another order; codes of 4 bits are not looked up by a permutation."""
-    leaf, weights = read("Q4_1")
+    leaf, weights = read(name)
     some = inputs(3), inputs(29)
     here = [jax.jit(lambda x, w: linear(x, w))(x, leaf) for x in some]
     monkeypatch.setattr(object_code, "has", lambda feature: False)
-    monkeypatch.setattr(cpu_kernels.Layout, "name", "specjax_quantised_elsewhere")
+    monkeypatch.setattr(cpu_kernels.Layout, "name", f"specjax_quantised_elsewhere_{name}")
     there = [jax.jit(lambda x, w: linear(x, w) + 0)(x, leaf) for x in some]
     for x, *both in zip(some, here, there, strict=True):
         for output in both:
@@ -246,6 +255,29 @@ def test_subnormal_scales_and_codes():
         np.testing.assert_allclose(np.asarray(linear(x, leaf))[0], decoded(leaf)[:, :8].T, rtol=1e-6)
 
 
+def test_every_code_and_scale_of_mxfp4_is_exact():
+    """Also in bfloat16, on the CPU and in the GPU's kernel. Scale 255 is none; products with 0 count as 0."""
+    scale = np.arange(1, 253, dtype=np.uint8)[:, None]  # the largest weight is below 2 ** 128
+    leaf = Quantised(np.tile(pack(np.arange(32, dtype=np.uint8) % 16), (len(scale), 1)), scale)
+    exact = np.ldexp(np.float64(E2M1 * 2), scale.astype(int) - 127)
+    normal = np.abs(exact) >= 2.0**-126  # XLA:CPU flushes smaller numbers to 0
+    assert normal[:, 2:8].all() and not normal[0, 1]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        weights = np.asarray(dequantise(leaf, dtype), np.float64)
+        np.testing.assert_array_equal(weights[normal], exact[normal])
+        assert not weights[~normal].any()
+    some = slice(1, 250)
+    leaf = Quantised(leaf.codes[some], scale[some])
+    x = jnp.eye(32, dtype=jnp.float32)[None]
+    for rows in (16, 32):
+        np.testing.assert_array_equal(np.asarray(linear(x[:, :rows], leaf))[0], np.float32(exact[some].T[:rows]))
+    # XLA, which interprets the kernel, multiplies scales by 2 ** 14 first, so the largest would overflow.
+    some = slice(1, 226)
+    leaf = jax.tree.map(jnp.asarray, Quantised(leaf.codes[: len(scale[some])], scale[some]))
+    kernel = jax.jit(lambda x, w: gpu_quantised.multiply(x, w))(x[0], leaf)
+    np.testing.assert_array_equal(np.asarray(kernel), np.float32(exact[some].T))
+
+
 def test_without_the_cpu_kernel(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "unmet", lambda rows, layout: "as without Numba")
     leaf, weights = read("Q4_1")
@@ -312,6 +344,7 @@ REFUSED = {
     "small groups": ({"scale": np.zeros((4, 4), F4)}, "multiples of 32"),
     "scale": ({"scale": np.zeros((5, 2), F4)}, r"scale must be \[4, 2\], got \[5, 2\]"),
     "scale dtype": ({"scale": np.zeros((4, 2), np.int8)}, "float32 or bfloat16 or float16, got int8"),
+    "MXFP4": ({"scale": np.zeros((4, 2), np.uint8), "shift": 8}, "scales of uint8 belong to codes of 4 bits"),
     "no scale": ({"scale": None}, "its scales are missing"),
     "16 bits": ({"codes": np.zeros((4, 64), np.float16)}, "weights in 16 bits have no scales"),
     "offset and shift": ({"offset": np.zeros((4, 2), F4), "shift": 8}, "not both"),

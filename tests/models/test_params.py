@@ -112,5 +112,7 @@ def test_declaration_properties():
 
 
 def test_unknown_family():
-    with pytest.raises(ValueError, match="no model family 'other'; supported: deepseek_v3, gemma2, gemma3, gpt_oss, llama"):
+    with pytest.raises(
+        ValueError, match="no model family 'other'; supported: deepseek_v3, gemma2, gemma3, gpt_oss, llama"
+    ):
         make_target(ModelConfig("other", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False))

@@ -36,7 +36,10 @@ BLOCKS = {16: (14, 8), 8: (6, 3)}
 PANEL_TILES = 32  # of a matrix, at most; a tile has whole panels
 UNROLLED = 4  # inputs of one turn of the panels' inner loop; a multiple of it divides every layout's depth
 
-BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a number
+E8M0 = "e8m0"
+"""The scales of MXFP4, whose codes of 4 bits are these numbers."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+BYTES = {E8M0: 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 LINE = 64  # bytes of a cache line
 GROUPS = 64  # groups of a row of codes whose scales are widened together, at most
 AHEAD = 64
@@ -48,7 +51,7 @@ class Layout(NamedTuple):
     """The formats that a kernel is compiled for."""
 
     codes: str  # dtype: uint8 (two codes of 4 bits in a byte), int8, float8_e4m3fn; or a float: codes are weights
-    scale: str  # dtype; "" if the codes are weights
+    scale: str  # dtype; E8M0; "" if the codes are weights
     offset: str  # dtype; "" without offsets
     shift: int
     chunk: int  # codes that are read together, 16 or 32: a group or a part of one
@@ -414,14 +417,29 @@ class Dots(Vectors):
         if layout.codes != "uint8":
             return scaled
         if self.width < LANES:
-            return lambda words: scaled(b.sitofp(b.and_(words, self.constant(words.type, 15)), self.lanes))
+            number = self.e2m1 if layout.scale == E8M0 else self.low_bits
+            return lambda words: scaled(number(words))
         # A permutation looks up the group's sixteen weights by the low 4 bits of each word.
-        every = scaled(self.ir.Constant(self.lanes, [float(code) for code in range(LANES)]))
+        codes = E2M1 if layout.scale == E8M0 else map(float, range(LANES))
+        every = scaled(self.ir.Constant(self.lanes, [*codes]))
 
         def look_up(words: Any) -> Any:
             return b.call(self.function("llvm.x86.avx512.permvar.sf.512", self.lanes, words.type), [every, words])
 
         return look_up
+
+    def low_bits(self, words: Any) -> Any:
+        return self.b.sitofp(self.b.and_(words, self.constant(words.type, 15)), self.lanes)
+
+    def e2m1(self, words: Any) -> Any:
+        """Numbers of `E2M1` by the low 4 bits of words: twice a size n is the largest of n, 2 n - 4 and 4 n - 16."""
+        b, low = self.b, self.b.and_(words, self.constant(words.type, 7))
+        size = low
+        for factor, less in ((2, 4), (4, 16)):
+            other = b.sub(b.mul(low, self.constant(words.type, factor)), self.constant(words.type, less))
+            size = b.select(b.icmp_signed(">", other, size), other, size)
+        negative = b.icmp_signed("!=", b.and_(words, self.constant(words.type, 8)), self.constant(words.type, 0))
+        return b.fmul(b.sitofp(b.select(negative, b.neg(size), size), self.lanes), self.constant(self.lanes, 0.5))
 
     def row_bytes(self, depth: Any) -> Any:
         """Bytes of a row of codes."""
@@ -551,4 +569,6 @@ class Dots(Vectors):
             return b.bitcast(b.shl(b.zext(load(ir.IntType(16)), words), self.constant(words, 16)), floats)
         if dtype == "float32":
             return load(self.float)
+        if dtype == E8M0:
+            return b.bitcast(b.shl(b.zext(load(self.byte), words), self.constant(words, 23)), floats)
         return (b.uitofp if dtype == "uint8" else b.sitofp)(load(self.byte), floats)
