@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType, dequantize
 from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
-from specjax_kernels import Quantised, dequantise
+from specjax_kernels import Quantised, dequantise, quantise
 from test_parity import Reader
 from tiny_checkpoints import save_model, write_gguf
 from tqdm import tqdm
@@ -155,10 +156,87 @@ def test_gguf_blocks(kind):
     assert quantised.nbytes <= rows.size + 3.5 / 8 * expected.size
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_kept_on_a_cpu(tmp_path, dtype):
+GPT_OSS = SIZES | {"intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def save_mxfp4(folder: Path, **changes: Any) -> None:
+    """Write a tiny gpt-oss whose experts are random blocks, and its values by transformers to `plain`."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng, values, stored = np.random.default_rng(0), {}, {}
+    for place in (folder / "plain", folder):
+        save_model(place, "GptOssForCausalLM", initializer_range=0.2, **GPT_OSS | changes)
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        values[key] = stored[key] = tensor
+        if key.endswith("proj") and "experts" in key:
+            experts, inputs, outputs = tensor.shape
+            blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+            scales = rng.integers(122, 126, blocks.shape[:3], np.uint8)
+            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            values[key] = convert_moe_packed_tensors(*map(torch.tensor, (blocks, scales)), dtype=torch.float32).numpy()
+            del stored[key]
+    save_file(values, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, folder / "model.safetensors")
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_mxfp4_experts(tmp_path):
+    """Weights equal those of transformers, dequantised and in four bits; and so do logits of few and many tokens."""
+    import torch
+    import transformers
+
+    save_mxfp4(tmp_path)
+    params, plain, expected = load(tmp_path, "auto"), load(tmp_path), load(tmp_path / "plain")
+    jax.tree.map(np.testing.assert_array_equal, plain, expected)
+    for layer in ("layers_0", "layers_1"):
+        for name, inputs in (("experts_gate_up", 1), ("experts_down", 1)):
+            leaf = params[layer][name]
+            assert leaf.is_mxfp4 and 8 * leaf.nbytes == 4.25 * expected[layer][name].size
+            np.testing.assert_array_equal(np.moveaxis(dequantise(leaf), -1, inputs), expected[layer][name])
+    oracle = transformers.GptOssForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    files = resolve(str(tmp_path), progress=False)
+    config, text = model_config(files.config, dtype="float32"), np.random.default_rng(0).integers(0, 320, 40)
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor(text[None])).logits[0].numpy()
+    for width in (1, 13, 40):
+        (logits,) = Reader(config, make_target(config), params, rows=1).read([text], width)
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-4)
+    assert wanted.std() > 0.5
+
+
+def test_mxfp4_experts_of_another_shape(tmp_path):
+    save_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    save_file(tensors | {name: tensors[name].reshape(4, 64, 48)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks has the shape \[4, 64, 48\]; \[experts, out, in / 32"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "bfloat16"])
+def test_stacked_experts_of_floats(tmp_path, kind):
+    """One tensor has all experts: quantised at load, and kept in 16 bits."""
+    save_model(tmp_path, "GptOssForCausalLM", dtype="bfloat16", initializer_range=0.2, **GPT_OSS)
+    params, plain = load(tmp_path, "auto" if kind == "bfloat16" else kind), load(tmp_path)
+    for name in ("experts_gate_up", "experts_down"):
+        leaf, expected = params["layers_1"][name], np.asarray(plain["layers_1"][name])
+        assert isinstance(leaf, Quantised)
+        values = np.moveaxis(np.asarray(dequantise(leaf)), -1, 1)
+        if kind == "bfloat16":
+            np.testing.assert_array_equal(values, expected)
+        else:
+            rounded = np.asarray(dequantise(quantise(np.moveaxis(expected, 1, -1), kind)))
+            np.testing.assert_allclose(values, np.moveaxis(rounded, -1, 1), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("Llama", "bfloat16"), ("Llama", "float16"), ("GptOss", "bfloat16")])
+def test_half_precision_is_kept_on_a_cpu(tmp_path, family, dtype):
     """Beside float32 activations. Logits equal those of the weights in float32."""
-    save_model(tmp_path, "LlamaForCausalLM", dtype=dtype, initializer_range=0.2, **SIZES)
+    sizes = {"Llama": SIZES, "GptOss": GPT_OSS}[family]
+    save_model(tmp_path, f"{family}ForCausalLM", dtype=dtype, initializer_range=0.2, **sizes)
     files = resolve(str(tmp_path), progress=False)
     config = model_config(files.config, dtype="float32")
     params, plain = load(tmp_path, "auto"), load(tmp_path)
