@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -53,6 +54,18 @@ def qwen3_5_27b(layers: int) -> ModelConfig:
     return ModelConfig(
         "qwen3_next", 248320, 5120, 17408, layers, 24, 4, 256, 1e-6, RopeConfig(theta=1e7, partial=0.25), 262144,
         tied_embeddings=False, delta=delta, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def gpt_oss_20b(layers: int) -> ModelConfig:
+    """32 experts in each layer, 4 for each token; 120b has 36 layers and 128 experts."""
+    rope = RopeConfig(
+        150000.0, "yarn", 32.0, original_max_position=4096, truncate=False, magnitude=0.1 * math.log(32) + 1
+    )
+    return ModelConfig(
+        "gpt_oss", 201088, 2880, 2880, layers, 64, 8, 64, 1e-5, rope, 131072, tied_embeddings=False,
+        attention_bias=True, output_bias=True, windows=(128, None) * (layers // 2),
+        experts=Experts(32, 4, 2880, tuple(range(layers))), dtype="bfloat16",
     )  # fmt: skip
 
 
@@ -147,7 +160,8 @@ def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1, *, quantiz
 
 
 def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none") -> Any:
-    """Shapes of a head's parameters; `quantization`: none, int8 or int4, in the layout of the loaded ones."""
+    """Shapes of a head's parameters; `quantization`: none, int8, int4 or, of experts, mxfp4, in the layout of the
+    loaded ones."""
     return _shapes(head_table(head), head_sizes(head, config.vocab_size), head.dtype, quantization)
 
 
@@ -160,12 +174,15 @@ def _shapes(declared: Any, sizes: Any, dtype: str, quantization: str) -> Any:
     struct = jax.ShapeDtypeStruct
 
     def shape(leaf: Leaf) -> Any:
-        if quantization == "none" or leaf.name == "embed" or not is_product(leaf):
+        floats = quantization == "none" or (quantization == "mxfp4" and "experts" not in leaf.axes)
+        if floats or leaf.name == "embed" or not is_product(leaf):
             return struct(leaf.shape(sizes), jnp.dtype(leaf.dtype or dtype))
         depth = prod(sizes[letter] for letter in input_letters(leaf))
         *out, _ = output_major(leaf).shape({**sizes, "@": depth})
         if quantization == "int8":
             return Quantised(struct((*out, depth), jnp.int8), struct((*out, 1), jnp.float32))
+        if quantization == "mxfp4":
+            return Quantised(struct((*out, depth // 2), jnp.uint8), struct((*out, depth // 32), jnp.uint8))
         groups = struct((*out, depth // 32), jnp.float16)
         return Quantised(struct((*out, depth // 2), jnp.uint8), groups, groups)
 

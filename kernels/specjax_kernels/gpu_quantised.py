@@ -43,25 +43,30 @@ def takes(rows: int, leaf: Quantised) -> bool:
     return 0 < rows <= MOST_ROWS and step_of(leaf) >= 16 and 0 not in leaf.out
 
 
-def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32) -> Array:
-    """x [N, M] times the transpose of a leaf [W, M] without `order`: [N, W] in a dtype."""
-    rows, out = x.shape[0], leaf.out[0]
-    tile, step = min(padded(rows), TILE[x.dtype.itemsize]), step_of(leaf, x.dtype.itemsize)
+def multiply(
+    x: Array, leaf: Quantised, dtype: Any = jnp.float32, *, ids: Array | None = None, out: int | None = None
+) -> Array:
+    """x [N, M] times the transpose of a leaf [W, M] without `order`: [N, W] in a dtype. With `ids` int32 [N] the leaf
+    is [X * out, M], and row n of x is multiplied with the matrix [out, M] of the index ids[n]: [N, out]."""
+    rows, out = x.shape[0], leaf.out[0] if out is None else out
+    tile = min(padded(rows if ids is None else 1), TILE[x.dtype.itemsize])
+    step = step_of(leaf, x.dtype.itemsize)
     steps = leaf.depth // step
     s = Constants(
         rows=rows, out=out, depth=leaf.depth, tile=tile, outputs=OUTPUTS, step=step, half=PACKED // 2,
         together=next(n for n in range(max(1, TRIP // (tile * step)), 0, -1) if steps % n == 0),  # steps of a trip
         group=leaf.group, groups=leaf.scale.shape[-1], shared=leaf.rows,
         coarse=0 if leaf.super_scale is None else leaf.super_scale.shape[-1],  # super-scales of an output
-        shift=leaf.shift, mxfp4=leaf.is_mxfp4, packed=leaf.bits == 4, offset=leaf.offset is not None,
+        shift=leaf.shift, packed=leaf.bits == 4, mxfp4=leaf.is_mxfp4, offset=leaf.offset is not None,
+        chosen=ids is not None,
     )  # fmt: skip
     # Any array replaces one that the leaf lacks.
     parts = (leaf.codes, leaf.scale, leaf.offset, leaf.super_scale, leaf.super_offset)
     arrays = (jnp.asarray(x if part is None else part) for part in parts)
     names = ("codes", "scale", "offset", "super_scale", "super_offset")
-    grid = (-(-out // OUTPUTS), -(-rows // tile))
+    grid = (-(-out // OUTPUTS), -(-rows // tile) if ids is None else rows)
     outputs = {"out": jax.ShapeDtypeStruct((rows, out), dtype)}
-    inputs = {"x": x} | dict(zip(names, arrays, strict=True))
+    inputs = {"x": x} | dict(zip(names, arrays, strict=True)) | {"ids": leaf.codes if ids is None else ids}
     return gpu_language.run(quantised_rows, inputs, outputs, grid=grid, warps=WARPS, stages=STAGES, s=s)["out"]
 
 
@@ -126,11 +131,15 @@ def add_trip(trip, sums, fixed, s: tl.constexpr):
 
 @device
 @no_type_check
-def quantised_rows(x, codes, scale, offset, super_scale, super_offset, out, s: tl.constexpr):
-    """One program: `tile` rows of x [N, M], `OUTPUTS` outputs. The other arguments are those of `Quantised`."""
+def quantised_rows(x, codes, scale, offset, super_scale, super_offset, ids, out, s: tl.constexpr):
+    """One program: `tile` rows of x [N, M], or a row with its own matrix; `OUTPUTS` outputs. The other arguments are
+    those of `Quantised`."""
     output = tl.program_id(0) * s.outputs + tl.arange(0, s.outputs)
     row = tl.program_id(1) * s.tile + tl.arange(0, s.tile)
     last = tl.minimum(output, s.out - 1)  # outputs past the end read the last output and write nothing
+    if s.chosen:
+        row = tl.program_id(1) + tl.arange(0, s.tile) * s.rows  # the others lie past the end
+        last = last + tl.load(at(ids, (), (tl.program_id(1),))) * s.out
     fixed = (x, codes, scale, offset, super_scale, super_offset, row, last)
     trips = s.depth // (s.step * s.together)
     sums = loop(add_trip, 0, trips, 1, tl.zeros((s.tile, s.outputs), tl.float32), fixed, s, True)

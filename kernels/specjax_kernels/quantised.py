@@ -361,6 +361,27 @@ def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
     return out.reshape(*x.shape[:-1], *leaf.out)
 
 
+def products_of_rows(x: Array, leaf: Quantised, ids: Array) -> Array:
+    """Each row of x [R, M] times its own matrix of a leaf [X, *out, M], of the index `ids` int32 [R]: [R, *out] in x's
+    dtype. Not for CPUs, where it would need much memory. Only the codes of these matrices are read."""
+    arrays, of_arrays = jax.tree.flatten(leaf)
+
+    def summed(x: Array, ids: Array, *arrays: Array) -> Array:
+        weights = dequantise(jax.tree.unflatten(of_arrays, arrays)[ids], x.dtype).astype(jnp.float32)
+        wide = x.reshape(len(x), *(1,) * (weights.ndim - 2), -1).astype(jnp.float32)
+        return jnp.sum(wide * weights, axis=-1).astype(x.dtype)
+
+    def by_kernel(x: Array, ids: Array, *arrays: Array) -> Array:
+        leaf = jax.tree.unflatten(of_arrays, arrays)
+        # XLA would write its scales in float32. It fuses those of other formats.
+        kernel = _gpu_kernel(x[:1], leaf, x.dtype) if leaf.is_mxfp4 else None
+        if kernel is None:
+            return summed(x, ids, *arrays)
+        return kernel(x, _matrix(leaf), ids=ids, out=math.prod(leaf.out[1:])).reshape(len(x), *leaf.out[1:])
+
+    return by_platform(x, ids, *arrays, cuda=by_kernel, default=summed)
+
+
 def _matrix(leaf: Quantised) -> Quantised:
     """The leaf without `order`, with all outputs in one axis."""
 

@@ -119,6 +119,33 @@ def test_an_eagle3_head_is_never_dequantised_to_memory(rows: int) -> None:
     assert all(no_array_of_the_weights(compiled.as_text(), leaf) for leaf in leaves.values())
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("quantization", ["mxfp4", "none"])
+def test_chosen_experts_are_read_in_place(quantization: str, rows: int) -> None:
+    """Of gpt-oss-20b; a dot would copy them. 8 rows choose as many as the layer has."""
+    from model_shapes import gpt_oss_20b, target_shapes
+    from ptx import described_device
+
+    from specjax.models.experts import mixture
+    from specjax.models.families import GptOssLayer
+
+    config = gpt_oss_20b(2)
+    layer = target_shapes(config, quantization)["layers_0"]
+    weights = {name: leaf for name, leaf in layer.items() if name.startswith(("router", "experts"))}
+    arguments = gpu("h200").place((jax.ShapeDtypeStruct((1, rows, config.hidden_size), "bfloat16"), weights))
+
+    def mixed(x, weights):
+        return mixture(x, weights, config.experts, activation=GptOssLayer.activation)
+
+    with described_device(arguments):
+        lowered = jax.jit(mixed).trace(*arguments).lower()
+    compiled = lowered.compile()
+    text, written = compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
+    print(f"{rows} rows, {quantization}: {written} bytes written")
+    assert written < 10 * 4 * rows * 4 * config.hidden_size, "ten float32 arrays of a hidden state for each choice"
+    assert text.count("__gpu$xla.gpu.triton") == (2 if quantization == "mxfp4" else 0) and " while(" not in text
+
+
 def test_many_rows_dequantise_to_memory() -> None:
     """Such an array is recognised."""
     leaf = leaf_of("Q4_1")

@@ -14,7 +14,16 @@ import pytest
 from specjax_kernels import Quantised, dequantise, embed, gpu_quantised, linear, quantise, unembed
 from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.quantised import KINDS, by_channel, by_dequantising, check, dot, layout_of, pack
+from specjax_kernels.quantised import (
+    KINDS,
+    by_channel,
+    by_dequantising,
+    check,
+    dot,
+    layout_of,
+    pack,
+    products_of_rows,
+)
 
 OUT, DEPTH = (3, 2, 7), 512
 
@@ -302,6 +311,21 @@ def test_the_gpu_kernel_interpreted(name):
     assert gpu_quantised.takes(3, leaf)
     output = jax.jit(lambda x, w: gpu_quantised.multiply(x, w))(x, leaf)
     assert_product(output[None], x[None], weights)
+
+
+@pytest.mark.parametrize("name", [*IN_FEW_BITS[:-2], "bfloat16"])
+def test_rows_with_their_own_matrices(name):
+    """XLA's operations, and the kernel interpreted."""
+    leaf, weights = read(name)
+    x, ids = inputs(4)[0], jnp.array([2, 0, 2, 1], jnp.int32)
+    outputs = [jax.jit(products_of_rows)(x, leaf, ids)]
+    if name not in ("GPTQ", "bfloat16"):
+        flat = jax.tree.map(lambda a: jnp.asarray(a).reshape(-1, a.shape[-1]), leaf)
+        kernel = jax.jit(lambda x, w, ids: gpu_quantised.multiply(x, w, ids=ids, out=math.prod(OUT[1:])))
+        outputs.append(kernel(x, flat, ids).reshape(4, *OUT[1:]))
+    for output in outputs:
+        for row, of_row, index in zip(x, output, ids, strict=True):
+            assert_product(of_row[None, None], row[None, None], weights[index])
 
 
 def test_the_gpu_kernel_does_not_round_weights():
