@@ -148,12 +148,12 @@ def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, 
     """Kernels of one call of `tree_attention` on that GPU: name -> counts."""
     options: dict[str, Any] = {"scale": spec.E**-0.5, "window": spec.window, "softcap": spec.softcap}
     options |= {"v_width": spec.v_width} if spec.latent else {}
-    options |= {"sinks": np.zeros(spec.H, spec.dtype)} if spec.sinks else {}
+    sinks = {"sinks": jax.ShapeDtypeStruct((spec.H,), spec.dtype)} if spec.sinks else {}
     attend = functools.partial(tree_attention, **options, implementation="pallas")
     with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
-        shapes = gpu.place(arguments_of(spec))
+        shapes, sinks = gpu.place((arguments_of(spec), sinks))
         with described_device(shapes):
-            lowered = jax.jit(attend).trace(*shapes).lower()
+            lowered = jax.jit(attend).trace(*shapes, **sinks).lower()
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
     if not texts:

@@ -381,7 +381,9 @@ def aux_layer_ids(settings: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     ([1, 46, 90] for 94 layers: speculators#142). As in sglang#25454, ids that begin with 1 are outputs, because no head
     reads the output of layer 0.
     """
-    nested = Settings(settings).section("eagle_config").get(AUX_LAYERS_KEY)
+    section = Settings(settings).section("eagle_config")
+    refuse_unsupported(section, {"use_aux_hidden_state": (True, "true (an EAGLE-3 head reads several layers)")})
+    nested = section.get(AUX_LAYERS_KEY)
     key = f"eagle_config.{AUX_LAYERS_KEY}" if nested else AUX_LAYERS_KEY
     if ids := nested or settings.get(AUX_LAYERS_KEY):
         if not isinstance(ids, Sequence) or not all(type(value) is int for value in ids):

@@ -19,7 +19,7 @@ import numpy as np
 import openai
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, tokenizer
-from quantised_formats import FORMATS
+from quantised_formats import FORMATS, in_mxfp4
 from safetensors.numpy import load_file, save_file
 from server_helpers import Running, running
 from specjax_kernels import Quantised
@@ -49,6 +49,10 @@ DFLASH_4B, DFLASH_8B, DFLASH2 = (
 )  # fmt: skip
 DSPARK_8B, DSPARK_14B = (f"deepseek-ai/dspark_qwen3_{size}_block7" for size in ("8b", "14b"))
 JETSPEC, DFLASH_LLAMA = "JetSpec/jetspec-qwen3-30b-a3b", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"
+GPT_OSS, GPT_OSS_120B = (f"openai/gpt-oss-{size}" for size in ("20b", "120b"))
+EAGLE_OSS, EAGLE_OSS_120B = "RedHatAI/gpt-oss-20b-speculator.eagle3", "nvidia/gpt-oss-120b-Eagle3"
+DFLASH_OSS, DFLASH_OSS_120B = (f"z-lab/gpt-oss-{size}-DFlash" for size in ("20b", "120b"))
+FEW_BITS = {"deepseek-ai/DeepSeek-V3-0324", GPT_OSS, GPT_OSS_120B}
 TOKEN_MAP = "thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"
 
 
@@ -87,6 +91,8 @@ SGLANG: dict[str, Launch] = {
     "qwen2.5-7b-standalone-overlap": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 1, 5), mem_fraction_static=0.7),
     "qwen2.5-7b-ngram": launch(QWEN, Ngram(nodes=16, max_match=12, max_breadth=10), mem_fraction_static=0.7),
     "deepseek-v3-nextn": launch(DEEPSEEK, Mtp(None, None, 1, 1, 2)),
+    "gpt-oss-20b-eagle3": launch(GPT_OSS, Eagle3(EAGLE_OSS, None, 3, 1, 4)),
+    "gpt-oss-120b-eagle3": launch(GPT_OSS_120B, Eagle3(EAGLE_OSS_120B, None, 3, 1, 4)),
 }  # fmt: skip
 BLOCKS: dict[str, Launch] = {
     "qwen3-4b-dflash": Launch(QWEN3_4B, Block(DFLASH_4B), "DFLASH", 15, 16, {}),
@@ -96,6 +102,8 @@ BLOCKS: dict[str, Launch] = {
     "qwen3-8b-dspark": Launch(QWEN3_8B, Block(DSPARK_8B), "DFLASH", 7, 8, {}),
     "qwen3-14b-dspark": Launch(QWEN3_14B, Block(DSPARK_14B), "DFLASH", 7, 8, {}),
     "qwen3-30b-a3b-jetspec": Launch(QWEN3_MOE, Block(JETSPEC, topk=7, nodes=64), "DFLASH", 15, 64, {}),
+    "gpt-oss-20b-dflash": Launch(GPT_OSS, Block(DFLASH_OSS), "DFLASH", 15, 16, {}),
+    "gpt-oss-120b-dflash": Launch(GPT_OSS_120B, Block(DFLASH_OSS_120B), "DFLASH", 15, 16, {}),
     "llama-3.1-8b-instruct-dflash": Launch(LLAMA_31, Block(DFLASH_LLAMA, block=8), "DFLASH", 7, 8, {}),
 }
 LAUNCHES = SGLANG | BLOCKS
@@ -156,10 +164,15 @@ NEXTN = {
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
+OSS = {
+    "intermediate_size": 32, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 7,
+    "sliding_window": 16,
+}  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 HEADS = {
     DFLASH_4B: ("dflash", 16), DFLASH_8B: ("dflash", 16), DFLASH2: ("speculators-dflash2", 8), JETSPEC: ("jetspec", 16),
     DSPARK_8B: ("deepspec-vanilla", 7), DSPARK_14B: ("deepspec-vanilla", 7), DFLASH_LLAMA: ("dflash", 16),
+    DFLASH_OSS: ("dflash", 16), DFLASH_OSS_120B: ("dflash", 16),
 }  # fmt: skip
 """Block heads: dialect and block."""
 
@@ -224,8 +237,11 @@ def model(name: str) -> Path:
             QWEN: ("Qwen2", {}),
             **dict.fromkeys((QWEN3_4B, QWEN3_8B, QWEN3_14B), ("Qwen3", {"num_hidden_layers": 4, "seed": 4})),
             QWEN3_MOE: ("Qwen3Moe", EXPERTS),
+            **dict.fromkeys((GPT_OSS, GPT_OSS_120B), ("GptOss", OSS)),
         }[name]
         save_model(folder, f"{architecture}ForCausalLM", **SIZES | changes)
+        if architecture == "GptOss":
+            in_mxfp4(folder)
     change(folder, lambda tensors: fp8(literate(tensors)) if name == DEEPSEEK else literate(tensors))
     tokenizer().save_pretrained(folder)
     return folder
@@ -242,10 +258,18 @@ def draft_model(name: str) -> Path:
         sizes: Any = {"width": 32, "vocab": PADDED, "features": (0,), "config": {"block_size": block}}
         save_block(folder, dialect, scale=2.0, **sizes)
         return folder
-    if name == EAGLE_3:
+    if name == EAGLE_OSS_120B:  # it uses the target's output layer
+        layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True}
+        changes = {"draft_vocab_size": None, "eagle_config": layers}
+        missing = {"lm_head.weight": None}
+        save_head(folder, "eagle3", dialect="eagle3-full-vocabulary", config=changes, tensors=missing, **HEAD)
+    elif name in (EAGLE_3, EAGLE_OSS):
         vocabulary = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
-        save_head(folder, "eagle3", tensors=vocabulary, **HEAD)
-        assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+        dialect, architecture = "eagle3", "LlamaForCausalLMEagle3"
+        if name == EAGLE_OSS:
+            dialect, architecture = "eagle3-speculators", "Eagle3Speculator"
+        save_head(folder, "eagle3", dialect=dialect, tensors=vocabulary, **HEAD)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == [architecture]
     else:
         dialect, kv_heads = ("eagle", 4) if name == EAGLE_2 else ("eagle-nobias", 2)
         named = {"architectures": ["LlamaForCausalLMEagle"]}
@@ -268,7 +292,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "extra_body": {"i
 METERED = OPTIONS | {"extra_body": {"ignore_eos": True, "return_speculative_metrics": True}}
 QUICK = (
     "llama-3.1-8b-instruct-eagle3", "llama-3-8b-instruct-fr-spec", "deepseek-v3-nextn", "qwen2.5-7b-standalone",
-    "qwen3-8b-dflash2", "qwen3-8b-dflash-tree", "qwen3-30b-a3b-jetspec",
+    "qwen3-8b-dflash2", "qwen3-8b-dflash-tree", "qwen3-30b-a3b-jetspec", "gpt-oss-120b-eagle3",
 )  # fmt: skip
 """One file of each kind of draft; NGRAM is in other tests. The rest are slow tests."""
 MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
@@ -348,7 +372,7 @@ def test_text_equals_no_drafting(name):
         assert engine.target.config.dtype == "float32" and engine.config.overlap
         assert engine.config.mem_fraction == launch.others.get("mem_fraction_static", 0.85)
         leaves = jax.tree.leaves(engine.params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-        assert any(isinstance(leaf, Quantised) for leaf in leaves) == (launch.model == DEEPSEEK)
+        assert any(isinstance(leaf, Quantised) for leaf in leaves) == (launch.model in FEW_BITS)
         if getattr(launch.draft, "path", None) == EAGLE_3 or getattr(launch.draft, "token_map", None):
             assert engine.params.draft["ids"].tolist() == LETTERS
         answers = ask(client, settings.model.model)
@@ -385,6 +409,14 @@ YARN = {
     "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+REAL_OSS: dict[str, Any] = {
+    "head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000, "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+    "quantization_config": {"quant_method": "mxfp4"}, "attention_bias": True,
+}  # fmt: skip
 REAL: dict[str, dict[str, Any]] = {
     LLAMA_2: config("LlamaForCausalLM", 32000, 4096, 11008, 32, 32, 32, 4096, torch_dtype="float16"),
     EAGLE_2: config("LlamaForCausalLMEagle", 32000, 4096, 11008, 1, 32, 32, 4096, torch_dtype="float16"),
@@ -420,6 +452,23 @@ REAL: dict[str, dict[str, Any]] = {
         "Qwen3MoeForCausalLM", 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, rope_theta=1e6, num_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
     ),
+    GPT_OSS: config("GptOssForCausalLM", 201088, 2880, 2880, 24, 64, 8, 131072, **REAL_OSS, num_local_experts=32),
+    GPT_OSS_120B: config("GptOssForCausalLM", 201088, 2880, 2880, 36, 64, 8, 131072, **REAL_OSS, num_local_experts=128),
+    EAGLE_OSS: {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 32000,
+        "norm_before_residual": True, "torch_dtype": "bfloat16",
+        "transformer_layer_config": config(
+            "LlamaForCausalLM", 201088, 2880, 7680, 1, 64, 8, 131072, head_dim=64, model_type="llama"
+        ),
+    },
+    EAGLE_OSS_120B: config(
+        "LlamaForCausalLMEagle3", 201088, 2880, 17280, 1, 64, 8, 131072, head_dim=64, draft_vocab_size=None,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 17, 32], "use_aux_hidden_state": True},
+    ),
+    **dict.fromkeys(
+        (DFLASH_OSS, DFLASH_OSS_120B),
+        block("DFlashDraftModel", 201088, 2880, 7680, 8, 64, 8, 131072, head_dim=64, mask_token_id=200000),
+    ),
     DFLASH_4B: block("DFlashDraftModel", 151936, 2560, 9728, 5, 32, 8, 40960),
     DFLASH_8B: block("DFlashDraftModel", 151936, 4096, 12288, 5, 32, 8, 40960),
     DFLASH2: block("DFlash2DraftModel", 151936, 4096, 12288, 5, 32, 8, 40960, block_size=8),
@@ -431,7 +480,7 @@ REAL: dict[str, dict[str, Any]] = {
 PARAMETERS = {
     LLAMA_2: 6_738_415_616, LLAMA_3: 8_030_261_248, LLAMA_31: 8_030_261_248, QWEN: 7_615_616_512,
     QWEN3_8B: 8_190_735_360,
-    DEEPSEEK: 671_026_419_200,
+    DEEPSEEK: 671_026_419_200, GPT_OSS: 20_914_757_184, GPT_OSS_120B: 116_829_156_672,
 }  # fmt: skip
 """Of the published checkpoints without MTP layers. Each has two bytes, except DeepSeek's router biases with four."""
 
@@ -470,4 +519,10 @@ def test_dry_run_of_real_sizes(name, capsys, monkeypatch):
     if count := PARAMETERS.get(launch.model):
         weights = document["memory"]["weights"]
         # DeepSeek's matrices are fp8, except embedding, output matrix, router and the projection to keys and values.
-        assert 1.0 < weights / count < 1.01 if launch.model == DEEPSEEK else weights == 2 * count
+        if launch.model in (GPT_OSS, GPT_OSS_120B):  # matrices of experts in 4.25 bits, the router's biases in 4 bytes
+            sizes = REAL[launch.model]
+            layers, experts = sizes["num_hidden_layers"], sizes["num_local_experts"]
+            matrices = layers * experts * 3 * 2880 * 2880
+            assert weights == matrices * 4.25 / 8 + 2 * (count - matrices + layers * experts)
+        else:
+            assert 1.0 < weights / count < 1.01 if launch.model == DEEPSEEK else weights == 2 * count

@@ -225,6 +225,10 @@ def test_targets_too_small_for_the_default_aux_layers(tmp_path, layers):
 
 # Refusals: (kind, options of save_head, the target, the message).
 REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "final state": (
+        "eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}, {},
+        r"use_aux_hidden_state is False; supported: true \(an EAGLE-3 head reads several layers\)",
+    ),
     "activation": ("eagle3", {"config": {"hidden_act": "gelu"}}, {}, "hidden_act is 'gelu'; supported: silu"),
     "quantised": ("eagle3", {"config": {"quantization_config": {"quant_method": "awq"}}}, {}, "awq.*; supported: none"),
     "window": ("eagle3", {"config": {"sliding_window": 512}}, {}, "sliding_window is 512"),

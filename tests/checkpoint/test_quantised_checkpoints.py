@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, dequantize
-from quantised_formats import FORMATS
+from quantised_formats import FORMATS, in_mxfp4
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import Quantised, dequantise, quantise
 from test_parity import Reader
@@ -159,28 +158,11 @@ def test_gguf_blocks(kind):
 GPT_OSS = SIZES | {"intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def save_mxfp4(folder: Path, **changes: Any) -> None:
-    """Write a tiny gpt-oss whose experts are random blocks, and its values by transformers to `plain`."""
-    import torch
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    rng, values, stored = np.random.default_rng(0), {}, {}
+def save_gpt_oss(folder: Path) -> None:
+    """Write a tiny gpt-oss in MXFP4, and its values by transformers to `plain`."""
     for place in (folder / "plain", folder):
-        save_model(place, "GptOssForCausalLM", initializer_range=0.2, **GPT_OSS | changes)
-    for key, tensor in load_file(folder / "model.safetensors").items():
-        values[key] = stored[key] = tensor
-        if key.endswith("proj") and "experts" in key:
-            experts, inputs, outputs = tensor.shape
-            blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-            scales = rng.integers(122, 126, blocks.shape[:3], np.uint8)
-            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-            values[key] = convert_moe_packed_tensors(*map(torch.tensor, (blocks, scales)), dtype=torch.float32).numpy()
-            del stored[key]
-    save_file(values, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, folder / "model.safetensors")
-    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantised}
-    (folder / "config.json").write_text(json.dumps(config))
+        save_model(place, "GptOssForCausalLM", initializer_range=0.2, **GPT_OSS)
+    save_file(in_mxfp4(folder), folder / "plain" / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_mxfp4_experts(tmp_path):
@@ -188,7 +170,7 @@ def test_mxfp4_experts(tmp_path):
     import torch
     import transformers
 
-    save_mxfp4(tmp_path)
+    save_gpt_oss(tmp_path)
     params, plain, expected = load(tmp_path, "auto"), load(tmp_path), load(tmp_path / "plain")
     jax.tree.map(np.testing.assert_array_equal, plain, expected)
     for layer in ("layers_0", "layers_1"):
@@ -208,7 +190,7 @@ def test_mxfp4_experts(tmp_path):
 
 
 def test_mxfp4_experts_of_another_shape(tmp_path):
-    save_mxfp4(tmp_path)
+    save_gpt_oss(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     save_file(tensors | {name: tensors[name].reshape(4, 64, 48)}, tmp_path / "model.safetensors")

@@ -3,11 +3,14 @@ the values of the weights in float64."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 GROUP = 32
 
@@ -142,3 +145,26 @@ FORMATS: dict[str, Format] = {
     "gptq v2": gptq(4, version=2),
     "awq": awq(),
 }
+
+
+def in_mxfp4(folder: Path) -> dict[str, np.ndarray]:
+    """Replace the experts of a saved gpt-oss by random blocks. Returns the tensors with the values of these."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    file, rng = folder / "model.safetensors", np.random.default_rng(0)
+    values, stored = load_file(file), {}
+    for key, tensor in values.items():
+        if not (key.endswith("proj") and "experts" in key):
+            stored[key] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(122, 126, blocks.shape[:3], np.uint8)
+        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        values[key] = convert_moe_packed_tensors(*map(torch.tensor, (blocks, scales)), dtype=torch.float32).numpy()
+    save_file(stored, file, metadata={"format": "pt"})
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
