@@ -530,8 +530,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
     """The distinct ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the
-    tokenizer's end-of-sequence token. The ids in the files must be below ``vocab_size``; a tokenizer's id beyond it can
-    never be drawn and is omitted."""
+    tokenizer's end-of-sequence token and, for gpt-oss, the tokens after an answer and a call. The ids in the files must
+    be below ``vocab_size``; a tokenizer's id beyond it can never be drawn and is omitted."""
     limit = math.inf if vocab_size is None else vocab_size
     stops: list[int] = []
     for name, section in ((GENERATION_NAME, _generation(files) or {}), ("config.json", files.config)):
@@ -542,8 +542,12 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
             needed = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
             raise CheckpointError(f"{files.folder / name}: eos_token_id is {value!r:.80}; null or {needed} are needed")
         stops += ids
-    token = getattr(tokenizer, "eos_token_id", None)
-    return tuple(dict.fromkeys([*stops, token] if isinstance(token, int) and 0 <= token < limit else stops))
+    names = getattr(tokenizer, "get_added_vocab", dict)()
+    harmony = [names.get("<|return|>"), names.get("<|call|>")] if "<|channel|>" in names else []
+    for token in (getattr(tokenizer, "eos_token_id", None), *harmony):
+        if isinstance(token, int) and 0 <= token < limit:
+            stops.append(token)
+    return tuple(dict.fromkeys(stops))
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:

@@ -21,6 +21,7 @@ Prompts: TypeAlias = (
 """Several prompts."""
 
 THINK, END_THINK = "<think>", "</think>"
+HARMONY = "<|start|>assistant"  # ends the prompts of gpt-oss; the rest of a message's header follows
 REASONING_TAIL = 8  # number of last tokens of a prompt in which a template opens or closes a block of reasoning
 
 
@@ -39,8 +40,12 @@ class Chat(list[Mapping[str, Any]]):
 
 def begins_thinking(prompt: Sequence[int], tokenizer: Any) -> bool | None:
     """True if a prompt ends with `<think>`, False if with `</think>`, else None. Ignores trailing white space."""
-    tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
+    tail = prompt_tail(prompt, tokenizer)
     return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
+
+
+def prompt_tail(prompt: Sequence[int], tokenizer: Any) -> str:
+    return tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
 
 
 def encode(

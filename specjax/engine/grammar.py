@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "ebnf", "lark")
 MAX_SOURCE = 2**16  # characters
 
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
 MAX_COMPILED = 64  # compiled grammars that are cached for later requests
 MAX_COMPILED_SOURCE = 2**19  # characters of their sources together
 COMPILE_SECONDS = 0.5  # limit of processor time for compiling a grammar
@@ -61,6 +62,7 @@ class Grammar:
         kind: json_schema, regex (without look-around), lark (llguidance's dialect, with the rule `start`), or
             ebnf: Lark, or llama.cpp's GBNF with the rule `root`, which llguidance translates.
         source: the grammar's text; the JSON schemas "" and "{}" stand for any JSON object.
+        turn: Lark of the whole output, where `@text` is this grammar; "": it is the output; None: the engine chooses.
 
     Raises:
         GrammarError: the kind is unknown, or the source is no string, empty or too long. Errors within the source are
@@ -69,6 +71,7 @@ class Grammar:
 
     kind: str
     source: str = ""
+    turn: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -109,6 +112,19 @@ class Grammar:
         return cls("lark", "start: " + " | ".join(quoted).replace("\x7f", "\\u007f"))  # Lark takes no DEL
 
 
+def harmony_turn(tokens: Mapping[str, int], final: str | None = "@text", *, calls: bool = False) -> str:
+    """Lark of an output in the Harmony format of gpt-oss: messages with thoughts, then one with the text `final`, or
+    with `calls` also messages to the user, then the rule of that name."""
+    start, channel, message, end, _ = (f"<[{tokens[mark]}]>" for mark in HARMONY_MARKS)
+    # A limit, because a model that cannot write to the channel of its choice may write thoughts forever.
+    last = ["thought{0,4} final"] * (final is not None) + ["(thought | preamble){0,4} calls"] * calls
+    rules = [f"start: {' | '.join(last)}", "TEXT: /(?s:.*)/"]
+    rules += [f'final: {channel} "final" {message} {final}'] * (final is not None)
+    for name, said in (("thought", "analysis"), ("preamble", "commentary"))[: 1 + calls]:
+        rules.append(f'{name}: {channel} "{said}" {message} TEXT {end} {start} "assistant"')
+    return "\n".join(rules)
+
+
 def library_source(grammar: Grammar) -> str:
     """Returns the grammar in llguidance's form. Raises GrammarError; other errors appear when it is compiled."""
     need("llguidance", "llguidance", "grammars")
@@ -128,10 +144,15 @@ def library_source(grammar: Grammar) -> str:
         raise GrammarError(r"is refused: \u0... is not supported in GBNF: write the character itself")
     try:
         if kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
-        return grammar_from(kind, source)  # type: ignore[arg-type]
+            source = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        else:
+            source = grammar_from(kind, source)  # type: ignore[arg-type]
     except ValueError as error:
         raise GrammarError(f"is refused: {str(error)[:200]}") from error
+    if not grammar.turn:
+        return source
+    (text,) = json.loads(source)["grammars"] if kind in ("json_schema", "regex") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": grammar.turn}, text | {"name": "text"}]})
 
 
 _PROGRAM = f"""

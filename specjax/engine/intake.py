@@ -13,17 +13,17 @@ import reprlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from specjax.checkpoint.prompts import END_THINK, THINK, Prompt, begins_thinking, encode
-from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
+from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins_thinking, encode, prompt_tail
+from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import PromptLogprobs, Request, Sequence, SequenceOutput
-from specjax.engine.text import TextStream, Thoughts
+from specjax.engine.text import Channels, TextStream, Thoughts
 from specjax.limits import ParameterError
 from specjax.sampling import STOP_IDS
 
@@ -194,9 +194,11 @@ class Intake:
         """Compiles the request's grammar unless it is cached."""
         if sampling.grammar is None:
             return None
+        grammar, reasoning = sampling.grammar, self._reasoning(prompt, sampling.require_reasoning)
+        if self._has_header(prompt):
+            grammar, reasoning = replace(grammar, turn=self.harmony if grammar.turn is None else grammar.turn), None
         try:
-            reasoning = self._reasoning(prompt, sampling.require_reasoning)
-            return Constraint(self.grammars, sampling.grammar, reasoning)
+            return Constraint(self.grammars, grammar, reasoning)
         except GrammarError as error:
             raise ParameterError("grammar", str(error)) from error
 
@@ -221,6 +223,16 @@ class Intake:
     # Thoughts
 
     @functools.cached_property
+    def harmony(self) -> str | None:
+        """The grammar of an output in the Harmony format, around its text; None: the tokenizer lacks the markers."""
+        names = getattr(self.tokenizer, "get_added_vocab", dict)()
+        return harmony_turn(names) if names.keys() >= {*HARMONY_MARKS} else None
+
+    def _has_header(self, prompt: List[int]) -> bool:
+        """True if the output begins inside of a header in the Harmony format."""
+        return self.harmony is not None and prompt_tail(prompt, self.tokenizer).endswith(HARMONY)
+
+    @functools.cached_property
     def thinking(self) -> tuple[int, int] | None:
         """The tokens `<think>` and `</think>`; None: the tokenizer lacks them."""
         names = getattr(self.tokenizer, "get_added_vocab", dict)()
@@ -242,6 +254,8 @@ class Intake:
         """Splits off the thoughts, in which stops do not match; None: stops match everywhere."""
         if not sampling.stop_after_reasoning:
             return None
+        if self._has_header(prompt):
+            return Channels()
         begun = sampling.require_reasoning or begins_thinking(prompt, self.tokenizer)
         return None if begun is False else Thoughts(bool(begun))
 

@@ -27,7 +27,9 @@ from specjax.packages import need
 REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
 _LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
+_FINAL = re.compile(r"<\|channel\|>\s*final\s*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>")
 _CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
+MAX_HEADER = 128  # characters that are searched for the header of the final channel
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Tokens to text
@@ -281,6 +283,21 @@ class Thoughts:
             text = text.lstrip()
             self._trimming = not text
         return thoughts, text
+
+
+class Channels(Thoughts):
+    """Finds the answer in the Harmony format of gpt-oss, the text of the final channel. Returns no thoughts."""
+
+    def __init__(self) -> None:
+        super().__init__(begun=True)
+
+    def split(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        if not self.ended:
+            text = self._held + text
+            match = _FINAL.search(text)
+            self.ended, self._held = match is not None, text[-MAX_HEADER:]
+            text = text[match.end() :] if match else ""
+        return "", text
 
 
 class TextStream:

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specjax.checkpoint.prompts import begins_thinking
+from specjax.checkpoint.prompts import HARMONY, begins_thinking, prompt_tail
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import NO_SCORES, Sequence
@@ -74,7 +74,7 @@ class Queued:
     id: str
     task: Task
     sequences: List[Sequence]
-    thinking: bool  # the prompt ends inside reasoning
+    thinking: bool  # as in `ReplyOptions.reply`
     echoes: List[Echo] = ()  # the prompts, if the answer repeats them
 
 
@@ -137,7 +137,9 @@ class Generation:
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
-        thinking = task.reply is not None and bool(begins_thinking(sequences[0].prompt, runner.engine.tokenizer))
+        prompt, tokenizer = sequences[0].prompt, runner.engine.tokenizer
+        harmony = self.form.harmony and prompt_tail(prompt, tokenizer).endswith(HARMONY)
+        thinking = task.reply is not None and (harmony or bool(begins_thinking(prompt, tokenizer)))
         answer = make(Queued(id, task, sequences, thinking, echoes))
         if body.stream:
             return EventStream(runner, listener, task, answer)
@@ -213,7 +215,7 @@ def add_openai_routes(app: FastAPI, generation: Generation) -> None:
     def answer(body: ChatRequest | CompletionRequest, queued: Queued) -> Answer:
         return OpenAIAnswer(
             queued.id, model, body, queued.task, runner.engine.drafter.width, generation.names, queued.echoes,
-            thinking=queued.thinking, end_think=generation.form.end_think,
+            thinking=queued.thinking, form=generation.form,
         )  # fmt: skip
 
     @app.post("/v1/chat/completions", tags=["OpenAI"], responses=STREAM)

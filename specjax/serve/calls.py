@@ -45,7 +45,15 @@ class Arguments(NamedTuple):
     text: str
 
 
-Part: TypeAlias = Text | Call | Arguments
+class Thought(NamedTuple):
+    text: str
+
+
+class Message(NamedTuple):
+    """Another message begins. Its text is not joined to the text before."""
+
+
+Part: TypeAlias = Text | Call | Arguments | Thought | Message
 
 LIMIT = 512  # maximum number of characters of a call before its arguments, to pass these on early
 MOST = 2**16  # maximum number of characters of a call whose members have another order; it is read as a whole
@@ -417,6 +425,101 @@ class KimiK2(NamedCalls):
     separator = "<|tool_call_argument_begin|>"
     numbered_ids = True
     head = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*" + _BEGUN)
+
+
+class Harmony(CallParser):
+    """Messages of gpt-oss. Their headers have a role, a recipient, a channel and a type, which may be missing
+
+        <|channel|>analysis<|message|>A city.<|end|>
+        <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
+
+    The channel analysis is thoughts, a message to a function is a call, all others are text. A header from its first
+    unknown word or recipient is a part of its message. Text that spells a marker counts as one. `opened`: the text
+    begins with a header, else inside of a message to the user.
+    """
+
+    begins = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>")
+    closers = ("<|end|>", "<|call|>", "<|return|>")
+
+    _MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
+    _HEADER_END = re.compile(r"<\|(?:message|end|call|return)\|>|(?<=\S)\s*<\|start\|>")
+    _WORD = re.compile(r"<\|(?:start|channel|constrain)\|>|[^\s<]+|<")
+
+    def __init__(self, names: Collection[str] = (), *, opened: bool = True, **more: Any) -> None:
+        super().__init__(names, **more)
+        self._state = self._header if opened else self._message
+        self._kind: type[Text | Thought | Arguments] = Text
+        self._is_bare = False  # a call without arguments so far
+
+    def _header(self) -> bool:
+        end = self._HEADER_END.search(self._rest, 0, LIMIT)
+        is_cut = end is None and len(self._rest) < LIMIT
+        if is_cut and not (self._last and self._rest):
+            return False
+        text = self._rest[: end.start() if end else LIMIT]
+        channel, name, size = self._read_header(text, is_cut)
+        self._parts.append(Message())
+        self._kind = Thought if channel == "analysis" else Text
+        if end is not None and end[0] == "<|message|>":
+            if unknown := self._MARK.sub(" ", text[size:]).split():
+                self._speak(" ".join(unknown) + "\n")
+            size = end.end()
+        if name is not None and size > len(text) * is_cut:
+            self._kind, self._is_bare = Arguments, True
+            self._count += 1
+            self._add(Call(name))
+        self._rest = self._rest[size:]
+        return self._enter(self._message)
+
+    def _read_header(self, text: str, is_cut: bool) -> tuple[str, str | None, int]:
+        """The channel, the called function, and the number of characters before the first unknown word."""
+        channel, name, before = "", None, ""
+        channels = ("analysis", "commentary", "final")
+        expected = (*channels, "assistant", *(f"to=functions.{name}" for name in self._names))
+        for match in self._WORD.finditer(text):
+            word = match[0]
+            if before == "<|channel|>" and word in channels:
+                channel = word
+            elif word.startswith("to=") and (named := word[3:].removeprefix("functions.")) in self._names:
+                name = named
+            elif not (
+                self._MARK.fullmatch(word)
+                or (word == "assistant" and before in ("", "<|start|>"))
+                or (word in ("json", "code") and (name or before == "<|constrain|>"))
+                or (is_cut and match.end() == len(text) and before and any(e.startswith(word) for e in expected))
+            ):
+                return channel, name, match.start()
+            before = word
+        return channel, name, len(text)
+
+    def _message(self) -> bool:
+        end = self._MARK.search(self._rest)
+        held = 0 if end or self._last else begun(self._rest, (*self.begins, *self.closers))
+        size = end.start() if end else len(self._rest) - held
+        text, mark = self._rest[:size], end[0] if end else ""
+        if self._kind is Arguments:
+            arguments, count = self._json.read(text, last=self._last or end is not None)
+            if arguments:
+                self._add(Arguments(arguments))
+            self._is_bare = self._is_bare and not text[:count].strip()
+            if self._json.ended or self._json.broken:
+                self._kind = Text
+            elif end is None:
+                size = count
+            text = text[count:size]
+        self._speak(text)
+        self._rest = self._rest[size:]
+        if mark not in ("<|start|>", "<|channel|>"):
+            self._rest = self._rest[len(mark) :]
+        if mark in ("<|message|>", "<|constrain|>"):
+            return True
+        if self._kind is Arguments and self._is_bare and (end or self._last):
+            self._add(Arguments("{}"))
+        return end is not None and self._enter(self._header)
+
+    def _speak(self, text: str) -> None:
+        if text:
+            self._parts.append(Thought(text) if self._kind is Thought else Text(text))
 
 
 def begun(text: str, marks: Collection[str]) -> int:

@@ -26,18 +26,22 @@ from specjax.serve.calls import (
     DeepSeek,
     DeepSeek31,
     Glm,
+    Harmony,
     Hermes,
     JsonObject,
     KimiK2,
     Llama3,
+    Message,
     Mistral,
     MistralNamed,
     QwenCoder,
     TaggedCalls,
     Text,
+    Thought,
 )
 
-AUTO, NONE = "auto", "none"
+AUTO, NONE, GPT_OSS = "auto", "none", "gpt-oss"
+GPT_OSS_EFFORTS = ("low", "medium", "high")
 PARSERS: dict[str, type[CallParser]] = {
     "qwen": Hermes,
     "qwen25": Hermes,
@@ -50,10 +54,12 @@ PARSERS: dict[str, type[CallParser]] = {
     "mistral": Mistral,
     "deepseekv3": DeepSeek,
     "deepseekv31": DeepSeek31,
+    GPT_OSS: Harmony,
 }
 """The formats of function calls by SGLang's names."""
 # Words of a template, and the parser for a template that has them all; None: an unsupported format.
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
+    (("<|channel|>", "<|message|>", "<|call|>"), Harmony),
     (("<tool_call>", "<function=", "<parameter="), QwenCoder),
     (("<function=",), None),  # other models
     (("<tool_call>", "<arg_key>", "<arg_value>"), Glm),
@@ -77,6 +83,8 @@ class AnswerForm:
         parser: reads function calls; None: their format is unsupported.
         takes_tools: True if the chat template writes functions into the prompt.
         thinks: True if the model may reason before it answers.
+        harmony: answers are messages in channels; `Harmony` parses them, with and without functions.
+        efforts: supported efforts of reasoning, or those that change nothing; None: the chat template decides.
         special: markers of calls and reasoning that are special tokens.
         tokens: ids of the markers that are tokens.
     """
@@ -84,13 +92,21 @@ class AnswerForm:
     parser: type[CallParser] | None = None
     takes_tools: bool = False
     thinks: bool = False
+    harmony: bool = False
+    efforts: tuple[str, ...] | None = ("none", "medium")
     special: frozenset[str] = frozenset()
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end_think(self) -> int | None:
         """The token that ends reasoning, if there is one."""
-        return self.tokens.get(END_THINK)
+        return self.tokens.get("<|end|>" if self.harmony else END_THINK)
+
+    def reasoning_tokens(self, tokens: Sequence[int]) -> int:
+        """Number of tokens up to the end of reasoning, in an answer that begins with reasoning."""
+        if self.end_think not in tokens:
+            return len(tokens)
+        return len(tokens) - tokens[::-1].index(self.end_think) if self.harmony else tokens.index(self.end_think) + 1
 
     @property
     def refusal(self) -> str | None:
@@ -103,6 +119,8 @@ class AnswerForm:
 
     def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Messages with earlier calls in the form of the model's template."""
+        if self.harmony:
+            return harmony_turns(messages)
         if self.parser is None:
             return list(messages)
         ids = dict[str, str]()
@@ -121,18 +139,22 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
     except Exception:  # several templates and no default
         source = str(tokenizer.chat_template)
     vocabulary = tokenizer.get_added_vocab()
+    parser = next((kind for words, kind in _FORMATS if all(word in source for word in words)), None)
+    if tool_call_parser not in (AUTO, NONE):
+        parser = PARSERS[tool_call_parser]
+    if harmony := parser is Harmony or reasoning_parser == GPT_OSS:
+        parser = Harmony
     thinks = reasoning_parser != NONE
     if reasoning_parser == AUTO:
-        thinks = END_THINK in source or END_THINK in vocabulary
-    parser = PARSERS.get(tool_call_parser)
-    if tool_call_parser == AUTO:
-        parser = next((kind for words, kind in _FORMATS if all(word in source for word in words)), None)
+        thinks = harmony or END_THINK in source or END_THINK in vocabulary
     markers = {*(parser.markers() if parser else ()), *((THINK, END_THINK) if thinks else ())}
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return AnswerForm(
-        parser=parser,
+        parser=None if tool_call_parser == NONE else parser,
         takes_tools=_takes_tools(tokenizer, source),
         thinks=thinks,
+        harmony=harmony,
+        efforts=AnswerForm.efforts if "reasoning_effort" not in source else GPT_OSS_EFFORTS if harmony else None,
         special=frozenset(markers & special),
         tokens={marker: vocabulary[marker] for marker in sorted(markers) if marker in vocabulary},
     )
@@ -168,6 +190,30 @@ def _adapted(message: Mapping[str, Any], parser: type[CallParser], ids: dict[str
     if (id := message.get("tool_call_id")) is not None:
         message["tool_call_id"] = ids.get(id, new_id(id))
     return message
+
+
+def harmony_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages for the template of gpt-oss, which renders the first call of a message, and as the thoughts before it
+    either `thinking` or the content. Each call becomes a message, followed by its results."""
+    turns, placed = list[Mapping[str, Any]](), set[int]()
+    for index, message in enumerate(messages):
+        turn = dict(message)
+        calls, thoughts = turn.pop("tool_calls", None) or (), turn.pop("reasoning_content", "")
+        if calls and thoughts and turn["content"]:
+            thoughts, turn["content"] = f"{thoughts}\n{turn['content']}", ""
+        turn |= {"thinking": thoughts} if thoughts else {}
+        if not calls and index not in placed:
+            turns.append(turn)
+        results, later = dict[Any, list[int]](), index + 1
+        while len(calls) > 1 and later < len(messages) and messages[later]["role"] == "tool":
+            results.setdefault(messages[later].get("tool_call_id"), []).append(later)
+            later += 1
+        for call in calls:
+            own = results.pop(call.get("id"), ())
+            placed.update(own)
+            turns += [turn | {"tool_calls": [call]}, *(messages[later] for later in own)]
+            turn = {"role": "assistant", "content": ""}
+    return turns
 
 
 def short_id(id: str, length: int) -> str:
@@ -212,22 +258,23 @@ class Reply:
     Args:
         reasoning: separate reasoning from content.
         thinking: the prompt ends inside reasoning.
-        gathered: send reasoning as one delta, once it has ended.
+        gathered: send reasoning as one delta, once content or a call follows.
     """
 
     def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False, gathered: bool = False) -> None:
         self._parser, self._gathered = parser, gathered
-        self._split = Thoughts(thinking) if reasoning else None
-        self._thoughts = _Trimmed(start=True, end=True)
-        self._text = _Trimmed(start=False, end=True)
+        self._reasoning = reasoning
+        self._split = Thoughts(thinking) if reasoning and not isinstance(parser, Harmony) else None
+        self._begin_message()
         self._deltas: list[Delta] = []
         self._content = ""
         self._thought = ""
+        self._unsent = ""  # gathered reasoning
         self._calls: list[dict[str, Any]] = []
 
     @property
     def has_thought(self) -> bool:
-        return self._split is not None and self._split.begun
+        return self._reasoning and bool(self._thought if self._split is None else self._split.begun)
 
     @property
     def has_called(self) -> bool:
@@ -239,12 +286,10 @@ class Reply:
         if self._split is not None:
             thoughts, text = self._split.split(text, last=last)
             self._emit("reasoning_content", self._thoughts.add(thoughts))
-        answering = self._split is None or self._split.ended
-        if self._gathered and self._thought and (last or answering):
-            self._deltas.append({"reasoning_content": self._thought})
-            self._gathered = False
-        if answering:
+        if self._split is None or self._split.ended:
             self._answer(text, last)
+        if last:
+            self._send_gathered()
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -252,17 +297,25 @@ class Reply:
         """The whole message, after the last text."""
         content = None if self._calls and not self._content else self._content
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._split is not None:
+        if self._reasoning:
             message["reasoning_content"] = self._thought or None
         if self._calls:
             message["tool_calls"] = self._calls
         return message
 
+    def _begin_message(self) -> None:
+        self._thoughts, self._text = _Trimmed(start=True, end=True), _Trimmed(start=False, end=True)
+        self._is_new = True  # the next text is not joined to the text before
+
     def _answer(self, text: str, last: bool) -> None:
         for part in self._parser.feed(text, last=last):
             match part:
-                case Text():
+                case Thought() if self._reasoning:
+                    self._emit("reasoning_content", self._thoughts.add(part.text))
+                case Text() | Thought():
                     self._emit("content", self._text.add(part.text))
+                case Message():
+                    self._begin_message()
                 case Call():
                     self._text.cut()
                     self._call(part.name)
@@ -274,18 +327,29 @@ class Reply:
     def _emit(self, field: str, text: str) -> None:
         if not text:
             return
+        if self._is_new and (self._content if field == "content" else self._thought):
+            text = "\n" + text
+        self._is_new = False
         if field == "content":
+            self._send_gathered()
             self._content += text
         else:
             self._thought += text
             if self._gathered:
+                self._unsent += text
                 return
         if self._deltas and field in self._deltas[-1]:
             self._deltas[-1][field] += text
         else:
             self._deltas.append({field: text})
 
+    def _send_gathered(self) -> None:
+        if self._unsent:
+            self._deltas.append({"reasoning_content": self._unsent})
+            self._unsent = ""
+
     def _call(self, name: str) -> None:
+        self._send_gathered()
         call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
         self._deltas.append({"tool_calls": [{"index": len(self._calls), **copy.deepcopy(call)}]})
         self._calls.append(call)
@@ -329,8 +393,11 @@ class ReplyOptions:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def reply(self, *, thinking: bool) -> Reply:
+        """`thinking`: the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
         more: dict[str, Any] = {"hidden": self.hidden, "most": self.most}
         if self.parser is not None and issubclass(self.parser, TaggedCalls):
             more["schemas"] = self.schemas
+        if self.parser is Harmony:
+            more["opened"] = thinking
         parser = (self.parser or CallParser)(self.names, **more)
         return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered)

@@ -18,7 +18,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin, accept_histogram
 from specjax.engine.text import TextStream, token_bytes
 from specjax.serve.errors import ApiError
-from specjax.serve.message_format import Reply
+from specjax.serve.message_format import PLAIN, AnswerForm, Reply
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest
 from specjax.serve.tokenising import Task
 
@@ -200,11 +200,6 @@ def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
     }
 
 
-def reasoning_tokens(done: Sequence[Completion], end_think: int | None) -> int:
-    """Number of tokens up to the end of reasoning, for choices that begin with reasoning."""
-    return sum(c.output_ids.index(end_think) + 1 if end_think in c.output_ids else len(c.output_ids) for c in done)
-
-
 def ending(done: Completion, reply: Reply | None = None) -> dict[str, Any]:
     reason = done.finish_reason
     called = reply is not None and reply.has_called and reason["type"] == "stop"
@@ -224,7 +219,7 @@ class OpenAIAnswer(Answer):
     names: TokenNames
     echo: Sequence[Echo] = ()  # prompts to repeat before their choices' texts
     thinking: bool = False  # the prompt ends inside reasoning
-    end_think: int | None = None  # token that ends reasoning
+    form: AnswerForm = PLAIN
     created: int = field(default_factory=lambda: int(time.time()))
     # By choice:
     _finished: dict[int, Completion] = field(default_factory=dict)
@@ -297,7 +292,7 @@ class OpenAIAnswer(Answer):
         counts = usage(done, self.task.n)
         if self.task.reply is not None and self.task.reply.reasoning:
             thought = [c for index, c in enumerate(done) if index in self._replies and self._replies[index].has_thought]
-            count = reasoning_tokens(thought, self.end_think)
+            count = sum(self.form.reasoning_tokens(c.output_ids) for c in thought)
             counts |= {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}  # SGLang's
         return counts
 

@@ -244,6 +244,10 @@ Texts: TypeAlias = str | list[str]
 Ids: TypeAlias = list[int] | list[list[int]]
 
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT = "Variable `reasoning_effort` of the chat template, also over `chat_template_kwargs`."
+
+
 class StreamOptions(Body):
     unsupported: ClassVar[Mapping[str, Values]] = {"include_obfuscation": (False,)}
 
@@ -389,12 +393,13 @@ def check_model(name: str | None, served: str) -> None:
 class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     unsupported = UNSUPPORTED | {
         "modalities": (["text"],), "audio": (), "prediction": (),
-        "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
+        "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_special_tokens": (False,), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},),
         "media_io_kwargs": ({},),
     }  # fmt: skip
 
     messages: Messages
+    reasoning_effort: Effort | None = Field(None, description=EFFORT)
     max_completion_tokens: NewTokens | None = Field(None, description="Wins over `max_tokens`. Default: what fits.")
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = Field(None, description="Needs `logprobs`.")
@@ -410,7 +415,8 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         make = functools.partial(self.sampling, rules, logprobs)
-        task = chat_task(self, self, lambda: self.chat(self.messages), rules, make, "messages")
+        effort = ("reasoning_effort", self.reasoning_effort)
+        task = chat_task(self, self, lambda: self.chat(self.messages), rules, make, "messages", effort)
         return dataclasses.replace(task, n=self.n or 1)
 
 
@@ -426,6 +432,7 @@ def chat_task(
     rules: Rules,
     make: Callable[..., SamplingParams],
     field: str,
+    effort: tuple[str, str | None],
 ) -> Task:
     """The task of a chat whose answer may hold calls and reasoning, and may follow a grammar.
 
@@ -433,6 +440,7 @@ def chat_task(
         functions: the functions of `body`, in the form of chat completions.
         make: makes the sampling parameters; called with the grammar and the special tokens that the text keeps.
         field: name of the field with the prompt, which `chat` makes.
+        effort: the field with the effort of reasoning, and its value.
     """
     form, hide = rules.form, body.skip_special_tokens is not False
     offered = functions.offered(form)
@@ -443,9 +451,15 @@ def chat_task(
     reply = functions.reply(form, offered, hide=hide, reasoning=free)
     special = () if reply is None else tuple(sorted(reply.hidden))
     reasoning = reply is not None and reply.reasoning
-    params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning)
+    params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning or form.harmony)
     names = body.names | ({} if grammar is answer else {"grammar": "tools"})
-    return Task([with_tools(chat(), form, offered)], [params], names=names, prompt_field=field, reply=reply)
+    prompt = with_tools(chat(), form, offered)
+    if effort[1] is not None:
+        if form.efforts is not None and effort[1] not in form.efforts:
+            problem = f"{effort[0]} {effort[1]!r} is not supported by this model's chat template; it supports"
+            raise bad_request(f"{problem} {', '.join(form.efforts)}", effort[0], "unsupported")
+        prompt.template = {**prompt.template, "reasoning_effort": effort[1]}
+    return Task([prompt], [params], names=names, prompt_field=field, reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):

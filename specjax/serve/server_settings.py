@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specjax.serve.message_format import AUTO, NONE, PARSERS
+from specjax.serve.message_format import AUTO, GPT_OSS, NONE, PARSERS
 from specjax.settings import setting
 
 MOST_TRACED = 10_000  # steps in a trace; a step takes tens of kilobytes
-THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
-"""SGLang's names of parsers for models that think between `<think>` and `</think>`."""
+THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo", GPT_OSS)
+"""SGLang's names of parsers for models that think between `<think>` and `</think>`, and for gpt-oss."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ServerSettings:
     reasoning_parser: str = setting(
         AUTO,
         "models that reason between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
-        "or the vocabulary has these; none = it stays in the content; all other names = always",
+        "or the vocabulary has these; none = it stays in the content; all other names = always (gpt-oss: in channels)",
         choices=(AUTO, NONE, *THINKERS), parse=str.lower, metavar="NAME",
     )  # fmt: skip
     incremental_streaming_output: bool = setting(

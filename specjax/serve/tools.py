@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from specjax.engine.grammar import JSON_STYLE, Grammar
-from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
+from specjax.engine.grammar import HARMONY_MARKS, JSON_STYLE, Grammar, harmony_turn
+from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Harmony, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.errors import INVALID, bad_request
 from specjax.serve.fields import Body, Flag, Text, at_most, finite
 from specjax.serve.message_format import AnswerForm, ReplyOptions
@@ -176,7 +176,7 @@ class ToolFields(Body):
             source = call_grammar(
                 form.parser, functions, form.tokens, strict=strict, most=self.most, text=free, answer=schema
             )
-            return Grammar("lark", source)
+            return Grammar("lark", source, "" if form.parser is Harmony else None)
         except (ValueError, RecursionError) as error:
             where = field if isinstance(error, json.JSONDecodeError) else "tools"
             raise bad_request(f"no grammar can be made of {where}: {str(error)[:200]}", where, INVALID) from error
@@ -191,10 +191,10 @@ class ToolFields(Body):
             reasoning: the answer may begin with reasoning, if the model reasons.
         """
         reasoning = reasoning and form.thinks and self.separate_reasoning is not False
-        if not offered and not reasoning:
+        if not offered and not reasoning and not form.harmony:
             return None
         return ReplyOptions(
-            parser=form.parser if offered else None,
+            parser=form.parser if offered and form.parser else Harmony if form.harmony else None,
             names=tuple(tool["function"]["name"] for tool in offered),
             most=self.most,
             hidden=form.special if hide else frozenset(),
@@ -221,6 +221,10 @@ class _Shape(NamedTuple):
 
 def _member(name: str, arguments: str) -> Sequence[str]:
     return (f'{{"name": "{name}", "{arguments}": ',)
+
+
+def _recipient(name: str) -> Sequence[str | tuple[str]]:
+    return (f"commentary to=functions.{name} ", ("<|constrain|>",), "json", ("<|message|>",))
 
 
 _SHAPES: dict[type[CallParser], _Shape] = {
@@ -260,6 +264,7 @@ _SHAPES: dict[type[CallParser], _Shape] = {
         (),
         (("<|tool_calls_section_end|>",),),
     ),
+    Harmony: _Shape((), (("<|channel|>",),), _recipient, (), None, ()),  # a call ends the output
 }
 
 
@@ -319,6 +324,11 @@ def call_grammar(
         lines.append(f"call{i}: {written(shape.name(function['name']))} arguments{i}")
         lenient = strict is not None and function["name"] not in strict
         lines.append(f"arguments{i}: {_json(_closed(function['parameters']), lenient=lenient)}")
+    if parser is Harmony:
+        if missing := [mark for mark in HARMONY_MARKS if mark not in tokens]:
+            raise ValueError(f"{missing[0]} is not a token of this model")
+        lines.append(harmony_turn(tokens, "TEXT" if text else None if answer is None else _json(answer), calls=True))
+        return "\n".join(lines)
     lines.append(r"SPACE: /\n{0,2}/")
     if any(INDEX in shape.name("") for _ in tools):
         lines.append("INDEX: /[0-9]{1,3}/")

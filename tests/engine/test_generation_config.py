@@ -46,6 +46,14 @@ def test_stop_token_ids(model, config, generation, tokenizer_eos, expected):
     assert set(stop_token_ids(files)) == set(expected) - ({tokenizer_eos} - set(stop_token_ids(files)))
 
 
+def test_stop_token_ids_of_the_harmony_format(model):
+    """Also where the files name only the end of an answer."""
+    added = {"<|channel|>": 5, "<|return|>": 2, "<|call|>": 12, "<|end|>": 7}
+    tokenizer = SimpleNamespace(eos_token_id=2, get_added_vocab=lambda: added)
+    assert stop_token_ids(model({"eos_token_id": 2}, None), tokenizer, 300) == (2, 12)
+    assert stop_token_ids(model({"eos_token_id": 2}, None), tokenizer, 12) == (2,)
+
+
 @pytest.mark.parametrize("value", ["2", True, -1, 300, 2.0, [2, "3"], [False], [None], {"a": 1}, 10**30])
 def test_wrong_stop_token_ids(model, value):
     wrong = {"eos_token_id": value}

@@ -19,6 +19,7 @@ from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.programs import Key
+from specjax.serve.calls import Harmony
 from specjax.serve.message_format import PARSERS
 
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
@@ -26,7 +27,7 @@ MARKERS = tuple(
     dict.fromkeys(
         marker
         for parser in PARSERS.values()
-        if "<tool_call>" not in parser.begins
+        if "<tool_call>" not in parser.begins and parser is not Harmony
         for marker in parser.markers()
         if "`" not in marker
     )
@@ -40,7 +41,7 @@ TEMPLATE = (
     "{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
-ROWS, WINDOW = 4093, 4
+ROWS = 4093
 
 WEATHER = {
     "type": "function",
@@ -95,9 +96,17 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def scripted_model() -> Toy:
-    """A table model whose most likely text is the script, whatever comes before the last four tokens."""
-    tokenizer = tool_tokenizer()
+def scripted_model(
+    tokenizer: Any,
+    scripts: dict[str, list[str]],
+    start: tuple[str, ...] = ("Ġ", "{}", "<|im_end|>", "<|im_start|>"),
+    preferred: tuple[str, ...] = (",", "]", "}", '"', "<|im_end|>"),
+) -> Toy:
+    """A table model whose most likely text is the script, whatever comes before the last tokens of the prompt.
+
+    `start`: these tokens; {} is the name of the script. `preferred`: tokens for other texts, the best last.
+    """
+    window = len(start)
 
     def ids(pieces: list[str]) -> list[int]:
         tokens = tokenizer.convert_tokens_to_ids(pieces)
@@ -105,13 +114,13 @@ def scripted_model() -> Toy:
         return tokens
 
     vocabulary = len(tokenizer)
-    texts = [(ids(["Ġ", key, "<|im_end|>", "<|im_start|>"]), [*ids(script), END]) for key, script in SCRIPTS.items()]
+    texts = [(ids([token.format(key) for token in start]), ids(script)) for key, script in scripts.items()]
     for stride in range(5, 400):
         following: dict[int, int] = {}
         for start, script in texts:
             tokens = list(start)
             for token in script:
-                if following.setdefault(table_row(tokens, WINDOW, ROWS, stride), token) != token:
+                if following.setdefault(table_row(tokens, window, ROWS, stride), token) != token:
                     break
                 tokens.append(token)
             else:
@@ -119,24 +128,28 @@ def scripted_model() -> Toy:
             break
         else:
             table = np.zeros((ROWS, vocabulary), np.float32)
-            for preference, token in enumerate(ids([",", "]", "}", '"', "<|im_end|>"])):
+            for preference, token in enumerate(ids([*preferred])):
                 table[:, token] = preference * 4  # ends the text of a grammar soon
             for row, token in following.items():
                 table[row] = 0
                 table[row, token] = 20
-            return table_model(table, WINDOW, stride)
+            return table_model(table, window, stride)
     raise AssertionError("every stride makes two contexts collide")
 
 
 @functools.cache
 def tool_engine() -> Engine:
     """An engine with n-gram drafts, and a context that is large enough for functions in the prompt."""
-    model = scripted_model()
+    model = scripted_model(tool_tokenizer(), {name: [*script, "<|im_end|>"] for name, script in SCRIPTS.items()})
+    return scripted_engine(model, tool_tokenizer(), (END,))
+
+
+def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Engine:
     config = EngineConfig(
         max_running_requests=4, page_size=16, max_total_tokens=8192, context_length=2048, chunked_prefill_size=256
     )
     engine = Engine(
-        model.target, Params(model.params, None), tool_tokenizer(), make_drafter(NGRAM), config=config, eos_ids=(END,)
+        model.target, Params(model.params, None), tokenizer, make_drafter(NGRAM), config=config, eos_ids=eos_ids
     )
     engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
     return engine

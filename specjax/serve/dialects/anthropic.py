@@ -46,11 +46,13 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.message_format import Reply
+from specjax.serve.message_format import PLAIN, Reply
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
+    EFFORT,
     FIELDS,
     MAX_MESSAGES,
+    Effort,
     JsonSchemaFormat,
     NewTokens,
     SamplingFields,
@@ -248,8 +250,9 @@ class OutputFormat(JsonSchemaFormat):
 
 
 class OutputConfig(Body):
-    unsupported: ClassVar[Mapping[str, Values]] = {"effort": ("high",), "task_budget": ()}
+    unsupported: ClassVar[Mapping[str, Values]] = {"task_budget": ()}
 
+    effort: Effort | None = Field(None, description=EFFORT)
     format: OutputFormat | None = None
 
     def chosen(self) -> Grammar | None:
@@ -280,9 +283,10 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     def task(self, rules: Rules) -> Task:
         check_model(self.model, rules.model)
         more: dict[str, Any] = {"max_new_tokens": self.max_tokens, "logprobs": None, "stop": self.stop_sequences}
-        return chat_task(
-            self, self.functions(), self.chat, rules, functools.partial(self.params, rules, **more), "messages"
-        )
+        make, effort = functools.partial(self.params, rules, **more), self.output_config and self.output_config.effort
+        if effort == "high" and rules.form.efforts == PLAIN.efforts:
+            effort = None  # the default of this interface
+        return chat_task(self, self.functions(), self.chat, rules, make, "messages", ("output_config", effort))
 
 
 def _text(blocks: list[TextBlock]) -> str:

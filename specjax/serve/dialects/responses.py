@@ -35,11 +35,14 @@ from specjax.serve.dialects.answer_items import (
 )
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
-from specjax.serve.openai_answers import Answer, reasoning_tokens
+from specjax.serve.message_format import PLAIN, AnswerForm
+from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
+    EFFORT,
     FIELDS,
     MAX_MESSAGES,
     CallArguments,
+    Effort,
     JsonSchemaFormat,
     NewTokens,
     SamplingFields,
@@ -179,12 +182,18 @@ class TextOptions(Body):
         return grammar_of_type(self.format.type, self.format.schema)
 
 
+class ReasoningOptions(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"summary": ("auto",), "generate_summary": ("auto",)}
+
+    effort: Effort | None = Field(None, description=EFFORT)
+
+
 class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
     asked = FIELDS | {"text": TextOptions.chosen}
     unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | {
         "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
         "max_tool_calls": (), "moderation": (), "previous_response_id": (),
-        "reasoning": ({},), "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
+        "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
     }  # fmt: skip
 
     model: Text | None = None
@@ -192,6 +201,7 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
         InputItems,
         texts("input items", lambda text: {"role": "user", "content": text}, json_schema_input_type=Text | InputItems),
     ]
+    reasoning: ReasoningOptions | None = None
     instructions: Text | None = Field(None, description="System message before the input.")
     max_output_tokens: NewTokens | None = Field(None, description="New tokens. Default: as many as fit.")
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
@@ -215,7 +225,8 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
             tools=tools, tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls
         )
         make = functools.partial(self.params, rules, max_new_tokens=self.max_output_tokens, logprobs=None)
-        return chat_task(self, functions, self._chat, rules, make, "input")
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return chat_task(self, functions, self._chat, rules, make, "input", ("reasoning", effort))
 
     def _chat(self) -> Chat:
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -234,7 +245,7 @@ class ResponsesAnswer(Answer):
     body: ResponsesRequest
     task: Task
     thinking: bool = False  # the prompt ends inside reasoning
-    end_think: int | None = None  # token that ends reasoning
+    form: AnswerForm = PLAIN
     created: int = field(default_factory=lambda: int(time.time()))
     _number: int = 0  # number of the next event
 
@@ -340,7 +351,7 @@ class ResponsesAnswer(Answer):
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": format},
@@ -354,12 +365,12 @@ class ResponsesAnswer(Answer):
         }
 
     def _usage(self, done: Completion) -> dict[str, Any]:
-        thought = any(part.kind == "thoughts" for part in self._parts.items)
+        thought = int(any(part.kind == "thoughts" for part in self._parts.items))
         return {
             "input_tokens": done.prompt_tokens,
             "input_tokens_details": {"cached_tokens": done.cached_tokens},
             "output_tokens": done.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens([done], self.end_think) if thought else 0},
+            "output_tokens_details": {"reasoning_tokens": thought and self.form.reasoning_tokens(done.output_ids)},
             "total_tokens": done.prompt_tokens + done.completion_tokens,
         }
 
@@ -376,8 +387,8 @@ def _status(done: Completion) -> str:
 
 def add_routes(app: FastAPI, generation: Generation) -> None:
     def answer(body: ResponsesRequest, queued: Queued) -> Answer:
-        model, end_think = generation.model, generation.form.end_think
-        return ResponsesAnswer(queued.id, model, body, queued.task, thinking=queued.thinking, end_think=end_think)
+        model, form = generation.model, generation.form
+        return ResponsesAnswer(queued.id, model, body, queued.task, thinking=queued.thinking, form=form)
 
     @app.post("/v1/responses", tags=["OpenAI"], responses=STREAM)
     async def responses(request: Request, body: ResponsesRequest) -> Response:

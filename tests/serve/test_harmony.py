@@ -1,0 +1,532 @@
+"""The Harmony format of gpt-oss: its parser, its templates, its grammars, and answers through all routes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from body_helpers import CHAT, GENERATE, LEAST, MESSAGES, RESPONSES, RULES, refusal, task
+from harmony_helpers import ENDS, SCRIPTS, harmony_engine, harmony_tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from server_helpers import SECONDS, Running, check_error, running
+from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined
+
+from specjax.checkpoint.prompts import Chat, render_chat
+from specjax.engine import Completion, SamplingParams
+from specjax.engine.grammar import Grammar
+from specjax.engine.text import Channels
+from specjax.serve.calls import LIMIT, Arguments, Call, Harmony, Message, Text, Thought
+from specjax.serve.message_format import ReplyOptions, answer_form
+from specjax.serve.tokenising import Rules
+
+START, CHANNEL, MESSAGE, END = "<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>"
+NAMES = ("get_weather", "noop")
+FORM = answer_form(harmony_tokenizer())
+OURS = Rules("toy", 516, 2048, 2047, {}, form=FORM)
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+PARIS = '{"city": "Paris"}'
+
+
+def header(channel: str, more: str = "") -> str:
+    return f"{CHANNEL}{channel}{more}{MESSAGE}"
+
+
+def thought(text: str) -> str:
+    return f"{header('analysis')}{text}{END}{START}"
+
+
+def read(pieces: list[str], *, opened: bool = True, names: tuple[str, ...] = NAMES, **more: Any) -> dict[str, Any]:
+    """The message of an answer, which equals the sum of a stream's deltas."""
+    options = ReplyOptions(Harmony, names, hidden=FORM.special, **{"reasoning": True} | more)
+    reply = options.reply(thinking=opened)
+    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
+    message = reply.message()
+    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
+    assert joined(deltas) == {"reasoning_content": None} | message
+    for call in message.get("tool_calls", ()):
+        call["id"] = ""
+    return message
+
+
+# The parser. Text, content, thoughts, calls.
+
+CALL = header("commentary", " to=functions.get_weather <|constrain|>json") + PARIS
+CASES: list[tuple[str, str | None, str | None, tuple[tuple[str, str], ...]]] = [
+    (thought("Hm.") + header("final") + "Hi\n there.", "Hi\n there.", "Hm.", ()),
+    (thought("a\n") + thought("\nb") + header("final") + "x<|return|>", "x", "a\nb", ()),
+    (header("final") + "x", "x", None, ()),
+    (header("final", " <|constrain|>json") + "{}", "{}", None, ()),
+    (thought("Hm.") + CALL + "<|call|>", None, "Hm.", (("get_weather", PARIS),)),
+    (CALL, None, None, (("get_weather", PARIS),)),
+    (header("commentary") + "Look:" + END + START + CALL, "Look:", None, (("get_weather", PARIS),)),
+    (header("commentary") + "One." + END + START + header("final") + "Two.", "One.\nTwo.", None, ()),
+    (f" to=functions.noop{header('commentary', ' json')}{{}}<|call|>", None, None, (("noop", "{}"),)),
+    (header("analysis", " to=noop code") + "{}", None, None, (("noop", "{}"),)),
+    (header("commentary", " to=functions.noop<|constrain|>json") + "<|call|>", None, None, (("noop", "{}"),)),
+    (CALL + END + START + header("commentary", " to=functions.noop") + "{}", None, None,
+     (("get_weather", PARIS), ("noop", "{}"))),
+    # Cut off.
+    (header("analysis") + "Hm", "", "Hm", ()), (header("final") + "x <|en", "x <|en", None, ()),
+    ("<|channel|>ana", "", None, ()), ("<|channel|>commentary to=functions.get_w", "", None, ()),
+    (thought("a") + "<|channel|>", "", "a", ()), ("<|channel|>commentary to=functions.noop", "", None, ()),
+    (header("commentary", " to=functions.noop") + '{"a": "\\', None, None, (("noop", '{"a": "\\'),)),
+    # Headers and messages that the format does not have.
+    ("plain text", "plain text", None, ()), ("a", "a", None, ()), ("", "", None, ()),
+    ("x" * 2000, "x" * 2000, None, ()), (f"{MESSAGE}x", "x", None, ()),
+    ("<|channel|>final Hello <|return|>", "Hello ", None, ()),
+    ("<|channel|>analysis So<|end|>" + START + header("final") + "x", "x", "So", ()),
+    (header("commentary?") + "x", "commentary?\nx", None, ()),
+    (header("commentary", " to=assistant<|channel|>commentary?") + "x", "to=assistant commentary?\nx", None, ()),
+    (f"<|channel|>??{END}{START}{header('final')}x", "??\nx", None, ()),
+    (f"<|channel|>final Hm{START}{header('final')}x", "Hm\nx", None, ()),
+    (header("analysis") + "a" + header("final") + "x", "x", "a", ()),
+    (header("analysis") + f"a{END}" + header("final") + "x", "x", "a", ()),
+    (header("final") + f"x{MESSAGE}y<|constrain|>z", "xyz", None, ()),
+    (header("commentary", " to=functions.other json") + "{}", "to=functions.other json\n{}", None, ()),
+    (header("analysis", " to=python code") + "1", "", "to=python code\n1", ()),
+    (header("commentary", " to=functions.noop") + "{} tail", "tail", None, (("noop", "{}"),)),
+    (header("commentary", " to=functions.noop") + "}", "}", None, (("noop", ""),)),
+    ("<|channel|>commentary to=functions.noop {}<|call|>", None, None, (("noop", "{}"),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "thoughts", "calls"), CASES)
+def test_messages(text, content, thoughts, calls):
+    for pieces in ([text], [*text], [text[:-1], text[-1:]]):
+        message = read(pieces)
+        assert (message["content"], message["reasoning_content"]) == (content, thoughts)
+        named = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        assert named == list(calls)
+
+
+def test_message_that_the_prompt_begins():
+    """After `continue_final_message` the text is a part of the final message."""
+    assert read(["analysis", "<|return|>"], opened=False)["content"] == "analysis"
+    assert read([f"x{END}{START}{header('analysis')}y"], opened=False)["reasoning_content"] == "y"
+
+
+def test_thoughts_in_the_content_and_gathered():
+    text = thought("Hm.") + header("commentary") + "Look." + END + START + thought("So.") + CALL
+    assert read([text], reasoning=False)["content"] == "Hm.\nLook.\nSo."
+    reply = ReplyOptions(Harmony, NAMES, reasoning=True, gathered=True).reply(thinking=True)
+    deltas = [delta for character in text for delta in reply.feed(character)] + reply.feed("", last=True)
+    thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+    assert thoughts == ["Hm.", "\nSo."] and joined(deltas)["content"] == "Look." and reply.has_called
+
+
+WORDS = (
+    *Harmony.markers(), "assistant", "analysis", "commentary", "final", " to=functions.noop",
+    " to=functions.get_weather", " to=python", "functions.noop", "json", " ", "\n",
+    "{", "}", '"', "\\", "<", "<|", "|>", "x" * LIMIT, "a b", "😀",
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=24).map("".join), st.booleans(), st.data())
+@example(f"<|channel|>final {'x' * (LIMIT - 20)}{MESSAGE}y", True, None)
+def test_message_does_not_depend_on_pieces(text, opened, data):
+    """Nothing raises, and nothing is lost but words of headers, markers and white space around messages."""
+    message = read([text], opened=opened)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8)) if data else [9]
+    ends = sorted(cuts)
+    for pieces in ([*text], [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]):
+        assert read(pieces, opened=opened) == message
+    shown = (message["content"] or "") + (message["reasoning_content"] or "")
+    shown += "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+    assert not any(mark in (message["content"] or "") for mark in FORM.special)
+    # Words of headers may be lost, others never.
+    for word in ("a b", "😀", "x" * LIMIT):
+        assert shown.count(word) >= text.count(word)
+
+
+def test_text_comes_at_once():
+    """Only headers and what may begin a marker are held back."""
+    parser = Harmony(NAMES)
+    parts = [parser.feed(text) for text in (CHANNEL, "analysis", MESSAGE, "a", "b <", "c", END, START, CALL)]
+    assert parts[:7] == [[], [], [Message()], [Thought("a")], [Thought("b ")], [Thought("<c")], []]
+    assert parts[7:] == [[], [Message(), Call("get_weather"), Arguments(PARIS)]]
+    parser = Harmony(NAMES)
+    assert not parser.feed("x" * (LIMIT - 1)) and parser.feed("x") == [Message(), Text("x" * LIMIT)]
+
+
+def test_messages_of_the_openai_harmony_package():
+    """OpenAI's package parses the same texts. It needs the vocabulary o200k_base, from the net or from the folder
+    TIKTOKEN_ENCODINGS_BASE."""
+    harmony = pytest.importorskip("openai_harmony", reason="pip install openai-harmony")
+    try:
+        encoding = harmony.load_harmony_encoding("HarmonyGptOss")
+    except harmony.HarmonyError as error:
+        pytest.skip(f"no vocabulary (set TIKTOKEN_ENCODINGS_BASE): {error}")
+    assert {*encoding.stop_tokens_for_assistant_actions()} == {200002, 200012}
+    starts = [f"{CHANNEL}{name}" for name in ("analysis", "commentary", "final")]
+    starts += [f"{CHANNEL}commentary to=functions.noop{end}" for end in ("", " <|constrain|>json", "<|constrain|>json")]
+    starts += [f" to=functions.get_weather{CHANNEL}commentary{end}" for end in ("", " json")]
+    texts = ["x", "Hm.\n\n", '{"a": "\\n😀"}', " y ", "{}"]
+
+    @settings(max_examples=200)
+    @given(st.lists(st.tuples(st.sampled_from(starts), st.sampled_from(texts)), min_size=1, max_size=4))
+    def check(messages: list[tuple[str, str]]) -> None:
+        # A text for a function is a JSON object.
+        messages = [(start, text if "to=" not in start or text[0] == "{" else "{}") for start, text in messages]
+        text = f"{END}{START}".join(f"{start}{MESSAGE}{text}" for start, text in messages) + "<|return|>"
+        theirs = encoding.parse_messages_from_completion_tokens(
+            encoding.encode(text, allowed_special="all"), harmony.Role.ASSISTANT
+        )
+        ours: list[list[str]] = []
+        for part in Harmony(NAMES).feed(text, last=True):
+            match part:
+                case Message():
+                    ours.append(["", ""])
+                case Call():
+                    ours[-1][0] = f"functions.{part.name}"
+                case Thought() | Text() | Arguments():
+                    ours[-1][1] += part.text
+                    ours[-1][0] = ours[-1][0] or ("analysis" if isinstance(part, Thought) else "text")
+        kinds = [m.recipient or ("analysis" if m.channel == "analysis" else "text") for m in theirs]
+        expected = [[kind, m.content[0].text] for kind, m in zip(kinds, theirs, strict=True)]
+        assert ours[: len(expected)] == expected and ours[len(expected) :] in ([], [["", ""]])
+
+    check()
+
+
+# Prompts
+
+
+def rendered(messages: list[dict[str, Any]], **variables: Any) -> str:
+    chat = Chat(FORM.for_template(messages), variables)
+    return render_chat(chat, harmony_tokenizer(), chat.template).partition(END)[2]
+
+
+def call_of(name: str, id: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_template_reveals_the_format():
+    assert (
+        FORM.parser is Harmony
+        and FORM.harmony
+        and FORM.thinks
+        and FORM.efforts == ("low", "medium", "high")
+        and FORM.refusal is None
+    )
+    assert FORM.special == {*Harmony.markers()} == FORM.tokens.keys()
+    plain = answer_form(harmony_tokenizer(), tool_call_parser="none", reasoning_parser="none")
+    assert plain.harmony and not plain.thinks and plain.refusal and plain.special == FORM.special
+    other = answer_form(harmony_tokenizer(), tool_call_parser="qwen25")
+    assert not other.harmony
+    for flags in ({"tool_call_parser": "gpt-oss"}, {"reasoning_parser": "gpt-oss"}):
+        tokenizer = harmony_tokenizer()
+        forced = answer_form(type("T", (), {
+            "chat_template": "x", "get_chat_template": lambda self, tools: "x",
+            "get_added_vocab": lambda self: {}, "added_tokens_decoder": tokenizer.added_tokens_decoder,
+            "apply_chat_template": lambda self, *_, **more: "x",
+        })(), **flags)  # fmt: skip
+        assert forced.harmony and forced.parser is Harmony and forced.thinks and forced.efforts == ("none", "medium")
+
+
+def test_thoughts_of_earlier_turns():
+    """Thoughts before a call stay, those before an answer go."""
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "4", "reasoning_content": "Hm."}
+    asks = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call_of("noop", "c")]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "r"}
+    question = "<|start|>user<|message|>q<|end|>"
+    calls = f"{START} to=functions.noop{header('commentary', ' json')}{{}}<|call|>"
+    calls += f"<|start|>functions.noop to=assistant{header('commentary')}r{END}"
+    assert rendered([user, answer, user]) == f"{question}{START}{header('final')}4{END}{question}{START}"
+    assert rendered([user, asks, result]) == f"{question}{START}{header('analysis')}Hm.{END}{calls}{START}"
+    # A message for the user before a call, which the template refuses beside thoughts.
+    said = rendered([user, asks | {"content": "Look."}, result])
+    assert said == f"{question}{START}{header('analysis')}Hm.\nLook.{END}{calls}{START}"
+    assert asks["reasoning_content"] == "Hm." and len(asks) == 4, "messages are not changed"
+
+
+def test_several_calls_of_a_message():
+    calls = [call_of("noop", "1"), call_of("get_weather", "2", city="Bern"), call_of("noop", "3")]
+    results = [{"role": "tool", "tool_call_id": id, "content": f"r{id}"} for id in ("3", "1", "2", "x")]
+    turns = FORM.for_template([{"role": "assistant", "content": "a", "tool_calls": calls}, *results])
+    assert [turn.get("tool_call_id") or turn["tool_calls"][0]["id"] for turn in turns] == [*"112233x"]
+    assert [turn["content"] for turn in turns] == ["a", "r1", "", "r2", "", "r3", "rx"]
+    assert all(len(turn["tool_calls"]) == 1 for turn in turns if turn["role"] == "assistant")
+
+
+LEASTS = LEAST | {RESPONSES: {"input": "hi"}, MESSAGES: {"messages": ask("a")["messages"], "max_tokens": 9}}
+EFFORTS: dict[str, Any] = {
+    CHAT: lambda effort: {"reasoning_effort": effort},
+    RESPONSES: lambda effort: {"reasoning": {"effort": effort, "summary": "auto"}},
+    MESSAGES: lambda effort: {"output_config": {"effort": effort}},
+}
+
+
+@pytest.mark.parametrize("path", EFFORTS)
+def test_reasoning_effort(path):
+    field = next(iter(EFFORTS[path]("low")))
+    for effort in ("low", "medium", "high"):
+        prompt = task(path, LEASTS[path] | EFFORTS[path](effort), OURS).prompts[0]
+        assert f"Reasoning: {effort}\n" in render_chat(prompt, harmony_tokenizer(), prompt.template)  # type: ignore
+    for effort in ("none", "max", "much", 5):
+        error = refusal(path, LEASTS[path] | EFFORTS[path](effort), rules=OURS)
+        assert error is not None and error.status == 400 and (error.param or "").startswith(field)
+    # Models without an effort.
+    allowed = {"none", "medium", "high"} if path == MESSAGES else {"none", "medium"}
+    for effort in ("none", "low", "medium", "high"):
+        assert (refusal(path, LEASTS[path] | EFFORTS[path](effort), rules=RULES) is None) == (effort in allowed)
+
+
+# Answers. By script: kinds of parts and their text.
+
+ANSWERS: dict[str, list[tuple[str, str]]] = {
+    "a": [("thoughts", "A city, so a call."), ("get_weather", PARIS)],
+    "b": [("thoughts", "Easy."), ("text", "It is 22 degrees.")],
+    "c": [("text", "Let me look."), ("noop", "{}")],
+    "d": [("text", "No thoughts.")],
+    "e": [("text", "??\nCut short")],
+    "g": [("noop", "{}")],
+    "h": [("text", 'to=functions.unknown json\n{"x": 1}')],
+}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with running(harmony_engine()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def clients(served):
+    with (
+        openai.OpenAI(base_url=f"{served.base}/v1", api_key="none", max_retries=0) as ours,
+        anthropic.Anthropic(base_url=served.base, api_key="none", max_retries=0) as theirs,
+    ):
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("script", ANSWERS)
+def test_chat(served, script):
+    fields = ask(script, tools=TOOLS, logprobs=True, draft_limit=0)
+    whole = served.post(CHAT, fields).json()
+    (choice,) = whole["choices"]
+    events = served.events(CHAT, fields)
+    deltas = [part["delta"] for event in events for part in event["choices"]]
+    message, streamed = choice["message"], joined(deltas)
+    for call in (*message.get("tool_calls", ()), *streamed.get("tool_calls", ())):
+        call["id"] = ""
+    assert streamed == {"reasoning_content": None} | message
+    parts = [("thoughts", message["reasoning_content"]), ("text", message["content"])]
+    parts += [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    assert [part for part in parts if part[1]] == ANSWERS[script]
+    called = ANSWERS[script][-1][0] in NAMES
+    assert choice["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == ("tool_calls" if called else "stop")
+    assert choice["matched_stop"] == harmony_tokenizer().convert_tokens_to_ids(SCRIPTS[script][-1])
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "".join(SCRIPTS[script][:-1])
+    thoughts = SCRIPTS[script].index(END) + 1 if ANSWERS[script][0][0] == "thoughts" else 0
+    assert whole["usage"]["reasoning_tokens"] == thoughts
+    if thoughts:
+        assert sum("reasoning_content" in delta for delta in deltas) > (script == "a"), "thoughts are streamed"
+
+
+@pytest.mark.parametrize("script", ANSWERS)
+def test_responses(clients, script):
+    fields: dict[str, Any] = {"model": "toy", "input": ask(script)["messages"], "temperature": 0, "tools": FLAT}
+    whole = clients[0].responses.create(**fields, reasoning={"effort": "low"})
+    with clients[0].responses.stream(**fields) as stream:
+        events, final = list(stream), stream.get_final_response()
+    kinds = {"message": "text", "reasoning": "thoughts"}
+    for response in (whole, final):
+        items = [
+            (item.name, item.arguments) if item.type == "function_call" else (kinds[item.type], item.content[0].text)
+            for item in response.output
+        ]
+        assert items == ANSWERS[script] and response.status == "completed"
+    assert whole.reasoning.effort == "low" and final.reasoning.effort is None
+    assert bool(whole.usage.output_tokens_details.reasoning_tokens) == (ANSWERS[script][0][0] == "thoughts")
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "".join(text for kind, text in ANSWERS[script] if kind == "thoughts")
+
+
+@pytest.mark.parametrize("script", ANSWERS)
+def test_anthropic_messages(clients, script):
+    fields: dict[str, Any] = {
+        "model": "toy", "messages": ask(script)["messages"], "max_tokens": 99, "tools": ANTHROPIC,
+        "extra_body": {"temperature": 0, "output_config": {"effort": "high"}},
+    }  # fmt: skip
+    whole = clients[1].messages.create(**fields)
+    with clients[1].messages.stream(**fields) as stream:
+        list(stream)
+        final = stream.get_final_message()
+    for message in (whole, final):
+        blocks = [
+            (block.name, json.dumps(block.input)) if block.type == "tool_use"
+            else ("thoughts", block.thinking) if block.type == "thinking" else ("text", block.text)
+            for block in message.content
+        ]  # fmt: skip
+        assert blocks == ANSWERS[script]
+        assert message.stop_reason == ("tool_use" if ANSWERS[script][-1][0] in NAMES else "end_turn")
+
+
+def test_conversation_goes_on(clients):
+    """Clients send back what they get: the thoughts before the call are in the prompt."""
+    first = clients[0].chat.completions.create(**ask("a"), tools=TOOLS).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "22"}
+    history = [*ask("a")["messages"], first.model_dump(exclude_none=True), result]
+    prompt = task(CHAT, {"messages": history, "tools": TOOLS}, OURS).prompts[0]
+    text = render_chat(prompt, harmony_tokenizer(), prompt.template)  # type: ignore[arg-type,union-attr]
+    assert text.endswith(
+        f"Say a{END}{START}{header('analysis')}A city, so a call.{END}{START} to=functions.get_weather"
+        f"{header('commentary', ' json')}{PARIS}<|call|><|start|>functions.get_weather to=assistant"
+        f"{header('commentary')}22{END}{START}"
+    )
+    usage = clients[0].chat.completions.create(model="toy", messages=history, tools=TOOLS, temperature=0).usage
+    assert usage.prompt_tokens == len(harmony_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def test_forms_of_answers(served):
+    def content(**fields: Any) -> dict[str, Any]:
+        return served.post(CHAT, ask("b") | fields).json()["choices"][0]["message"]
+
+    assert content() == {"role": "assistant", "content": "It is 22 degrees.", "reasoning_content": "Easy."}
+    assert content(skip_special_tokens=False) == content()
+    assert content(separate_reasoning=False) == {"role": "assistant", "content": "Easy.\nIt is 22 degrees."}
+    assert content(max_tokens=4)["reasoning_content"] == "Easy." and content(max_tokens=2)["content"] == ""
+    events = served.events(CHAT, ask("a", tools=TOOLS, stream_reasoning=False, draft_limit=0))
+    thoughts = [part["delta"]["reasoning_content"] for event in events for part in event["choices"]
+                if "reasoning_content" in part["delta"]]  # fmt: skip
+    assert thoughts == ["A city, so a call."]
+    # A text for a message that the client began.
+    messages = [*ask("b")["messages"], {"role": "assistant", "content": "It is"}]
+    fields = {"messages": messages, "continue_final_message": True, "max_tokens": 1, "logit_bias": {"0": 100}}
+    answer = served.post(CHAT, {"model": "toy", "temperature": 0, **fields}).json()["choices"][0]["message"]
+    assert answer["content"] == harmony_tokenizer().decode([0]) and answer["reasoning_content"] is None
+
+
+@pytest.mark.parametrize("stop", [{"stop": ["Stop"]}, {"stop_regex": "[S]top"}])
+def test_stops_match_in_the_final_channel(served, stop):
+    answer = served.post(CHAT, ask("f", **stop)).json()["choices"][0]
+    assert (answer["message"]["content"], answer["message"]["reasoning_content"]) == ("Go. ", "Stop there.")
+    events = served.events(CHAT, ask("f", **stop))
+    assert joined([event["choices"][0]["delta"] for event in events])["content"] == "Go. "
+
+
+@given(st.lists(st.integers(0, 120), max_size=9))
+def test_search_for_the_final_channel(cuts):
+    text = thought("final a") + header("final", " <|constrain|>json ") + "<|channel|>final<|message|>x"
+    ends, channels = sorted(min(cut, len(text)) for cut in cuts), Channels()
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    assert "".join(channels.split(piece)[1] for piece in pieces) == "<|channel|>final<|message|>x" and channels.ended
+
+
+# Grammars
+
+
+def generate(served: Running, prompt: Any, params: SamplingParams) -> Completion:
+    """In the thread of the server's engine."""
+    return served.runner.call(lambda engine: engine.generate(prompt, params)).result(SECONDS)
+
+
+def test_structured_output(served, clients):
+    """A schema applies to the final message, after thoughts, in all routes and in the engine."""
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    answers = []
+    for script in ("b", "d", "c", "e"):
+        body = ask(script, response_format={"type": "json_schema", "json_schema": form}, max_tokens=99)
+        message = served.post(CHAT, body).json()["choices"][0]["message"]
+        assert set(json.loads(message["content"])) == {"ok"}
+        assert message["reasoning_content"] == ("Easy." if script == "b" else message["reasoning_content"])
+        answers.append(message["content"])
+    response = clients[0].responses.create(
+        model="toy", input=ask("b")["messages"], temperature=0, text={"format": form}, max_output_tokens=60
+    )
+    assert response.output_text == answers[0] and response.output[0].content[0].text == "Easy."
+    other = clients[1].messages.create(
+        model="toy", messages=ask("b")["messages"], max_tokens=60,
+        extra_body={"temperature": 0, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    )  # fmt: skip
+    assert [block.type for block in other.content] == ["thinking", "text"] and other.content[1].text == answers[0]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json(SCHEMA), Grammar("json_schema"), Grammar("regex", "[0-9]{2}/a"),
+        Grammar("ebnf", 'root ::= "x" | "y"'),
+        Grammar("lark", "start: WORD\nWORD: /[a-c]{3}/"), Grammar.choice(["left", "right"]),
+    ],
+)  # fmt: skip
+def test_grammars_of_each_kind(served, grammar):
+    """In the engine, for messages and for a prompt that ends where the final message begins."""
+    engine, chat = served.engine, ask("b")["messages"]
+    params = SamplingParams(grammar=grammar, temperature=0.0, max_new_tokens=80, min_new_tokens=1)
+    done = generate(served, chat, params)
+    text = engine.tokenizer.decode(done.output_ids)
+    assert done.finish_reason["type"] == "stop" and text.startswith(thought("Easy.") + header("final"))
+    answer = text.removeprefix(thought("Easy.") + header("final")).removesuffix(text[text.rindex("<|") :])
+    prompt = render_chat(chat, engine.tokenizer, {}) + header("final")
+    inside = generate(served, prompt, params)
+    assert inside.finish_reason["type"] == "stop" and not inside.text.startswith("<|")
+    if grammar.kind == "json_schema":
+        assert isinstance(json.loads(answer), dict) and isinstance(json.loads(inside.text), dict)
+    else:
+        allowed = {"regex": "0123456789/a", "ebnf": "xy", "lark": "abcleftrigh"}[grammar.kind]
+        assert answer and not {*answer} - {*allowed} and not {*inside.text} - {*allowed}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "noop"}}, "none", "auto"])
+def test_tool_choice(served, choice):
+    for script in ("b", "c", "d"):
+        body = ask(script, tools=TOOLS, tool_choice=choice, max_tokens=150)
+        (answer,) = served.post(CHAT, body).json()["choices"]
+        message = answer["message"]
+        if choice in ("none", "auto"):
+            assert bool(message.get("tool_calls")) == (choice == "auto" and script == "c")
+            continue
+        (call,) = message["tool_calls"]
+        assert answer["finish_reason"] == "tool_calls" and isinstance(json.loads(call["function"]["arguments"]), dict)
+        assert call["function"]["name"] in NAMES if choice == "required" else call["function"]["name"] == "noop"
+        assert message["reasoning_content"] == "Easy." if script == "b" else True
+
+
+def test_strict_functions_and_structured_content(served):
+    strict = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for fields in ({"tools": strict}, {"tools": TOOLS, "response_format": form}):
+        message = served.post(CHAT, ask("a", max_tokens=80, **fields)).json()["choices"][0]["message"]
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]).keys() == {"city"}
+        assert message["reasoning_content"] == "A city, so a call."
+        message = served.post(CHAT, ask("b", max_tokens=80, **fields)).json()["choices"][0]["message"]
+        assert message["content"] == "It is 22 degrees." if "response_format" not in fields else (
+            set(json.loads(message["content"])) == {"ok"})  # fmt: skip
+        assert not message.get("tool_calls")
+
+
+def test_refusals(served):
+    check_error(served.post(CHAT, ask("a", reasoning_effort="max")), 400, "reasoning_effort", "low, medium, high")
+    check_error(served.post(CHAT, ask("a", tools=TOOLS, regex="x")), 400, "regex")
+    body = {"text": "x", "require_reasoning": True}
+    check_error(served.post(GENERATE, body), 400, "require_reasoning")
+    without = replace(OURS, form=answer_form(harmony_tokenizer(), tool_call_parser="none"))
+    error, reply = refusal(CHAT, ask("a", tools=TOOLS), rules=without), task(CHAT, ask("a"), without).reply
+    assert error is not None and error.param == "tools"
+    assert reply is not None and reply.parser is Harmony and reply.reasoning
+
+
+def test_grammar_whose_markers_are_no_tokens():
+    tokens = {mark: id for mark, id in FORM.tokens.items() if mark != "<|constrain|>"}
+    rules = replace(OURS, form=replace(FORM, tokens=tokens))
+    error = refusal(CHAT, ask("a", tools=TOOLS, tool_choice="required"), rules=rules)
+    assert error is not None and error.param == "tools" and "<|constrain|> is not a token" in str(error)
+
+
+def test_end_of_a_message_does_not_stop(served):
+    assert ENDS == ("<|return|>", "<|call|>")
+    for script in SCRIPTS:
+        done = generate(served, ask(script)["messages"], SamplingParams(temperature=0.0, max_new_tokens=60))
+        assert harmony_tokenizer().convert_ids_to_tokens(done.output_ids) == SCRIPTS[script]
