@@ -403,10 +403,12 @@ def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
     """The MTP layers of a model; None if it has none. Reads headers, or only config.json if there are no weights."""
     if files.weights:
         return mtp_spec.mtp_config(matrices(files).keys(), config)
-    settings, key = Settings(files.config), "num_nextn_predict_layers"
-    if not settings.get(key):
-        return None
-    return mtp_spec.published_mtp_config(settings["architectures"][0], config, settings.integer(key))
+    settings = Settings({**files.config.get("text_config", {}), **files.config})
+
+    def count(key: str, default: int) -> int:
+        return settings.integer(key, default) if settings.optional(key, default) else 0
+
+    return mtp_spec.published_mtp_config(settings["architectures"][0], config, count)
 
 
 def mtp_method(files: ModelFiles, config: ModelConfig) -> str | None:

@@ -285,9 +285,11 @@ def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]
     key_heads, value_heads = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
     if value_heads % key_heads:
         raise invalid("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
-    dims = (config.integer(f"linear_{name}_head_dim", 128) for name in ("key", "value"))
     delta_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == linear)
-    delta = DeltaNet(delta_layers, key_heads, value_heads, *dims, config.integer("linear_conv_kernel_dim", 4), fused)
+    delta = DeltaNet(
+        delta_layers, key_heads, value_heads, config.integer("linear_key_head_dim", 128),
+        config.integer("linear_value_head_dim", 128), config.integer("linear_conv_kernel_dim", 4), fused,
+    )  # fmt: skip
     fields = _qwen3_moe(config, layers) if "num_experts" in config else {}
     if experts := fields.get("experts"):
         width = config.integer("shared_expert_intermediate_size", 512)

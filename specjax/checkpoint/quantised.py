@@ -173,7 +173,7 @@ class QuantisedMatrix:
             from specjax_kernels.cpu.quantised import E2M1
 
             scale = np.ldexp(np.float32(1), self.scale.astype(np.int32) - 127)
-            return np.float32(E2M1)[self.code_bytes()] * expand(scale, None, self.inputs)
+            return np.array(E2M1, np.float32)[self.code_bytes()] * expand(scale, None, self.inputs)
         values = self.code_bytes().astype(np.float32)
         if self.zero is not None:
             values -= expand(self.zero, None, self.inputs)

@@ -233,8 +233,8 @@ class Scheduler:
         sequence.slot = slot = Slot(
             self._free_slots.pop(), pages, set(own), node, stored=len(nodes), prefilled=reused, certain=reused
         )
-        resumed = node is not None and self.prefix.snapshots is not None
-        slot.source = self.prefix.snapshots.use(node) if resumed else slot.index
+        kept = self.prefix.snapshots
+        slot.source = slot.index if node is None or kept is None else kept.use(node)
         sequence.status = Status.PREFILLING
         if sequence.output.cached is None:
             sequence.output.cached = reused

@@ -213,6 +213,7 @@ def convolve(
     kernel, above = taps.astype(jnp.float32), taps.shape[2] - 1
     width = inputs.shape[1] - above
     index = jnp.broadcast_to(jnp.arange(above, above + width, dtype=jnp.int32)[None], (inputs.shape[0], width))
+    parent = index
     if ancestors is not None:
         # The root's parent is the last input above. A node's parent is its last ancestor.
         strict = ancestors & ~jnp.eye(width, dtype=bool)[None]

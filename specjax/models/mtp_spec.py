@@ -12,12 +12,12 @@ vllm-project/vllm `qwen3_next_mtp.py`. Imports no jax.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
 from specjax.config import ModelConfig, MtpConfig
-from specjax.models import table
+from specjax.models import ARCHITECTURES, table
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, Scope, Sizes, Table, Tensor, dimensions, linear, norm
 
 
@@ -34,7 +34,9 @@ class MtpStyle:
     feature_first: bool = False  # order of the inputs of `fc`
     first_embedding_zero: bool = False  # slot 0 reads the feature alone
     copies: Mapping[str, str] = field(default_factory=dict)  # name of a copied tensor -> the target's tensor
-    architecture: str | None = None  # in config.json of models that are published with such layers
+    architectures: tuple[str, ...] = ()  # of models that are published with such layers
+    key: str = "num_nextn_predict_layers"  # of config.json: how many
+    published: int = 0  # how many without that key
 
     def layer_prefix(self, head: int, layers: int) -> str:
         return self.prefix.format(i=head, layer=layers + head)
@@ -48,15 +50,17 @@ class MtpStyle:
 STYLES: Mapping[str, MtpStyle] = {
     "mimo": MtpStyle(
         "model.mtp_layers.{i}.", "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm",
-        feature_first=True, first_embedding_zero=True, architecture="MiMoForCausalLM",
+        feature_first=True, first_embedding_zero=True, architectures=("MiMoForCausalLM",),
     ),
     "deepseek": MtpStyle(
         "model.layers.{layer}.", "eh_proj", "enorm", "hnorm", "shared_head.norm",
         copies={"embed_tokens.weight": EMBED_TENSOR, "shared_head.head.weight": HEAD_TENSOR},
-        architecture="DeepseekV3ForCausalLM",
+        architectures=("DeepseekV3ForCausalLM",),
     ),
     "qwen3_next": MtpStyle(
-        "mtp.layers.{i}.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", shared="mtp."
+        "mtp.layers.{i}.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", shared="mtp.",
+        architectures=tuple(name for name, family in ARCHITECTURES.items() if family == "qwen3_next"),
+        key="mtp_num_hidden_layers", published=1,
     ),
 }  # fmt: skip
 
@@ -72,10 +76,15 @@ def mtp_config(names: Collection[str], target: ModelConfig) -> MtpConfig | None:
     return None
 
 
-def published_mtp_config(architecture: str, target: ModelConfig, heads: int) -> MtpConfig | None:
-    """The MTP layers that models of this architecture are published with; None if there are no such models."""
-    styles = (key for key, style in STYLES.items() if style.architecture == architecture)
-    return next((_layers(key, target, heads, mixed=True) for key in styles), None)
+def published_mtp_config(
+    architecture: str, target: ModelConfig, count: Callable[[str, int], int]
+) -> MtpConfig | None:  # fmt: skip
+    """The MTP layers that models of this architecture are published with; None if there are none. `count` (key of
+    config.json, default) -> number."""
+    for name, style in STYLES.items():
+        if architecture in style.architectures and (heads := count(style.key, style.published)):
+            return _layers(name, target, heads, mixed=True)
+    return None
 
 
 def _layers(style: str, target: ModelConfig, heads: int, mixed: bool) -> MtpConfig:

@@ -43,6 +43,9 @@ MIMO, QWEN, SMALL_QWEN, DEEPSEEK = (
 )  # fmt: skip
 EAGLE_2, EAGLE_LLAMA_3 = "lmsys/sglang-EAGLE-llama2-chat-7B", "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B"
 EAGLE_3 = "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B"
+QWEN_NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+QWEN35_4B, QWEN35_27B = (f"Qwen/Qwen3.5-{size}" for size in ("4B", "27B"))
+DFLASH_35_4B, DFLASH_35_27B = (f"z-lab/Qwen3.5-{size}-DFlash" for size in ("4B", "27B"))
 QWEN3_4B, QWEN3_8B, QWEN3_14B, QWEN3_MOE = (f"Qwen/Qwen3-{size}" for size in ("4B", "8B", "14B", "30B-A3B"))
 DFLASH_4B, DFLASH_8B, DFLASH2 = (
     "z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16", "RedHatAI/Qwen3-8B-speculator.dflash2"
@@ -90,12 +93,16 @@ SGLANG: dict[str, Launch] = {
     "qwen2.5-7b-standalone": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 2, 7), mem_fraction_static=0.7),
     "qwen2.5-7b-standalone-overlap": launch(QWEN, Standalone(SMALL_QWEN, None, 4, 1, 5), mem_fraction_static=0.7),
     "qwen2.5-7b-ngram": launch(QWEN, Ngram(nodes=16, max_match=12, max_breadth=10), mem_fraction_static=0.7),
+    "qwen3.5-27b-nextn": launch(QWEN35_27B, Mtp(None, None, 3, 1, 4)),
+    "qwen3-next-80b-a3b-nextn": launch(QWEN_NEXT, Mtp(None, None, 3, 1, 4), tensor_parallel_size=4),
     "deepseek-v3-nextn": launch(DEEPSEEK, Mtp(None, None, 1, 1, 2)),
     "gpt-oss-20b-eagle3": launch(GPT_OSS, Eagle3(EAGLE_OSS, None, 3, 1, 4)),
     "gpt-oss-120b-eagle3": launch(GPT_OSS_120B, Eagle3(EAGLE_OSS_120B, None, 3, 1, 4)),
 }  # fmt: skip
 BLOCKS: dict[str, Launch] = {
     "qwen3-4b-dflash": Launch(QWEN3_4B, Block(DFLASH_4B), "DFLASH", 15, 16, {}),
+    "qwen3.5-4b-dflash": Launch(QWEN35_4B, Block(DFLASH_35_4B), "DFLASH", 15, 16, {}),
+    "qwen3.5-27b-dflash": Launch(QWEN35_27B, Block(DFLASH_35_27B), "DFLASH", 15, 16, {}),
     "qwen3-8b-dflash": Launch(QWEN3_8B, Block(DFLASH_8B), "DFLASH", 15, 16, {}),
     "qwen3-8b-dflash-tree": Launch(QWEN3_8B, Block(DFLASH_8B, topk=4, nodes=32), "DFLASH", 15, 32, {}),
     "qwen3-8b-dflash2": Launch(QWEN3_8B, Block(DFLASH2), "DFLASH", 7, 8, {}),
@@ -169,10 +176,15 @@ OSS = {
     "sliding_window": 16,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DELTA = {
+    "head_dim": 8, "full_attention_interval": 2, "num_hidden_layers": 4, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 HEADS = {
     DFLASH_4B: ("dflash", 16), DFLASH_8B: ("dflash", 16), DFLASH2: ("speculators-dflash2", 8), JETSPEC: ("jetspec", 16),
     DSPARK_8B: ("deepspec-vanilla", 7), DSPARK_14B: ("deepspec-vanilla", 7), DFLASH_LLAMA: ("dflash", 16),
-    DFLASH_OSS: ("dflash", 16), DFLASH_OSS_120B: ("dflash", 16),
+    DFLASH_OSS: ("dflash", 16), DFLASH_OSS_120B: ("dflash", 16), DFLASH_35_4B: ("dflash", 16),
+    DFLASH_35_27B: ("dflash", 16),
 }  # fmt: skip
 """Block heads: dialect and block."""
 
@@ -226,6 +238,11 @@ def model(name: str) -> Path:
         (folder / "config.json").write_text(json.dumps(config))
     elif name == MIMO:
         save_mtp(folder, "MiMoForCausalLM", "mimo", num_nextn_predict_layers=1, **SIZES)
+    elif name in (QWEN35_4B, QWEN35_27B):
+        save_mtp(folder, "Qwen3_5ForCausalLM", "qwen3_next", **SIZES | DELTA)
+    elif name == QWEN_NEXT:
+        shared = {"shared_expert_intermediate_size": 16}
+        save_mtp(folder, "Qwen3NextForCausalLM", "qwen3_next", **SIZES | DELTA | EXPERTS | shared)
     elif name == SMALL_QWEN:  # with fewer rows of padding than the target, as on the hub
         small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCABULARY + 7, "tie_word_embeddings": True}
         save_model(folder, "Qwen2ForCausalLM", seed=1, **SIZES | small)
@@ -293,6 +310,7 @@ METERED = OPTIONS | {"extra_body": {"ignore_eos": True, "return_speculative_metr
 QUICK = (
     "llama-3.1-8b-instruct-eagle3", "llama-3-8b-instruct-fr-spec", "deepseek-v3-nextn", "qwen2.5-7b-standalone",
     "qwen3-8b-dflash2", "qwen3-8b-dflash-tree", "qwen3-30b-a3b-jetspec", "gpt-oss-120b-eagle3",
+    "qwen3.5-27b-dflash",
 )  # fmt: skip
 """One file of each kind of draft; NGRAM is in other tests. The rest are slow tests."""
 MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
@@ -301,7 +319,7 @@ MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
 def with_checkpoints(name: str) -> flags.Settings:
     """The file's settings with flags that name the checkpoints."""
     file = read(name)
-    argv = ["--model", model(file.model.model), *SMALL, "--no-speculative-adaptive"]  # so that every step drafts
+    argv = ["--model", model(file.model.model), *SMALL, "--tp", 1, "--no-speculative-adaptive"]  # every step drafts
     if path := file.speculative.speculative_draft_model_path:
         argv += ["--speculative-draft-model-path", draft_model(path)]
     if file.speculative.speculative_token_map:
@@ -401,6 +419,20 @@ def block(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
     return config(architecture, *sizes, **common | others)
 
 
+REAL_DELTA: dict[str, Any] = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+def multimodal(*sizes: int, **others: Any) -> dict[str, Any]:
+    """config.json of a Qwen3.5, whose language model has a section."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+    text = config("Qwen3_5ForCausalLM", *sizes, **REAL_DELTA, rope_parameters=rope, mtp_num_hidden_layers=1, **others)
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "torch_dtype": "bfloat16"}
+    return outer | {"text_config": text, "tie_word_embeddings": text.get("tie_word_embeddings", False)}
+
+
 ROPE_LLAMA_31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -469,6 +501,15 @@ REAL: dict[str, dict[str, Any]] = {
         (DFLASH_OSS, DFLASH_OSS_120B),
         block("DFlashDraftModel", 201088, 2880, 7680, 8, 64, 8, 131072, head_dim=64, mask_token_id=200000),
     ),
+    QWEN35_4B: multimodal(248320, 2560, 9216, 32, 16, 4, 262144, linear_num_value_heads=32, tie_word_embeddings=True),
+    QWEN35_27B: multimodal(248320, 5120, 17408, 64, 24, 4, 262144, linear_num_value_heads=48),
+    QWEN_NEXT: config(
+        "Qwen3NextForCausalLM", 151936, 2048, 5120, 48, 16, 2, 262144, model_type="qwen3_next", num_experts=512,
+        num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+        linear_num_value_heads=32, rope_theta=1e7, **REAL_DELTA,
+    ),
+    DFLASH_35_4B: block("DFlashDraftModel", 248320, 2560, 9728, 5, 32, 8, 262144, mask_token_id=248319),
+    DFLASH_35_27B: block("DFlashDraftModel", 248320, 5120, 17408, 5, 32, 8, 262144, mask_token_id=248319),
     DFLASH_4B: block("DFlashDraftModel", 151936, 2560, 9728, 5, 32, 8, 40960),
     DFLASH_8B: block("DFlashDraftModel", 151936, 4096, 12288, 5, 32, 8, 40960),
     DFLASH2: block("DFlash2DraftModel", 151936, 4096, 12288, 5, 32, 8, 40960, block_size=8),
@@ -493,7 +534,7 @@ def described(name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [MIMO, DEEPSEEK])
+@pytest.mark.parametrize("name", [MIMO, DEEPSEEK, QWEN35_27B, QWEN_NEXT])
 def test_mtp_layers_in_config_json(name):
     files = resolve(str(model(name)), progress=False)
     target = model_config(files.config)
