@@ -1,4 +1,4 @@
-"""`specjax train`: trains a draft head (EAGLE-3, EAGLE-1/2, MTP, DFlash, DSpark) for a target.
+"""`specjax train`: trains a draft head (EAGLE-3, EAGLE-1/2, MTP, DFlash, DSpark, DFlash2) for a target.
 
     specjax train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
@@ -6,8 +6,8 @@ The frozen target runs with the head; the only data needed is text. The same com
 run loses the steps since its last checkpoint. A larger --steps extends a run. The folder --output then has
 
     checkpoints/     to resume from
-    metrics.jsonl    loss, accuracy by round (of blocks by slot), tokens seen and tokens/s, accept lengths: `simulated`
-                     on the training text, and measured in the engine
+    metrics.jsonl    loss, accuracy by round (of blocks by slot), tokens seen and tokens/s; accept lengths: `simulated`
+                     on the training text and on held-back answers, and measured in the engine
     best/, head/     for the server: the head with the best accept length, and the last head
     curves.png       with matplotlib
 
@@ -30,7 +30,7 @@ from specjax.train.run import train
 def main(argv: list[str] | None = None) -> int:
     parser = settings.Parser(
         prog="specjax train",
-        description="Train a draft head for a target: EAGLE-3, EAGLE-1/2, MTP, DFlash or DSpark.",
+        description="Train a draft head for a target: EAGLE-3, EAGLE-1/2, MTP, DFlash, DSpark or DFlash2.",
         epilog=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

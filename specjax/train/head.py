@@ -66,7 +66,7 @@ class HeadDraft:
         settings, target = self._options.draft, self._source.config
         if self._options.block != BlockSettings():
             raise ValueError(f"the settings of [block] are for --draft {', '.join(BLOCKS)}, not {settings.draft}")
-        self._objective = objective(settings.draft, self._options.loss)
+        self._objective: Objective | BlockObjective = objective(settings.draft, self._options.loss)
         if settings.init_from is None:
             return head_config(settings, target, self._source.eos_ids), None
         return from_head(settings, target)
@@ -101,10 +101,12 @@ class HeadDraft:
                 weights = {**weights, "fc": fc, "feature_norm": jnp.copy(weights["layers_0"]["attention_norm"])}
         return weights, frozen
 
-    def loss(self, target: Target) -> Loss:
-        """The loss in the training dtype, after `first_weights`."""
-        config = replace(self.config, dtype=self._options.run.compute_dtype)
-        return head_loss(self._model(config, target), target, self._objective, self._scale)
+    def loss(self, target: Target, rounds: int | None = None) -> Loss:
+        """The loss in the training dtype, after `first_weights`. `rounds`: for measuring, without noise."""
+        config, objective = replace(self.config, dtype=self._options.run.compute_dtype), self._objective
+        if rounds is not None and isinstance(objective, Objective):
+            objective = objective._replace(weights=(1.0,) * rounds, noise=0.0)
+        return head_loss(self._model(config, target), target, objective, self._scale)
 
     def _model(self, config: Any, target: Target) -> DraftHead:
         return draft_head(config, target, backend=packed_attention)

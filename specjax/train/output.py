@@ -189,10 +189,15 @@ def plot(folder: Path) -> Path | None:
     for j in range(len(trained[0]["matched"])):
         right.plot([*tokens.values()], [row["matched"][j] for row in trained], "o-", markersize=4, label=f"round {j}")
     right.legend()
-    accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], "o-")
-    if "simulated" in trained[-1]:
-        accept.plot([*tokens.values()], [row.get("simulated", np.nan) for row in trained], ":")
-    titles = ("loss", "right, of the training text's tokens", "accept length (engine, held back; dotted: simulated)")
+    for points, name, style, label in (
+        (measured, "accept_length", "o-", "engine, held back"),
+        (measured, "simulated", "--", "simulated, held back"),
+        (trained, "simulated", ":", "simulated, training text"),
+    ):
+        lengths = [row.get(name, np.nan) for row in points]
+        accept.plot([tokens[row["step"]] for row in points], lengths, style, label=label)
+    accept.legend()
+    titles = ("loss", "right, of the training text's tokens", "accept length")
     for axes, title in zip((loss, right, accept), titles, strict=True):
         axes.set(title=title, xlabel="tokens seen")
         axes.grid(alpha=0.3)

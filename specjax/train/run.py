@@ -33,10 +33,10 @@ from specjax.train.block import BLOCKS
 from specjax.train.data import Example, Rows, batch_rows, load_data, pack, split
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
-from specjax.train.head import BlockDraft, HeadDraft, TargetSource
+from specjax.train.head import BlockDraft, HeadDraft, TargetSource, with_dtype
 from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
 from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
-from specjax.train.unroll import Teacher
+from specjax.train.unroll import Sums, Teacher
 from specjax.train.update import Metrics, TrainState, everywhere, spread
 
 DEFAULT_HELD_BACK = 64  # examples, at most a tenth of --data
@@ -180,7 +180,7 @@ class Trainer:
         self.target_params = place(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = update.schedule(options.optimizer, run.steps)
         optimizer = update.make_optimizer(options.optimizer, self.rate)
-        self.features = None if run.features == "none" else self._feature_store()
+        self.features = self._feature_store(inputs.rows)
         weights, self.frozen = draft.first_weights(target_params, self._first_batch)
         weights = everywhere(self.mesh, weights)
         with jax.numpy_dtype_promotion("standard"):
@@ -191,13 +191,28 @@ class Trainer:
             seed=run.train_seed, teach=None if self.features else teach_batch,
         )  # fmt: skip
         self._measure: Measure | None = None
+        # Examples whose prompts are decoded to measure the head, in whole batches of rows.
+        usable = [example for example in inputs.held_back if prompt_of(example)]
+        self._examples = usable[: options.measure.measure_prompts]
+        rows = pack(self._examples, options.data.row_length, 0)
+        self._held_back = Rows(*(np.pad(part, ((0, -len(part) % run.batch_size), (0, 0))) for part in rows))
+        self._held_back_features = self._feature_store(self._held_back) if self._examples else None
+        loss = draft.loss(target, rounds=options.measure.measure_steps)
 
-    def _feature_store(self) -> FeatureStore:
+        def evaluate(weights: Weights, frozen: Weights, target_params: Weights, batch: Rows, teacher: Teacher) -> Sums:
+            params = with_dtype(weights, dtype) | dict(frozen)
+            return loss(params, target_params, batch, teacher, jax.random.key(0))[1]
+
+        self._evaluate = jax.jit(evaluate)
+
+    def _feature_store(self, rows: Rows) -> FeatureStore | None:
         run, source, draft = self.options.run, self.inputs.source, self.inputs.draft
+        if run.features == "none":
+            return None
         stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files.weights]
         layers = draft.config.aux_layers
         return FeatureStore(
-            self._teach_on_host, self.inputs.rows,
+            self._teach_on_host, rows,
             folder=Path(run.feature_folder or Path(run.output) / "features"),
             widths=(draft.config.feature_size, source.config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
@@ -206,14 +221,19 @@ class Trainer:
 
     def _teach_on_host(self, rows: Rows) -> Teacher:
         """The target's forward over one batch."""
-        batch = jax.tree.map(lambda x: x[0], spread(self.mesh, rows, (1, -1)))
-        return jax.device_get(self._teach(self.target_params, batch))
+        return jax.device_get(self._teach(self.target_params, self._placed(rows)))
+
+    def _placed(self, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], spread(self.mesh, batch, (1, -1)))
+
+    def _taught(self, rows: Rows, features: FeatureStore | None, numbers: np.ndarray) -> tuple[Teacher, Rows]:
+        """The target's outputs for a batch of rows, equal in a resumed run."""
+        batch = Rows(*(part[numbers] for part in rows))
+        return features.get(numbers) if features else self._teach_on_host(batch), batch
 
     def _first_batch(self) -> tuple[Teacher, Rows]:
-        """The target's outputs for the first batch, equal in a resumed run."""
         numbers = self.row_numbers(0)[: self.options.run.batch_size]
-        first = Rows(*(part[numbers] for part in self.inputs.rows))
-        return self.features.get(numbers) if self.features else self._teach_on_host(first), first
+        return self._taught(self.inputs.rows, self.features, numbers)
 
     def row_numbers(self, step: int) -> np.ndarray:
         """The rows of the step that follows `step` steps."""
@@ -298,12 +318,12 @@ class Trainer:
         """Means over the steps since the last line of metrics.jsonl."""
         steps = [jax.device_get(metrics) for metrics, _ in pending]
         sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in steps))
-        matched = sums.matched / np.maximum(sums.slots, 1)
+        matched, simulated = right_shares(sums)
         return {
             "loss": round(float(np.mean([float(metrics.loss) for metrics in steps])), 5),
             "losses": [round(float(x), 4) for x in sums.loss / np.maximum(sums.counted, 1)],
-            "matched": [round(float(x), 4) for x in matched],
-            "simulated": round(1 + float(np.cumprod(matched).sum()), 4),  # accept length of a chain at these rates
+            "matched": matched,
+            "simulated": simulated,
             "inside": round(float(sums.counted[0] / max(sums.slots[0], 1)), 4),
             "gradient_norm": round(float(steps[-1].gradient_norm), 4),
             "learning_rate": float(np.asarray(self.rate(step - 1))),
@@ -324,22 +344,32 @@ class Trainer:
         earlier = [row for row in read_metrics(self.folder.folder) if "accept_length" in row]
         if (logged := next((row for row in earlier if row["step"] == step), None)) is not None:
             return Measured(*(logged[name] for name in Measured._fields))
-        prompts = [prompt for example in inputs.held_back if (prompt := prompt_of(example))][: settings.measure_prompts]
-        if not prompts:
+        if not self._examples:
             return None
         dtypes = self.options.export.export_dtype, inputs.source.config.dtype
         params = inputs.draft.served(self.draft_params(), *dtypes)
         if self._measure is None:
+            prompts = [prompt_of(example) for example in self._examples]
             self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
         measured = self._measure(params)
-        row = {"step": step, **measured._asdict()}
+        by_depth, simulated = right_shares(self._held_back_sums(), settings.measure_steps)
+        row = {"step": step, **measured._asdict(), "simulated": simulated, "simulated_by_depth": by_depth}
         if measured.accept_length > max((row["accept_length"] for row in earlier), default=0.0):
             self.export(self.folder.folder / "best", measured, [row])
         self.folder.log(row)
-        shares = " ".join(f"{share:.2f}" for share in measured.by_depth)
-        length = f"accept length {measured.accept_length:.3f} in the engine, by depth {shares}"
-        tqdm.write(f"step {step}: {length}", sys.stderr)
+        engine, text = (" ".join(f"{share:.2f}" for share in shares) for shares in (measured.by_depth, by_depth))
+        length = f"accept length {measured.accept_length:.3f} in the engine, by depth {engine}"
+        tqdm.write(f"step {step}: {length}; {simulated:.3f} simulated on the answers, by depth {text}", sys.stderr)
         return measured
+
+    def _held_back_sums(self) -> Sums:
+        """Sums over the answers to the measured prompts."""
+        size, parts = self.options.run.batch_size, list[Sums]()
+        for start in range(0, len(self._held_back.tokens), size):
+            numbers = np.arange(start, start + size)
+            teacher, batch = self._placed(self._taught(self._held_back, self._held_back_features, numbers))
+            parts.append(self._evaluate(self.state.params, self.frozen, self.target_params, batch, teacher))
+        return jax.tree.map(lambda *sums: np.sum(sums, axis=0), *jax.device_get(parts))
 
     def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
         draft, options = self.inputs.draft, self.options
@@ -353,6 +383,12 @@ class Trainer:
             folder, draft.config, self.draft_params(), self.inputs.source.config, target_name=options.model.model,
             card=card, dtype=options.export.export_dtype, license=options.export.license,
         )  # fmt: skip
+
+
+def right_shares(sums: Sums, depth: int | None = None) -> tuple[list[float], float]:
+    """Shares of right drafts in the first rounds or slots, and the accept length of a chain at these shares."""
+    shares = (sums.matched / np.maximum(sums.slots, 1))[:depth]
+    return [round(float(share), 4) for share in shares], round(1 + float(np.cumprod(shares).sum()), 4)
 
 
 def prompt_of(example: Example) -> list[int]:

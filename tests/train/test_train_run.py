@@ -109,7 +109,10 @@ def test_a_whole_run(train, tmp_path, kind):
         assert len(row["matched"]) == len(row["losses"]) == (1 if kind == "EAGLE" else 2)
         assert np.isfinite(row["loss"]) and row["learning_rate"] > 0
     assert 1 <= measured[-1]["accept_length"] == summary["accept_length"] <= 3
-    assert "loss" in err and "tok/s" in err and "accept length" in err
+    for row in measured:  # of a chain of --measure-steps, also for a head that is trained in one round
+        assert len(row["simulated_by_depth"]) == 2 and row["simulated"] <= 3
+        assert row["simulated"] == pytest.approx(1 + np.cumprod(row["simulated_by_depth"]).sum(), abs=1e-3)
+    assert "loss" in err and "tok/s" in err and "accept length" in err and "simulated" in err
     assert "step 6" in (folder / "head" / "README.md").read_text()
     # A kill between the last checkpoint and its measurement: the resumed run measures.
     file = folder / "metrics.jsonl"
