@@ -36,12 +36,13 @@ from specjax.models.rope import rotations
 
 
 class Slots(NamedTuple):
-    """The predictions of a block's D slots, before a walk. With a selector, of c candidates; else of all tokens."""
+    """The predictions of a block's D slots, before a walk. A selector has c candidates, best first."""
 
     hidden: Hidden  # [B, D, M]: outputs after the final norm
-    logits: Float32[Array, "B D W"]  # W = c with a selector
-    ids: Int32[Array, "B D c"] | None = None  # the candidates' ids of the head, best first
-    rows: Float[Array, "B D c r"] | None = None  # and their vectors
+    logits: Float32[Array, "B D W"]
+    best: Float32[Array, "B D c"] | None = None  # the candidates' logits
+    ids: Int32[Array, "B D c"] | None = None  # their ids of the head
+    rows: Float[Array, "B D c r"] | None = None  # their vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +137,7 @@ class BlockHead(DraftHead):
             return Slots(hidden, logits)
         best, ids = kernels.top_k(logits, min(self.config.candidates, logits.shape[2]))
         rows = embedding_rows(params["next"], ids.reshape(ids.shape[0], -1), self.config.dtype)
-        return Slots(hidden, best, ids, rows.reshape(*ids.shape, -1))
+        return Slots(hidden, logits, best, ids, rows.reshape(*ids.shape, -1))
 
     def _logits(self, target_params: Weights, params: Weights, hidden: Hidden) -> Float32[Array, "B D W"]:
         config, own = self.config, self.config.own_head
@@ -155,7 +156,8 @@ class BlockHead(DraftHead):
     def walk(
         self, params: Weights, slots: Slots, slot: int, previous: Tokens, state: Float[Array, "B N r"]
     ) -> tuple[Float32[Array, "B N W"], Float[Array, "B N r"]]:
-        """The logits of a slot after N different tokens, and the next state of the walk; only "rnn" has one.
+        """The logits of a slot after N different tokens, and the next state of the walk; only "rnn" has one. With a
+        selector, the logits are of the slot's candidates.
 
         Args:
             previous: int32 [B, N]. The target's ids of the tokens before the slot's.
@@ -166,11 +168,11 @@ class BlockHead(DraftHead):
         if config.walk == "none":
             return jnp.broadcast_to(logits, (*previous.shape, logits.shape[2])), state
         vector = embedding_rows(params["previous"], previous, config.dtype)
-        if slots.rows is not None:
+        if slots.best is not None and slots.rows is not None:
             query = vector * linear(hidden, params, "selector")
             rows = slots.rows[:, slot].astype(jnp.float32)
             scores = jnp.einsum("bkr,bcr->bkc", query.astype(jnp.float32), rows, precision="highest")
-            return logits + scores, state
+            return slots.best[:, slot, None] + scores, state
         hidden = jnp.broadcast_to(hidden, (*previous.shape, hidden.shape[2]))
         if config.walk == "gated":
             vector = jax.nn.sigmoid(linear(jnp.concatenate([hidden, vector], axis=-1), params, "gate")) * vector

@@ -1,4 +1,4 @@
-"""Training of draft heads: EAGLE-3, EAGLE-1/2, MTP and block heads (DFlash, DSpark). Read in this order:
+"""Training of draft heads: EAGLE-3, EAGLE-1/2, MTP and block heads (DFlash, DSpark, DFlash2). Read in this order:
 
     options     flags of `specjax train`
     data        JSONL lines to examples, packed into rows

@@ -10,7 +10,7 @@ An anchor x_t has a loss and is followed by another token with one. As in the en
 Blocks do not see each other. Drafts count until the first label that is in another example or has no loss. Losses and
 metrics are by slot: slot j of D predicts x_{t+1+j}. `matched` simulates greedy decoding: of the drafts whose earlier
 drafts in the block equal the text, those that are the target's most likely token. Sources: z-lab/dflash, SpecForge and
-speculators (anchors, D-PACE), deepseek-ai/DeepSpec (DSpark).
+speculators (anchors, D-PACE, DFlash2), deepseek-ai/DeepSpec (DSpark).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
+from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
 from specjax_kernels import Causal
 
 from specjax.cache import Weights
 from specjax.config import Walk
-from specjax.models.block_head import BlockHead
+from specjax.models.block_head import BlockHead, Slots
 from specjax.models.blocks import PLAIN_SCORES, KeyValue, Past, Scores, soft_cap
 from specjax.models.target import Target
 from specjax.train.data import Rows
@@ -38,7 +38,8 @@ D_PACE = 0.5  # alpha: the least rate at which later slots are taken to be reach
 
 class BlockObjective(NamedTuple):
     """The loss of a slot is `cross_entropy` times -log q(label) plus `distance` times the L1 distance of the head's and
-    the target's distributions over the draft vocabulary."""
+    the target's distributions over the draft vocabulary. A selector adds -log q(label) over its candidates, with the
+    label in the last one's place if it is not among them."""
 
     walk: Walk = "none"  # of a new head
     cross_entropy: float = 1.0
@@ -50,6 +51,7 @@ class BlockObjective(NamedTuple):
 BLOCKS: dict[str, BlockObjective] = {
     "DFLASH": BlockObjective(),
     "DSPARK": BlockObjective("vanilla", cross_entropy=0.1, distance=0.9, decay=4.0),
+    "DFLASH2": BlockObjective("selector"),
 }
 """By algorithm."""
 
@@ -70,35 +72,43 @@ def block_loss(
         places = jnp.minimum(places, length - 1)
         return jax.vmap(lambda row, place: row[place])(x, places).reshape(-1, depth, *x.shape[2:])
 
-    logits = block_logits(head, params, target_params, batch, teacher.features, slots)
     label, best = at(draft_ids[batch.tokens], before + 1), at(draft_ids[teacher.top], before)
+    found, walked = block_logits(head, params, target_params, batch, teacher.features, slots, label)
+    logits = walked if found.ids is None else found.logits
     learnt = at(batch.loss, before + 1) & (at(batch.segments, before + 1) == at(batch.segments, before))
     learnt &= (before + 1 < length).reshape(learnt.shape) & used.reshape(-1, 1)
     learnt = jnp.cumprod(learnt, axis=1).astype(bool)
     counted = (learnt & (label >= 0)).astype(jnp.float32)
 
-    entropy = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0))
+    def weighted(losses: Losses, entropy: Losses) -> Array:
+        if objective.decay is None:
+            weights = d_pace(lax.stop_gradient(entropy), counted)
+        else:
+            weights = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / objective.decay)[None]
+        return jnp.sum(weights * losses)
+
+    entropy = cross_entropy(logits, jnp.maximum(label, 0))
     losses = objective.cross_entropy * entropy
     if objective.distance:
         taught = lax.stop_gradient(jax.nn.softmax(target.unembed(target_params, teacher.hidden, ids)))
         losses += objective.distance * jnp.abs(jax.nn.softmax(logits) - at(taught, before)).sum(axis=-1)
-    if objective.decay is None:
-        weights = d_pace(lax.stop_gradient(entropy), counted)
-    else:
-        weights = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / objective.decay)[None]
+    total, draft = weighted(losses, entropy), jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if found.ids is not None:
+        choice, draft = choose(walked, found.ids, label)
+        total, losses = total + weighted(choice, choice), losses + choice
 
-    draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     agreed = jnp.cumprod(draft == label, axis=1).astype(bool)
     reached = learnt & jnp.pad(agreed[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     parts = counted * losses, reached & (draft == best), counted, reached
-    return jnp.sum(weights * losses), Sums(*(part.sum(axis=0, dtype=jnp.float32) for part in parts))
+    return total, Sums(*(part.sum(axis=0, dtype=jnp.float32) for part in parts))
 
 
 def block_logits(
     head: BlockHead, params: Weights, target_params: Weights, batch: Rows, features: Float[Array, "B N F"],
-    slots: Int32[Array, "B A"],
-) -> Float32[Array, "_ D W"]:  # fmt: skip
-    """Logits of the blocks at these slots, [B * A, D, W]; in a walk, after the tokens of the text."""
+    slots: Int32[Array, "B A"], label: Int32[Array, "_ D"],
+) -> tuple[Slots, Float32[Array, "_ D W"]]:  # fmt: skip
+    """Predictions of the blocks at these slots, B * A, and their logits after the text's tokens. With a selector, the
+    candidates are followed by `label`, ids of the head, and the second logits are of these tokens."""
     width, depth = head.config.block, head.config.drafts_of(head.config.block)
     anchor, start = (jnp.take_along_axis(x, slots, axis=1).reshape(-1) for x in (batch.tokens, batch.positions))
     first = slots.reshape(-1, 1) - start[:, None]  # of the example
@@ -106,13 +116,31 @@ def block_logits(
     outputs = head.block(target_params, params, anchor, width, context, first, start, start)
     found = head.slots(target_params, params, outputs, depth)
     if head.config.walk == "none":
-        return found.logits
+        return found, found.logits
+    if found.ids is not None:
+        own = jnp.maximum(label, 0)[:, :, None]
+        further = jnp.take_along_axis(found.logits, own, axis=2), own, params["next"][own]
+        joined = (jnp.concatenate(parts, axis=2) for parts in zip(found[2:], further, strict=True))
+        found = Slots(*found[:2], *joined)
     state, walked = head.start(len(anchor)), []
     for slot in range(depth):
         previous = jnp.take_along_axis(ahead(batch.tokens, slot), slots, axis=1).reshape(-1, 1)
         logits, state = head.walk(params, found, slot, previous, state)
         walked.append(logits)
-    return jnp.concatenate(walked, axis=1)
+    return found, jnp.concatenate(walked, axis=1)
+
+
+def choose(
+    logits: Float32[Array, "n D Q"], ids: Int32[Array, "n D Q"], label: Int32[Array, "n D"]
+) -> tuple[Losses, Int32[Array, "n D"]]:
+    """A selector's losses and drafts. The Q tokens `ids` are its candidates and the label."""
+    candidates = ids[:, :, :-1]
+    is_label = candidates == label[:, :, None]
+    missing, last = ~is_label.any(axis=-1), candidates.shape[2] - 1
+    learnt = logits[:, :, :-1].at[:, :, -1].set(jnp.where(missing, logits[:, :, -1], logits[:, :, last]))
+    place = jnp.where(missing, last, jnp.argmax(is_label, axis=-1).astype(jnp.int32))
+    draft = jnp.argmax(logits[:, :, :-1], axis=-1, keepdims=True)
+    return cross_entropy(learnt, place), jnp.take_along_axis(candidates, draft, axis=2)[:, :, 0]
 
 
 def draw_anchors(batch: Rows, count: int, key: Array) -> tuple[Int32[Array, "B A"], Bool[Array, "B A"]]:

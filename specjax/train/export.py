@@ -14,7 +14,8 @@ Tensors have the names and layouts of published heads, from the tables that load
 - SGLang and vLLM, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v. Only engines that
   detect biases by their tensors read a head without them. transformers' `model_type` of this layer is qwen2.
 
-- z-lab/dflash, SGLang and vLLM, block heads: `dflash_config`; `DSparkDraftModel` and `projector_type` as in SpecForge.
+- z-lab/dflash, SGLang and vLLM, block heads: `dflash_config`; `DSparkDraftModel` and `projector_type` as in SpecForge;
+  `DFlash2DraftModel`, whose convolution and selector are described in `dflash_config`.
   A draft vocabulary (`draft_vocab_size`, d2t, t2d, lm_head) is speculators' extension.
 
 Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_capture`; vllm-project/vllm 00bd149,
@@ -168,9 +169,16 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
 
 def _block_keys(config: BlockConfig, target: ModelConfig) -> dict[str, Any]:
     """Keys of a block head: z-lab's, and with a Markov head SpecForge's."""
-    markov = {"projector_type": "dspark", "markov_rank": config.rank, "markov_head_type": config.walk}
+    architecture, walk = "DFlashDraftModel", dict[str, Any]()
+    if config.walk == "selector":
+        architecture, group = "DFlash2DraftModel", config.hidden_size // config.conv_groups
+        walk = {"conv_kernel_size": config.conv_taps, "conv_group_size": group}
+        walk |= {"selector_rank": config.rank, "selector_top_k": config.candidates}
+    elif config.walk != "none":
+        architecture = "DSparkDraftModel"
+        walk = {"projector_type": "dspark", "markov_rank": config.rank, "markov_head_type": config.walk}
     keys: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel" if config.walk == "none" else "DSparkDraftModel"], "model_type": "qwen3",
+        "architectures": [architecture], "model_type": "qwen3",
         "block_size": config.block, "num_target_layers": target.num_layers,
         "layer_types": [LAYER_TYPES[0 if window else 1] for window in config.windows],
         "sliding_window": next(filter(None, config.windows), None),
@@ -178,7 +186,8 @@ def _block_keys(config: BlockConfig, target: ModelConfig) -> dict[str, Any]:
             "mask_token_id": config.mask_token, "target_layer_ids": list(config.aux_layers),
             "sample_from_anchor": config.from_anchor, "input_embedding_scale": config.input_scale,
             "output_multiplier": config.output_scale, "final_logit_softcapping": config.logit_softcap,
-        } | (markov if config.walk != "none" else {}),
+            **walk,
+        },
     }  # fmt: skip
     if len({*config.causal}) == 1:  # otherwise layers with a window are causal
         keys["is_causal"] = config.causal[0]

@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int32
 from specjax import checkpoint
 from specjax.cache import Weights
 from specjax.checkpoint import ModelFiles
-from specjax.checkpoint.block_head import default_block_features
+from specjax.checkpoint.block_head import MARKOV_HEADS, default_block_features
 from specjax.config import BlockConfig, HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, block_drafter, eagle_drafter
 from specjax.models import make_target
@@ -31,6 +31,7 @@ from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unr
 from specjax.train.vocab import token_map
 
 FROZEN = ("ids",)  # leaves of a head that are not trained
+CONV_TAPS, CONV_GROUP = 2, 16  # of a new DFLASH2 head: slots that a convolution mixes, channels with equal kernels
 NORM_SCALE = 0.3
 """Factor on the target's final norm in a new EAGLE-3 or block head, so that an untrained layer gives flat
 distributions. On SmolLM2 the first loss of EAGLE-3 is near a uniform distribution's, and 60,000 tokens reach the loss
@@ -146,8 +147,8 @@ class BlockDraft(HeadDraft):
         self._objective = BLOCKS[name]._replace(anchors=options.block.anchors or max(options.data.row_length // 4, 1))
         if options.loss != LossSettings():
             raise ValueError(f"--loss and --rounds are for --draft {', '.join(ALGORITHMS)}; {name} has its own loss")
-        if options.block.markov_rank is not None and self._objective.walk == "none":
-            raise ValueError(f"--markov-rank is for --draft DSPARK; {name} has no Markov head")
+        if options.block.walk_rank is not None and self._objective.walk == "none":
+            raise ValueError(f"--walk-rank is for --draft DSPARK and DFLASH2; {name} has no walk")
         if options.draft.init_from is None:
             config, params = block_head_config(options, self._source), None
         else:
@@ -219,13 +220,23 @@ def block_head_config(options: TrainOptions, source: TargetSource) -> BlockConfi
     default = default_block_features(target.num_layers, layers)
     # The output of the last layer is not read, since other engines return it normalised.
     aux_layers = aux_layers_of(options.draft.aux_layers, target.num_layers - 1, default)
-    walk, own = BLOCKS[options.draft.draft].walk, size < target.vocab_size
+    own = size < target.vocab_size
     return BlockConfig(
         feature_size=target.hidden_size * len(aux_layers), vocab_size=size, aux_layers=aux_layers, own_head=own,
         mapped=own, layers=layers, block=block.block_size or 16, mask_token=mask, from_anchor=False,
-        windows=(None,) * layers, causal=(False,) * layers, walk=walk,
-        rank=0 if walk == "none" else block.markov_rank or 256, **_layer_fields(target),
+        windows=(None,) * layers, causal=(False,) * layers, **_layer_fields(target),
+        **_walk_fields(options.draft.draft, block, target.hidden_size),
     )  # fmt: skip
+
+
+def _walk_fields(algorithm: str, block: BlockSettings, width: int) -> dict[str, Any]:
+    walk = BLOCKS[algorithm].walk
+    fields = {"walk": walk, "rank": 0 if walk == "none" else block.walk_rank or 256}
+    if walk != "selector":
+        return fields
+    if width % CONV_GROUP:
+        raise ValueError(f"--draft {algorithm} needs a head whose width is a multiple of {CONV_GROUP}, not {width}")
+    return fields | {"conv_taps": CONV_TAPS, "conv_groups": width // CONV_GROUP}
 
 
 def _vocabulary(requested: int, target: ModelConfig, ends: Sequence[int]) -> int:
@@ -251,25 +262,35 @@ def _layer_fields(target: ModelConfig) -> dict[str, Any]:
 def from_head(
     settings: DraftSettings, target: ModelConfig, block: BlockSettings | None = None
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
-    """The head of --init-from, float32. Raises CheckpointError, or ValueError if a setting contradicts the head."""
+    """The head of --init-from, float32. A DFLASH head gets the further parts of a DSPARK or DFLASH2 head.
+
+    Raises CheckpointError, or ValueError if a setting contradicts the head.
+    """
     assert settings.init_from is not None
     kind = ALGORITHMS[settings.draft].kind if block is None else BlockConfig.kind
-    head, params = checkpoint.load_head(settings.init_from, replace(target, dtype="float32"), kind=kind)
+    target = replace(target, dtype="float32")
+    head, loaded = checkpoint.load_head(settings.init_from, target, kind=kind)
+    params: dict[str, Any] = dict(loaded)
     stated: list[tuple[str, Any, Any]] = [
         ("--draft-vocab-size", settings.draft_vocab_size or None, head.vocab_size),
         ("--aux-layers", " ".join(settings.aux_layers) or None, " ".join(map(str, head.aux_layers))),
     ]
     if isinstance(head, BlockConfig) and block is not None:
-        if (head.walk == "none") != (BLOCKS[settings.draft].walk == "none") or head.walk == "selector":
+        wanted = _walk_fields(settings.draft, block, head.hidden_size)
+        if head.walk == "none" and wanted["walk"] != "none":
+            head = replace(head, **wanted)
+            for name, leaf in init_head_params(head, make_target(target), jax.random.key(0)).items():
+                params[name] = {**leaf, **params[name]} if name.startswith("layers_") else params.get(name, leaf)
+        elif head.walk != wanted["walk"] and not {head.walk, wanted["walk"]} <= {*MARKOV_HEADS}:
             raise ValueError(f"--init-from {settings.init_from} has the walk {head.walk}, not one of {settings.draft}")
         stated += [
             ("--block-size", block.block_size, head.block), ("--draft-layers", block.draft_layers, head.layers),
-            ("--mask-token", block.mask_token, head.mask_token), ("--markov-rank", block.markov_rank, head.rank),
+            ("--mask-token", block.mask_token, head.mask_token), ("--walk-rank", block.walk_rank, head.rank),
         ]  # fmt: skip
     for flag, value, actual in stated:
         if value is not None and value != actual:
             raise ValueError(f"{flag} {value} differs from --init-from {settings.init_from}, {actual}; leave it out")
-    return head, dict(params)
+    return head, params
 
 
 def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:

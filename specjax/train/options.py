@@ -52,8 +52,8 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """Heads that draft a block in one forward: DFLASH, and DSPARK with a Markov head. Their loss is weighted by D-PACE
-    (DFLASH) or exp(-slot / 4) (DSPARK)."""
+    """Heads that draft a block in one forward: DFLASH, DSPARK with a Markov head, DFLASH2 with convolutions and a
+    selector. Their loss is weighted by D-PACE, of DSPARK by exp(-slot / 4)."""
 
     block_size: int | None = setting(None, "tokens of a block, the anchor included; default: 16", minimum=2, maximum=65)
     draft_layers: int | None = setting(None, "decoder layers of the head; default: 5", minimum=1)
@@ -61,7 +61,9 @@ class BlockSettings:
         None, "id in the places of a block after the anchor; default: the first id that no token has", minimum=0
     )
     anchors: int | None = setting(None, "blocks in a row, drawn in each step; default: row-length / 4", minimum=1)
-    markov_rank: int | None = setting(None, "channels of DSPARK's Markov head; default: 256", minimum=1)
+    walk_rank: int | None = setting(
+        None, "channels of DSPARK's Markov head or DFLASH2's selector; default: 256", minimum=1
+    )
 
 
 def aux_layers_of(chosen: Sequence[str], layers: int, default: tuple[int, ...] | None = None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from specjax.models.draft_head import init_head_params
 from specjax.sampling import sampling_row
 from specjax.train.__main__ import main
 from specjax.train.block import BLOCKS, BlockObjective, block_attention, block_logits, block_loss, d_pace, draw_anchors
-from specjax.train.data import Example, Rows, pack
+from specjax.train.data import Example, Rows, pack, split
 from specjax.train.export import export_head
 from specjax.train.features import teach, training_target
 from specjax.train.head import from_head
@@ -42,6 +43,7 @@ PLAIN = BlockConfig(
     from_anchor=False, windows=(None, None), causal=(False, False),
 )  # fmt: skip
 MAPPED: dict[str, Any] = {"vocab_size": W, "own_head": True, "mapped": True}
+SELECTOR: dict[str, Any] = {"walk": "selector", "rank": 5, "candidates": 4, "conv_taps": 2, "conv_groups": 4}
 HEADS = {
     "dflash": PLAIN,
     "mapped": replace(PLAIN, **MAPPED),
@@ -49,6 +51,12 @@ HEADS = {
     "from anchor": replace(PLAIN, from_anchor=True),
     "dspark": replace(PLAIN, walk="vanilla", rank=5, **MAPPED),
     "rnn": replace(PLAIN, walk="rnn", rank=5),
+    "dflash2": replace(PLAIN, **SELECTOR),
+    "dflash2 mapped": replace(PLAIN, windows=(3, None), **SELECTOR, **MAPPED),
+}
+NEW_WALKS: dict[str, dict[str, Any]] = {
+    "DSPARK": {"walk": "vanilla", "rank": 6},
+    "DFLASH2": {"walk": "selector", "rank": 6, "conv_taps": 2, "conv_groups": 1},
 }
 IDS = np.array([1, 2, 5, 6, 8, 11, 12, 17, 18], np.int32)
 
@@ -60,7 +68,15 @@ class World:
         self.config, self.rng = HEADS[name], np.random.default_rng(seed)
         self.target, self.target_params = make_target(TARGET), init_params(TARGET, jax.random.key(0))
         params = init_head_params(self.config, self.target, jax.random.key(1))
-        self.params = dict(jax.tree.map(lambda leaf: leaf if leaf.ndim < 2 else leaf * 12, dict(params)))
+        keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(params))))
+        self.params = dict(
+            jax.tree.map(
+                lambda leaf: leaf if leaf.ndim < 2 else leaf + 0.24 * jax.random.normal(next(keys), leaf.shape),
+                dict(params),
+            )
+        )
+        if self.config.walk == "selector":
+            self.params |= {name: self.params[name] * 6 for name in ("previous", "next")}
         if self.config.mapped:
             self.params["ids"] = jnp.asarray(IDS)
         self.head = BlockHead(self.config, make_target(TARGET, backend=packed_attention), block_attention)
@@ -80,6 +96,10 @@ class World:
             jnp.asarray([draw.normal(0, 3, M) for draw in draws], jnp.float32).reshape(*shape, -1),
             jnp.asarray([draw.integers(0, V) for draw in draws], jnp.int32).reshape(shape),
         )
+
+    def logits(self, batch: Rows, features: jax.Array, slots: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Logits after the text of the blocks at these slots, [n, D, W or c], and the target's ids of their tokens."""
+        return text_logits(self.head, self.params, self.target_params, batch, features, slots)
 
     def propose(self, features: jax.Array, anchor: int):
         """The engine's draft of the whole block after these features [n, F]: a chain."""
@@ -101,6 +121,16 @@ class World:
         return np.asarray(tree.tokens)[0, 1:], np.asarray(tree.scores)[0, 1:]
 
 
+def text_logits(head: BlockHead, params: Any, target_params: Any, batch: Rows, features: jax.Array, slots: Any) -> Any:
+    """See `World.logits`."""
+    label = jnp.zeros((np.size(slots), head.config.drafts_of(head.config.block)), jnp.int32)
+    found, logits = block_logits(head, params, target_params, batch, features, jnp.asarray(slots), label)
+    ids = np.asarray(params["ids"]) if head.config.mapped else np.arange(V)
+    if found.ids is None:
+        return np.asarray(logits), np.broadcast_to(ids, logits.shape)
+    return np.asarray(logits)[:, :, :-1], ids[np.asarray(found.ids)[:, :, :-1]]
+
+
 @pytest.mark.parametrize("name", list(HEADS))
 def test_packed_rows_equal_propose(name):
     """At the first positions of an example and later, in the first example of a row and in the second. The text after
@@ -119,16 +149,17 @@ def test_packed_rows_equal_propose(name):
         text, slot = tokens.copy(), slots[0, place]
         text[0, slot + 1 : slot + 1 + world.depth] = drafts
         batch = jax.tree.map(jnp.asarray, rows._replace(tokens=text))
-        found = block_logits(world.head, world.params, world.target_params, batch, teacher.features, jnp.asarray(slots))
-        logits.append(np.asarray(found)[place])
-    for (drafts, scores), found in zip(expected, logits, strict=True):
-        best = found.argmax(axis=1)
-        np.testing.assert_array_equal(IDS[best] if world.config.mapped else best, drafts)
+        logits.append([part[place] for part in world.logits(batch, teacher.features, slots)])
+    for (drafts, scores), (found, ids) in zip(expected, logits, strict=True):
+        best = found.argmax(axis=1)[:, None]
+        np.testing.assert_array_equal(np.take_along_axis(ids, best, axis=1)[:, 0], drafts)
         log_probs = np.asarray(jax.nn.log_softmax(found)).max(axis=1)
         np.testing.assert_allclose(np.cumsum(log_probs), scores, rtol=2e-4, atol=2e-5)
+    if world.config.walk == "selector":  # whose choice is not always the first candidate
+        assert any(found.argmax(axis=1).any() for found, _ in logits)
 
 
-@pytest.mark.parametrize("name", ["mapped", "dspark"])
+@pytest.mark.parametrize("name", ["mapped", "dspark", "dflash2 mapped"])
 @pytest.mark.parametrize("algorithm", list(BLOCKS))
 def test_examples_of_a_row_do_not_meet(name, algorithm):
     """Loss and sums over all anchors equal the sum over rows of one example each."""
@@ -150,49 +181,66 @@ def test_examples_of_a_row_do_not_meet(name, algorithm):
         np.testing.assert_allclose(whole, np.sum(parts, axis=0), rtol=2e-5)
 
 
-def test_sums_equal_a_loop():
+@pytest.mark.parametrize("name", ["mapped", "dflash2 mapped"])
+def test_sums_equal_a_loop(name):
     """Loss, `matched`, `counted` and `slots` by the words of their descriptions, slot by slot."""
-    world = World("mapped")
+    world = World(name)
     rows = pack(world.examples(13, 9), 24, 0)
     teacher, length = world.outputs(rows), 24
     batch = jax.tree.map(jnp.asarray, rows)
     # Labels that are often right, so that later slots are reached.
     every = jnp.arange(length, dtype=jnp.int32)[None]
-    logits = np.asarray(block_logits(world.head, world.params, world.target_params, batch, teacher.features, every))
+    logits, ids = world.logits(batch, teacher.features, every)
+    drafts = np.take_along_axis(ids, logits.argmax(axis=-1)[:, :, None], axis=2)[:, :, 0]
     tokens, top = rows.tokens.copy(), world.rng.integers(0, V, (1, length))
     for slot in range(0, length - 1, 2):
-        tokens[0, slot + 1] = IDS[logits[slot, 0].argmax()]
-        top[0, slot : slot + 2] = IDS[logits[slot, :2].argmax(axis=1)]
+        tokens[0, slot + 1] = drafts[slot, 0]
+        top[0, slot : slot + 2] = drafts[slot, :2]
     batch = batch._replace(tokens=jnp.asarray(tokens))
     teacher = teacher._replace(top=jnp.asarray(top, jnp.int32))
-    logits = np.asarray(block_logits(world.head, world.params, world.target_params, batch, teacher.features, every))
-    log_probs = np.asarray(jax.nn.log_softmax(logits))
     index = {int(token): i for i, token in enumerate(IDS)}
-    total, sums = 0.0, np.zeros((4, world.depth))
+    after = np.pad(tokens[0], (0, BLOCK))[np.arange(length)[:, None] + 1 + np.arange(world.depth)]
+    labels = np.array([[index.get(int(token), -1) for token in block] for block in after], np.int32)
+    found, walked = block_logits(
+        world.head, world.params, world.target_params, batch, teacher.features, every, jnp.asarray(labels)
+    )
+    log_probs, walked = np.asarray(jax.nn.log_softmax(found.logits)), np.asarray(walked)
+    total, sums, missing = 0.0, np.zeros((4, world.depth)), 0
     for slot in range(length):
-        labels = []
-        for other in range(slot, min(slot + BLOCK, length)):
-            if not rows.loss[0, other] or rows.segments[0, other] != rows.segments[0, slot]:
+        counts = 0
+        while slot + counts < min(length, slot + BLOCK) and rows.loss[0, slot + counts]:
+            if rows.segments[0, slot + counts] != rows.segments[0, slot]:
                 break
-            labels.append(int(tokens[0, other]))
-        if len(labels) < 2:
+            counts += 1
+        if counts < 2:
             continue
-        entropy, counted, reached = np.zeros(world.depth), np.zeros(world.depth), True
-        for j, label in enumerate(labels[1:]):
-            counted[j] = label in index
-            entropy[j] = -log_probs[slot, j, index[label]] if label in index else 9.0
-            draft = int(IDS[logits[slot, j].argmax()])
-            sums[1, j] += reached and draft == top[0, slot + j]
+        entropy, choice, counted, reached = *np.zeros((3, world.depth)), True
+        for j, label in enumerate(labels[slot, : counts - 1]):
+            counted[j] = label >= 0
+            entropy[j] = -log_probs[slot, j, label]
+            draft = walked[slot, j].argmax()
+            if found.ids is not None:
+                *candidates, own = np.asarray(found.ids)[slot, j].tolist()
+                scores = walked[slot, j]
+                draft = candidates[scores[:-1].argmax()]
+                assert own == max(label, 0)
+                if label >= 0 and label not in candidates:
+                    missing, candidates, scores = missing + 1, [*candidates[:-1], own], np.delete(scores, -2)
+                kept = scores[: len(candidates)]
+                choice[j] = np.log(np.exp(kept).sum()) - kept[candidates.index(label)] if label >= 0 else 9.0
+            sums[1, j] += reached and int(IDS[draft]) == top[0, slot + j]
             sums[3, j] += reached
             reached = reached and draft == label
         total += (loop_d_pace(entropy, counted, 0.5) * entropy).sum()
-        sums[0] += counted * entropy
+        total += (loop_d_pace(choice, counted, 0.5) * choice).sum() if found.ids is not None else 0.0
+        sums[0] += counted * (entropy + choice)
         sums[2] += counted
     actual, parts = block_loss(
         world.head, world.target, world.params, world.target_params, batch, teacher, BlockObjective(anchors=length),
         jax.random.key(2),
     )  # fmt: skip
     assert sums[1, 1] > 0 and sums[3, 0] > sums[1, 0] and sums[2, 0] < sums[3, 0]
+    assert (missing > 3) == (found.ids is not None)
     np.testing.assert_allclose(actual, total, rtol=1e-5)
     np.testing.assert_allclose(np.stack(parts), sums, rtol=1e-5)
 
@@ -247,7 +295,9 @@ def test_init_from(name, tmp_path):
     """The exported head is read with equal configuration and parameters; flags that differ are refused."""
     world, folder = World(name), str(tmp_path / "head")
     export_head(folder, world.config, world.params, TARGET, target_name="t", card="", dtype="float32")
-    settings = DraftSettings(draft="DFLASH" if world.config.walk == "none" else "DSPARK", init_from=folder)
+    walk = world.config.walk
+    algorithm, other = {"none": ("DFLASH", ""), "selector": ("DFLASH2", "DSPARK")}.get(walk, ("DSPARK", "DFLASH2"))
+    settings = DraftSettings(draft=algorithm, init_from=folder)
     config, params = from_head(settings, TARGET, BlockSettings(block_size=BLOCK, mask_token=V - 1))
     assert config == world.config
     jax.tree.map(np.testing.assert_array_equal, params, world.params)
@@ -257,14 +307,35 @@ def test_init_from(name, tmp_path):
     ):
         with pytest.raises(ValueError, match=expected):
             from_head(settings, TARGET, BlockSettings(**changes))
-    other = replace(settings, draft="DSPARK" if world.config.walk == "none" else "DFLASH")
-    with pytest.raises(ValueError, match=f"has the walk {world.config.walk}, not one of {other.draft}"):
-        from_head(other, TARGET, BlockSettings())
+    for draft in (other, "DFLASH") if other else ():
+        with pytest.raises(ValueError, match=f"has the walk {walk}, not one of {draft}"):
+            from_head(replace(settings, draft=draft), TARGET, BlockSettings())
+
+
+@pytest.mark.parametrize("algorithm", ["DSPARK", "DFLASH2"])
+def test_init_from_a_dflash_head(algorithm, tmp_path):
+    """A head with a walk starts from a DFLASH head: it has its weights, and a new DFLASH2 head its outputs."""
+    world, folder = World("mapped"), str(tmp_path / "head")
+    export_head(folder, world.config, world.params, TARGET, target_name="t", card="", dtype="float32")
+    config, params = from_head(DraftSettings(draft=algorithm, init_from=folder), TARGET, BlockSettings(walk_rank=6))
+    assert config == replace(world.config, **NEW_WALKS[algorithm]) and params["previous"].shape == (V, 6)
+    layer = params["layers_1"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        {name: layer[name] for name in world.params["layers_1"]},
+        world.params["layers_1"],
+    )
+    np.testing.assert_array_equal(params["head"], world.params["head"])
+    features = jnp.asarray(world.rng.normal(size=(5, 2 * M)), jnp.float32)
+    before, _ = world.propose(features, 4)
+    zero = {"next": jnp.zeros_like(params["next"])}
+    world.config, world.params = config, params | zero
+    np.testing.assert_array_equal(world.propose(features, 4)[0], before)
 
 
 BLOCK_FLAGS: dict[str, Any] = {
     "draft": "DFLASH", "rounds": None, "block_size": BLOCK, "draft_layers": 1, "aux_layers": ("1", "2"),
-    "mask_token": 3, "anchors": 24, "draft_vocab_size": 30, "measure_prompts": 3, "measure_tokens": 10,
+    "mask_token": 3, "anchors": 64, "draft_vocab_size": 30, "measure_prompts": 3, "measure_tokens": 10,
     "measure_steps": 3,
 }  # fmt: skip
 
@@ -295,12 +366,12 @@ def train(model: Path, data: Path, output: Path, capfd, **changes: Any):
     return json.loads(printed.out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("algorithm", ["DFLASH", pytest.param("DSPARK", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DFLASH2", pytest.param("DSPARK", marks=pytest.mark.slow)])
 def test_a_whole_run(model, answers, tmp_path, capfd, algorithm):
     """Loss falls, a run resumes bit for bit, and the exported head drafts as simulated, without changing the text."""
     flags = {"draft": algorithm, "steps": 40, "checkpoint_every": 20, "log_every": 5, "export_dtype": "float32"}
-    if algorithm == "DSPARK":
-        flags |= {"markov_rank": 8, "measure_prompts": 0}
+    if algorithm != "DFLASH":
+        flags |= {"walk_rank": 8}
     summary = train(model, answers, tmp_path / "run", capfd, **flags)
     rows = [row for row in read_metrics(tmp_path / "run") if "losses" in row]
     # The target's distribution, which DSPARK learns, is nearly flat.
@@ -324,38 +395,67 @@ def test_a_whole_run(model, answers, tmp_path, capfd, algorithm):
     written = engine.generate([text["prompt_ids"] for text in texts], sampling)
     assert [done.output_ids for done in written] == [text["response_ids"] for text in texts]
     histogram = np.sum([done.spec_accept_histogram for done in written], axis=0)
-    expected = simulated_histogram(model, resumed / "head", texts)
-    assert expected[1:].sum() > (0.1 * expected.sum() if algorithm == "DFLASH" else 0)
-    np.testing.assert_array_equal(histogram, expected)
+    assert histogram[1:].sum() > (0 if algorithm == "DSPARK" else 0.1 * histogram.sum())
+    tokens = [np.array(text["prompt_ids"] + text["response_ids"], np.int32) for text in texts]
+    examples = [Example(each, np.arange(len(each)) >= 6) for each in tokens]
+    rows, drafts = drafts_after_text(model, resumed / "head", examples)
+    np.testing.assert_array_equal(histogram, simulated_histogram(rows, drafts))
+    # The first answers of those held back, of which each token may be an anchor.
+    rows, drafts = drafts_after_text(model, resumed / "head", split(examples, 4, 0)[1][:3])
+    right = np.array(list(slot_counts(rows, drafts))).sum(axis=0)
+    measured = next(row for row in reversed(read_metrics(resumed)) if "accept_length" in row)
+    np.testing.assert_allclose(measured["simulated_by_depth"], right[:, 1] / np.maximum(right[:, 0], 1), atol=1e-4)
+    length = 1 + np.cumprod(measured["simulated_by_depth"]).sum()
+    assert measured["simulated"] == pytest.approx(length, abs=1e-3)
 
 
-def simulated_histogram(model: Path, head: Path, texts: list[dict[str, Any]]) -> np.ndarray:
-    """Steps by accepted drafts, if the texts were decoded with the drafts of packed rows."""
+def drafts_after_text(model: Path, head: Path, examples: list[Example]) -> tuple[Rows, np.ndarray]:
+    """Packed rows, and the drafts [rows, N, D] of blocks at all slots."""
     files = checkpoint.resolve(str(model))
     config = checkpoint.model_config(files.config, dtype="float32")
     params = checkpoint.load_params(files, config, quantization="none", progress=False)
     described, weights = checkpoint.load_head(str(head), config, kind="block", progress=False)
     assert isinstance(described, BlockConfig)
-    target, histogram = training_target(config, "float32"), np.zeros(BLOCK, int)
-    block_head = BlockHead(described, target, block_attention)
-    tokens = [np.array(text["prompt_ids"] + text["response_ids"], np.int32) for text in texts]
-    rows = pack([Example(each, np.ones(len(each), bool)) for each in tokens], 64, 0)
+    target = training_target(config, "float32")
+    rows = pack(examples, 64, 0)
     batch = jax.tree.map(jnp.asarray, rows)
     teacher = jax.jit(teach(target, described.features))(params, batch)
     slots = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], rows.tokens.shape)
-    logits = block_logits(block_head, weights, params, batch, teacher.features, slots)
-    best = np.asarray(weights["ids"])[np.asarray(logits).argmax(axis=-1)].reshape(*rows.tokens.shape, -1)
+    block_head = BlockHead(described, target, block_attention)
+    logits, ids = text_logits(block_head, weights, params, batch, teacher.features, slots)
+    drafts = np.take_along_axis(ids, logits.argmax(axis=-1)[:, :, None], axis=2)
+    return rows, drafts.reshape(*rows.tokens.shape, -1)
+
+
+def agreed_drafts(rows: Rows, drafts: np.ndarray, row: int, segment: int) -> Iterator[tuple[int, int, int]]:
+    """(anchor, tokens after it, at most a block's, and how many of them the drafts equal) of an answer."""
+    answer = np.flatnonzero((rows.segments[row] == segment) & rows.loss[row])
+    for anchor in answer[:-1]:
+        following = rows.tokens[row, anchor + 1 : min(anchor + BLOCK, answer[-1] + 1)]
+        yield anchor, len(following), np.cumprod(drafts[row, anchor, : len(following)] == following).sum()
+
+
+def simulated_histogram(rows: Rows, drafts: np.ndarray) -> np.ndarray:
+    """Steps by accepted drafts, if the texts were decoded with these drafts."""
+    histogram = np.zeros(BLOCK, int)
     for row, segments in enumerate(rows.segments):
         for segment in range(1, segments.max() + 1):
-            first, end = np.flatnonzero(segments == segment)[[0, -1]] + [0, 1]
-            anchor = first + 6  # the first token of the answer
-            while anchor + 1 < end:
-                following = rows.tokens[row, anchor + 1 : min(anchor + BLOCK, end)]
-                agreed = np.cumprod(best[row, anchor, : len(following)] == following).sum()
-                accepted = min(agreed, end - anchor - 2)  # a step emits the target's own token, too
+            blocks = {anchor: part for anchor, *part in agreed_drafts(rows, drafts, row, segment)}
+            anchor, end = min(blocks), max(blocks) + 2
+            while anchor in blocks:
+                accepted = min(blocks[anchor][1], end - anchor - 2)  # a step emits the target's own token, too
                 histogram[accepted] += 1
                 anchor += accepted + 1
     return histogram
+
+
+def slot_counts(rows: Rows, drafts: np.ndarray) -> Iterator[np.ndarray]:
+    """For each anchor and slot: whether it has a label and all earlier drafts are right; whether its draft is, too."""
+    for row, segments in enumerate(rows.segments):
+        for segment in range(1, segments.max() + 1):
+            for _, count, agreed in agreed_drafts(rows, drafts, row, segment):
+                slots = np.arange(BLOCK - 1)
+                yield np.stack([(slots < count) & (slots <= agreed), slots < agreed], axis=1).astype(int)
 
 
 def test_refusals(model, answers, tmp_path, capfd):
@@ -363,8 +463,8 @@ def test_refusals(model, answers, tmp_path, capfd):
     for changes, expected in (
         ({"mask_token": None}, "--mask-token 265 is not one of the model's 265 ids"),
         ({"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has its own loss"),
-        ({"draft": "EAGLE3"}, "the settings of [block] are for --draft DFLASH, DSPARK, not EAGLE3"),
-        ({"markov_rank": 4}, "--markov-rank is for --draft DSPARK; DFLASH has no Markov head"),
+        ({"draft": "EAGLE3"}, "the settings of [block] are for --draft DFLASH, DSPARK, DFLASH2, not EAGLE3"),
+        ({"walk_rank": 4}, "--walk-rank is for --draft DSPARK and DFLASH2; DFLASH has no walk"),
         ({"measure_steps": 4}, "--measure-steps 4 is more than the 3 tokens that a block drafts"),
         ({"aux_layers": ("3",)}, "--aux-layers must be different layers from 0 to 2, got 3"),
     ):
