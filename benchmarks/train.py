@@ -24,13 +24,11 @@ from timing import seconds
 
 from specjax import checkpoint
 from specjax.models import init_params
-from specjax.models.draft_head import draft_head
 from specjax.train import head as heads
 from specjax.train.data import Rows
 from specjax.train.features import teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
-from specjax.train.unroll import packed_attention
-from specjax.train.update import TrainState, make_optimizer, make_update, schedule
+from specjax.train.run import TrainState, make_optimizer, make_update, schedule
 
 
 def times(call: Callable[[], Any], count: int) -> list[float]:
@@ -68,7 +66,6 @@ def main() -> None:
     weights, frozen = heads.split_params(first)
     chosen = OptimizerSettings(schedule="constant", warmup_steps=0)
     optimizer = make_optimizer(chosen, schedule(chosen, 100))
-    head = draft_head(replace(head_config, dtype=args.dtype), target, backend=packed_attention)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, optimizer.init(weights))
     rng = np.random.default_rng(0)
@@ -82,10 +79,12 @@ def main() -> None:
     forward = jax.jit(teacher_of)
     single = jax.tree.map(lambda x: x[0], batch)
     teacher = jax.tree.map(lambda x: x[None], forward(params, single))
-    loss = heads.head_loss(head, target, heads.objective("EAGLE3", LossSettings(rounds=args.rounds)))
-    options: dict[str, Any] = {"dtype": args.dtype, "seed": 0}
-    cached = make_update(loss, optimizer, frozen, teach=None, **options)
-    online = make_update(loss, optimizer, frozen, teach=teacher_of, **options)
+    objective = heads.objective("EAGLE3", LossSettings(rounds=args.rounds))
+    computed = replace(head_config, dtype=args.dtype)
+    cached, online = (
+        make_update(heads.head_loss(computed, target, objective, frozen=frozen, teach=each), optimizer, seed=0)
+        for each in (None, teacher_of)
+    )
 
     def step(update: Any, teacher: Any) -> Any:
         nonlocal state

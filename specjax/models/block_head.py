@@ -35,14 +35,20 @@ from specjax.models.draft_head import DraftHead
 from specjax.models.rope import rotations
 
 
+class Candidates(NamedTuple):
+    """The c best tokens of each slot, best first. A selector chooses among them."""
+
+    logits: Float32[Array, "B D c"]
+    ids: Int32[Array, "B D c"]  # of the head
+    rows: Float[Array, "B D c r"]  # their vectors
+
+
 class Slots(NamedTuple):
-    """The predictions of a block's D slots, before a walk. A selector has c candidates, best first."""
+    """The predictions of a block's D slots, before a walk."""
 
     hidden: Hidden  # [B, D, M]: outputs after the final norm
     logits: Float32[Array, "B D W"]
-    best: Float32[Array, "B D c"] | None = None  # the candidates' logits
-    ids: Int32[Array, "B D c"] | None = None  # their ids of the head
-    rows: Float[Array, "B D c r"] | None = None  # their vectors
+    candidates: Candidates | None = None  # of a selector
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +143,7 @@ class BlockHead(DraftHead):
             return Slots(hidden, logits)
         best, ids = kernels.top_k(logits, min(self.config.candidates, logits.shape[2]))
         rows = embedding_rows(params["next"], ids.reshape(ids.shape[0], -1), self.config.dtype)
-        return Slots(hidden, logits, best, ids, rows.reshape(*ids.shape, -1))
+        return Slots(hidden, logits, Candidates(best, ids, rows.reshape(*ids.shape, -1)))
 
     def _logits(self, target_params: Weights, params: Weights, hidden: Hidden) -> Float32[Array, "B D W"]:
         config, own = self.config, self.config.own_head
@@ -168,11 +174,11 @@ class BlockHead(DraftHead):
         if config.walk == "none":
             return jnp.broadcast_to(logits, (*previous.shape, logits.shape[2])), state
         vector = embedding_rows(params["previous"], previous, config.dtype)
-        if slots.best is not None and slots.rows is not None:
+        if slots.candidates is not None:
             query = vector * linear(hidden, params, "selector")
-            rows = slots.rows[:, slot].astype(jnp.float32)
+            rows = slots.candidates.rows[:, slot].astype(jnp.float32)
             scores = jnp.einsum("bkr,bcr->bkc", query.astype(jnp.float32), rows, precision="highest")
-            return slots.best[:, slot, None] + scores, state
+            return slots.candidates.logits[:, slot, None] + scores, state
         hidden = jnp.broadcast_to(hidden, (*previous.shape, hidden.shape[2]))
         if config.walk == "gated":
             vector = jax.nn.sigmoid(linear(jnp.concatenate([hidden, vector], axis=-1), params, "gate")) * vector

@@ -2,11 +2,10 @@
 
     options     flags of `specjax train`
     data        JSONL lines to examples, packed into rows
-    unroll      the forward of several rounds, and the losses; `block` for block heads
+    losses      forwards and losses: of several rounds, and of blocks
     head        a head's configuration and first weights; `export` writes it
     features    the target's outputs, computed once or in each step; `specjax train features` writes files
-    update      optimiser and training step
-    run         the loop; `output` writes checkpoints, metrics, model card and curves
+    run         optimiser, training step and the loop; `output` writes checkpoints, metrics, model card and curves
     generate    `specjax train generate`: the target writes training data
     vocab       `specjax train vocab`: token frequencies for a draft vocabulary
 

@@ -60,6 +60,9 @@ class Rows(NamedTuple):
     segments: Int32[Any, "r N"]  # 1, 2, .. from left to right
     loss: Bool[Any, "r N"]
 
+    def at(self, numbers: np.ndarray) -> Rows:
+        return Rows(*(part[numbers] for part in self))
+
 
 def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
     """Pack examples of 1 to `length` tokens into rows by best fit, in an order drawn from the seed."""

@@ -18,7 +18,6 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -45,8 +44,8 @@ from specjax.progress import progress_bar
 from specjax.settings import setting
 from specjax.train import differences
 from specjax.train.data import Rows, batch_rows, load_data
+from specjax.train.losses import Teach, Teacher, packed_attention, packed_mask
 from specjax.train.options import DataSettings, aux_layers_of
-from specjax.train.unroll import Teacher, packed_attention, packed_mask
 
 CHUNK = 512  # tokens whose logits are in memory together
 
@@ -61,8 +60,7 @@ def training_target(config: ModelConfig, dtype: str) -> Target:
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 
-def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Rows], Teacher]:
-    """(target parameters, batch) -> Teacher, for `jax.jit`."""
+def teach(target: Target, features: tuple[int, ...] | str) -> Teach:
 
     def run(params: Weights, batch: Rows) -> Teacher:
         past = no_past(target, len(batch.tokens))
@@ -80,7 +78,7 @@ def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights,
 
 
 class FeatureStore:
-    """Features of rows by index, in files of a folder below `folder`.
+    """Features of rows by index, in files of a folder below `folder`; None: computed in each call.
 
     Args:
         teach: rows -> numpy `Teacher` in `dtype`.
@@ -92,11 +90,13 @@ class FeatureStore:
     """
 
     def __init__(
-        self, teach: Callable[[Rows], Teacher], rows: Rows, *, folder: Path, widths: tuple[int, int],
+        self, teach: Callable[[Rows], Teacher], rows: Rows, *, folder: Path | None, widths: tuple[int, int],
         dtype: str, batch: int, seed: int, identity: str,
     ) -> None:  # fmt: skip
-        count = len(rows.tokens)
+        count, self._stored = len(rows.tokens), None
         self._teach, self._rows, self._batch, self._seed = teach, rows, batch, seed
+        if folder is None:
+            return
         token = np.dtype([("features", dtype, widths[0]), ("hidden", dtype, widths[1]), ("top", np.int32)])
         digest = hashlib.sha256(json.dumps(("rows.bin", identity, dtype, batch, seed)).encode())
         digest.update(rows.tokens.tobytes() + rows.segments.tobytes())
@@ -107,9 +107,11 @@ class FeatureStore:
 
     def get(self, numbers: np.ndarray) -> Teacher:
         """The features of these rows, in this order."""
+        if self._stored is None:
+            return self._teach(self._rows.at(numbers))
         for number in np.unique(self._group[numbers[self._done[numbers] == 0]]):
             members = batch_rows(int(number), len(self._group), self._batch, self._seed)
-            teacher = self._teach(Rows(*(part[members] for part in self._rows)))
+            teacher = self._teach(self._rows.at(members))
             new = self._group[members] == number
             for name in Teacher._fields:
                 self._stored[name][members[new]] = getattr(teacher, name)[new]
@@ -217,7 +219,3 @@ def main(argv: list[str] | None = None) -> int:
     _, options = settings.parse(parser, argv, FeatureOptions())
     work, after = partial(write_features, options), "the same command continues here"
     return run_command("specjax train features", work, interrupted=after)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -52,13 +51,11 @@ DEFAULTS = flags.Settings(
 
 def parse_temperatures(texts: list[str]) -> list[float]:
     """Raises ValueError for a wrong number."""
-    temperatures: list[float] = []
-    for text in " ".join(texts).split():
-        try:
-            temperatures.append(float(text))
-            SamplingParams(temperature=temperatures[-1])
-        except ValueError as error:
-            raise ValueError(f"--temperatures must be numbers such as 0 0.8, got {text!r:.40}: {error}") from None
+    given = " ".join(texts)
+    try:
+        temperatures = [SamplingParams(temperature=float(text)).temperature for text in given.split()]
+    except ValueError as error:
+        raise ValueError(f"--temperatures must be numbers such as 0 0.8, got {given!r:.40}: {error}") from None
     if not temperatures:
         raise ValueError("--temperatures needs at least one")
     return temperatures
@@ -246,7 +243,3 @@ def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     work, after = partial(generate, args, chosen), "the same command continues here"
     return run_command("specjax train generate", work, failed="failed", interrupted=after)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,14 +19,12 @@ from specjax.checkpoint.block_head import MARKOV_HEADS, default_block_features
 from specjax.config import BlockConfig, HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, block_drafter, eagle_drafter
 from specjax.models import make_target
-from specjax.models.block_head import BlockHead
-from specjax.models.draft_head import DraftHead, draft_head, init_head_params, output_columns
+from specjax.models.draft_head import init_head_params, output_columns
 from specjax.models.head_spec import ALGORITHMS
 from specjax.models.target import Target
-from specjax.train.block import BLOCKS, BlockObjective, block_attention, block_loss
 from specjax.train.data import Rows
+from specjax.train.losses import BLOCKS, BlockObjective, Loss, Objective, Teach, Teacher, head_loss, with_dtype
 from specjax.train.options import ALL_TOKENS, BlockSettings, DraftSettings, LossSettings, TrainOptions, aux_layers_of
-from specjax.train.unroll import Loss, Objective, Teacher, packed_attention, unroll
 from specjax.train.vocab import token_map
 
 FROZEN = ("ids",)  # leaves of a head that are not trained
@@ -57,76 +54,68 @@ class HeadDraft:
     """
 
     def __init__(self, options: TrainOptions, source: TargetSource) -> None:
-        self._options, self._source = options, source
-        self.config, self._init_params = self._described()
-        self._ids: np.ndarray | None = None
+        self._options, self._source, settings, name = options, source, options.draft, options.draft.draft
+        self._init_params: dict[str, Any] | None = None
         self._scale: Array | None = None
-
-    def _described(self) -> tuple[HeadConfig, dict[str, Any] | None]:
-        """The configuration, and the parameters of --init-from."""
-        settings, target = self._options.draft, self._source.config
-        if self._options.block != BlockSettings():
-            raise ValueError(f"the settings of [block] are for --draft {', '.join(BLOCKS)}, not {settings.draft}")
-        self._objective: Objective | BlockObjective = objective(settings.draft, self._options.loss)
-        if settings.init_from is None:
-            return head_config(settings, target, self._source.eos_ids), None
-        return from_head(settings, target)
-
-    def choose_vocabulary(self, rows: Rows) -> None:
-        """Choose the draft vocabulary of a new head by token counts."""
-        if self.config.mapped and self._init_params is None:
-            source = self._source
-            self._ids = draft_ids(rows, self.config.vocab_size, source.config.vocab_size, source.eos_ids)
+        block = BLOCKS.get(name)
+        self._objective = objective(name, options.loss) if block is None else block_objective(options)
+        if block is None and options.block != BlockSettings():
+            raise ValueError(f"the settings of [block] are for --draft {', '.join(BLOCKS)}, not {name}")
+        if settings.init_from is not None:
+            table = None if block is None else options.block
+            self.config, self._init_params = from_head(settings, source.config, table)
+        elif block is None:
+            self.config = head_config(settings, source.config, source.eos_ids)
+        else:
+            self.config = block_head_config(options, source)
+        if isinstance(self.config, BlockConfig):
+            most, steps = self.config.drafts_of(self.config.block), options.measure.measure_steps
+            if steps > most:
+                problem = f"is more than the {most} tokens that a block drafts; give {most}"
+                raise ValueError(f"--measure-steps {steps} {problem}")
 
     def first_weights(
-        self, target_params: Weights, first_batch: Callable[[], tuple[Teacher, Rows]]
+        self, target_params: Weights, rows: Rows, first_batch: Callable[[], tuple[Teacher, Rows]]
     ) -> tuple[Weights, Weights]:
         """Trained and frozen leaves before the first step, float32.
 
-        An EAGLE-3 head's features are divided by their scale in the target's outputs for the first batch.
+        The most frequent tokens of `rows` are the draft vocabulary of a new head. Features that are outputs of layers
+        are divided by their scale in the target's outputs for the first batch.
         """
-        params = self._init_params
+        params, target, config = self._init_params, self._source.config, self.config
         if params is None:
-            target, seed = make_target(self._source.config), self._options.run.train_seed
-            params = new_params(self.config, target, target_params, self._ids, seed=seed)
+            ids = draft_ids(rows, config.vocab_size, target.vocab_size, self._source.eos_ids) if config.mapped else None
+            params = new_params(config, make_target(target), target_params, ids, seed=self._options.run.train_seed)
         weights, frozen = split_params(params)
-        if self.config.aux_layers:  # other kinds read normalised features
-            teacher, rows = first_batch()
-            self._scale = jnp.asarray(feature_scale(np.asarray(teacher.features), rows.segments))
+        if config.aux_layers:  # other kinds read normalised features
+            teacher, batch = first_batch()
+            self._scale = jnp.asarray(feature_scale(np.asarray(teacher.features), batch.segments))
             if self._init_params is not None:
                 weights = {**weights, "fc": weights["fc"] / self._scale[:, None]}
-            elif isinstance(self.config, BlockConfig):
+            elif isinstance(config, BlockConfig):
                 # The context is the last feature, as the target's layer that was copied reads it.
-                last = 1 / self._scale[-self.config.hidden_size :]
+                last = 1 / self._scale[-config.hidden_size :]
                 fc = jnp.zeros_like(weights["fc"]).at[-len(last) :].set(jnp.diag(last / last.mean()))
                 weights = {**weights, "fc": fc, "feature_norm": jnp.copy(weights["layers_0"]["attention_norm"])}
         return weights, frozen
 
-    def loss(self, target: Target, rounds: int | None = None) -> Loss:
+    def loss(self, target: Target, frozen: Weights, *, teach: Teach | None = None, rounds: int | None = None) -> Loss:
         """The loss in the training dtype, after `first_weights`. `rounds`: for measuring, without noise."""
         config, objective = replace(self.config, dtype=self._options.run.compute_dtype), self._objective
         if rounds is not None and isinstance(objective, Objective):
             objective = objective._replace(weights=(1.0,) * rounds, noise=0.0)
-        return head_loss(self._model(config, target), target, objective, self._scale)
-
-    def _model(self, config: Any, target: Target) -> DraftHead:
-        return draft_head(config, target, backend=packed_attention)
+        return head_loss(config, target, objective, frozen=frozen, scale=self._scale, teach=teach)
 
     def exported(self, weights: Weights, frozen: Weights) -> dict[str, Any]:
         """The head's parameters, with the features' scale in `fc`."""
-        leaves = dict(weights)
-        if self._scale is not None:
-            leaves["fc"] = leaves["fc"] * self._scale[:, None]
-        return leaves | dict(frozen)
-
-    def served(self, params: Mapping[str, Any], *dtypes: str) -> dict[str, Any]:
-        """`Params.draft`: exported parameters, converted to these dtypes in turn."""
-        for dtype in dtypes:
-            params = with_dtype(params, dtype)
-        return dict(params)
+        scaled = {} if self._scale is None else {"fc": weights["fc"] * self._scale[:, None]}
+        return {**weights, **scaled, **frozen}
 
     def drafter(self, target: Target, shape: TreeShape) -> Drafter:
-        return eagle_drafter(target, replace(self.config, dtype=target.config.dtype), shape)
+        config = replace(self.config, dtype=target.config.dtype)
+        if isinstance(config, BlockConfig):
+            return block_drafter(target, config, shape, block=config.block)
+        return eagle_drafter(target, config, shape)
 
     @property
     def description(self) -> str:
@@ -139,31 +128,14 @@ class HeadDraft:
         )
 
 
-class BlockDraft(HeadDraft):
-    """A block head in training; see `specjax.train.block`."""
-
-    def _described(self) -> tuple[HeadConfig, dict[str, Any] | None]:
-        options, name = self._options, self._options.draft.draft
-        self._objective = BLOCKS[name]._replace(anchors=options.block.anchors or max(options.data.row_length // 4, 1))
-        if options.loss != LossSettings():
-            raise ValueError(f"--loss and --rounds are for --draft {', '.join(ALGORITHMS)}; {name} has its own loss")
-        if options.block.walk_rank is not None and self._objective.walk == "none":
-            raise ValueError(f"--walk-rank is for --draft DSPARK and DFLASH2; {name} has no walk")
-        if options.draft.init_from is None:
-            config, params = block_head_config(options, self._source), None
-        else:
-            config, params = from_head(options.draft, self._source.config, options.block)
-        most, steps = config.drafts_of(config.block), options.measure.measure_steps
-        if steps > most:
-            raise ValueError(f"--measure-steps {steps} is more than the {most} tokens that a block drafts; give {most}")
-        return config, params
-
-    def _model(self, config: Any, target: Target) -> DraftHead:
-        return BlockHead(config, target, block_attention)
-
-    def drafter(self, target: Target, shape: TreeShape) -> Drafter:
-        config: Any = replace(self.config, dtype=target.config.dtype)
-        return block_drafter(target, config, shape, block=config.block)
+def block_objective(options: TrainOptions) -> BlockObjective:
+    """The training loss of a block head. Raises ValueError for a setting that does not apply to it."""
+    name, chosen = options.draft.draft, BLOCKS[options.draft.draft]
+    if options.loss != LossSettings():
+        raise ValueError(f"--loss and --rounds are for --draft {', '.join(ALGORITHMS)}; {name} has its own loss")
+    if options.block.walk_rank is not None and chosen.walk == "none":
+        raise ValueError(f"--walk-rank is for --draft DSPARK and DFLASH2; {name} has no walk")
+    return chosen._replace(anchors=options.block.anchors or max(options.data.row_length // 4, 1))
 
 
 def objective(algorithm: str, settings: LossSettings) -> Objective:
@@ -172,19 +144,6 @@ def objective(algorithm: str, settings: LossSettings) -> Objective:
     rounds, first = settings.rounds or len(default.weights), default.weights[0]
     weights = (*default.weights, *(first * 0.8**j for j in range(len(default.weights), rounds)))[:rounds]
     return default._replace(loss=settings.loss or default.loss, weights=weights)
-
-
-def head_loss(head: Any, target: Target, objective: Any, scale: Float32[Array, "F"] | None = None) -> Loss:
-    """The loss of a head that uses `packed_attention` or `block_attention`. It reads features times `scale`."""
-    dtype = jnp.dtype(head.config.dtype)
-    compute: Any = block_loss if isinstance(objective, BlockObjective) else unroll
-
-    def loss(params: Weights, target_params: Weights, batch: Rows, teacher: Teacher, key: Array) -> Any:
-        if scale is not None:
-            teacher = teacher._replace(features=teacher.features * scale.astype(dtype)[None, None])
-        return compute(head, target, params, target_params, batch, teacher, objective, key)
-
-    return loss
 
 
 def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int] = ()) -> HeadConfig:
@@ -323,12 +282,6 @@ def new_params(
                 offset = target.norm_offset if name.endswith("_norm") else 0.0
                 params[f"layers_{i}"][name] = copied[name].astype(jnp.float32) + offset
     return with_dtype(params, "float32")
-
-
-def with_dtype(params: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The parameters with trained leaves in this dtype."""
-    cast = partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
-    return {name: leaf if name in FROZEN else cast(leaf) for name, leaf in params.items()}
 
 
 def split_params(params: Weights) -> tuple[Weights, Weights]:

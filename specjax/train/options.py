@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from specjax.cli.flags import ModelSettings
 from specjax.models.head_spec import ALGORITHMS, default_aux_layers
 from specjax.settings import setting
-from specjax.train.block import BLOCKS
-from specjax.train.unroll import LOSSES
+from specjax.train.losses import BLOCKS, LOSSES
 
 PLACEMENTS = ("replicated", "split")
 ALL_TOKENS = 0

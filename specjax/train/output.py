@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -23,11 +23,11 @@ import orbax.checkpoint as ocp
 
 from specjax.checkpoint.files import replacing, try_lock, write_text
 from specjax.train import differences
-from specjax.train.update import TrainState
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
+State = TypeVar("State")
 KEPT_CHECKPOINTS = 2
 
 
@@ -78,16 +78,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """The step of the newest checkpoint."""
         return self._manager.latest_step()
 
-    def restore(self, like: TrainState) -> TrainState:
+    def restore(self, like: State) -> State:
         """The newest checkpoint, with the shapes, dtypes and shardings of `like`. Raises RunError."""
         problem = f"the checkpoint of step {self.latest} in {self._checkpoints} cannot be read"
         with _run_errors(problem, "; remove its folder to resume from the previous one"):
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-            return cast(TrainState, self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract)))
+            return cast(State, self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract)))
 
-    def save(self, state: TrainState) -> None:
+    def save(self, step: int, state: Any) -> None:
         """Raises RunError if the checkpoint cannot be written; the previous checkpoint stays."""
-        step, previous = int(state.step), self.latest
+        previous = self.latest
         if previous == step:
             return
         left = "there is no earlier checkpoint" if previous is None else f"the checkpoint of step {previous} is whole"
@@ -132,9 +132,9 @@ def _run_errors(problem: str, advice: str = "") -> Iterator[None]:
 
 def model_card(
     *, title: str, target: str, description: str, facts: Mapping[str, Any], command: str, step: int,
-    metrics: Sequence[Mapping[str, Any]], measured: Mapping[str, Any] | None,
+    metrics: Sequence[Mapping[str, Any]],
 ) -> str:  # fmt: skip
-    """Markdown, without front matter. `measured`: the last accept length, as in metrics.jsonl."""
+    """Markdown, without front matter."""
     values = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
     sections = [
         f"# {title}",
@@ -144,24 +144,24 @@ def model_card(
         "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in values.items()),
         f"## Command\n\n```sh\n{command}\n```\n\nThis is the draft after step {step}.",
     ]
-    if measured is not None:
-        shares = ", ".join(f"{share:.2f}" for share in measured["by_depth"])
+    measured, trained = ({row["step"]: row for row in metrics if name in row} for name in ("accept_length", "loss"))
+    if measured:
+        last = measured[max(measured)]
+        shares = ", ".join(f"{share:.2f}" for share in last["by_depth"])
         sections += [
             "## Accept length",
-            f"{measured['accept_length']:.3f} tokens per verification (bonus included), greedy, a chain, on prompts "
-            f"held back from the training data, in the engine: {measured['tokens']} tokens in {measured['steps']} "
-            f"steps. Acceptance by depth, of drafts whose parent was accepted: {shares}.",
+            f"{last['accept_length']:.3f} tokens per verification (bonus included), greedy, a chain, on prompts held "
+            f"back from the training data, in the engine: {last['tokens']} tokens in {last['steps']} steps. Acceptance "
+            f"by depth, of drafts whose parent was accepted: {shares}.",
         ]
     # About 12 lines: measured steps or, if there are none, logged steps.
-    lengths = {row["step"]: row["accept_length"] for row in metrics if "accept_length" in row}
-    trained = [row for row in metrics if "loss" in row]
-    if steps := list(lengths) or [row["step"] for row in trained]:
+    if steps := list(measured or trained):
         table = ["| step | tokens seen | loss | right by round | accept length |", "|---|---|---|---|---|"]
         for step in sorted({*steps[:: -(-len(steps) // 12)], steps[-1]}):
-            row = next((row for row in reversed(trained) if row["step"] <= step), {})
+            row = trained.get(max((other for other in trained if other <= step), default=0), {})
             right = " ".join(f"{value:.2f}" for value in row.get("matched", [])[:5])
-            cells = (step, row.get("tokens", ""), row.get("loss", ""), right, lengths.get(step, ""))
-            table.append(f"| {' | '.join(map(str, cells))} |")
+            length = measured.get(step, {}).get("accept_length", "")
+            table.append(f"| {step} | {row.get('tokens', '')} | {row.get('loss', '')} | {right} | {length} |")
         sections += ["## Curves", "\n".join(table)]
     return "\n\n".join(sections) + "\n"
 
@@ -191,7 +191,7 @@ def plot(folder: Path) -> Path | None:
     right.legend()
     for points, name, style, label in (
         (measured, "accept_length", "o-", "engine, held back"),
-        (measured, "simulated", "--", "simulated, held back"),
+        (measured, "simulated", "s--", "simulated, held back"),
         (trained, "simulated", ":", "simulated, training text"),
     ):
         lengths = [row.get(name, np.nan) for row in points]

@@ -1,4 +1,9 @@
-"""A training run: inputs, steps, checkpoints, measurements, export."""
+"""A training run: inputs, steps, checkpoints, measurements, export.
+
+A step computes gradients of the head in low precision, for float32 weights. A batch is split into A parts whose
+gradients are summed, so that a batch may exceed the memory; each part is spread over the devices of a mesh. Loss and
+gradient equal those of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,20 @@ import hashlib
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float32, Int32
 from tqdm import tqdm
 
 from specjax import checkpoint
@@ -28,22 +37,18 @@ from specjax.engine.sequence import accept_histogram
 from specjax.load import use_compilation_cache
 from specjax.models import make_target
 from specjax.progress import progress_bar
-from specjax.train import update
-from specjax.train.block import BLOCKS
 from specjax.train.data import Example, Rows, batch_rows, load_data, pack, split
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
-from specjax.train.head import BlockDraft, HeadDraft, TargetSource, with_dtype
-from specjax.train.options import RESUMABLE, MeasureSettings, TrainOptions
+from specjax.train.head import HeadDraft, TargetSource
+from specjax.train.losses import Loss, Sums, Teacher, with_dtype
+from specjax.train.options import RESUMABLE, MeasureSettings, OptimizerSettings, TrainOptions
 from specjax.train.output import RunError, RunFolder, model_card, plot, read_metrics
-from specjax.train.unroll import Sums, Teacher
-from specjax.train.update import Metrics, TrainState, everywhere, spread
 
 DEFAULT_HELD_BACK = 64  # examples, at most a tenth of --data
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Inputs of a run, except the target's weights."""
 
     source: TargetSource
@@ -70,9 +75,8 @@ def prepare(options: TrainOptions) -> Inputs:
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     source = TargetSource(files, tokenizer, config, eos)
-    draft = (BlockDraft if options.draft.draft in BLOCKS else HeadDraft)(options, source)
+    draft = HeadDraft(options, source)
     rows, held_back, facts = read_data(options, tokenizer, config)
-    draft.choose_vocabulary(rows)
     return Inputs(source, rows, held_back, draft, facts)
 
 
@@ -121,15 +125,104 @@ def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-class Measured(NamedTuple):
-    accept_length: float  # emitted tokens / verification forwards, the bonus included
-    by_depth: list[float]  # accepted share, at depth d, of drafts whose parent was accepted
-    tokens: int
-    steps: int
+def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
+    """Linear warm-up from 0, then down to `final_learning_rate` times the peak at `steps`."""
+    peak, final, warmup = settings.learning_rate, settings.final_learning_rate, settings.warmup_steps
+    rest = max(steps - warmup, 1)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=final),
+        "constant": optax.constant_schedule(peak),
+    }[settings.schedule]
+    # The first update has rate / warm-up: a rate of 0 would change nothing.
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule) -> optax.GradientTransformation:
+    """Adam after clipping by global norm (0: no clipping)."""
+    clip = optax.clip_by_global_norm(settings.clip_norm) if settings.clip_norm else optax.identity()
+    return optax.chain(clip, optax.adam(rate, b1=0.9, b2=0.95))
+
+
+class TrainState(NamedTuple):
+    """The state of a checkpoint; the step determines the data."""
+
+    step: Int32[Array, ""]  # updates done
+    params: Weights  # float32 master weights
+    optimizer: Any
+
+
+class Metrics(NamedTuple):
+    loss: Float32[Array, ""]  # weighted sum of the rounds' losses, divided by the slots of round 0
+    sums: Sums
+    gradient_norm: Float32[Array, ""]
+
+
+def make_update(
+    loss: Loss, optimizer: optax.GradientTransformation, *, seed: int
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...] or None) -> (state, metrics), jitted; donates
+    state. `seed` is of noise and anchors."""
+
+    @jax.numpy_dtype_promotion("standard")  # optax counts in int32 and multiplies by floats
+    def update(
+        state: TrainState, target_params: Weights, batch: Rows, teacher: Teacher | None
+    ) -> tuple[TrainState, Metrics]:
+        parts = batch.tokens.shape[0]
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step), parts)
+        part = partial(jax.value_and_grad(loss, has_aux=True), state.params, target_params)
+
+        def add(carry: Any, inputs: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, part(*inputs)), None
+
+        # The first part is outside of the scan: it defines the shapes of the sums, and most batches have a single part.
+        inputs = (batch, teacher, keys)
+        result = part(*jax.tree.map(lambda x: x[0], inputs))
+        if parts > 1:
+            result, _ = jax.lax.scan(add, result, jax.tree.map(lambda x: x[1:], inputs))
+        (total, sums), gradient = result
+        slots = jnp.maximum(sums.counted[0], 1.0)
+        gradient = jax.tree.map(lambda g: g / slots, gradient)
+        change, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        params = cast(Weights, optax.apply_updates(dict(state.params), change))
+        metrics = Metrics(total / slots, sums, optax.tree.norm(gradient))
+        return TrainState(state.step + 1, params, optimizer_state), metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def spread(mesh: Mesh, parts: Any, shape: tuple[int, int]) -> Any:
+    """Host arrays [A x B, ...] on devices as [A, B, ...], axis 1 over the mesh; `shape` is (A, B)."""
+    parts = jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), parts)
+    return jax.device_put(parts, NamedSharding(mesh, PartitionSpec(None, "data")))
+
+
+def everywhere(mesh: Mesh, tree: Any) -> Any:
+    """Copy each leaf to each device."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def shard(mesh: Mesh, tree: Any) -> Any:
+    """Split each leaf along its longest axis that is a multiple of the devices, or copy it.
+
+    The compiler gathers weights where a product needs them.
+    """
+
+    def place(leaf: Array) -> Array:
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0 and size]
+        longest = max(axes, key=lambda axis: leaf.shape[axis], default=None)
+        names = ["data" if axis == longest else None for axis in range(leaf.ndim)]
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
+
+    return jax.tree.map(place, tree)
 
 
 class Measure:
-    """Measures the accept length of heads with one engine; each call passes another head, in the serving dtype."""
+    """Measures the accept length of heads with one engine; each call passes another head, in the serving dtype.
+
+    A measurement has `accept_length` (emitted tokens / verification forwards, the bonus included), `by_depth` (the
+    accepted share, at each depth, of drafts whose parent was accepted), `tokens` and `steps`.
+    """
 
     def __init__(
         self, settings: MeasureSettings, inputs: Inputs, target_params: Weights, draft: Any,
@@ -152,7 +245,7 @@ class Measure:
         )  # fmt: skip
         self._sampling = SamplingParams(max_new_tokens=settings.measure_tokens, temperature=0.0)
 
-    def __call__(self, draft: Any) -> Measured:
+    def __call__(self, draft: Any) -> dict[str, Any]:
         self._engine.params = Params(self._target_params, jax.block_until_ready(draft))
         completions = self._engine.generate(self._prompts, self._sampling)
         # Steps that accepted this number of drafts, and at least this number.
@@ -160,7 +253,8 @@ class Measure:
         reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
         by_depth = [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
         steps, emitted = sum(histogram), sum(reached)
-        return Measured(round(emitted / max(steps, 1), 4), by_depth, emitted, steps)
+        length = round(emitted / max(steps, 1), 4)
+        return {"accept_length": length, "by_depth": by_depth, "tokens": emitted, "steps": steps}
 
 
 class Trainer:
@@ -176,64 +270,45 @@ class Trainer:
         teach_batch = teach(target, draft.config.features)
         self._teach = jax.jit(teach_batch)
         self._serving_params = target_params
-        place = update.split if run.target_placement == "split" else everywhere
+        place = shard if run.target_placement == "split" else everywhere
         self.target_params = place(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
-        self.rate = update.schedule(options.optimizer, run.steps)
-        optimizer = update.make_optimizer(options.optimizer, self.rate)
+        self.rate = schedule(options.optimizer, run.steps)
+        optimizer = make_optimizer(options.optimizer, self.rate)
         self.features = self._feature_store(inputs.rows)
-        weights, self.frozen = draft.first_weights(target_params, self._first_batch)
-        weights = everywhere(self.mesh, weights)
+        first = draft.first_weights(target_params, inputs.rows, self._first_batch)
+        weights, self.frozen = everywhere(self.mesh, first)
         with jax.numpy_dtype_promotion("standard"):
             state = TrainState(jnp.int32(0), weights, jax.jit(optimizer.init)(weights))
         self.state = everywhere(self.mesh, state)
-        self.update = update.make_update(
-            draft.loss(target), optimizer, everywhere(self.mesh, self.frozen), dtype=dtype,
-            seed=run.train_seed, teach=None if self.features else teach_batch,
-        )  # fmt: skip
+        loss = draft.loss(target, self.frozen, teach=teach_batch if run.features == "none" else None)
+        self.update = make_update(loss, optimizer, seed=run.train_seed)
         self._measure: Measure | None = None
-        # Examples whose prompts are decoded to measure the head, in whole batches of rows.
-        usable = [example for example in inputs.held_back if prompt_of(example)]
-        self._examples = usable[: options.measure.measure_prompts]
+        # The examples of the measured prompts, in whole batches of rows.
+        self._examples = [each for each in inputs.held_back if prompt_of(each)][: options.measure.measure_prompts]
         rows = pack(self._examples, options.data.row_length, 0)
         self._held_back = Rows(*(np.pad(part, ((0, -len(part) % run.batch_size), (0, 0))) for part in rows))
-        self._held_back_features = self._feature_store(self._held_back) if self._examples else None
-        loss = draft.loss(target, rounds=options.measure.measure_steps)
+        self._held_back_features = self._feature_store(self._held_back)
+        self._evaluate = jax.jit(draft.loss(target, self.frozen, rounds=options.measure.measure_steps))
 
-        def evaluate(weights: Weights, frozen: Weights, target_params: Weights, batch: Rows, teacher: Teacher) -> Sums:
-            params = with_dtype(weights, dtype) | dict(frozen)
-            return loss(params, target_params, batch, teacher, jax.random.key(0))[1]
-
-        self._evaluate = jax.jit(evaluate)
-
-    def _feature_store(self, rows: Rows) -> FeatureStore | None:
+    def _feature_store(self, rows: Rows) -> FeatureStore:
         run, source, draft = self.options.run, self.inputs.source, self.inputs.draft
-        if run.features == "none":
-            return None
         stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files.weights]
-        layers = draft.config.aux_layers
+        stored = len(rows.tokens) and run.features == "disk"
         return FeatureStore(
-            self._teach_on_host, rows,
-            folder=Path(run.feature_folder or Path(run.output) / "features"),
+            lambda batch: jax.device_get(self._teach(self.target_params, self._placed(batch))), rows,
+            folder=Path(run.feature_folder or Path(run.output) / "features") if stored else None,
             widths=(draft.config.feature_size, source.config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
-            identity=f"{self.options.model.model} {stamps} {source.config.dtype} {layers}",
+            identity=f"{self.options.model.model} {stamps} {source.config.dtype} {draft.config.aux_layers}",
         )  # fmt: skip
-
-    def _teach_on_host(self, rows: Rows) -> Teacher:
-        """The target's forward over one batch."""
-        return jax.device_get(self._teach(self.target_params, self._placed(rows)))
 
     def _placed(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: x[0], spread(self.mesh, batch, (1, -1)))
 
-    def _taught(self, rows: Rows, features: FeatureStore | None, numbers: np.ndarray) -> tuple[Teacher, Rows]:
-        """The target's outputs for a batch of rows, equal in a resumed run."""
-        batch = Rows(*(part[numbers] for part in rows))
-        return features.get(numbers) if features else self._teach_on_host(batch), batch
-
     def _first_batch(self) -> tuple[Teacher, Rows]:
+        """The target's outputs for the first batch, equal in a resumed run."""
         numbers = self.row_numbers(0)[: self.options.run.batch_size]
-        return self._taught(self.inputs.rows, self.features, numbers)
+        return self.features.get(numbers), self.inputs.rows.at(numbers)
 
     def row_numbers(self, step: int) -> np.ndarray:
         """The rows of the step that follows `step` steps."""
@@ -255,16 +330,12 @@ class Trainer:
         self.folder.rewind(first)
         # A kill may have come between the last checkpoint and its measurement.
         measured = self.measure(first) if first and self._to_measure(first) else None
-        for step in self._steps():
-            if self._to_measure(step):
-                measured = self.measure(step)
-        done, head = int(self.state.step), None
-        if done == run.steps:
-            head = str(self.export(folder / "head", measured))
+        measured = self._train(first) or measured
+        head = self.export(folder / "head")
         curves = plot(folder)
         return {
-            "step": done, "steps": run.steps, "output": run.output, "head": head,
-            "accept_length": measured and measured.accept_length, "by_depth": measured and measured.by_depth,
+            "step": run.steps, "steps": run.steps, "output": run.output, "head": str(head),
+            "accept_length": measured and measured["accept_length"], "by_depth": measured and measured["by_depth"],
             "plot": curves and str(curves),
         }  # fmt: skip
 
@@ -272,31 +343,29 @@ class Trainer:
         every = self.options.measure.measure_every
         return step == self.options.run.steps or bool(every and step % every == 0)
 
-    def _steps(self) -> Iterator[int]:
-        """Train; yields the number of each completed step."""
-        run, first = self.options.run, int(self.state.step)
-        shape = (run.accumulate, run.batch_size)
-        since = time.perf_counter()
-        pending: list[tuple[Metrics, int]] = []
+    def _train(self, first: int) -> dict[str, Any] | None:
+        """Train from step `first` to the last one. Returns the last measurement."""
+        run, measured = self.options.run, None
+        since, pending = time.perf_counter(), list[Metrics]()
         sizes = (self.inputs.rows.segments > 0).sum(axis=1)
-        total = sum(int(sizes[self.row_numbers(step)].sum()) for step in range(first))
+        logged = total = sum(int(sizes[self.row_numbers(step)].sum()) for step in range(first))
         with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
                 numbers = self.row_numbers(step - 1)
-                batch = Rows(*(part[numbers] for part in self.inputs.rows))
-                stored = self.features.get(numbers) if self.features else None
-                batch, stored = spread(self.mesh, (batch, stored), shape)
+                stored = None if run.features == "none" else self.features.get(numbers)
+                inputs = self.inputs.rows.at(numbers), stored
+                batch, stored = spread(self.mesh, inputs, (run.accumulate, run.batch_size))
                 self.state, metrics = self.update(self.state, self.target_params, batch, stored)
-                tokens = int(sizes[numbers].sum())
-                pending.append((metrics, tokens))
-                total += tokens
+                pending.append(metrics)
+                total += int(sizes[numbers].sum())
                 bar.update()
                 save = step % run.checkpoint_every == 0 or step == run.steps
                 # Each checkpoint has a line of metrics, so that a resumed run logs equal lines.
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
                     now = time.perf_counter()
-                    row = {"step": step, "tokens": total, **self._row(step, pending, now - since)}
+                    speed = round((total - logged) / max(now - since, 1e-9), 1)
+                    row = {"step": step, "tokens": total, **self._row(step, pending), "tokens_per_second": speed}
                     if not np.isfinite([row["loss"], row["gradient_norm"]]).all():
                         raise RunError(
                             f"step {step} has the loss {row['loss']} and a gradient of norm {row['gradient_norm']}: "
@@ -305,18 +374,19 @@ class Trainer:
                         )
                     self.folder.log(row)
                     matched = " ".join(f"{value:.2f}" for value in row["matched"][:5])
-                    speed = f"{row['tokens_per_second']:.0f} tok/s"
-                    bar.set_postfix_str(f"loss {row['loss']:.3f}, right {matched}, {speed}")
-                    pending, since = [], now
+                    bar.set_postfix_str(f"loss {row['loss']:.3f}, right {matched}, {speed:.0f} tok/s")
+                    pending, since, logged = [], now, total
                 if save:
-                    self.folder.save(self.state)
-                before = time.perf_counter()
-                yield step
-                since += time.perf_counter() - before  # exclude the time of measurements
+                    self.folder.save(step, self.state)
+                if self._to_measure(step):
+                    before = time.perf_counter()
+                    measured = self.measure(step)
+                    since += time.perf_counter() - before
+        return measured
 
-    def _row(self, step: int, pending: list[tuple[Metrics, int]], seconds: float) -> dict[str, Any]:
+    def _row(self, step: int, pending: list[Metrics]) -> dict[str, Any]:
         """Means over the steps since the last line of metrics.jsonl."""
-        steps = [jax.device_get(metrics) for metrics, _ in pending]
+        steps = jax.device_get(pending)
         sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in steps))
         matched, simulated = right_shares(sums)
         return {
@@ -327,7 +397,6 @@ class Trainer:
             "inside": round(float(sums.counted[0] / max(sums.slots[0], 1)), 4),
             "gradient_norm": round(float(steps[-1].gradient_norm), 4),
             "learning_rate": float(np.asarray(self.rate(step - 1))),
-            "tokens_per_second": round(sum(tokens for _, tokens in pending) / max(seconds, 1e-9), 1),
         }
 
     def draft_params(self) -> Weights:
@@ -335,49 +404,45 @@ class Trainer:
         weights, frozen = jax.tree.map(jnp.asarray, jax.device_get((dict(self.state.params), self.frozen)))
         return self.inputs.draft.exported(weights, frozen)
 
-    def measure(self, step: int) -> Measured | None:
+    def measure(self, step: int) -> dict[str, Any] | None:
         """Decode held-back prompts, log the accept length, and export the best head so far to best/.
 
-        Returns a measurement of this step that is already logged, and None if there is no prompt.
+        Returns the line of metrics.jsonl, also if this step is already logged, and None if there is no prompt.
         """
         settings, inputs = self.options.measure, self.inputs
         earlier = [row for row in read_metrics(self.folder.folder) if "accept_length" in row]
-        if (logged := next((row for row in earlier if row["step"] == step), None)) is not None:
-            return Measured(*(logged[name] for name in Measured._fields))
-        if not self._examples:
-            return None
-        dtypes = self.options.export.export_dtype, inputs.source.config.dtype
-        params = inputs.draft.served(self.draft_params(), *dtypes)
+        if (logged := next((row for row in earlier if row["step"] == step), None)) is not None or not self._examples:
+            return logged
+        params = with_dtype(self.draft_params(), self.options.export.export_dtype)
+        params = with_dtype(params, inputs.source.config.dtype)
         if self._measure is None:
             prompts = [prompt_of(example) for example in self._examples]
             self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
-        measured = self._measure(params)
-        by_depth, simulated = right_shares(self._held_back_sums(), settings.measure_steps)
-        row = {"step": step, **measured._asdict(), "simulated": simulated, "simulated_by_depth": by_depth}
-        if measured.accept_length > max((row["accept_length"] for row in earlier), default=0.0):
-            self.export(self.folder.folder / "best", measured, [row])
+        shares, length = right_shares(self._held_back_sums(), settings.measure_steps)
+        row = {"step": step, **self._measure(params), "simulated": length, "simulated_by_depth": shares}
+        if row["accept_length"] > max((row["accept_length"] for row in earlier), default=0.0):
+            self.export(self.folder.folder / "best", row)
         self.folder.log(row)
-        engine, text = (" ".join(f"{share:.2f}" for share in shares) for shares in (measured.by_depth, by_depth))
-        length = f"accept length {measured.accept_length:.3f} in the engine, by depth {engine}"
-        tqdm.write(f"step {step}: {length}; {simulated:.3f} simulated on the answers, by depth {text}", sys.stderr)
-        return measured
+        engine, text = (" ".join(f"{share:.2f}" for share in row[name]) for name in ("by_depth", "simulated_by_depth"))
+        line = f"accept length {row['accept_length']:.3f} in the engine, by depth {engine}"
+        tqdm.write(f"step {step}: {line}; {length:.3f} simulated on the answers, by depth {text}", sys.stderr)
+        return row
 
     def _held_back_sums(self) -> Sums:
         """Sums over the answers to the measured prompts."""
-        size, parts = self.options.run.batch_size, list[Sums]()
+        size, key, parts = self.options.run.batch_size, jax.random.key(0), list[Sums]()
         for start in range(0, len(self._held_back.tokens), size):
             numbers = np.arange(start, start + size)
-            teacher, batch = self._placed(self._taught(self._held_back, self._held_back_features, numbers))
-            parts.append(self._evaluate(self.state.params, self.frozen, self.target_params, batch, teacher))
+            batch, teacher = self._placed((self._held_back.at(numbers), self._held_back_features.get(numbers)))
+            parts.append(self._evaluate(self.state.params, self.target_params, batch, teacher, key)[1])
         return jax.tree.map(lambda *sums: np.sum(sums, axis=0), *jax.device_get(parts))
 
-    def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
+    def export(self, folder: Path, *unlogged: dict[str, Any]) -> Path:
         draft, options = self.inputs.draft, self.options
         card = model_card(
             title=f"{options.draft.draft} draft head for {options.model.model}", target=options.model.model,
             description=draft.description, facts=self.inputs.facts, command=self.command, step=int(self.state.step),
             metrics=[*read_metrics(self.folder.folder), *unlogged],
-            measured=measured and measured._asdict(),
         )  # fmt: skip
         return export_head(
             folder, draft.config, self.draft_params(), self.inputs.source.config, target_name=options.model.model,

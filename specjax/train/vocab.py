@@ -110,13 +110,6 @@ WRITERS: dict[str, Callable[[Path, list[int]], object]] = {
 }
 
 
-def check_output(output: Path, inputs: Sequence[str]) -> None:
-    """Raises ValueError if the format is unknown, or the file is an input or cannot be written."""
-    if output.suffix not in WRITERS:
-        raise ValueError(f"--output {output} must end in {', '.join(WRITERS)}")
-    check_writable(output, inputs)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="specjax train vocab",
@@ -144,7 +137,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the map; returns the summary."""
     progress = not args.no_progress
     inputs, output = line_files(args.input), Path(args.output)
-    check_output(output, inputs)
+    if output.suffix not in WRITERS:
+        raise ValueError(f"--output {output} must end in {', '.join(WRITERS)}")
+    check_writable(output, inputs)
     if args.size is not None and args.size < 1:
         raise ValueError(f"--size must be at least 1, got {args.size}")
     is_gguf = args.tokenizer.lower().endswith(".gguf")  # the file contains the tokenizer
@@ -178,7 +173,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     return run_command("specjax train vocab", lambda: run(args), failed="bad", interrupted="nothing was written")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

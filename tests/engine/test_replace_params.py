@@ -71,5 +71,5 @@ def test_training_measures_each_head(texts, monkeypatch):
     settings = MeasureSettings(measure_prompts=1, measure_tokens=LENGTH, measure_steps=DEPTH)
     measure = run.Measure(settings, inputs, MODEL.params, texts["wrong"], [PROMPT])
     results = [measure(texts[name]) for name in ("wrong", "right", "wrong")]
-    assert results[0] == results[2] and results[0].accept_length < 1.5
-    assert results[1].accept_length > DEPTH
+    assert results[0] == results[2] and results[0]["accept_length"] < 1.5
+    assert results[1]["accept_length"] > DEPTH

@@ -26,14 +26,23 @@ from specjax.models.block_head import BlockHead
 from specjax.models.draft_head import init_head_params
 from specjax.sampling import sampling_row
 from specjax.train.__main__ import main
-from specjax.train.block import BLOCKS, BlockObjective, block_attention, block_logits, block_loss, d_pace, draw_anchors
 from specjax.train.data import Example, Rows, pack, split
 from specjax.train.export import export_head
 from specjax.train.features import teach, training_target
 from specjax.train.head import from_head
+from specjax.train.losses import (
+    BLOCKS,
+    BlockObjective,
+    Teacher,
+    block_attention,
+    block_logits,
+    block_loss,
+    d_pace,
+    draw_anchors,
+    packed_attention,
+)
 from specjax.train.options import BlockSettings, DraftSettings
 from specjax.train.output import read_metrics
-from specjax.train.unroll import Teacher, packed_attention
 
 V, M, W, BLOCK = 19, 16, 9, 4
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)
@@ -126,9 +135,9 @@ def text_logits(head: BlockHead, params: Any, target_params: Any, batch: Rows, f
     label = jnp.zeros((np.size(slots), head.config.drafts_of(head.config.block)), jnp.int32)
     found, logits = block_logits(head, params, target_params, batch, features, jnp.asarray(slots), label)
     ids = np.asarray(params["ids"]) if head.config.mapped else np.arange(V)
-    if found.ids is None:
+    if found.candidates is None:
         return np.asarray(logits), np.broadcast_to(ids, logits.shape)
-    return np.asarray(logits)[:, :, :-1], ids[np.asarray(found.ids)[:, :, :-1]]
+    return np.asarray(logits)[:, :, :-1], ids[np.asarray(found.candidates.ids)[:, :, :-1]]
 
 
 @pytest.mark.parametrize("name", list(HEADS))
@@ -219,8 +228,8 @@ def test_sums_equal_a_loop(name):
             counted[j] = label >= 0
             entropy[j] = -log_probs[slot, j, label]
             draft = walked[slot, j].argmax()
-            if found.ids is not None:
-                *candidates, own = np.asarray(found.ids)[slot, j].tolist()
+            if found.candidates is not None:
+                *candidates, own = np.asarray(found.candidates.ids)[slot, j].tolist()
                 scores = walked[slot, j]
                 draft = candidates[scores[:-1].argmax()]
                 assert own == max(label, 0)
@@ -232,7 +241,7 @@ def test_sums_equal_a_loop(name):
             sums[3, j] += reached
             reached = reached and draft == label
         total += (loop_d_pace(entropy, counted, 0.5) * entropy).sum()
-        total += (loop_d_pace(choice, counted, 0.5) * choice).sum() if found.ids is not None else 0.0
+        total += (loop_d_pace(choice, counted, 0.5) * choice).sum() if found.candidates is not None else 0.0
         sums[0] += counted * (entropy + choice)
         sums[2] += counted
     actual, parts = block_loss(
@@ -240,7 +249,7 @@ def test_sums_equal_a_loop(name):
         jax.random.key(2),
     )  # fmt: skip
     assert sums[1, 1] > 0 and sums[3, 0] > sums[1, 0] and sums[2, 0] < sums[3, 0]
-    assert (missing > 3) == (found.ids is not None)
+    assert (missing > 3) == (found.candidates is not None)
     np.testing.assert_allclose(actual, total, rtol=1e-5)
     np.testing.assert_allclose(np.stack(parts), sums, rtol=1e-5)
 

@@ -21,7 +21,6 @@ from specjax.train import run
 from specjax.train.__main__ import main
 from specjax.train.options import PLACEMENTS, DataSettings, OptimizerSettings, TrainOptions
 from specjax.train.output import RunError, RunFolder, plot, read_metrics
-from specjax.train.update import schedule
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +165,8 @@ save, log = output.RunFolder.save, output.RunFolder.log
 def run(moment, step, arguments):
     def end():
         os.kill(os.getpid(), signal.SIGINT if moment == "interrupted" else signal.SIGKILL)
-    def patched_save(self, state):
-        now = int(state.step) == step
+    def patched_save(self, at, state):
+        now = at == step
         if moment == "during" and now:
             rename = os.rename
             def renamed(source, *others, **options):
@@ -177,7 +176,7 @@ def run(moment, step, arguments):
             os.rename = renamed
         if moment == "full" and now:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        save(self, state)
+        save(self, at, state)
     def patched_log(self, row):
         log(self, row)
         if moment in ("logged", "interrupted") and row["step"] == step:
@@ -298,7 +297,7 @@ def test_a_run_is_extended(train, copied):
     assert after[: len(before)] == before and [row["step"] for row in after[len(before) :]] == [8, 9]
     assert after[-2]["tokens"] > before[-1]["tokens"], "tokens of all steps"
     assert "step 9" in (copied / "head" / "README.md").read_text()
-    rate = schedule(OptimizerSettings(learning_rate=0.01, warmup_steps=2), 9)
+    rate = run.schedule(OptimizerSettings(learning_rate=0.01, warmup_steps=2), 9)
     assert after[-2]["learning_rate"] == pytest.approx(float(rate(7)), rel=1e-5)
     status, summary, err = train(steps=8)
     assert (status, summary) == (2, None)

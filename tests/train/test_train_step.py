@@ -26,9 +26,9 @@ from specjax.train import head as heads
 from specjax.train.data import Example, Rows, batch_rows, pack
 from specjax.train.export import head_tensors
 from specjax.train.features import FeatureStore, teach, training_target
+from specjax.train.losses import LOSSES, Objective, Teacher, packed_attention, packed_mask, unroll
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
-from specjax.train.unroll import LOSSES, Objective, Teacher, packed_attention, packed_mask, unroll
-from specjax.train.update import TrainState, make_optimizer, make_update, schedule
+from specjax.train.run import TrainState, make_optimizer, make_update, schedule
 
 V, M, W = 19, 16, 7
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)
@@ -268,11 +268,13 @@ def trainer(rate: float = 1e-2, dtype: str = "float32", **changes: Any):
     config = toy().target.config
     target = training_target(config, dtype)
     settings = replace(heads.head_config(DraftSettings(draft="EAGLE3"), config), dtype=dtype)
-    head = draft_head(settings, target, backend=packed_attention)
     weights, frozen = heads.split_params(heads.new_params(settings, toy().target, toy().params, None, seed=0))
     chain = make_optimizer(replace(PLAIN, **changes), optax.constant_schedule(rate))
-    loss = heads.head_loss(head, target, heads.objective("EAGLE3", LossSettings(rounds=2)))
-    update = make_update(loss, chain, frozen, dtype=dtype, seed=0, teach=teach(target, settings.aux_layers))
+    loss = heads.head_loss(
+        settings, target, heads.objective("EAGLE3", LossSettings(rounds=2)), frozen=frozen,
+        teach=teach(target, settings.aux_layers),
+    )  # fmt: skip
+    update = make_update(loss, chain, seed=0)
     with jax.numpy_dtype_promotion("standard"):
         return TrainState(jnp.int32(0), weights, chain.init(weights)), update
 

@@ -28,10 +28,10 @@ from specjax.drafters import Params, TreeShape, none_drafter
 from specjax.engine import Completion, Engine, EngineConfig
 from specjax.state import PrefillInput
 from specjax.step import StepConfig, draft_phase, make_steps
-from specjax.train import generate, unroll
+from specjax.train import generate, losses
 from specjax.train.data import Example, Rows, load_examples, pack
 from specjax.train.features import teach, training_target
-from specjax.train.head import HeadDraft
+from specjax.train.head import HeadDraft, with_dtype
 from specjax.train.options import DraftSettings, LossSettings, RunSettings, TrainOptions
 
 LONGEST = 256
@@ -258,18 +258,17 @@ def trained(kind: str, folder: Path) -> Trained:
         for segment in range(1, segments.max() + 1):
             slots = np.flatnonzero(segments == segment)
             places[tokens[slots].tobytes()] = (row, int(slots[0]))
-    draft.choose_vocabulary(rows)
     target, batch = training_target(toy().target.config, "float32"), Rows(*map(jnp.asarray, rows))
     teacher = jax.jit(teach(target, draft.config.features))(toy().params, batch)
-    weights, frozen = draft.first_weights(toy().params, lambda: (teacher, rows))
+    weights, frozen = draft.first_weights(toy().params, rows, lambda: (teacher, rows))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(unroll.LOSSES, "record", record)
-        draft.loss(target)({**weights, **frozen}, toy().params, batch, teacher, jax.random.key(0))
+        monkeypatch.setitem(losses.LOSSES, "record", record)
+        draft.loss(target, frozen)(weights, toy().params, batch, teacher, jax.random.key(0))
     of_target = np.asarray(jax.nn.log_softmax(target.unembed(toy().params, teacher.hidden)))
     drafter = draft.drafter(toy().target, TreeShape(1, TOPK, TOPK + 1))
     runner = Runner(
         toy(), drafter, rows=ROWS, page_size=16, pages_a_row=LONGEST // 16, chunk=LONGEST,
-        draft=draft.served(draft.exported(weights, frozen), "float32"),
+        draft=with_dtype(draft.exported(weights, frozen), "float32"),
     )  # fmt: skip
     prefill = make_steps(toy().target, drafter, config=StepConfig(prompt_logprobs=True)).prefill
     propose = jax.jit(functools.partial(draft_phase, drafter=drafter))
