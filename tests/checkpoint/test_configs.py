@@ -172,8 +172,12 @@ NEXTN = {
 }  # fmt: skip
 
 OSS = {
-    "intermediate_size": 32, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 7,
-    "sliding_window": 16,
+    "intermediate_size": 32, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4,
+    "sliding_window": 16, "seed": 8,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 DELTA = {
@@ -276,16 +280,17 @@ def draft_model(name: str) -> Path:
         save_block(folder, dialect, scale=2.0, **sizes)
         return folder
     if name == EAGLE_OSS_120B:  # it uses the target's output layer
-        layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True}
+        layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
         changes = {"draft_vocab_size": None, "eagle_config": layers}
         missing = {"lm_head.weight": None}
         save_head(folder, "eagle3", dialect="eagle3-full-vocabulary", config=changes, tensors=missing, **HEAD)
     elif name in (EAGLE_3, EAGLE_OSS):
         vocabulary = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
-        dialect, architecture = "eagle3", "LlamaForCausalLMEagle3"
+        dialect, architecture, changes = "eagle3", "LlamaForCausalLMEagle3", {}
         if name == EAGLE_OSS:
             dialect, architecture = "eagle3-speculators", "Eagle3Speculator"
-        save_head(folder, "eagle3", dialect=dialect, tensors=vocabulary, **HEAD)
+            changes = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
+        save_head(folder, "eagle3", dialect=dialect, tensors=vocabulary, config=changes, **HEAD)
         assert json.loads((folder / "config.json").read_text())["architectures"] == [architecture]
     else:
         dialect, kv_heads = ("eagle", 4) if name == EAGLE_2 else ("eagle-nobias", 2)
