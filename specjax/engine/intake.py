@@ -23,7 +23,7 @@ from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import PromptLogprobs, Request, Sequence, SequenceOutput
-from specjax.engine.text import Channels, TextStream, Thoughts
+from specjax.engine.text import FINAL, TextStream, Thoughts
 from specjax.limits import ParameterError
 from specjax.sampling import STOP_IDS
 
@@ -255,7 +255,7 @@ class Intake:
         if not sampling.stop_after_reasoning:
             return None
         if self._has_header(prompt):
-            return Channels()
+            return Thoughts(True, FINAL)
         begun = sampling.require_reasoning or begins_thinking(prompt, self.tokenizer)
         return None if begun is False else Thoughts(bool(begun))
 

@@ -27,9 +27,10 @@ from specjax.packages import need
 REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
 _LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
-_FINAL = re.compile(r"<\|channel\|>\s*final\s*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>")
+_END_THINK = re.compile(re.escape(END_THINK))
+FINAL = re.compile(r"<\|channel\|>\s*final\s*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>")
 _CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
-MAX_HEADER = 128  # characters that are searched for the header of the final channel
+MAX_HEADER = 128  # characters of a match of `FINAL`
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Tokens to text
@@ -254,9 +255,9 @@ class Thoughts:
         ended: the thoughts have ended, or there are none.
     """
 
-    def __init__(self, begun: bool) -> None:
-        """`begun`: the prompt begins the thoughts."""
-        self.begun, self.ended = begun, False
+    def __init__(self, begun: bool, end: re.Pattern[str] = _END_THINK) -> None:
+        """`begun`: the prompt begins the thoughts. `end`: instead of `</think>`, such as `FINAL`."""
+        self.begun, self.ended, self._end = begun, False, end
         self._opening = True  # the text so far is white space, `<think>` or a part of it
         self._trimming = False
         self._held = ""
@@ -273,31 +274,18 @@ class Thoughts:
                 return "", ""
             self._opening, self.ended = False, not self.begun
         if not self.ended:
-            thoughts, mark, text = text.partition(END_THINK)
-            if not mark:
-                settled = len(thoughts) - (0 if last else _overlap(thoughts, END_THINK))
-                self._held = thoughts[settled:]
-                return thoughts[:settled], ""
+            end = self._end.search(text)
+            if end is None:
+                held = 0 if last else _overlap(text, END_THINK) if self._end is _END_THINK else MAX_HEADER
+                settled = max(len(text) - held, 0)
+                self._held = text[settled:]
+                return text[:settled], ""
+            thoughts, text = text[: end.start()], text[end.end() :]
             self.ended = self._trimming = True
         if self._trimming:
             text = text.lstrip()
             self._trimming = not text
         return thoughts, text
-
-
-class Channels(Thoughts):
-    """Finds the answer in the Harmony format of gpt-oss, the text of the final channel. Returns no thoughts."""
-
-    def __init__(self) -> None:
-        super().__init__(begun=True)
-
-    def split(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        if not self.ended:
-            text = self._held + text
-            match = _FINAL.search(text)
-            self.ended, self._held = match is not None, text[-MAX_HEADER:]
-            text = text[match.end() :] if match else ""
-        return "", text
 
 
 class TextStream:

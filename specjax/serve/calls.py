@@ -443,7 +443,11 @@ class Harmony(CallParser):
 
     _MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
     _HEADER_END = re.compile(r"<\|(?:message|end|call|return)\|>|(?<=\S)\s*<\|start\|>")
-    _WORD = re.compile(r"<\|(?:start|channel|constrain)\|>|[^\s<]+|<")
+    _HEADER = re.compile(
+        r"\s*(?:<\|start\|>\s*)?(?:assistant(?!\w)\s*)?(?:to=(?P<role>[^\s<]+)\s*)?"
+        r"(?:<\|channel\|>\s*(?:(?P<channel>analysis|commentary|final)(?![^\s<])\s*)?)?"
+        r"(?:to=(?P<to>[^\s<]+)\s*)?(?:<\|constrain\|>\s*)?(?:(?:json|code)\s*\Z)?"
+    )
 
     def __init__(self, names: Collection[str] = (), *, opened: bool = True, **more: Any) -> None:
         super().__init__(names, **more)
@@ -457,40 +461,27 @@ class Harmony(CallParser):
         if is_cut and not (self._last and self._rest):
             return False
         text = self._rest[: end.start() if end else LIMIT]
-        channel, name, size = self._read_header(text, is_cut)
+        header = self._HEADER.match(text)
+        assert header is not None, "all of its parts are optional"
+        size, recipient = header.end(), "role" if header["role"] else "to"
+        name = (header[recipient] or "").removeprefix("functions.")
+        if header[recipient] and name not in self._names:
+            size = header.start(recipient) - len("to=")
+        words = ("analysis", "commentary", "final", "assistant", *(f"to=functions.{name}" for name in self._names))
+        if is_cut and size and any(word.startswith(text[size:]) for word in words):
+            size = len(text)
         self._parts.append(Message())
-        self._kind = Thought if channel == "analysis" else Text
+        self._kind = Thought if header["channel"] == "analysis" else Text
         if end is not None and end[0] == "<|message|>":
             if unknown := self._MARK.sub(" ", text[size:]).split():
                 self._speak(" ".join(unknown) + "\n")
             size = end.end()
-        if name is not None and size > len(text) * is_cut:
+        if name in self._names and size > len(text) * is_cut:
             self._kind, self._is_bare = Arguments, True
             self._count += 1
             self._add(Call(name))
         self._rest = self._rest[size:]
         return self._enter(self._message)
-
-    def _read_header(self, text: str, is_cut: bool) -> tuple[str, str | None, int]:
-        """The channel, the called function, and the number of characters before the first unknown word."""
-        channel, name, before = "", None, ""
-        channels = ("analysis", "commentary", "final")
-        expected = (*channels, "assistant", *(f"to=functions.{name}" for name in self._names))
-        for match in self._WORD.finditer(text):
-            word = match[0]
-            if before == "<|channel|>" and word in channels:
-                channel = word
-            elif word.startswith("to=") and (named := word[3:].removeprefix("functions.")) in self._names:
-                name = named
-            elif not (
-                self._MARK.fullmatch(word)
-                or (word == "assistant" and before in ("", "<|start|>"))
-                or (word in ("json", "code") and (name or before == "<|constrain|>"))
-                or (is_cut and match.end() == len(text) and before and any(e.startswith(word) for e in expected))
-            ):
-                return channel, name, match.start()
-            before = word
-        return channel, name, len(text)
 
     def _message(self) -> bool:
         end = self._MARK.search(self._rest)

@@ -19,7 +19,7 @@ from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined
 from specjax.checkpoint.prompts import Chat, render_chat
 from specjax.engine import Completion, SamplingParams
 from specjax.engine.grammar import Grammar
-from specjax.engine.text import Channels
+from specjax.engine.text import FINAL, Thoughts
 from specjax.serve.calls import LIMIT, Arguments, Call, Harmony, Message, Text, Thought
 from specjax.serve.message_format import ReplyOptions, answer_form
 from specjax.serve.tokenising import Rules
@@ -419,7 +419,7 @@ def test_stops_match_in_the_final_channel(served, stop):
 @given(st.lists(st.integers(0, 120), max_size=9))
 def test_search_for_the_final_channel(cuts):
     text = thought("final a") + header("final", " <|constrain|>json ") + "<|channel|>final<|message|>x"
-    ends, channels = sorted(min(cut, len(text)) for cut in cuts), Channels()
+    ends, channels = sorted(min(cut, len(text)) for cut in cuts), Thoughts(True, FINAL)
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     assert "".join(channels.split(piece)[1] for piece in pieces) == "<|channel|>final<|message|>x" and channels.ended
 
