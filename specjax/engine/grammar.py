@@ -210,8 +210,8 @@ class Grammars:
             _ = self.core
 
     def holds(self, grammar: Grammar) -> bool:
-        """True if a grammar is compiled."""
-        return grammar in self._cache
+        """True if a grammar is compiled, in any `turn`."""
+        return any((held.kind, held.source) == (grammar.kind, grammar.source) for held in list(self._cache))
 
     def compiled(self, grammar: Grammar) -> LLMatcher:
         """Raises GrammarError."""

@@ -530,3 +530,11 @@ def test_end_of_a_message_does_not_stop(served):
     for script in SCRIPTS:
         done = generate(served, ask(script)["messages"], SamplingParams(temperature=0.0, max_new_tokens=60))
         assert harmony_tokenizer().convert_ids_to_tokens(done.output_ids) == SCRIPTS[script]
+
+
+def test_compiled_grammars_are_known():
+    """Requests whose grammar is compiled do not wait for other grammars."""
+    grammars, grammar = harmony_engine().intake.grammars, Grammar("regex", "known")
+    assert not grammars.holds(grammar)
+    grammars.compiled(replace(grammar, turn=harmony_engine().intake.harmony))
+    assert grammars.holds(grammar) and not grammars.holds(Grammar("regex", "other"))
