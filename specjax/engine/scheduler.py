@@ -129,6 +129,7 @@ class Scheduler:
         for i in range(slot.stored, len(committed) // size):
             text = tuple(committed[i * size : (i + 1) * size])
             if not leaves and self.prefix.holds(sequence.salt_key, slot.node, text):
+                self._give_snapshots(sequence, committed)
                 return
             page = slot.pages[i]
             slot.node, taken = self.prefix.insert(sequence.salt_key, slot.node, text, page)
@@ -137,6 +138,14 @@ class Scheduler:
             slot.stored += 1
             if (row := slot.snapshots.pop(slot.stored, None)) is not None and self.prefix.snapshots is not None:
                 self.prefix.snapshots.give(row, slot.node)
+
+    def _give_snapshots(self, sequence: Sequence, committed: list[int]) -> None:
+        """Gives snapshots of certainly committed tokens to pages with the same text that the cache has."""
+        kept, slot = self.prefix.snapshots, sequence.active_slot
+        for pages in [count for count in slot.snapshots if count * self.page_size <= len(committed)]:
+            nodes = self.prefix.match(sequence.salt_key, self.prefix.texts(committed, pages * self.page_size))
+            if kept is not None and len(nodes) == pages:
+                kept.give(slot.snapshots.pop(pages), nodes[-1])
 
     def _resumable(self, nodes: list[Node]) -> list[Node]:
         """Cuts a cached prefix to its last snapshot, if the model is recurrent."""

@@ -61,6 +61,23 @@ def test_few_snapshots(model, config, cached):
     assert found == cached
 
 
+def test_a_running_request_shares_its_snapshots(model):
+    """The second request computes a common prefix again, whose state is there for the third before it ends."""
+    engine = make_engine(model, NGRAM, state_snapshots=16)
+    ask(engine, model, BASE)
+    prompts = [[*BASE[:30], 3, 4, 5, 6, 7], [*BASE[:30], 9, 8, 7]]
+    params = SamplingParams(max_new_tokens=40)
+    first = engine.add(prompts[0], params)
+    while not first.output.tokens:
+        engine.step()
+    second = engine.add(prompts[1], params)
+    done = drain(engine)
+    assert (first.output.cached, second.output.cached) == (24, 28)
+    for prompt, sequence in zip(prompts, (first, second), strict=True):
+        check_plain(model, prompt, params, done[sequence.id])
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("snapshots", [0, 2, 8])
 def test_rows_retraction_and_common_prefixes(model, snapshots):
     """Four rows, each retracted now and then; a row's state is zero or a snapshot when its next request begins."""
