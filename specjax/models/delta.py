@@ -21,6 +21,7 @@ Sources: Yang et al., "Gated Delta Networks" (arXiv:2412.06464); transformers' `
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -74,19 +75,14 @@ class Updates(NamedTuple):
 def _attention_leaves() -> tuple[Leaf, ...]:
     """Attention with a gate for each query head. The rows of a head in `q_proj` are its query's, then its gate's."""
     a = "self_attn."
-    queries, gates = (Tensor(f"{a}q_proj", "KGd M", parts, cut=("d", "E", after)) for parts, after in _QUERY_GATE)
+    queries = Tensor(f"{a}q_proj", "KGd M", (QUERIES,), cut=("d", "E", ""))
+    keys, values = Tensor(f"{a}k_proj", "KE M", (KEY,)), Tensor(f"{a}v_proj", "KE M", (VALUE,))
     return (
-        *linear_leaves(
-            "qkv", "M -> K Q E", queries, Tensor(f"{a}k_proj", "KE M", (KEY,)), Tensor(f"{a}v_proj", "KE M", (VALUE,)),
-            bias=False,
-        ),
-        *linear_leaves("gate", "M -> K G E", gates, bias=False),
+        *linear_leaves("qkv", "M -> K Q E", queries, keys, values, bias=False),
+        *linear_leaves("gate", "M -> K G E", replace(queries, parts=(), cut=("d", "E", "E")), bias=False),
         *linear_leaves("output", "K G E -> M", Tensor(f"{a}o_proj", "M KGE"), bias=False),
         *HEAD_NORMS,
-    )  # fmt: skip
-
-
-_QUERY_GATE = (((QUERIES,), ""), ((), "E"))
+    )
 
 
 def _delta_leaves(delta: DeltaNet) -> tuple[Leaf, ...]:
