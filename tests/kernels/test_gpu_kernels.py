@@ -299,13 +299,14 @@ def grouped(name: str, out: int, depth: int) -> Quantised:
         "Q4_0": Quantised(four, scale(32), shift=8),
         "Q4_1": Quantised(four, scale(32), scale(32)),
         "Q4_K": Quantised(four, *small, scale(256), scale(256)),
+        "MXFP4": Quantised(four, rng.integers(110, 125, (out, depth // 32), np.uint8)),
         "GPTQ": Quantised(four, scale(128), scale(128, np.float32)),
         "Q8_0": Quantised(eight, scale(32)),
         "fp8 blocks": Quantised((eight / np.float32(9)).astype(jnp.float8_e4m3fn), scale(128, np.float32, 16), rows=16),
     }[name]
 
 
-FORMATS = ("Q4_0", "Q4_1", "Q4_K", "GPTQ", "Q8_0", "fp8 blocks")
+FORMATS = ("Q4_0", "Q4_1", "Q4_K", "MXFP4", "GPTQ", "Q8_0", "fp8 blocks")
 
 
 @interpreted
@@ -318,6 +319,16 @@ def test_quantised_products(chosen: str, name: str, rows: int, dtype: str) -> No
     expected = np.asarray(x, np.float64) @ np.asarray(dequantise(leaf), np.float64).T
     terms = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantise(leaf), np.float64)).T
     assert output.dtype == jnp.float32 and (np.abs(output - expected) <= 1e-5 * terms).all()
+
+
+@interpreted
+def test_rows_with_their_own_matrices(chosen: str) -> None:
+    leaf = jax.tree.map(jnp.asarray, grouped("MXFP4", 3 * 40, 512))
+    x, ids = jnp.asarray(np.random.default_rng(4).standard_normal((4, 512)), jnp.float32), jnp.array([2, 0, 2, 1])
+    output = jax.jit(lambda x, leaf, ids: gpu_quantised.multiply(x, leaf, ids=ids, out=40))(x, leaf, ids)
+    weights = np.asarray(dequantise(leaf), np.float64).reshape(3, 40, 512)[np.asarray(ids)]
+    expected = np.einsum("rm,rom->ro", np.asarray(x, np.float64), weights)
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-5 * np.abs(weights).sum(-1).max())
 
 
 @compiled
