@@ -193,7 +193,7 @@ def tree_attention(
         oldest = tl.maximum(tl.min(position, 0) - s.window + 1, 0)
     peak, total = tl.full((s.rows,), -1e20, tl.float32), tl.zeros((s.rows,), tl.float32)
     if s.sinks:  # in split 0: a key that every query sees, with the value 0
-        has_sink = is_row & (split == 0)
+        has_sink = is_row & (row < tl.cast(split == 0, tl.int32) * (s.N * s.G))
         sink = tl.load(at(sinks, (), (k * s.G + group,)), mask=has_sink, other=0)
         peak = tl.where(has_sink, tl.cast(sink, tl.float32) * s.log2_e, peak)
         total = tl.where(has_sink, 1.0, total)
