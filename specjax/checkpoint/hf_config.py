@@ -280,12 +280,12 @@ def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]
     if kinds is None:
         interval = config.integer("full_attention_interval", 4)
         kinds = [linear if (layer + 1) % interval else full for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (linear, full) for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(name in (linear, full) for name in kinds):
         raise invalid("layer_types", kinds, f"{layers} of {linear} and {full}")
     key_heads, value_heads = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
     if value_heads % key_heads:
         raise invalid("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
-    delta_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == linear)
+    delta_layers = tuple(layer for layer, name in enumerate(kinds) if name == linear)
     delta = DeltaNet(
         delta_layers, key_heads, value_heads, config.integer("linear_key_head_dim", 128),
         config.integer("linear_value_head_dim", 128), config.integer("linear_conv_kernel_dim", 4), fused,

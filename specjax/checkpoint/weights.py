@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -109,7 +109,8 @@ def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
     """The tensors of all shards, stacked experts one by one. In a multimodal model: of the language model, under the
     names of a text model."""
-    tensors = {name: entry for whole in read_shards(files, read_header).values() for name, entry in _experts(whole)}
+    shards = read_shards(files, read_header)
+    tensors = {name: entry for whole in shards.values() for name, entry in _experts(whole, shards)}
     if not any(name.startswith(OTHER_MODALITIES) for name in tensors):
         return tensors
     text: dict[str, TensorEntry] = {}
@@ -121,11 +122,13 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
     return text
 
 
-def _experts(entry: TensorEntry) -> Iterable[tuple[str, TensorEntry]]:
-    """The matrices of experts in one tensor, [X, 2 I, M] or [X, M, I], named as if each had its own (Qwen3.5)."""
+def _experts(entry: TensorEntry, names: Container[str]) -> Iterable[tuple[str, TensorEntry]]:
+    """The matrices of experts in one tensor, [X, 2 I, M] or [X, M, I], named as if each had its own (Qwen3.5). Those of
+    gpt-oss, which have biases, are transposed and stay in one tensor."""
     projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     stem, _, name = entry.name.rpartition(".")
-    if name not in projections or not stem.endswith(".mlp.experts") or len(entry.shape) != 3:
+    is_stacked = stem.endswith(".mlp.experts") and len(entry.shape) == 3 and f"{entry.name}_bias" not in names
+    if name not in projections or not is_stacked:
         return [(entry.name, entry)]
     count, rows, columns = entry.shape
     parts = [(e, one) for e in range(count) for one in projections[name]]
