@@ -119,7 +119,7 @@ def rank_state(rank: Runner) -> dict[str, Any]:
             "cached": scheduler.prefix.evictable,
             "tokens_each": engine.pool.page_size,
         },
-        "state_snapshots": _snapshots(engine),
+        "state_snapshots": snapshot_state(engine),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
         "cache_hit_rate": round(counters.cached_tokens / max(counters.cached_tokens + counters.prefilled_tokens, 1), 4),
@@ -127,7 +127,7 @@ def rank_state(rank: Runner) -> dict[str, Any]:
     }
 
 
-def _snapshots(engine: Engine) -> dict[str, int] | None:
+def snapshot_state(engine: Engine) -> dict[str, int] | None:
     """Rows that keep the state of a recurrent model at the ends of cached prefixes; None: it is not recurrent."""
     kept = engine.scheduler.prefix.snapshots
     if kept is None:

@@ -12,6 +12,7 @@ from toy_models import Toy
 
 from specjax.drafters import TreeShape, standalone_drafter
 from specjax.engine import Completion, Engine, SamplingParams
+from specjax.serve.control import snapshot_state
 
 VOCABULARY = 40
 RNG = np.random.default_rng(0)
@@ -45,7 +46,11 @@ def test_prefixes_go_on_from_snapshots(model):
     assert ask(engine, model, other).cached_tokens == 24, "28 tokens are in pages, and the last snapshot is at 24"
     assert ask(engine, model, [*BASE[:30], 3, 4, 5, 6]).cached_tokens == 28, "where two texts have parted is a snapshot"
     assert ask(engine, model, other, temperature=1.0, seed=5).cached_tokens == 36
-    assert engine.scheduler.prefix.snapshots is not None and engine.scheduler.prefix.snapshots.held <= 16
+    state = snapshot_state(engine)
+    # At 8, 16, 24, 32, 40 and 44 of BASE, 28 and 36 of `other`, 32 of the text before it.
+    assert state is not None and (state["total"], state["held"]) == (16, 9)
+    row = 2 * 2 * 8 * 12 * 4 + 3 * 2 * (2 * 8 + 2 * 12) * 4  # S of 4 heads, and 3 inputs of the convolution
+    assert state["bytes"] == 16 * row
 
 
 @pytest.mark.parametrize(("config", "cached"), [
