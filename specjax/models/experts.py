@@ -25,9 +25,9 @@ from specjax_kernels.quantised import expert_specs, products_of_rows, split_axes
 
 from specjax.cache import Hidden, Weights
 from specjax.config import Experts
-from specjax.models.blocks import Activation, gated_mlp, swiglu
-from specjax.models.blocks import linear as matmul
-from specjax.models.params import GATE, UP, Leaf, Part, Tensor, linear
+from specjax.models.blocks import Activation, gated_mlp, linear, swiglu
+from specjax.models.params import GATE, UP, Leaf, Part, Tensor
+from specjax.models.params import linear as linear_leaves
 
 
 def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
@@ -51,8 +51,8 @@ def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
     if experts.shared_width:
         name = "mlp.shared_expert." if experts.shared_gate else "mlp.shared_experts."
         gate, up = Tensor(f"{name}gate_proj", "s M", (GATE,)), Tensor(f"{name}up_proj", "s M", (UP,))
-        leaves += linear("shared_gate_up", "M -> 2 s", gate, up, bias=False)
-        leaves += linear("shared_down", "s -> M", Tensor(f"{name}down_proj", "M s"), bias=False)
+        leaves += linear_leaves("shared_gate_up", "M -> 2 s", gate, up, bias=False)
+        leaves += linear_leaves("shared_down", "s -> M", Tensor(f"{name}down_proj", "M s"), bias=False)
     if experts.shared_gate:
         gate = Tensor("mlp.shared_expert_gate.weight", "1 M")
         leaves.append(Leaf("shared_gate", "M -> 1", (gate,), replicated=True))
@@ -96,7 +96,7 @@ def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activa
     if not experts.shared_width:
         return mixed
     shared = gated_mlp(x, weights, activation=activation, prefix="shared_")
-    return mixed + (jax.nn.sigmoid(matmul(x, weights, "shared_gate")) * shared if experts.shared_gate else shared)
+    return mixed + (jax.nn.sigmoid(linear(x, weights, "shared_gate")) * shared if experts.shared_gate else shared)
 
 
 def _place(name: str, leaf: Any, quantised: Callable[[Any], Any], plain: Callable[[int], Any]) -> Any:
