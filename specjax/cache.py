@@ -128,9 +128,9 @@ def is_row_state(node: Any) -> bool:
     return isinstance(node, RowState)
 
 
-def has_rows(cache: Any) -> bool:
-    """True if a cache, or its specs, has row states: the model is recurrent."""
-    return any(map(is_row_state, jax.tree.leaves(cache, is_leaf=is_row_state)))
+def row_states(cache: Any) -> list[RowState]:
+    """The row states of a cache, or of its specs; a model that has some is recurrent."""
+    return [node for node in jax.tree.leaves(cache, is_leaf=is_row_state) if is_row_state(node)]
 
 
 def init_cache(specs: Any, pool: PoolShape, rows: int = 0) -> Cache:
@@ -148,16 +148,8 @@ def init_cache(specs: Any, pool: PoolShape, rows: int = 0) -> Cache:
     return jax.tree.map(empty, specs)
 
 
-def row_bytes(specs: Any) -> int:
-    """Bytes of one row of all row leaves."""
-    leaves = (spec for spec in jax.tree.leaves(specs) if isinstance(spec, RowSpec))
-    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in leaves)
-
-
-def read_rows(cache: Cache, rows: RowMoves | None, start: PerRequest) -> Cache:
+def read_rows(cache: Cache, rows: RowMoves, start: PerRequest) -> Cache:
     """The cache as a forward of B requests reads it: row leaves [B, ...], zero where ``start`` [B] is 0."""
-    if rows is None or not has_rows(cache):
-        return cache
 
     def read(leaf: Array) -> Array:
         taken = leaf.at[rows.source].get(mode="clip")
@@ -256,7 +248,7 @@ def _advanced(
     def put(leaves: Any, row: PerRequest, length: PerRequest) -> Any:
         def write(leaf: Array, new: Array) -> Array:
             # Rows that are not written get distinct indices past the end.
-            place = jnp.where(always & (row < leaf.shape[0]), row, leaf.shape[0] + batch)
+            place = jnp.where(always & (row >= 0) & (row < leaf.shape[0]), row, leaf.shape[0] + batch)
             return leaf.at[place].set(new, mode="drop", unique_indices=True)
 
         return jax.tree.map(write, leaves, state.advance(before, block, length))

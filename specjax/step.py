@@ -346,7 +346,7 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
 
 def _row_moves(context: Context, inputs: StepInput | PrefillInput) -> RowMoves:
     """Where the states of recurrent layers are read and written."""
-    slots = jnp.where(context.active, context.slots, jnp.iinfo(jnp.int32).max)
+    slots = jnp.where(context.active, context.slots, -1)
     if isinstance(inputs, StepInput) or inputs.source is None:
         return RowMoves(context.slots, slots)
     return RowMoves(inputs.source, slots, inputs.snapshot, inputs.snapshot_length)

@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL
 
-from specjax.cache import Block, Cache, Hidden, PoolShape, Weights, commit, has_rows, init_cache, take_path
+from specjax.cache import Block, Cache, Hidden, PoolShape, Weights, commit, init_cache, row_states, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, growing_drafter
 from specjax.drafters.options import Coupling, Standalone, TreeShape
@@ -55,7 +55,7 @@ def standalone_drafter(
 ) -> Drafter:  # fmt: skip
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. All nodes of a tree are valid, unless the draft
     has too few tokens for it, or the tree would reach beyond the draft's maximum position (see `eagle_drafter`)."""
-    if has_rows(draft.pages):
+    if row_states(draft.pages):
         raise ValueError(
             f"STANDALONE cannot draft with a model of the family {draft.config.family}: its layers keep one state for "
             "each request, and the levels of a tree need one for each node; draft with a model whose layers all have "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from specjax.cache import PoolShape, has_rows
+from specjax.cache import PoolShape, row_states
 from specjax.drafters.base import Drafter
 from specjax.engine.buckets import Buckets
 from specjax.limits import ParameterError, check, documented, setting
@@ -132,7 +132,7 @@ def context_length(target: Target, config: EngineConfig) -> int:
 
 def snapshot_rows(target: Target, config: EngineConfig) -> int | None:
     """Number of rows for snapshots of a recurrent model's state; None: the model has no such state."""
-    if not has_rows(target.pages):
+    if not row_states(target.pages):
         return None
     rows = DEFAULT_SNAPSHOTS if config.state_snapshots is None else config.state_snapshots
     return rows if config.prefix_cache else 0

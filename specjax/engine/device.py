@@ -84,7 +84,6 @@ def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width:
 
 
 PREFILL_NUMBERS = 6  # of a row: slot, tokens, next token; source, snapshot and its length of `PrefillInput`
-NO_SNAPSHOT = np.iinfo(np.int32).max  # a row that does not exist
 
 
 def prefill_input(
@@ -106,14 +105,14 @@ def prefill_input(
     first = PREFILL_NUMBERS
     packed = np.zeros((batch, first + width + table), np.int32)
     packed[:, 0] = range(rows, rows + batch)
-    packed[:, 4] = NO_SNAPSHOT
+    packed[:, 4] = -1  # no snapshot
     packed[:, first + width :] = pages
-    for i, (sequence, length, (source, row, kept)) in enumerate(zip(sequences, lengths, snapshots, strict=True)):
+    for i, (sequence, length, snapshot) in enumerate(zip(sequences, lengths, snapshots, strict=True)):
         context, slot = sequence.context, sequence.active_slot
         end = slot.prefilled + length
         after = context[end] if end < len(context) else sequence.forced_token
         packed[i, :3] = slot.index, length, NO_FORCED_TOKEN if after is None else after
-        packed[i, 3:first] = source, NO_SNAPSHOT if row < 0 else row, kept
+        packed[i, 3:first] = snapshot
         packed[i, first : first + length] = context[slot.prefilled : end]
         packed[i, first + width : first + width + len(slot.pages)] = slot.pages
         slot.placed = len(slot.pages)

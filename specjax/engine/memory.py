@@ -21,7 +21,7 @@ from specjax_kernels import Quantised
 from specjax_kernels.quantised import WIDENED
 from specjax_kernels.xla import GPU_TOKENS
 
-from specjax.cache import PoolShape, is_row_state, row_bytes
+from specjax.cache import PoolShape, row_states
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.drafters.standalone import StandaloneParams
@@ -35,7 +35,7 @@ from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, leaves_of, map_leaves
 from specjax.models.target import Target
 from specjax.parallel import sharding
-from specjax.parallel.sharding import leaf_share, page_bytes, splits_input
+from specjax.parallel.sharding import leaf_share, page_bytes, row_bytes, splits_input
 from specjax.state import DecodeState, init_state
 
 # Parameters
@@ -256,7 +256,7 @@ def temporary_bytes(
     def size(tokens: int, rows: int, requests: int) -> int:
         logits = STEP_COPIES["cpu" if on_cpu else "gpu"] * rows * model.vocab_size * 4
         scores = 8 * model.num_heads * tokens if on_cpu else 0
-        states = ROW_COPIES * requests * row_bytes(target.pages) / devices
+        states = ROW_COPIES * requests * row_bytes(target.pages, devices)
         return int((tokens * (lasting + max(passing, scores)) + logits + states) * (1 if on_cpu else ROUNDING))
 
     nodes = {batch: batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches}
@@ -283,8 +283,10 @@ def _activation_bytes(target: Target, features: Features, devices: int, *, on_cp
     size = np.dtype(model.dtype).itemsize
     stream, pages = size * model.hidden_size, page_bytes(target.pages, devices)
     streams = len(features) if isinstance(features, tuple) else features is not None
-    states = [node.entry_bytes for node in jax.tree.leaves(target.pages, is_leaf=is_row_state) if is_row_state(node)]
-    entries, system = sum(states) // devices, STATE_COPIES * max(states, default=0) // devices
+    # Entries are split as the states are.
+    share = row_bytes(target.pages, devices) / max(row_bytes(target.pages), 1)
+    states = [round(state.entry_bytes * share) for state in row_states(target.pages)]
+    entries, system = sum(states), STATE_COPIES * max(states, default=0)
     if on_cpu:
         return pages + entries + stream * (2 + streams), max(2 * size * widest + 4 * stream, system)
     chosen = 2 * stream * model.experts.per_token if model.experts else 0

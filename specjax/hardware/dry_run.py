@@ -26,7 +26,7 @@ import numpy as np
 from specjax_kernels.platforms import before_ampere
 
 from specjax import checkpoint
-from specjax.cache import PoolShape, bytes_per_token, row_bytes
+from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
@@ -45,7 +45,7 @@ from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
 from specjax.models.target import Target
-from specjax.parallel.sharding import check_experts, fitted, held_bytes, page_bytes
+from specjax.parallel.sharding import check_experts, fitted, held_bytes, page_bytes, row_bytes
 from specjax.settings import Parser, dashed
 from specjax.state import init_state
 
@@ -224,7 +224,7 @@ def make_plan(case: Case) -> dict[str, Any]:
     context = context_length(target, config)
     snapshots = snapshot_rows(target, config) or 0
     token, fixed = _state_bytes(model, config.page_size, rows, snapshots)
-    fixed -= row_bytes(target.pages) * (rows + snapshots) * (n - 1) // n
+    fixed -= (rows + snapshots) * (row_bytes(target.pages) - row_bytes(target.pages, n))
     pages, draft_pages = page_bytes(target.pages, n), token - page_bytes(target.pages)
     for part in model.parts[1:]:
         draft_pages += page_bytes(part.pages, n) - page_bytes(part.pages)

@@ -28,7 +28,7 @@ from specjax_kernels import Quantised, dequantise
 from specjax_kernels.mesh import AXIS, EXPERTS, GROUPS, on_axis, spec
 from specjax_kernels.quantised import expert_specs, shared, split_axes
 
-from specjax.cache import PageSpec
+from specjax.cache import PageSpec, RowSpec
 from specjax.config import Experts, HeadConfig, ModelConfig, MtpConfig
 from specjax.limits import ParameterError
 from specjax.models.params import AXES, Bits, Leaf, Sizes, head_copies, input_letters, leaf_bytes, output_major
@@ -328,3 +328,10 @@ def page_bytes(specs: Any, devices: int = 1) -> int:
             parts = heads if heads < devices else 1
         total += round(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize / parts)
     return total
+
+
+def row_bytes(specs: Any, devices: int = 1) -> int:
+    """Computes the bytes of a row in row leaves of these `RowSpec`s on each device."""
+    rows = (leaf for leaf in jax.tree.leaves(specs) if isinstance(leaf, RowSpec))
+    sizes = ((prod(row.shape) * np.dtype(row.dtype).itemsize, _parts(row.axes, row.shape, devices)) for row in rows)
+    return sum(size // parts for size, parts in sizes)

@@ -17,9 +17,9 @@ from pydantic import Field, SkipValidation
 from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from specjax.cache import row_bytes
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.batch import Counters
+from specjax.parallel.sharding import row_bytes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import Pause, bad_request, shown, unavailable
 from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
