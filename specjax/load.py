@@ -137,6 +137,8 @@ def load(
         speculation = Speculation(chosen.drafter(target, loaded.head, **shared), loaded.params)
     else:
         loaded, speculation = _Draft(), make_speculation(drafter, target)
+        own = speculation.drafter._replace(explicit_width=True)
+        speculation = speculation._replace(drafter=own)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     params, verify = Params(weights, speculation.params), verify or speculation.verify
     draft_model = loaded.head or loaded.model

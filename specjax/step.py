@@ -52,7 +52,7 @@ from specjax.state import (
     Trace,
     admit,
 )
-from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
+from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only, with_root
 from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite, pad_levels, path_logprobs, verify_tree
 
 
@@ -99,12 +99,14 @@ def draft_phase(
     """Drafts trees for the batch; returns trees of N nodes, and the state with the drafter's new state.
 
     Trees are cut to the largest width of `config` and to each row's `draft_limit`; the nodes with the best scores
-    remain. With a width of 1 the drafter is not called.
+    remain. Node 0 is the row's root, and nodes that cannot be verified are invalid, whatever the drafter returns. With
+    a width of 1 the drafter is not called.
     """
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
         return root_only(context.root), state
     tree, draft = checked_propose(drafter, params, state.draft, context)
+    tree = with_root(tree, context.root, state.rows.history.counts.shape[1])
     most = max(config.widths, default=tree.width)
     count = jnp.where(context.active, row.draft_limit + 1, 1)
     tree = narrow(first_nodes(tree, count), most) if drafter.topk == 1 else best_nodes(tree, count, most)

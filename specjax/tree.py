@@ -165,8 +165,8 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
     """Keeps the ``count[b]`` best nodes of each tree, root included, in their order.
 
-    As in `rerank`, the best nodes contain their parents. If a drafter's scores grow along a path, a node without its
-    parent becomes invalid; the tree can still be verified.
+    As in `rerank`, the best nodes contain their parents. A node becomes invalid if it cannot be verified: its parent is
+    not kept or does not come before it, or its depth is not its parent's plus one.
 
     Args:
         tree: trees of N nodes.
@@ -178,17 +178,19 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     """
     width = tree.width if width is None else min(width, tree.width)
     index = jnp.arange(tree.width, dtype=jnp.int32)
-    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
+    node_index, place_index = index[None, :], index[None, :width]
+    # `fmax` takes NaN for the smallest score.
+    scores = jnp.where(tree.valid, jnp.fmax(tree.scores, -jnp.inf), -jnp.inf).at[:, 0].set(jnp.inf)
     node, other = scores[:, :, None], scores[:, None, :]
     # Ranks by counting, not sorting: [B, N, N] comparisons are one small kernel. Ties go to the parent.
     before = (other > node) | ((other == node) & (index[None, :] < index[:, None])[None])
     keep = tree.valid & (jnp.sum(before, axis=2, dtype=jnp.int32) < jnp.clip(count, 1, width)[:, None])
-    parent = jnp.maximum(tree.parents, 0)
-    keep &= jnp.take_along_axis(keep, parent, axis=1)
+    parent = jnp.clip(tree.parents, 0, tree.width - 1)
+    has_parent = (tree.parents >= 0) & (tree.parents < node_index) & jnp.take_along_axis(keep, parent, axis=1)
     place = (jnp.cumsum(keep, axis=1) - 1).astype(jnp.int32)
-    parents = jnp.where(tree.parents == NO_PARENT, NO_PARENT, jnp.take_along_axis(place, parent, axis=1))
+    parents = jnp.where(has_parent, jnp.take_along_axis(place, parent, axis=1), NO_PARENT)
     # goes[b, w, i]: node i moves to index w.
-    goes = keep[:, None, :] & (place[:, None, :] == index[None, :width, None])
+    goes = keep[:, None, :] & (place[:, None, :] == place_index[:, :, None])
     there = jnp.any(goes, axis=2)
 
     def move(values: Array) -> Array:
@@ -196,14 +198,27 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
 
     depth, parents = move(tree.depth), jnp.where(there, move(parents), NO_PARENT)
     above = jnp.take_along_axis(depth, jnp.maximum(parents, 0), axis=1)
-    valid = there & ((parents == NO_PARENT) | (depth == above + 1))
+    is_child = (parents != NO_PARENT) & (depth > 0) & (depth <= place_index) & (depth == above + 1)
+    valid = there & (is_child | (place_index == 0))
     return _masked(DraftTree(move(tree.tokens), parents, depth, valid, move(tree.scores)))
 
 
 def first_nodes(tree: DraftTree, count: PerRequest) -> DraftTree:
-    """Keeps the first ``count[b]`` nodes, at least the root. For a chain this equals `best_nodes`, without scores."""
-    index = jnp.arange(tree.width, dtype=jnp.int32)[None, :]
-    return _masked(tree._replace(valid=tree.valid & (index < jnp.maximum(count, 1)[:, None])))
+    """Keeps the first ``count[b]`` nodes of each chain, at least the root. Equals `best_nodes`, without scores.
+
+    Each node becomes the child of the node before it, whatever its parent was.
+    """
+    index = jnp.broadcast_to(jnp.arange(tree.width, dtype=jnp.int32), tree.tokens.shape)
+    valid = tree.valid & (index < jnp.maximum(count, 1)[:, None])
+    return _masked(tree._replace(parents=index - 1, depth=index, valid=valid))
+
+
+def with_root(tree: DraftTree, root: PerRequest, vocab_size: int) -> DraftTree:
+    """Trees whose node 0 is `root`. Nodes whose tokens are outside of the vocabulary become invalid."""
+    index = jnp.arange(tree.width, dtype=jnp.int32)
+    is_root, is_token = index[None, :] == 0, (tree.tokens >= 0) & (tree.tokens < vocab_size)
+    nodes = _masked(tree._replace(valid=tree.valid & is_token))
+    return DraftTree(*(jnp.where(is_root, *pair) for pair in zip(root_only(root), nodes, strict=True)))
 
 
 def narrow(tree: DraftTree, width: int) -> DraftTree:

@@ -68,6 +68,13 @@ Verifier: TypeAlias = Callable[..., Verdict]
 """A function with the arguments of `verify_tree` that decides which drafts are accepted. Traced into the step."""
 
 
+def is_lossless(verify: Verifier) -> bool:
+    """True if the text with this verifier is the target's own: for `verify_tree`, and for a verifier whose attribute
+    `lossy` is False. Otherwise the text depends on the drafts."""
+    function = verify.func if isinstance(verify, partial) else verify
+    return function is verify_tree or getattr(function, "lossy", True) is False
+
+
 def verify_tree(
     tree: DraftTree,
     logits: Logits,

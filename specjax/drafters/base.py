@@ -1,8 +1,7 @@
 """The interface of a drafter: a NamedTuple of pure functions. Guide: docs/drafters.md.
 
 The step calls `propose` for a tree and `observe` with the committed tokens. The text does not depend on the proposed
-tokens. `specjax.drafters.check` checks shapes and dtypes, but not values: node 0 must be the root, and parents must
-come before children.
+trees: the step writes node 0 and leaves out nodes that cannot be verified. `specjax.drafters.check` finds such nodes.
 """
 
 from __future__ import annotations
@@ -191,8 +190,8 @@ class Drafter(NamedTuple):
             without drafts (except with `costly_observe`).
         widths: smaller tree widths, for a drafter that often proposes fewer nodes. Each step checks the smallest of
             these, 1 and `width` that holds its trees. (): all steps check `width` nodes.
-        explicit_width: width set explicitly. Large batches do not reduce it, and by default every step drafts
-            (`EngineConfig.adaptive`).
+        explicit_width: width set explicitly, as by the writer of a drafter. Large batches do not reduce it, and by
+            default every step drafts (`EngineConfig.adaptive`).
         reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
         topk: nodes per level. 1: each tree is one path (`specjax.tree.chain`), whose first nodes are the best, so
             scores are computed only for traces. None: trees of any form.
@@ -214,7 +213,7 @@ class Drafter(NamedTuple):
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
     widths: tuple[int, ...] = ()
-    explicit_width: bool = False
+    explicit_width: bool = True
     reads_tokens: bool = False
     topk: int | None = None
     resize: Callable[[int], Drafter] | None = None
@@ -246,4 +245,5 @@ def none_drafter() -> Drafter:
         init=lambda params, rows, pool: (),
         propose=lambda params, state, context: (root_only(context.root), state),
         observe=lambda params, state, context, observation: state,
+        explicit_width=False,
     )

@@ -1,24 +1,26 @@
-"""Checks what a drafter declares, and shapes and dtypes of the results of its functions.
+"""Checks what a drafter declares, shapes and dtypes of the results of its functions, and the values of its trees.
 
-`check_drafter` runs before anything is compiled. Each step repeats the checks of results during its trace.
+`check_drafter` runs before anything is compiled. Each step repeats the checks of results during its trace. A step does
+not check values: nodes that cannot be verified are left out of the tree, which costs acceptance.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specjax_kernels import CAUSAL
 
-from specjax.cache import PoolShape
+from specjax.cache import PoolShape, RowMoves, commit, init_cache, read_rows
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Observation, PageSize, Params
 from specjax.models.target import Target
 from specjax.sampling import sampling_row
-from specjax.tree import DraftTree
+from specjax.tree import NO_PARENT, DraftTree
 
 BATCH, ROWS, TABLE, POOL = 3, 5, 17, PoolShape(pages=37, page_size=16)
 """Sizes of the traced shapes. All differ, to find swapped axes."""
@@ -32,8 +34,10 @@ class DrafterError(TypeError):
     function; `__cause__` is the function's exception, if there is one."""
 
 
-def check_drafter(drafter: Drafter, target: Target, params: Params, *, batch: int = BATCH) -> None:
-    """Checks a drafter by tracing its three functions; nothing is computed.
+def check_drafter(
+    drafter: Drafter, target: Target, params: Params, *, batch: int = BATCH, values: bool = False
+) -> None:
+    """Checks a drafter by tracing its three functions; nothing is computed, except with `values`.
 
     The checks cover the declared `width` and `depth`, the requested features, shapes and dtypes of the trees (int32
     tokens, parents and depth, bool valid, float32 scores, each [B, N]), and the state that `propose` and `observe`
@@ -42,8 +46,10 @@ def check_drafter(drafter: Drafter, target: Target, params: Params, *, batch: in
     Args:
         drafter: the drafter.
         target: the model that it drafts for.
-        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s.
+        params: parameters of both models, arrays or, without `values`, `jax.ShapeDtypeStruct`s.
         batch: B, number of requests in the traced shapes.
+        values: also run one step: `observe` prompts in which a few tokens repeat, `propose`, and check the trees. A
+            step of the engine leaves out the nodes that this check names.
 
     Raises:
         DrafterError: the drafter violates the interface, or one of its functions fails while it is traced.
@@ -75,6 +81,82 @@ def check_drafter(drafter: Drafter, target: Target, params: Params, *, batch: in
         features = None if size is None else struct((batch, width, size), jnp.dtype(target.config.dtype))
         observation = Observation(block, block, features, number)
         trace("observe", partial(checked_observe, drafter), state, context, observation)
+    if values:
+        faults = dict[str, str]()  # the first of each kind
+        for kind, text in _faults(drafter, target, *_proposed(drafter, target, params)):
+            faults.setdefault(kind, text)
+        if faults:
+            raise DrafterError(f"{_name(drafter, 'propose')}: " + "; ".join(faults.values()))
+
+
+def _proposed(drafter: Drafter, target: Target, params: Params) -> tuple[DraftTree, np.ndarray]:
+    """The drafter's trees for `BATCH` prompts, and the prompts' last tokens, which are the roots."""
+    vocab, rng = target.config.vocab_size, np.random.default_rng(0)
+    after = int(drafter.depth) + 1  # may be numpy's
+    length = min(CHUNK, target.config.max_positions - after)
+    words = rng.integers(0, vocab, (BATCH, 5), np.int32)
+    prompts = np.tile(words, length)[:, : length + 1]
+    table = -(-(length + after) // POOL.page_size)
+    pool = PoolShape(BATCH * table, POOL.page_size)
+    batch = jnp.arange(BATCH, dtype=jnp.int32)
+    pages = jnp.arange(pool.pages, dtype=jnp.int32).reshape(BATCH, table)
+    rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (BATCH, *leaf.shape)), sampling_row(vocab))
+
+    def context(prefix_length: int, root: np.ndarray, tokens: Any) -> Context:
+        lengths = jnp.full(BATCH, prefix_length, jnp.int32)
+        active, salt = jnp.ones(BATCH, bool), jnp.zeros(BATCH, jnp.uint32)
+        return Context(batch, lengths, pages, jnp.asarray(root), active, salt, rows, tokens, PageSize(pool.page_size))
+
+    @jax.jit
+    def run(params: Params) -> DraftTree:
+        tokens, following = jnp.asarray(prompts[:, :-1]), jnp.asarray(prompts[:, 1:])
+        start = context(0, prompts[:, 0], jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None)
+        cache = read_rows(init_cache(target.pages, pool, BATCH), RowMoves(batch, batch), start.prefix_length)
+        embedded = target.embed(params.target, tokens)
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+        past = cache, pages, start.attended
+        output = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features)
+        lengths = jnp.full(BATCH, length, jnp.int32)
+        if start.tokens is not None:
+            committed = commit(start.tokens, tokens, pages, start.prefix_length, lengths, after=tokens)
+            start = start._replace(tokens=committed)
+        seen = Observation(tokens, following, output.features, lengths)
+        state = checked_observe(drafter, params, drafter.init(params, BATCH, pool), start, seen)
+        return checked_propose(drafter, params, state, context(length, prompts[:, -1], start.tokens))[0]
+
+    return jax.tree.map(np.asarray, run(params)), prompts[:, -1]
+
+
+def _faults(drafter: Drafter, target: Target, trees: DraftTree, roots: np.ndarray) -> Iterator[tuple[str, str]]:
+    """Yields the kind and the description of each fault of a tree."""
+    for row, root in enumerate(roots):
+        tree: Any = DraftTree(*cast(Any, (field[row].tolist() for field in trees)))
+        first = tuple(field[0] for field in tree)
+        if first != (wanted := (int(root), NO_PARENT, 0, True, 0.0)):
+            names = ", ".join(TREE_DTYPES)
+            yield "root", f"node 0 must be the root with ({names}) = {wanted}, and is {first} in request {row}"
+        valid = [node for node in range(1, drafter.width) if tree.valid[node]]
+        if valid != [*range(1, len(valid) + 1)]:
+            yield "order", f"valid nodes must come first, and are 0 and {valid} in request {row}"
+        siblings = dict[tuple[int, int], int]()
+        for node in valid:
+            token, parent, depth, score = tree.tokens[node], tree.parents[node], tree.depth[node], tree.scores[node]
+            here = f"at node {node} of request {row}"
+            if not 0 <= token < target.config.vocab_size:
+                yield "token", f"tokens must be from 0 to {target.config.vocab_size - 1}, got {token} {here}"
+            if not 0 <= parent < node or not (parent == 0 or tree.valid[parent]):
+                yield "parent", f"a parent must be a valid node before its child, got {parent} {here}"
+                continue
+            above = tree.depth[parent] if parent else 0
+            if depth != above + 1 or depth > drafter.depth:
+                wanted = f"its parent's plus 1, {above + 1}, and at most depth={drafter.depth}"
+                yield "depth", f"a depth must be {wanted}, got {depth} {here}"
+            if (twin := siblings.setdefault((parent, token), node)) != node:
+                yield "sibling", f"siblings must differ, and nodes {twin} and {node} of request {row} are both {token}"
+            if not score <= (tree.scores[parent] if parent else 0.0):
+                yield "score", f"scores must not grow along a path, got {score} {here} below {tree.scores[parent]}"
+            if drafter.topk == 1 and parent != node - 1:
+                yield "chain", f"topk=1 declares chains, and the parent is {parent} {here}"
 
 
 def check_custom(drafter: Drafter, target: Target, params: Params, batches: Iterable[int] = (BATCH,)) -> None:

@@ -50,7 +50,8 @@ def make_drafter(
             # On a CPU each node costs time, which four nodes mostly gain back after two matched tokens, and eight nodes
             # after about eight. A GPU verifies twelve tokens in the time of one.
             least = max(options.min_match, min(2, options.max_match))
-            return ngram_drafter(replace(options, nodes=8, min_match=least), weak_nodes=4)
+            options = replace(options, nodes=8, min_match=least)
+            return ngram_drafter(options, weak_nodes=4)._replace(explicit_width=False)
         return ngram_drafter(options)._replace(explicit_width=options.nodes is not None)
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")

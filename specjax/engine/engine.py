@@ -12,10 +12,12 @@ was read may be written by one dispatched later.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 from functools import partial
 from time import sleep
 from types import MappingProxyType
@@ -50,7 +52,9 @@ from specjax.load import load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
 from specjax.state import DecodeState, init_state
-from specjax.verify import Verifier, verify_tree
+from specjax.verify import Verifier, is_lossless, verify_tree
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = EngineConfig()
 IDLE_SECONDS = 0.002  # pause of a step in which nothing can run
@@ -63,6 +67,8 @@ class Engine:
 
     Attributes:
         verify: decides which drafts are accepted.
+        lossless: the verifier does not change the text. Otherwise the text depends on the drafts, so every step drafts
+            the same tree, whatever else runs.
         lock: held by all changes of requests or of the device's state.
         policy: chooses whether a step drafts; None: each step drafts as its batch bucket says.
         flights: batches that are launched and not yet read.
@@ -83,6 +89,11 @@ class Engine:
         draft_model: HeadConfig | MtpConfig | Target | None = None,
     ) -> None:
         check_config(config)
+        self.lossless = is_lossless(verify)
+        if not self.lossless:
+            if config.adaptive:
+                logger.warning("adaptive has no effect: with a verifier that changes the text every step drafts")
+            drafter, config = drafter._replace(explicit_width=True), replace(config, adaptive=False)
         gpu.warn_of_problem()
         check_custom(drafter, target, params)
         self.lock = FairLock()
@@ -107,6 +118,7 @@ class Engine:
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
             reuse=config.prefix_cache and self.snapshots != 0, policy=config.schedule_policy, snapshots=self.snapshots,
+            recomputed=0 if self.lossless else drafter.depth,
         )  # fmt: skip
         shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
@@ -129,7 +141,7 @@ class Engine:
             pool_tokens=self.pool.pages * size,
             eos_ids=eos_ids,
             depth=drafter.depth,
-            salts=Salts(isolate=config.isolate_ngrams),
+            salts=Salts(isolate=config.isolate_ngrams, unique=not (self.lossless or drafter.runs_model)),
             late=not config.trace,  # a stream delta belongs to the tree of its step
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
@@ -166,9 +178,10 @@ class Engine:
             quantization: auto: matrices that the checkpoint holds in few bits stay so; none: they are dequantised; fp8,
                 int8 or int4: the matrices of a float checkpoint are quantised. Activations never are.
             drafter: a `Drafter`, or a function of the `Target` that returns one or a `Speculation`, which adds
-                parameters and a verifier; replaces `draft`.
+                parameters and a verifier; replaces `draft`. It drafts in every step, unless `EngineConfig.adaptive` is
+                True; AUTO drafts only in steps where that is measured to be faster.
             verify: decides which drafts are accepted, and may change the text; None: the drafter's verifier, by default
-                `verify_tree`.
+                `verify_tree`. With a verifier that changes the text (`specjax.verify.is_lossless`) every step drafts.
             tokenizer_path: folder with another tokenizer.
             chat_template: file with another Jinja template.
             sampling_defaults: model: generation_config.json sets `engine.sampling_defaults`, the defaults of requests;

@@ -13,6 +13,7 @@ the host sends. The host packs them in one int32 array:
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -116,7 +117,8 @@ def step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
 
     choices = engine.buckets.constrained_choices(engine.buckets.batch(count))
     nodes = nodes if nodes in choices else PLAIN
-    if engine.drafter.costly_observe:  # the other kind of step would leave a hole in the drafter's state
+    # The other kind of step would leave a hole in the drafter's state, or change a lossy text.
+    if engine.drafter.costly_observe or not engine.lossless:
         return keys_of(nodes)
     for choice in sorted(choices, key=lambda choice: choice != nodes):
         # The first call puts a missing program into `pending`; the second then prefers a smaller compiled one.
@@ -159,7 +161,8 @@ def grammar_input(engine: Engine, batch: Batch, step: np.ndarray) -> np.ndarray:
     if any(sequence not in batch.forced for sequence in batch.drafted):
         trees = _drafted_trees(engine, _draft_key(key), step, trees)
     chains = [batch.forced.get(sequence, []) for sequence in sequences]
-    return constrained_input(step, sequences, trees, chains, engine.vocab_size)
+    seconds = WALK_SECONDS if engine.lossless else math.inf
+    return constrained_input(step, sequences, trees, chains, engine.vocab_size, seconds)
 
 
 def _drafted_trees(engine: Engine, key: Key, step: np.ndarray, roots: np.ndarray) -> np.ndarray:
@@ -187,13 +190,14 @@ def root_trees(batch: int, nodes: int) -> np.ndarray:
 
 
 def constrained_input(
-    step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: list[list[int]], vocab_size: int
-) -> np.ndarray:
+    step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: list[list[int]], vocab_size: int,
+    seconds: float = WALK_SECONDS,
+) -> np.ndarray:  # fmt: skip
     """Packs the input of a `constrained_step`: the packed input of a step, trees int32 [B, 5, N], and masks. `forced`:
-    tokens that must come next, by sequence, which replace its tree."""
+    tokens that must come next, by sequence, which replace its tree. `seconds`: time for masks below the roots."""
     batch, _, nodes = trees.shape
     allowed = np.full((batch, nodes, _words(vocab_size)), ALL, np.uint32)
-    deadline = time.perf_counter() + WALK_SECONDS
+    deadline = time.perf_counter() + seconds
     for i, sequence in enumerate(sequences):
         if sequence.constraint is None:
             continue

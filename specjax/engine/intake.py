@@ -41,15 +41,17 @@ class Salts:
     """Turns a request's `cache_salt` into the 32 bits that isolate its n-grams.
 
     Equal texts give equal words in one engine; a secret key keeps clients from choosing texts that collide. With
-    `isolate` a request without a `cache_salt` gets a unique word instead of the common 0.
+    `isolate` a request without a `cache_salt` gets a unique word instead of the common 0, and with `unique` each
+    request does.
     """
 
-    def __init__(self, *, isolate: bool) -> None:
+    def __init__(self, *, isolate: bool, unique: bool = False) -> None:
         self._key = secrets.token_bytes(16)
-        self._numbers = itertools.count() if isolate else None
+        self._numbers = itertools.count() if isolate or unique else None
+        self._unique = unique
 
     def __call__(self, cache_salt: str | None) -> int:
-        if cache_salt is not None:
+        if cache_salt is not None and not self._unique:
             text = b"salt" + cache_salt.encode("utf-8", "surrogatepass")
         elif self._numbers is not None:
             text = b"request" + str(next(self._numbers)).encode()

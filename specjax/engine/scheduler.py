@@ -40,11 +40,13 @@ class Scheduler:
         lookahead: tokens that unread steps may commit, 2 (D + 1) when steps are dispatched ahead.
         reuse: use a prefix cache.
         snapshots: number of snapshots for a recurrent model; None: the model is not recurrent.
+        recomputed: number of tokens at the end of a cached prefix that are computed again, because what a drafter keeps
+            of them depends on the tokens after them.
     """
 
     def __init__(
         self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs",
-        snapshots: int | None = None,
+        snapshots: int | None = None, recomputed: int = 0,
     ) -> None:  # fmt: skip
         self.allocator = PageAllocator(pages)
         kept = None if snapshots is None else Snapshots(rows, snapshots)
@@ -53,7 +55,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
-        self._reuse, self._policy = reuse, policy
+        self._reuse, self._policy, self._recomputed = reuse, policy, -(-recomputed // page_size)
         self._free_slots = list(range(rows - 1, -1, -1))
         self._turn = 0
         self.retractions = 0
@@ -82,7 +84,7 @@ class Scheduler:
                 continue
             if not self._place(sequence, self._resumable(matched)):
                 break
-            if len(matched) * self.page_size > sequence.active_slot.prefilled:
+            if self.prefix.snapshots is not None and len(matched) * self.page_size > sequence.active_slot.prefilled:
                 sequence.active_slot.branch = len(matched) * self.page_size
             self.waiting.remove(sequence)
             admitted.append(sequence)
@@ -148,7 +150,9 @@ class Scheduler:
                 kept.give(slot.snapshots.pop(pages), nodes[-1])
 
     def _resumable(self, nodes: list[Node]) -> list[Node]:
-        """Cuts a cached prefix to its last snapshot, if the model is recurrent."""
+        """Cuts a cached prefix before the pages that are computed again, and to its last snapshot, if the model is
+        recurrent."""
+        nodes = nodes[: max(len(nodes) - self._recomputed, 0)]
         if self.prefix.snapshots is not None:
             while nodes and nodes[-1].snapshot is None:
                 nodes = nodes[:-1]

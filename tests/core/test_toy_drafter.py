@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Sequence as List
 from pathlib import Path
 
 import jax
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from engine_helpers import VOCABULARY, check_idle, make_engine, outcome, shared_engine, toy
+from engine_helpers import VOCABULARY, byte_ids, check_idle, make_engine, outcome, shared_engine, toy
 from oracle import Sampling
 from toy_models import as_arrays, random_tree
 
 import specjax
 from specjax.drafters.base import Drafter
 from specjax.engine import SamplingParams
-from specjax.tree import chain
+from specjax.tree import DraftTree, chain
 
 DEPTH = 5
 LENGTH = 64
@@ -67,6 +68,52 @@ def random_trees(text, width: int = 8, depth: int = 3) -> Drafter:
     return Drafter("RANDOM TREES", None, width, depth, init, propose, observe)
 
 
+def absurd_trees(
+    vocab: int, likely: List[int] = (), width: int = 16, depth: int = 4, topk: int | None = None
+) -> Drafter:
+    """Random trees of siblings that repeat, with faults in a third of the steps and nodes: a root that lies, parents
+    that point forward or nowhere, wrong depths, tokens outside of the vocabulary, scores that grow or are not numbers,
+    invalid nodes between valid ones. `likely`: tokens to propose; default: all. `Params.draft` is a seed."""
+    proposed = jnp.array(likely or range(vocab), jnp.int32)
+    wild = jnp.array([-(2**31), -2, -1, 0, 1, width, vocab, 2**31 - 1], jnp.int32)
+    scores = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 0.0, 3.0], jnp.float32)
+
+    def some(key, otherwise, values, share=0.12):
+        chosen, which = jax.random.split(key)
+        drawn = values[jax.random.randint(which, otherwise.shape, 0, len(values))]
+        return jnp.where(jax.random.bernoulli(chosen, share, otherwise.shape), drawn, otherwise)
+
+    def tree(key):
+        keys = jax.random.split(key, 9)
+        index = jnp.arange(width, dtype=jnp.int32)
+        parents = jax.random.randint(keys[0], (width,), 0, jnp.clip(index, 1, 5), jnp.int32)
+        if topk == 1:
+            parents = index - 1
+        level = jnp.zeros(width, jnp.int32)
+        for node in range(1, width):
+            level = level.at[node].set(level[parents[node]] + 1)
+        tokens = proposed[jax.random.randint(keys[1], (width,), 0, len(proposed))]
+        honest = DraftTree(
+            tokens, parents, level, index < jax.random.randint(keys[2], (), 0, width + 1), -level.astype(jnp.float32)
+        )
+        lying = DraftTree(
+            some(keys[3], tokens, wild), some(keys[4], parents, jnp.concatenate([index, wild])),
+            some(keys[5], level, wild), jax.random.bernoulli(keys[6], 0.8, (width,)),
+            some(keys[7], honest.scores, scores, 0.5),
+        )  # fmt: skip
+        return jax.tree.map(lambda *pair: jnp.where(jax.random.bernoulli(keys[8], 0.7), *pair), lying, honest)
+
+    def propose(params, state, context):
+        key = jax.random.key(params.draft)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, context.prefix_length * 8191 + context.root)
+        return jax.vmap(tree)(keys), state
+
+    def observe(params, state, context, observation):
+        return state
+
+    return Drafter("ABSURD", None, width, depth, lambda params, rows, pool: (), propose, observe, topk=topk)
+
+
 def known_text(count: int, **sampling) -> list[int]:
     return PROMPT + oracle.generate_plain(toy().logits, PROMPT, Sampling(max_tokens=count, **sampling)).tokens
 
@@ -113,6 +160,29 @@ def test_random_trees():
     expected = shared_engine("NONE").generate(prompts, params)
     assert [outcome(done) for done in completions] == [outcome(done) for done in expected]
     assert completions[0].spec_accept_length > 1.3
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("topk", [None, 1])
+def test_absurd_trees(topk):
+    """Trees that cannot be verified cost acceptance and never change the text."""
+    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"), topk=topk)
+    engine = make_engine(toy(), drafter, draft=jnp.uint32(0), max_running_requests=3)
+    prompts = [PROMPT, [5, 6], [40] * 17, PROMPT]
+    params = [
+        SamplingParams(max_new_tokens=50),
+        SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, frequency_penalty=0.4),
+        SamplingParams(max_new_tokens=20, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=33, logit_bias={"7": 4.0, "8": 4.0}, temperature=2.0, seed=3),
+    ]
+    expected = [outcome(done) for done in shared_engine("NONE").generate(prompts, params)]
+    accepted = 0
+    for seed in range(6):
+        engine.params = engine.params._replace(draft=jnp.uint32(seed))
+        completions = engine.generate(prompts, params)
+        assert [outcome(done) for done in completions] == expected, f"seed {seed}"
+        accepted += sum(len(done.output_ids) - 1 - done.spec_verify_ct for done in completions)
+    assert accepted > 20
     check_idle(engine)
 
 

@@ -126,6 +126,71 @@ def test_valid_drafters(drafter):
         check_drafter(GOOD[drafter], model.target, Params(model.params))
 
 
+@pytest.mark.parametrize("drafter", GOOD)
+def test_values_of_valid_drafters(drafter):
+    for model in (toy(), tiny_llama()):
+        check_drafter(GOOD[drafter], model.target, Params(model.params), values=True)
+
+
+def at(node: int, **fields: Any) -> Drafter:
+    """REPLAY with these fields of a node of each tree."""
+
+    def change(tree, state, context):
+        return tree._replace(**{name: getattr(tree, name).at[:, node].set(fields[name]) for name in fields}), state
+
+    return proposing(change)
+
+
+LIES = {
+    "root's parent": (at(0, parents=0), "node 0 must be the root with .tokens, parents, .*, and is .* in request 0"),
+    "root's token": (at(0, tokens=7), r"node 0 must be the root .* and is \(7, -1, 0, True, 0.0\) in request"),
+    "root's depth": (at(0, depth=1), "node 0 must be the root"),
+    "root invalid": (at(0, valid=False), "node 0 must be the root"),
+    "root's score": (at(0, scores=np.nan), r"node 0 must be the root .* nan\)"),
+    "gap": (at(2, valid=False), r"valid nodes must come first, and are 0 and \[1, 3, 4, 5\].*a parent must be a valid"),
+    "forward": (at(2, parents=4), "a parent must be a valid node before its child, got 4 at node 2 of request 0"),
+    "itself": (at(2, parents=2), "a parent must be a valid node before its child, got 2 at node 2"),
+    "beyond": (at(2, parents=99), "a parent must be a valid node before its child, got 99 at node 2"),
+    "no parent": (at(2, parents=-1), "a parent must be a valid node before its child, got -1 at node 2"),
+    "depth": (at(2, depth=1), "a depth must be its parent's plus 1, 2, and at most depth=5, got 1 at node 2"),
+    "too deep": (at(5, depth=5)._replace(depth=4), "a depth must be its parent's plus 1, 5, and at most depth=4, got 5 at node 5"),
+    "token": (at(2, tokens=-1), "tokens must be from 0 to .*, got -1 at node 2"),
+    "large token": (at(2, tokens=99999), "tokens must be from 0 to .*, got 99999 at node 2"),
+    "scores": (at(2, scores=1.0), "scores must not grow along a path, got 1.0 at node 2 of request 0 below 0.0"),
+    "no number": (at(2, scores=np.nan), "scores must not grow along a path, got nan at node 2"),
+    "siblings": (
+        proposing(lambda tree, state, context: (
+            tree._replace(parents=tree.parents.at[:, 2].set(0), depth=tree.depth.at[:, 2].set(1),
+                          tokens=tree.tokens.at[:, 2].set(tree.tokens[:, 1])), state)),
+        "siblings must differ, and nodes 1 and 2 of request 0 are both",
+    ),
+    "no chain": (
+        at(2, parents=0, depth=1)._replace(topk=1), "topk=1 declares chains, and the parent is 0 at node 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_values_of_trees(lie):
+    drafter, message = LIES[lie]
+    for model in (toy(), tiny_llama()):
+        params = Params(model.params)
+        check_drafter(drafter, model.target, params)
+        with pytest.raises(DrafterError, match=f"{PROPOSE}.*{message}"):
+            check_drafter(drafter, model.target, params, values=True)
+
+
+def test_values_of_drafters_that_look_up_tokens():
+    """The prompts hold what an n-gram finds, and the check sees trees with drafts."""
+    model, ngrams = toy(), make_drafter(Ngram())
+
+    def change(tree, state, context):
+        return tree._replace(parents=jnp.where(tree.parents == 1, 7, tree.parents)), state
+
+    with pytest.raises(DrafterError, match="a parent must be a valid node before its child, got 7"):
+        check_drafter(proposing(change, ngrams), model.target, Params(model.params), values=True)
+
+
 def test_engine_checks_its_own_batch_sizes():
     def change(tree, state, context):
         assert context.root.shape[0] != 4, "four"

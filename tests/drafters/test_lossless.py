@@ -22,7 +22,7 @@ from distil import distilled, pair_model
 from engine_helpers import END, NGRAM, VOCABULARY, byte_ids, check_idle, check_plain, make_engine, warm_grammars
 from family_helpers import FAMILIES, MTP_STYLES, RECURRENT, WINDOW, load_family, save_family
 from grammar_helpers import GRAMMARS, check_masked, follows
-from test_toy_drafter import random_trees
+from test_toy_drafter import absurd_trees, random_trees
 from tiny_blocks import save_block
 from toy_models import Toy
 
@@ -150,6 +150,10 @@ def with_model(family: str | None) -> Callable[..., Drafting]:
 DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "NONE": (lambda model, models: ("NONE", None), ("table", *FAMILIES)),
     "random trees": (lambda model, models: (random_trees(JSON), None), ("table",)),
+    "absurd trees": (
+        lambda model, models: (absurd_trees(model.toy.vocab), jax.numpy.uint32(7)),
+        ("table", *FAMILIES),
+    ),
     "NGRAM": (lambda model, models: (NGRAM, None), ("table", *FAMILIES)),
     "EAGLE chain": (with_head("EAGLE", CHAIN), ("pairs", *FAMILIES)),
     "EAGLE tree": (with_head("EAGLE", TREE), ("pairs", *FAMILIES)),
@@ -190,7 +194,8 @@ QUICK = {
     ("DSPARK tree", "qwen3_moe"), ("DFLASH2 tree", "qwen3"), ("STANDALONE itself", "mistral"),
     ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"), ("EAGLE3 tree", "qwen3_5"),
     ("MTP layers", "qwen3_5"), ("NGRAM", "qwen3_next"),
-    ("NGRAM", "gpt_oss"), ("EAGLE3 tree", "gpt_oss"),
+    ("NGRAM", "gpt_oss"), ("EAGLE3 tree", "gpt_oss"), ("absurd trees", "table"), ("absurd trees", "llama"),
+    ("absurd trees", "qwen3_5"), ("absurd trees", "deepseek_v3"), ("absurd trees", "gpt_oss"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 
