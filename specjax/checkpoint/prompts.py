@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
+import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -19,6 +23,8 @@ Prompts: TypeAlias = (
     | Sequence[Sequence[Mapping[str, Any]]]
 )  # fmt: skip
 """Several prompts."""
+Turns: TypeAlias = Sequence[Mapping[str, Any]]
+"""The messages of one chat."""
 
 THINK, END_THINK = "<think>", "</think>"
 HARMONY = "<|start|>assistant"  # ends the prompts of gpt-oss; the rest of a message's header follows
@@ -84,16 +90,102 @@ def encode(
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+    """The prompt of a chat. It holds the text of every instruction, which is a system or developer message.
+
+    A template may refuse or leave out instructions: all but the first, or those of one role. The prompt is the first of
+    `_arrangements` that loses none. Raises ValueError if there is no such arrangement.
+    """
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: pass text or token ids instead of messages")
-    arguments = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+    continued = bool(variables.get("continue_final_message"))
+
+    def render(turns: Turns) -> str:
+        arguments = {"add_generation_prompt": not continued, **variables}
+        return tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
+
+    for turns in _arrangements(messages, continued=continued):
+        with contextlib.suppress(Exception):  # templates may raise any error about these messages
+            if not _lost(turns, render):
+                return render(turns)
+    _refuse(messages, render)
+
+
+def _arrangements(messages: Turns, *, continued: bool) -> Iterator[Turns]:
+    """Yields the messages as they are; with the leading instructions joined; and with all instructions joined at the
+    start. The role of the instructions is their own, then system, and developer if all of these are refused.
+
+    `continued`: the last message keeps its place, because the answer continues it.
+    """
+    end = len(messages) - continued
+    start = next((index for index in range(end) if not _is_instruction(messages[index])), end)
+    leading, inner = messages[:start], messages[start:end]
+    late = [message for message in inner if _is_instruction(message)]
+    others = [message for message in inner if not _is_instruction(message)]
+    forms = (
+        messages,
+        [*_joined(leading), *messages[start:]],
+        [*_joined([*leading, *late]), *others, *messages[end:]],
+    )
+    tried: list[Turns] = []
+    for roles in ((None, "system"), ("developer",)):
+        for form, role in itertools.product(forms, roles):
+            turns = [{**turn, "role": role} if role and _is_instruction(turn) else turn for turn in form]
+            if turns not in tried:
+                tried.append(turns)
+                yield turns
+
+
+def _joined(instructions: Turns) -> Turns:
+    """One message with all texts; none if there is no text."""
+    texts = [message["content"].strip("\n") for message in instructions if message["content"].strip()]
+    return [{**instructions[0], "content": "\n\n".join(texts)}] if texts else []
+
+
+def _is_instruction(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _lost(messages: Turns, render: Callable[[Turns], str]) -> list[int]:
+    """Indices of the instructions whose text is not rendered. Renders nothing if there are no instructions.
+
+    Each text gets a mark at both ends, which the prompt must contain. The text itself proves nothing: it may be part of
+    another message or of the template. Nor does its absence, because templates trim it.
+    """
+    present = [i for i, message in enumerate(messages) if _is_instruction(message) and message["content"].strip()]
+    if not present:
+        return []
+    key, marked = secrets.token_hex(8), list(messages)
+    for i in present:
+        marked[i] = {**messages[i], "content": f"{key}{i}x{messages[i]['content']}{key}{i}x"}
+    seen = Counter(part.partition("x")[0] for part in render(marked).split(key)[1:])
+    return [i for i in present if seen[str(i)] < 2]
+
+
+def _refuse(messages: Turns, render: Callable[[Turns], str]) -> NoReturn:
+    """Raises a ValueError that names the first lost instruction, or has the template's reason."""
+    lost = [i for i, message in enumerate(messages) if _is_instruction(message)]
+    others = [message for message in messages if not _is_instruction(message)]
+    cause, reason = None, ""
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
-    except Exception as error:  # templates may raise any error about these messages
-        raise ValueError(f"the chat template refused these messages: {error}") from error
+        render(messages)
+        lost = _lost(messages, render)
+    except Exception as error:
+        cause, reason = error, f": {error}"
+        try:
+            if others:
+                render(others)
+        except Exception:
+            lost = []  # the template refuses the other messages
+    if not lost:
+        raise ValueError(f"the chat template refused these messages{reason}") from cause
+    role, text = messages[lost[0]]["role"], messages[lost[0]]["content"]
+    raise ValueError(
+        f"the chat template has no place for messages[{lost[0]}] ({role}: {text!r:.60}){reason}; "
+        "put its text into a user's message, or use another template (--chat-template)"
+    ) from cause
 
 
 def _check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:

@@ -112,8 +112,11 @@ FAMILIES = {
         "", "writes", lead="\n",
     ),
     "gpt-oss": Family(
-        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
-        "<|message|>{{ m.content }}{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
+        "{% set turns = messages %}{% if messages[0].role in ('developer', 'system') %}{% set turns = messages[1:] %}"
+        "<|start|>developer<|message|># Instructions\n\n{{ messages[0].content }}\n\n<|end|>{% endif %}"
+        "{% for m in turns %}{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+        "{% elif m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
         "<|return|>", skips=True, lead="<|channel|>final<|message|>",
     ),

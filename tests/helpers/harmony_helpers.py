@@ -12,11 +12,17 @@ from transformers import PreTrainedTokenizerFast
 from specjax.engine import Engine
 from specjax.serve.calls import Harmony
 
+# As the published template: instructions and functions share a message, the first message alone can be an instruction,
+# and other roles than assistant, tool and user render nothing.
 TEMPLATE = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}\n<|end|>"
-    "{% if tools %}<|start|>developer<|message|>"
-    "{% for tool in tools %}type {{ tool.function.name + tool.function.description }}\n{% endfor %}<|end|>{% endif %}"
-    "{% set last = namespace(name='') %}{% for m in messages %}"
+    "{% set first = messages[0].content if messages[0].role in ('developer', 'system') else '' %}"
+    "{% set turns = messages[1:] if messages[0].role in ('developer', 'system') else messages %}"
+    "{% if first or tools %}<|start|>developer<|message|>"
+    "{% if first %}# Instructions\n\n{{ first }}\n\n{% endif %}"
+    "{% for tool in tools or [] %}type {{ tool.function.name + tool.function.description }}\n{% endfor %}<|end|>"
+    "{% endif %}"
+    "{% set last = namespace(name=none) %}{% for m in turns %}"
     "{% if m.role == 'assistant' %}{% if m.tool_calls %}"
     "{% if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}"
     "{% if m.content or m.thinking %}"
@@ -24,10 +30,10 @@ TEMPLATE = (
     "{% set last.name = m.tool_calls[0].function.name %}"
     "<|start|>assistant to=functions.{{ last.name }}<|channel|>commentary json<|message|>"
     "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
-    "{% elif m.role == 'tool' %}"
+    "{% else %}{% set last.name = none %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call before') }}{% endif %}"
     "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% elif m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 OPEN = "<|end|>¦<|start|>¦assistant¦"
