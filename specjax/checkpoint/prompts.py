@@ -9,7 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def encode(
     return list(tokens)
 
 
-def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+def render_chat(messages: Turns, tokenizer: Any, variables: Mapping[str, Any]) -> str:
     """The prompt of a chat. It holds the text of every instruction, which is a system or developer message.
 
     A template may refuse or leave out instructions: all but the first, or those of one role. The prompt is the first of
@@ -110,7 +110,7 @@ def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, variables
         with contextlib.suppress(Exception):  # templates may raise any error about these messages
             if not _lost(turns, render):
                 return render(turns)
-    _refuse(messages, render)
+    raise _refusal(messages, render)
 
 
 def _arrangements(messages: Turns, *, continued: bool) -> Iterator[Turns]:
@@ -151,41 +151,38 @@ def _is_instruction(message: Mapping[str, Any]) -> bool:
 def _lost(messages: Turns, render: Callable[[Turns], str]) -> list[int]:
     """Indices of the instructions whose text is not rendered. Renders nothing if there are no instructions.
 
-    Each text gets a mark at both ends, which the prompt must contain. The text itself proves nothing: it may be part of
-    another message or of the template. Nor does its absence, because templates trim it.
+    Each text gets a mark at both ends, which the prompt must hold. Without marks, the same text in another message
+    would be mistaken for it, and a text that the template trims would be missed.
     """
     present = [i for i, message in enumerate(messages) if _is_instruction(message) and message["content"].strip()]
     if not present:
         return []
-    key, marked = secrets.token_hex(8), list(messages)
+    key, marked = f"{secrets.randbits(64):020}", list(messages)
     for i in present:
-        marked[i] = {**messages[i], "content": f"{key}{i}x{messages[i]['content']}{key}{i}x"}
-    seen = Counter(part.partition("x")[0] for part in render(marked).split(key)[1:])
+        marked[i] = {**messages[i], "content": f"{key}:{i}:{messages[i]['content']}{key}:{i}:"}
+    seen = Counter(part.partition(":")[0] for part in render(marked).split(f"{key}:")[1:])
     return [i for i in present if seen[str(i)] < 2]
 
 
-def _refuse(messages: Turns, render: Callable[[Turns], str]) -> NoReturn:
-    """Raises a ValueError that names the first lost instruction, or has the template's reason."""
-    lost = [i for i, message in enumerate(messages) if _is_instruction(message)]
+def _refusal(messages: Turns, render: Callable[[Turns], str]) -> ValueError:
+    """The error for messages that no arrangement renders. It names an instruction, unless the others are refused."""
+    lost, reason = [i for i, message in enumerate(messages) if _is_instruction(message)], ""
     others = [message for message in messages if not _is_instruction(message)]
-    cause, reason = None, ""
+    try:
+        if others:
+            render(others)
+    except Exception as error:
+        return ValueError(f"the chat template refused these messages: {error}")
     try:
         render(messages)
-        lost = _lost(messages, render)
+        lost = _lost(messages, render) or lost
     except Exception as error:
-        cause, reason = error, f": {error}"
-        try:
-            if others:
-                render(others)
-        except Exception:
-            lost = []  # the template refuses the other messages
-    if not lost:
-        raise ValueError(f"the chat template refused these messages{reason}") from cause
+        reason = f": {error}"
     role, text = messages[lost[0]]["role"], messages[lost[0]]["content"]
-    raise ValueError(
+    return ValueError(
         f"the chat template has no place for messages[{lost[0]}] ({role}: {text!r:.60}){reason}; "
         "put its text into a user's message, or use another template (--chat-template)"
-    ) from cause
+    )
 
 
 def _check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:

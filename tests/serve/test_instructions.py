@@ -9,6 +9,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from chat_templates import VOCABULARY, family_tokenizer, ids
 from engine_helpers import TEMPLATE as CHATML
 from engine_helpers import shared_engine, tokenizer
 from harmony_helpers import TEMPLATE as GPT_OSS
-from tool_helpers import TOOLS
 
 from specjax.checkpoint.prompts import Chat, encode, render_chat
 from specjax.engine.intake import Intake
@@ -53,9 +53,10 @@ TEMPLATES = {
     ),
     # The first system message is part of the last user's message.
     "mistral 0.3": (
-        _FIRST + "{% for m in turns %}{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
-        "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
-        " {{ m.content | trim }}</s>{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
+        _FIRST + "{% for m in turns %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+        "{{ m.content }}[/INST]{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>"
+        "{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
     ),
     "mistral small": (
         _FIRST + "[SYSTEM_PROMPT]{{ messages[0].content if messages[0].role == 'system' else 'Be helpful.' }}"
@@ -81,8 +82,8 @@ TEMPLATES = {
     + _BY_ROLE.replace("KNOWN", "('user', 'assistant')") + _ASK,
     "phi 3, first version": _BY_ROLE.replace("KNOWN", "('user', 'assistant')") + _ASK,
     "kimi k2": (
-        "{% for m in messages %}{{ '<' + m.role + '>' if m.role in ('system', 'user', 'assistant') }}{{ m.content }}</s>"
-        "{% endfor %}" + _ASK
+        "{% for m in messages %}{{ '<' + m.role + '>' if m.role in ('system', 'user', 'assistant') }}"
+        "{{ m.content }}</s>{% endfor %}" + _ASK
     ),
     "developer only": _BY_ROLE.replace("KNOWN", "('developer', 'user', 'assistant')") + _ASK,
 }  # fmt: skip
@@ -121,7 +122,8 @@ def directly(name: str, messages: list[dict[str, Any]], **variables: Any) -> str
         return None
 
 
-@pytest.mark.parametrize(("name", "letters"), itertools.product(TEMPLATES, INPUTS))
+@pytest.mark.parametrize("letters", INPUTS)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_instruction_is_rendered_once_or_refused_by_name(name, letters):
     messages = chat_of(letters)
     instructions = [i for i, letter in enumerate(letters) if letter.isupper()]
@@ -164,8 +166,8 @@ def system(text: str, role: str = "system") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
+FUNCTION = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "Say: Be brief. Thanks."}
-DROPS_SECOND = TEMPLATES["gpt-oss"]
 SWITCH = (  # a switch in the system message is not part of the prompt
     "<system>{{ messages[0].content.replace('/no_think', '').rstrip() }}</s>"
     "{% for m in messages[1:] %}{% if m.role == 'user' %}<user>{{ m.content }}</s>{% endif %}{% endfor %}"
@@ -175,7 +177,7 @@ CASES = {
     "the same text twice": (GPT_OSS, [system("A."), system("A."), USER], "A.\n\nA.\n\n"),
     "part of another": (GPT_OSS, [system("Be brief. A."), system("A."), USER], "Be brief. A.\n\nA.\n\n"),
     "in the template": (GPT_OSS, [system("A."), system("# Instructions"), USER], "A.\n\n# Instructions\n\n"),
-    "in a function": (GPT_OSS, [system("A."), system("get_weather"), USER], "A.\n\nget_weather\n\n"),
+    "in a function": (GPT_OSS, [system("A."), system("look"), USER], "A.\n\nlook\n\n"),
     "first is empty": (GPT_OSS, [system(""), system("A.", "developer"), USER], "# Instructions\n\nA.\n\n<|"),
     "first is blank": (TEMPLATES["qwen 3.5"], [system(" \n"), system("A."), USER], "<system>A.</s><user>"),
     "only blank": (TEMPLATES["gemma 2"], [system(" "), USER], "<user>Say: Be brief. Thanks.</s>"),
@@ -191,10 +193,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_texts_that_a_search_would_mistake(case):
     template, messages, expected = CASES[case]
-    for variables in ({}, {"tools": TOOLS}):
-        if case != "in a function" or variables:
-            text = prompt(template, messages, **variables)
-            assert (expected if not variables else expected.removesuffix("<|")) in text and USER["content"] in text
+    for variables in ({}, {"tools": [FUNCTION]}):
+        text = prompt(template, messages, **variables)
+        assert (expected if not variables else expected.removesuffix("<|")) in text and USER["content"] in text
 
 
 def test_prompts_that_continue_a_message():
@@ -203,7 +204,7 @@ def test_prompts_that_continue_a_message():
     assert text.endswith("a3.") and "S0.\n\nD1.\n\n" in text
     # A continued instruction stays the last message.
     assert prompt("chatml", chat_of("SuS"), **continued).endswith("S2.")
-    with pytest.raises(ValueError, match=r"messages\[2\] \(system: 'S2\.'\)"):
+    with pytest.raises(ValueError, match="no place for messages"):
         prompt("gpt-oss", chat_of("SuS"), **continued)
 
 
@@ -235,28 +236,22 @@ def test_number_of_renderings(monkeypatch):
         assert len(calls) == count
 
 
-REFUSED = {
-    "gemma 2": "('system: ', 'System role not supported')",
-}
-
-
 @pytest.mark.parametrize(
     ("name", "letters", "problem"),
     [
         ("gemma 2", "Su", "messages[0] (system: 'S0.'): System role not supported; put its text"),
         ("gemma 2", "uaDu", "messages[2] (developer: 'D2.'): Roles must alternate; put its text"),
         ("gemma 2", "S", "messages[0] (system: 'S0.')"),
-        ("gemma 2", "Suu", "refused these messages: System role not supported"),
+        ("gemma 2", "Suu", "refused these messages: Roles must alternate"),
         ("gemma 3", "uu", "refused these messages: Roles must alternate"),
         ("gemma 3", "SDuu", "refused these messages: Roles must alternate"),
         ("phi 3, first version", "uaDu", "messages[2] (developer: 'D2.'); put its text into a user's message"),
-        ("mistral 0.3", "Sua", "messages[0] (system: 'S0.'); put its text into a user's message, or use another template"),
+        ("mistral 0.3", "Sua", "messages[0] (system: 'S0.'); put its text into a user's message"),
     ],
 )  # fmt: skip
 def test_refusals(name, letters, problem):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(problem)):
         prompt(name, chat_of(letters))
-    assert problem in str(caught.value)
 
 
 # Interfaces
@@ -311,32 +306,41 @@ def test_interfaces_name_what_has_no_place(path, field):
 # Training
 
 
+def row_tokenizer(name: str) -> Any:
+    own = copy.deepcopy(family_tokenizer("chatml"))
+    own.chat_template = TEMPLATES[name]
+    return own
+
+
 def read_row(name: str, letters: str, folder: Any) -> tuple[str, str, int]:
     """The text of a training row, the part of it with a loss, and the number of turns without one."""
-    file = folder / "rows.jsonl"
+    file, own = folder / "rows.jsonl", row_tokenizer(name)
     file.write_text(json.dumps({"messages": chat_of(letters)}) + "\n")
-    loaded = load_examples([str(file)], family_tokenizer(name), VOCABULARY, max_length=256)
+    loaded = load_examples([str(file)], own, VOCABULARY, max_length=256)
+    assert not loaded.skipped, loaded.skipped
     (example,) = loaded.examples
-    decode = family_tokenizer(name).decode
-    return decode(example.tokens.tolist()), decode(example.tokens[example.loss].tolist()), loaded.turns_without_loss
+    learnt = own.decode(example.tokens[example.loss].tolist())
+    return own.decode(example.tokens.tolist()), learnt, loaded.turns_without_loss
 
 
-def test_training_rows(tmp_path):
-    text, learnt, without = read_row("gpt-oss", "SDuaua", tmp_path)
-    assert "# Instructions\n\nS0.\n\nD1.\n\n<|end|>" in text
-    assert "a3.<|end|>" in learnt and learnt.endswith("a5.<|return|>") and not without
+ROWS = [
+    ("gpt-oss", "SDua", "S0.\n\nD1.\n\n<|end|>", ["a3."], 0),
+    ("gpt-oss", "SuaSua", "S0.\n\nS3.\n\n<|end|>", ["a5."], 1),
+    ("qwen 3", "SDuaua", "<system>S0.</s><system>D1.</s>", ["a3.", "a5."], 0),
+    ("qwen 3", "SuaSua", "</s><system>S3.</s>", ["a2.", "a5."], 0),
+    ("qwen 3.5", "SDuaua", "<system>S0.\n\nD1.</s>", ["a3.", "a5."], 0),
     # The first answer was given before the second instruction, which the template only renders at the start.
-    text, learnt, without = read_row("gpt-oss", "SuaDua", tmp_path)
-    assert "# Instructions\n\nS0.\n\nD3.\n\n<|end|>" in text
-    assert "a2." not in learnt and learnt.endswith("a5.<|return|>") and without == 1
-    text, learnt, without = read_row("llama 3", "SuaDua", tmp_path)
-    assert "a2." in learnt and "a5." in learnt and not without
+    ("qwen 3.5", "SuaDua", "<system>S0.\n\nD3.</s>", ["a5."], 1),
+]
 
 
-@pytest.mark.parametrize("letters", ["Sua", "SDua", "SuaDua"])
-@pytest.mark.parametrize("name", ["gpt-oss", "llama 3", "phi 3"])
-def test_training_reads_what_the_target_read(tmp_path, name, letters):
-    asked = encode(chat_of(letters)[:-1], family_tokenizer(name), VOCABULARY)
-    text, _, _ = read_row(name, letters.replace("D", "S"), tmp_path)
-    prompt = encode(chat_of(letters.replace("D", "S"))[:-1], family_tokenizer(name), VOCABULARY)
-    assert ids(text)[: len(prompt)] == prompt and (name != "gpt-oss" or len(asked) == len(prompt))
+@pytest.mark.parametrize(("name", "letters", "instructions", "learnt", "without_loss"), ROWS)
+def test_training_rows(tmp_path, name, letters, instructions, learnt, without_loss):
+    text, part, without = read_row(name, letters, tmp_path)
+    assert instructions in text and without == without_loss
+    assert [answer for answer in ("a2.", "a3.", "a5.") if answer in part] == learnt
+    messages = [
+        message | {"role": ROLES[message["content"][0]].replace("developer", "system")} for message in chat_of(letters)
+    ]
+    asked = encode(messages[:-1], row_tokenizer(name), VOCABULARY)
+    assert ids(text)[: len(asked)] == asked, "the tokens that the target read"
