@@ -207,6 +207,10 @@ def rendered(messages: list[dict[str, Any]], **variables: Any) -> str:
     return render_chat(chat, harmony_tokenizer(), chat.template).partition(END)[2]
 
 
+def decode(messages: list[dict[str, Any]]) -> str:
+    return harmony_tokenizer().decode(harmony_engine().encode(messages))
+
+
 def call_of(name: str, id: str, **arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -387,6 +391,15 @@ def test_conversation_goes_on(clients):
     )
     usage = clients[0].chat.completions.create(model="toy", messages=history, tools=TOOLS, temperature=0).usage
     assert usage.prompt_tokens == len(harmony_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def test_all_instructions_are_counted(served):
+    """The template renders the first instruction only."""
+    messages = [*ask("a")["messages"], {"role": "system", "content": "Later."}]
+    for system, text in (("First.", "First.\n\nLater."), (None, "Later.")):
+        count = served.post(f"{MESSAGES}/count_tokens", {"system": system, "messages": messages}).json()["input_tokens"]
+        prompt = [{"role": "system", "content": text}, messages[0]]
+        assert count == len(harmony_engine().encode(prompt)) and f"{text}\n\n{END}" in decode(prompt)
 
 
 def test_forms_of_answers(served):
