@@ -137,8 +137,9 @@ def load(
         speculation = Speculation(chosen.drafter(target, loaded.head, **shared), loaded.params)
     else:
         loaded, speculation = _Draft(), make_speculation(drafter, target)
-        own = speculation.drafter._replace(explicit_width=True)
-        speculation = speculation._replace(drafter=own)
+    if drafter is not None or verify is not None:
+        # What the caller passes drafts in every step, unless `EngineConfig.adaptive` is True.
+        speculation = speculation._replace(drafter=speculation.drafter._replace(explicit_width=True))
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     params, verify = Params(weights, speculation.params), verify or speculation.verify
     draft_model = loaded.head or loaded.model

@@ -131,8 +131,8 @@ def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
     if not chosen.speculative.allow_lossy_speculation:
         raise ValueError(f"{below} would change the text: leave it at 1, or give --allow-lossy-speculation as well")
     logger.warning(
-        "LOSSY SPECULATION: with %s the text of requests that sample is not the model's own, and depends on more than "
-        "the seed. Greedy requests and requests with draft_limit: 0 do not change",
+        "LOSSY SPECULATION: with %s the text of requests that sample is not the model's own, and depends on the "
+        "drafts. Every step drafts. Greedy requests and requests with draft_limit: 0 do not change",
         below,
     )
     return verifier

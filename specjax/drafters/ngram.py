@@ -314,7 +314,9 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
     sized = slice(config.min_match - 1, window)
     store = (backwards[:, sized] != NO_TOKEN) & new[:, None, :]
     bucket = (hashes[:, sized] & jnp.uint32(buckets - 1)).astype(jnp.int32)
-    way = ((at.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 29).astype(jnp.int32)  # 0..7, well mixed
+    # Entries of a salted request, and so its drafts, do not depend on other requests, which move the ring's positions.
+    place = jnp.where(context.salt[:, None] == 0, at, context.prefix_length[:, None] + offset)
+    way = ((place.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 29).astype(jnp.int32)  # 0..7, well mixed
 
     row = jnp.where(length > 0, context.slots, rows + jnp.arange(batch, dtype=jnp.int32))
     last = jnp.take_along_axis(at, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]

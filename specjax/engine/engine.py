@@ -118,7 +118,7 @@ class Engine:
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
             reuse=config.prefix_cache and self.snapshots != 0, policy=config.schedule_policy, snapshots=self.snapshots,
-            recomputed=0 if self.lossless else drafter.depth,
+            recomputed=drafter.depth if drafter.runs_model and not self.lossless else 0,
         )  # fmt: skip
         shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages

@@ -383,7 +383,7 @@ class Completion:
         cached_tokens: prompt tokens from the prefix cache.
         origins: origin of each drawn token; None: not requested.
         scores: log-probabilities of the prompt, for `prompt_logprobs`; None: not requested.
-        drafted_steps: decode steps that could draft.
+        drafted_steps: decode steps that drafted; the others were plain. AUTO drafts only where that is faster.
     """
 
     id: str

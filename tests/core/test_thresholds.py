@@ -1,5 +1,6 @@
 """The distribution of emitted tokens, lossless and with accept thresholds, and engines with thresholds."""
 
+import dataclasses
 import functools
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import scipy.stats
+from distil import distilled, pair_model
 from engine_helpers import DRAFTS, check_idle, make_engine, toy, wanted
 from grammar_helpers import OBJECT, follows
 from hypothesis import given, settings
@@ -16,10 +18,12 @@ from oracle import Sampling
 from test_verify import BATCH, DEPTH, VOCABULARY, WIDTH, requests_for, run_verify, some_trees
 from toy_models import as_arrays, history, random_tree, sampling_rows
 
-from specjax import AcceptAbove, SyntheticAcceptance
+from specjax import AcceptAbove, Ngram, SyntheticAcceptance
+from specjax.drafters import TreeShape, eagle_drafter, ngram_drafter
 from specjax.engine import SamplingParams
 from specjax.sampling import DrawInputs
 from specjax.tree import NO_TOKEN
+from specjax.verify import is_lossless, verify_tree
 
 COUNT = 4096
 
@@ -148,6 +152,48 @@ def test_engine_with_thresholds():
         one.output_ids for one in exact.generate(prompts[:2], undrafted)
     ]
     check_idle(engine)
+
+
+@pytest.mark.parametrize("drafts", ["NGRAM", "EAGLE3"])
+def test_one_seed_gives_one_lossy_text(drafts, caplog):
+    """Whatever ran before or runs beside it: the same n-grams, a shared prefix, other requests, a retraction."""
+    if drafts == "NGRAM":
+        model, drafter, head = (
+            toy(),
+            ngram_drafter(Ngram(nodes=6, capacity=1 << 17))._replace(explicit_width=False),
+            None,
+        )
+    else:
+        model, (head_fields, head) = pair_model(), distilled("eagle3")
+        drafter = eagle_drafter(model.target, head_fields, TreeShape(3, 2, 7), explicit_width=False)
+    engine = make_engine(
+        model, drafter, draft=head, verify=AcceptAbove(0.02), adaptive=True, retract_every=7, max_total_tokens=512
+    )
+    assert engine.policy is None and "adaptive has no effect" in caplog.text
+    assert all(map(engine.buckets.drafts, engine.buckets.batches)), "large batches draft the same trees"
+    rng, vocab = np.random.default_rng(0), model.vocab
+    prompt = rng.integers(8, vocab, 21).tolist()
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+    alone, texts = engine.generate(prompt, params), set[tuple[int, ...]]()
+    for other in range(8):
+        following = [prompt[: 4 + 3 * (i % 6)] + rng.integers(8, vocab, 9).tolist() for i in range(other % 4)]
+        beside = [SamplingParams(max_new_tokens=30, temperature=1.0, seed=100 * other + i) for i in range(other % 4)]
+        salted = dataclasses.replace(params, cache_salt="a") if other % 2 else params
+        done, *_ = engine.generate([prompt, *following], [salted, *beside])
+        texts.add(tuple(done.output_ids))
+        assert done.drafted_steps == done.spec_verify_ct
+    assert texts == {tuple(alone.output_ids)}
+    assert alone.cached_tokens == 0
+    exact = make_engine(model, drafter, draft=head).generate(prompt, params)
+    assert exact.output_ids != alone.output_ids, "the thresholds change the text"
+    check_idle(engine)
+
+
+def test_lossless_verifiers():
+    assert is_lossless(verify_tree) and is_lossless(functools.partial(verify_tree, straight=True))
+    assert is_lossless(AcceptAbove()) and not is_lossless(AcceptAbove(0.5))
+    assert not is_lossless(SyntheticAcceptance((1.0,)))
+    assert not is_lossless(lambda *args, **options: verify_tree(*args, **options)), "it may do anything"
 
 
 def test_thresholds_with_a_grammar():

@@ -153,7 +153,7 @@ LIES = {
     "beyond": (at(2, parents=99), "a parent must be a valid node before its child, got 99 at node 2"),
     "no parent": (at(2, parents=-1), "a parent must be a valid node before its child, got -1 at node 2"),
     "depth": (at(2, depth=1), "a depth must be its parent's plus 1, 2, and at most depth=5, got 1 at node 2"),
-    "too deep": (at(5, depth=5)._replace(depth=4), "a depth must be its parent's plus 1, 5, and at most depth=4, got 5 at node 5"),
+    "too deep": (at(5, depth=5)._replace(depth=4), "its parent's plus 1, 5, and at most depth=4, got 5 at node 5"),
     "token": (at(2, tokens=-1), "tokens must be from 0 to .*, got -1 at node 2"),
     "large token": (at(2, tokens=99999), "tokens must be from 0 to .*, got 99999 at node 2"),
     "scores": (at(2, scores=1.0), "scores must not grow along a path, got 1.0 at node 2 of request 0 below 0.0"),

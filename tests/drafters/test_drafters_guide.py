@@ -22,7 +22,7 @@ from toy_models import Runner, table_model
 from train_helpers import environment
 
 import specjax
-from specjax import Drafter, Params, load_drafter, make_drafter
+from specjax import AcceptAbove, Drafter, Ngram, Params, SamplingParams, load_drafter, make_drafter
 from specjax.drafters.base import put_rows, take_rows
 from specjax.drafters.factories import make_speculation
 
@@ -70,6 +70,38 @@ def my_drafter(tmp_path, monkeypatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("my_drafter", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts"),
+    [
+        ({"drafter": "prompt_lookup"}, True),
+        ({"draft": "my_drafter:prompt_lookup"}, True),
+        ({"drafter": "built in"}, True),
+        ({"drafter": "prompt_lookup", "adaptive": True}, False),
+        ({"drafter": "lossy", "adaptive": True}, True),
+        ({"draft": "NGRAM", "verify": "likely_enough"}, True),
+        ({"draft": "NGRAM", "verify": AcceptAbove(0.5)}, True),
+        ({"draft": "NGRAM", "verify": AcceptAbove()}, True),
+        ({"draft": "NGRAM", "verify": AcceptAbove(), "adaptive": True}, False),
+        ({"draft": "NGRAM"}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_what_the_caller_passes_drafts_in_every_step(guide, my_drafter, tmp_path, options, drafts):
+    options = dict(options)
+    named = guide | {"built in": make_drafter(Ngram(), platform="cpu")}
+    options |= {name: named[options[name]] for name in ("drafter", "verify") if options.get(name) in named}
+    config = specjax.EngineConfig(max_running_requests=4, max_total_tokens=1024, adaptive=options.pop("adaptive", None))
+    model = saved_model(tmp_path, max_position_embeddings=256)
+    engine = specjax.Engine.from_pretrained(model, config=config, compilation_cache=False, progress=False, **options)
+    assert (engine.policy is None) == drafts
+    if drafts:
+        widest = engine.buckets.widths[-1]
+        assert all(engine.buckets.tree_widths(batch)[-1] == widest for batch in engine.buckets.batches)
+        done = engine.generate([[5, 6, 7] * 8] * 2, SamplingParams(max_new_tokens=9, ignore_eos=True))
+        assert all(one.drafted_steps == one.spec_verify_ct > 0 for one in done)
 
 
 def test_without_the_engine(medusa):
