@@ -42,13 +42,13 @@ from specjax.drafters import Eagle3
 from specjax.engine import batch as batches
 from specjax.engine import programs
 from specjax.engine.sequence import Sequence
+from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 from specjax.serve.delivery import Listener
 from specjax.serve.metrics import Report
 from specjax.serve.runner import Runner
 from specjax.state import FULL, RUNS, DecodeState, PrefillInput, StepInput, StepOutput
-from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 
 PROMPT = 200  # tokens of each request's prompt
 CONTEXT = 8192

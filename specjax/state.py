@@ -14,10 +14,10 @@ from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import Active, Cache, PageTable, PerRequest, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
+from specjax.logprobs import LOGPROB_IDS, Logprobs
 from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
-from specjax.verify import LOGPROB_IDS, Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
 """Values of `StepOutput.finish`: the request continues, drew a stop id, reached its token limit, or has logits with NaN

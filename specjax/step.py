@@ -34,6 +34,7 @@ from specjax.cache import Active, Block, PerRequest, RowMoves, commit, pool_shap
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.check import check_declared, checked_observe, checked_propose
 from specjax.gpu import compiler_options, warn_of_problem
+from specjax.logprobs import Logprobs, block_logprobs, path_logprobs
 from specjax.models.blocks import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
@@ -44,7 +45,6 @@ from specjax.state import (
     RUNS,
     STOPPED,
     DecodeState,
-    Logprobs,
     PrefillInput,
     Row,
     StepInput,
@@ -53,7 +53,7 @@ from specjax.state import (
     admit,
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only, with_root
-from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite, pad_levels, path_logprobs, verify_tree
+from specjax.verify import Verdict, Verifier, greedy_and_finite, pad_levels, verify_tree
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def check_phase(
             block=take_path(output.block, path),
             features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
             finite=pad_levels(finite, depth + 1, True),
-            logprobs=path_logprobs(logits, path, verdict, wants_logprobs, row.logprob_ids),
+            logprobs=path_logprobs(logits, path, tokens, wants_logprobs, row.logprob_ids),
         )
 
     if len(widths) == 1:
@@ -272,7 +272,7 @@ def prefill_step(
     shifted = jnp.roll(inputs.tokens, -1, axis=1)
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
     observation = Observation(inputs.tokens, next_tokens, forward.features, committed)
-    logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw), row.logprob_ids)
+    logprobs = path_logprobs(logits, verdict.path, verdict.tokens, jnp.any(row.logprobs & wants_draw), row.logprob_ids)
     prompt = None
     if config.prompt_logprobs:
         unembed = partial(target.unembed, params.target)

@@ -28,8 +28,8 @@ from specjax.engine.device import (
 from specjax.engine.grammar_steps import grammar_input
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, FinishReason, RawLogprob, Sequence, Status
+from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
-from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Int32
 from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
 from specjax.engine.sequence import Sequence
+from specjax.logprobs import LOGPROB_IDS, Logprobs
 from specjax.sampling import History
 from specjax.state import (
     NO_DRAFT_LIMIT,
@@ -40,7 +41,6 @@ from specjax.state import (
     admit_row,
     new_row,
 )
-from specjax.verify import LOGPROB_IDS, Logprobs
 
 NO_PAGE = -1
 _WORD = 32  # bits

@@ -12,9 +12,9 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 from specjax.engine.grammar import Grammar, GrammarError
 from specjax.engine.text import MAX_PATTERN, StopPatterns
 from specjax.limits import ParameterError, check_value, documented, setting, setting_of, shown
+from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
-from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 16
 MOST_STOP_ID = 2**31 - 1  # ids outside the vocabulary stop nothing

@@ -24,9 +24,9 @@ from starlette.responses import JSONResponse, Response
 
 from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from specjax.engine.text import MAX_PATTERN
+from specjax.logprobs import LOGPROB_IDS
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
-from specjax.verify import LOGPROB_IDS
 
 IGNORED_HEADER = "X-Specjax-Ignored-Fields"  # names the fields of the request that had no effect
 MAX_NAMED = 16  # maximum number of ignored fields in the header

@@ -16,6 +16,7 @@ from specjax.checkpoint.prompts import Chat
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
 from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
 from specjax.limits import ParameterError
+from specjax.logprobs import TOP_LOGPROBS
 from specjax.serve.errors import INVALID, ApiError, bad_request, shown
 from specjax.serve.fields import (
     UNSUPPORTED,
@@ -38,7 +39,6 @@ from specjax.serve.message_format import AnswerForm
 from specjax.serve.tokenising import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.serve.tools import ToolFields
 from specjax.state import NO_DRAFT_LIMIT
-from specjax.verify import TOP_LOGPROBS
 
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message

@@ -13,8 +13,9 @@ from oracle import NO_PARENT, Tree
 from specjax_kernels.sampling import argmax, in_prefix
 from toy_models import as_arrays, history, random_tree, sampling_rows, some_sampling
 
+from specjax.logprobs import top_in_parts
 from specjax.sampling import DrawInputs
-from specjax.verify import top_in_parts, verify_tree
+from specjax.verify import verify_tree
 
 ROWS = 4
 NEAR = 1e-5  # sums closer than this to what is needed may fall on either side in float32

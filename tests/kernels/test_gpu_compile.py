@@ -456,20 +456,14 @@ def test_a_delta_net_reads_its_weights_once(tree: tuple[int, int, int], most: in
 def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
     from ptx import described_device
 
-    from specjax.verify import LOGPROB_IDS, Verdict, path_logprobs
+    from specjax.logprobs import LOGPROB_IDS, path_logprobs
 
     vocab, (rows, levels, nodes) = 128256, (2, 3, 4)
     shape = jax.ShapeDtypeStruct
-    integers = [shape((rows, *size), "int32") for size in ((levels,), (), (levels,), (nodes,))]
-    ids = shape((rows, LOGPROB_IDS), "int32")
-    shapes = shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool"), ids
-    arguments = gpu("h200").place(shapes)
-
-    def logprobs(logits, verdict, wanted, ids):
-        return path_logprobs(logits, verdict.path, verdict, wanted, ids)
-
+    path, ids = shape((rows, levels), "int32"), shape((rows, LOGPROB_IDS), "int32")
+    arguments = gpu("h200").place((shape((rows, nodes, vocab), "float32"), path, path, shape((), "bool"), ids))
     with described_device(arguments):
-        lowered = jax.jit(logprobs).trace(*arguments).lower()
+        lowered = jax.jit(path_logprobs).trace(*arguments).lower()
     text = lowered.compile().as_text()
     assert " sort(" not in text and text.count("__gpu$TopK") == 2
 
