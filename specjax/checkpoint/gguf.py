@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of a converted folder's name. Change it when the files written by this module change.
-CONVERSION = "v2"
+CONVERSION = "v3"
 
 KEPT_TYPES = (*BLOCK_TYPES, "F32", "F16", "BF16")  # other types are dequantised
 ROPE_FACTORS = "rope_freqs.weight"
@@ -258,10 +258,9 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]
     for file, value in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
         (folder / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     ids: dict[str, Any] = {f"{name}_id": i for name, i in special.items()}
-    turn_end = metadata.get("tokenizer.ggml.eot_token_id")
-    if turn_end is not None and turn_end != ids.get("eos_token_id", turn_end):
-        ids["eos_token_id"] = [ids["eos_token_id"], int(turn_end)]
-    return ids
+    declared_ends = special.get("eos_token"), metadata.get("tokenizer.ggml.eot_token_id")
+    ends = list(dict.fromkeys(int(i) for i in declared_ends if i is not None and i < len(tokens)))
+    return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:

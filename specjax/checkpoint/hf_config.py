@@ -22,6 +22,7 @@ from specjax.checkpoint.files import (
     unsupported,
 )
 from specjax.checkpoint.quantised import PACKED, formats
+from specjax.checkpoint.tokenizer import turn_end
 from specjax.checkpoint.weights import ModelFiles
 from specjax.config import DeltaNet, Experts, Latent, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, table
@@ -532,8 +533,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
     """The distinct ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the
-    tokenizer's end-of-sequence token and, for gpt-oss, the tokens after an answer and a call. The ids in the files must
-    be below ``vocab_size``; a tokenizer's id beyond it can never be drawn and is omitted."""
+    tokenizer's end-of-sequence token, the token that the chat template writes after an answer and, for gpt-oss, the
+    tokens after an answer and a call. The ids in the files must be below ``vocab_size``; a tokenizer's id beyond it can
+    never be drawn and is omitted."""
     limit = math.inf if vocab_size is None else vocab_size
     stops: list[int] = []
     for name, section in ((GENERATION_NAME, _generation(files) or {}), ("config.json", files.config)):
@@ -545,8 +547,10 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
             raise CheckpointError(f"{files.folder / name}: eos_token_id is {value!r:.80}; null or {needed} are needed")
         stops += ids
     names = getattr(tokenizer, "get_added_vocab", dict)()
-    harmony = [names.get("<|return|>"), names.get("<|call|>")] if "<|channel|>" in names else []
-    for token in (getattr(tokenizer, "eos_token_id", None), *harmony):
+    # Harmony's turns have several messages, whose <|end|> does not end the turn.
+    is_harmony = "<|channel|>" in names
+    ends = [names.get("<|return|>"), names.get("<|call|>")] if is_harmony else [turn_end(tokenizer)]
+    for token in (getattr(tokenizer, "eos_token_id", None), *ends):
         if isinstance(token, int) and 0 <= token < limit:
             stops.append(token)
     return tuple(dict.fromkeys(stops))

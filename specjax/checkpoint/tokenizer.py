@@ -24,6 +24,8 @@ NO_ID = -1
 MAX_SHOWN = 3  # differing ids in a message
 
 _PADDING = re.compile(r"\[PAD(\d+)\]")  # the name of a padding row in GGUF files, with its id
+_TAG = re.compile(r"<[^<>\s]+>")  # a token of the vocabulary that a GGUF file does not mark as special
+_TURNS = ("user", "ask1"), ("assistant", "say1"), ("user", "ask2"), ("assistant", "say2")  # role, content
 
 
 def load_tokenizer(
@@ -76,6 +78,51 @@ def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str 
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{source} has a syntax error in line {error.lineno}: {error.message}") from error
     return text
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """The token that the chat template writes after an assistant's turn; None: there is no template or no such token.
+
+    A chat of two exchanges is rendered. The token must follow both answers, because some templates write another token
+    at the end of a text. If a template writes nothing there, the token after the first answer counts. It must not be
+    the header of a turn: a header opens the text, or is followed by the name of a role or by the question.
+
+        <|im_start|>assistant\nsay2<|im_end|>\n    <|im_end|>        <|user|>ask2<|assistant|>say2    None
+        [/INST] say2</s>                          </s>              say1<|end|>... say2<|return|>    None
+    """
+    texts = (
+        (_rendered(tokenizer, parts) for parts in (False, True)) if getattr(tokenizer, "chat_template", None) else ()
+    )
+    if (text := next(filter(None, texts), None)) is None:
+        return None
+    vocabulary, added = tokenizer.get_vocab(), sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+
+    def first(text: str) -> str:
+        """The token that begins a text, or an empty string."""
+        tag = _TAG.match(text)
+        names = (*added, *([tag[0]] if tag and tag[0] in vocabulary else ()))
+        return next((token for token in names if text.startswith(token)), "")
+
+    opening = text.lstrip()
+    while token := first(opening):
+        opening = opening.removeprefix(token).lstrip()
+    headers = text.removesuffix(opening)
+    between, last = (text.rpartition(content)[2].lstrip() for _, content in (_TURNS[1], _TURNS[3]))
+    between = between.partition(_TURNS[2][1])[0]
+    token, after = first(between), (last or between).removeprefix(first(between))
+    follows_both = token == first(last) if last else bool(after.strip())
+    is_end = token and follows_both and token not in headers and not after[:1].isalnum()
+    return vocabulary[token] if is_end else None
+
+
+def _rendered(tokenizer: Any, parts: bool) -> str | None:
+    """The text of `_TURNS`, with contents as text or as lists of parts; None if it lacks a content."""
+    messages = [{"role": r, "content": [{"type": "text", "text": c}] if parts else c} for r, c in _TURNS]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except Exception:  # templates may raise any error
+        return None
+    return text if all(content in text for _, content in _TURNS) else None
 
 
 def match_vocabularies(target: Any, draft: Any, target_size: int, draft_size: int) -> np.ndarray | None:
