@@ -15,6 +15,7 @@ from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
     ROPE_SECTIONS,
     SILU,
+    layer_number,
     read_rope,
     refuse_unsupported,
     scaled_positions,
@@ -36,8 +37,11 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _ONLY = SILU | {
     "attention_sink_bias": (False, "absent (no attention sinks)"),
     "attention_value_scale": (1, "1"),
+    "draft_ffn_type": ("dense", "dense (no mixture of experts)"),
     "is_neox_style": (True, "true (rotary embedding of half-split channels)"),
     "quantization_config": ({}, "none (float weights, which loading may quantise)"),
+    "shift_label": (False, "false (sample_from_anchor is the key for slots that predict the next token)"),
+    "use_aux_hidden_state": (True, "true (a block head reads the outputs of layers)"),
 }
 
 
@@ -73,7 +77,7 @@ def block_config(
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size)
     mapped = vocab_size != target.vocab_size
     attention_bias = settings.boolean("attention_bias")
-    cap = settings.number("final_logit_softcapping") if "final_logit_softcapping" in settings else None
+    cap = settings.number("final_logit_softcapping") if settings.get("final_logit_softcapping") else None
     result = BlockConfig(
         hidden_size=hidden, feature_size=len(features) * target.hidden_size, num_heads=heads, head_dim=head_dim,
         num_kv_heads=settings.integer("num_key_value_heads", heads), rope=rope, vocab_size=vocab_size,
@@ -123,20 +127,32 @@ def _from_anchor(settings: Settings, architecture: str, given: bool | None) -> b
 
 
 def _attention(settings: Settings, layers: int, architecture: str) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """The window of each layer, and whether its block is causal. As in vLLM, a layer with a window is causal unless the
-    file says otherwise; DFlash2 and files with ``use_swa`` are not causal."""
-    types, size = settings.get("layer_types"), settings.get("sliding_window")
-    by_layer = types is not None
-    if types is None:
-        swa = settings.boolean("use_swa")
-        types, size = [LAYER_TYPES[0 if swa else 1]] * layers, settings.get("swa_window_size") if swa else None
+    """The window of each layer, and whether its block is causal.
+
+    As in vLLM, a layer with a window is causal unless the file says otherwise; DFlash2 and files with ``use_swa`` are
+    not causal. speculators' ``sliding_window_non_causal`` is for layers with a window, other keys are for all layers.
+    """
+    sliding_type, full_type = LAYER_TYPES
+    types, size, swa = settings.get("layer_types"), settings.get("sliding_window"), settings.boolean("use_swa")
+    by_swa = types is None and swa
+    if by_swa:
+        types, size = [sliding_type] * layers, settings.get("swa_window_size")
+    elif types is None:  # as in transformers' Qwen3
+        windowed = settings.boolean("use_sliding_window") and size is not None
+        first = layer_number(settings, "max_window_layers", 28) if windowed else layers
+        types = [full_type if layer < first else sliding_type for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
         raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
-    sliding = [name == LAYER_TYPES[0] for name in types]
+    sliding = [name == sliding_type for name in types]
     if any(sliding):
         size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")
+        if not by_swa and not settings.optional("use_sliding_window", True):
+            raise unsupported("use_sliding_window", False, f"true where layer_types has {sliding_type}")
     said = next((key for key in ("is_causal", "causal", "causal_head") if key in settings), None)
-    causal = (settings.boolean(said) if said else each and by_layer and architecture not in DFLASH2 for each in sliding)
+    non_causal = by_swa or architecture in DFLASH2
+    if "sliding_window_non_causal" in settings:
+        non_causal = settings.boolean("sliding_window_non_causal")
+    causal = (settings.boolean(said) if said else each and not non_causal for each in sliding)
     return tuple(size if each else None for each in sliding), tuple(causal)
 
 

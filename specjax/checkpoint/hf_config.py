@@ -252,7 +252,7 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
         raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
     _at_most(top_groups, groups, "topk_group", "n_group")
     _at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
-    dense, width = _layer_number(config, "first_k_dense_replace", 0), config.integer("moe_intermediate_size")
+    dense, width = layer_number(config, "first_k_dense_replace", 0), config.integer("moe_intermediate_size")
     experts = Experts(
         count, per_token, width, tuple(range(dense, layers)), scoring="sigmoid",
         normalised=config.boolean("norm_topk_prob"), scale=config.number("routed_scaling_factor", 1.0), groups=groups,
@@ -272,7 +272,7 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
 def _qwen_windows(config: Settings, layers: int) -> dict[str, Any]:
     if not config.boolean("use_sliding_window"):
         return {}
-    first = _layer_number(config, "max_window_layers", 28)
+    first = layer_number(config, "max_window_layers", 28)
     return _windows(config, layers, lambda layer: layer >= first)
 
 
@@ -314,7 +314,7 @@ def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -
     return {"windows": windows} if any(windows) else {}
 
 
-def _layer_number(config: Settings, key: str, default: int) -> int:
+def layer_number(config: Settings, key: str, default: int) -> int:
     if type(value := config.optional(key, default)) is not int or value < 0:
         raise invalid(key, value, "a number of layers")
     return value

@@ -189,6 +189,8 @@ def _block_keys(config: BlockConfig, target: ModelConfig) -> dict[str, Any]:
             **walk,
         },
     }  # fmt: skip
-    if len({*config.causal}) == 1:  # otherwise layers with a window are causal
+    if len({*config.causal}) == 1:
         keys["is_causal"] = config.causal[0]
+    else:  # layers with a window are causal, also those of DFlash2
+        keys["sliding_window_non_causal"] = False
     return keys | ({"draft_vocab_size": config.vocab_size} if config.mapped else {})

@@ -22,6 +22,9 @@ from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.params import leaves_of
 
 NESTED = "dflash_config"
+SLIDING, FULL_ATTENTION = "sliding_attention", "full_attention"
+MIXED = {"layer_types": [SLIDING, FULL_ATTENTION], "sliding_window": 9}
+FULL = {"layer_types": [FULL_ATTENTION] * 2}
 
 
 def read(folder, **options):
@@ -102,6 +105,26 @@ def test_slot_convention(tmp_path):
         ({}, {"causal": True}, (None, None), (True, True)),
         ({"sliding_window": 9}, {}, (None, None), (False, False)),
         ({}, {"use_swa": True, "swa_window_size": 5}, (5, 5), (False, False)),
+        (MIXED, {}, (9, None), (True, False)),
+        # Of layers with a window alone, wherever it stands.
+        (MIXED | {"sliding_window_non_causal": True}, {}, (9, None), (False, False)),
+        (MIXED | {"sliding_window_non_causal": False}, {}, (9, None), (True, False)),
+        (MIXED, {"sliding_window_non_causal": True}, (9, None), (False, False)),
+        (MIXED | {"sliding_window_non_causal": None}, {}, (9, None), (True, False)),
+        ({"sliding_window_non_causal": False}, {}, (None, None), (False, False)),
+        ({"sliding_window_non_causal": True}, {}, (None, None), (False, False)),
+        ({"sliding_window_non_causal": False}, {"use_swa": True, "swa_window_size": 5}, (5, 5), (True, True)),
+        ({"sliding_window_non_causal": True}, {"use_swa": True, "swa_window_size": 5}, (5, 5), (False, False)),
+        # Keys for all layers win.
+        (MIXED | {"sliding_window_non_causal": True, "is_causal": True}, {}, (9, None), (True, True)),
+        (MIXED | {"sliding_window_non_causal": False}, {"causal": False}, (9, None), (False, False)),
+        # Qwen3's windows without layer_types.
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, {}, (None, 9), (False, True)),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {}, (9, 9), (True, True)),
+        ({"use_sliding_window": True, "sliding_window": 9}, {}, (None, None), (False, False)),
+        ({"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}, {}, (None, None), (False, False)),
+        (FULL | {"use_sliding_window": False, "sliding_window": 9}, {}, (None, None), (False, False)),
+        (MIXED | {"use_sliding_window": True}, {}, (9, None), (True, False)),
     ],
 )
 def test_windows(tmp_path, keys, nested, windows, causal):
@@ -138,7 +161,67 @@ def test_default_layers(tmp_path):
     assert read(tmp_path)[0].aux_layers == (1, 5)
 
 
+LAYER = "transformer_layer_config"
+READ = [
+    # (place, keys, the fields that differ from those of the same file without the keys)
+    ("", {"sample_from_anchor": True}, {"from_anchor": True}),
+    ("", {"input_embedding_scale": 2.0}, {"input_scale": 2.0}),
+    ("", {"output_multiplier": 0.5}, {"output_scale": 0.5}),
+    ("", {"final_logit_softcapping": 3.0}, {"logit_softcap": 3.0}),
+    ("", {"causal": True}, {"causal": (True, True)}),
+    ("", {"is_causal": True}, {"causal": (True, True)}),
+    ("", {"causal_head": True}, {"causal": (True, True)}),
+    ("", {"use_swa": True, "swa_window_size": 5}, {"windows": (5, 5)}),
+    ("", {"block_size": 4}, {"block": 4}),
+    ("", {"mask_token_id": 3}, {"mask_token": 3}),
+    ("", {"rms_norm_eps": 0.01}, {"norm_epsilon": 0.01}),
+    (LAYER, {"rms_norm_eps": 0.01}, {"norm_epsilon": 0.01}),
+    (LAYER, MIXED, {"windows": (9, None), "causal": (True, False)}),
+    (LAYER, MIXED | {"sliding_window_non_causal": True}, {"windows": (9, None)}),
+    ("", {"target_layer_ids": [4, 1, 3]}, {"aux_layers": (4, 1, 3)}),
+    # Values that change nothing.
+    ("", {"attention_sink_bias": False, "attention_value_scale": 1.0, "projector_type": "dflash"}, {}),
+    ("", {"is_neox_style": True, "input_embedding_scale": 1.0, "output_multiplier": 1}, {}),
+    ("", {"final_logit_softcapping": None, "causal": False, "use_swa": False, "swa_window_size": 5}, {}),
+    ("", {"final_logit_softcapping": 0}, {}),
+    ("", {"num_anchors": 512, "enable_confidence_head": False, "markov_rank": 0, "markov_head_type": "rnn"}, {}),
+    ("", {"shift_label": None, "draft_ffn_type": "dense", "use_aux_hidden_state": True, "target_hidden_size": 16}, {}),
+    ("", {"tie_word_embeddings": False, "num_target_layers": 8, "vocab_size": 31, "pure_draft_prefix_len": 1}, {}),
+    (LAYER, FULL | {"sliding_window": 9, "use_sliding_window": False}, {}),
+    (LAYER, {"attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False, "max_window_layers": 28}, {}),
+]
+
+
+@pytest.mark.parametrize("dialect", ["dflash", "specforge", "speculators-dflash"])
+@pytest.mark.parametrize(("place", "keys", "changed"), READ)
+def test_keys_that_are_read(tmp_path, dialect, place, keys, changed):
+    """At the top of config.json, and in the object where z-lab and SpecForge, or speculators, write them."""
+    save_block(tmp_path / "without", dialect)
+    expected = replace(read(tmp_path / "without")[0], **changed)
+    for inner in {False, dialect != "speculators-dflash"} if not place else (True,):
+        save_block(tmp_path / "with", dialect)
+        file = tmp_path / "with" / "config.json"
+        config = json.loads(file.read_text())
+        part = config.setdefault(place or NESTED, {}) if inner else config
+        for other in (config.get(NESTED, {}), config.get(LAYER, {})):
+            for key in keys:
+                other.pop(key, None)
+        part |= keys
+        file.write_text(json.dumps(config))
+        assert read(tmp_path / "with")[0] == expected
+
+
 REFUSED = [
+    ({"sliding_window_non_causal": "no"}, {}, "sliding_window_non_causal is 'no'; true or false is needed"),
+    ({}, {"shift_label": True}, "shift_label is True; supported: false (sample_from_anchor"),
+    ({"draft_ffn_type": "moe"}, {}, "draft_ffn_type is 'moe'; supported: dense"),
+    ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state is False; supported: true"),
+    (MIXED | {"use_sliding_window": False}, {}, "use_sliding_window is False; supported: true where layer_types has"),
+    ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": -1}, {}, "max_window_layers is -1"),
+    ({"attention_sink_bias": True}, {}, "attention_sink_bias is True; supported: absent"),
+    ({"attention_value_scale": 0.5}, {}, "attention_value_scale is 0.5"),
+    ({}, {"is_neox_style": False}, "is_neox_style is False"),
+    ({"projector_type": "domino"}, {}, "projector_type is 'domino'; supported: dflash, dflash2, dspark"),
     ({}, {"attention_sink_bias": True}, "attention_sink_bias is True; supported: absent"),
     ({}, {"attention_value_scale": 0.5}, "attention_value_scale is 0.5"),
     ({"is_neox_style": False}, {}, "is_neox_style is False"),

@@ -16,6 +16,7 @@ ZLAB: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "model_type": "qw
 DEEPSPEC: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "tie_word_embeddings": False}
 SPARK = DEEPSPEC | {"markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+SPECULATORS: dict[str, Any] = {"speculators_model_type": "dflash", "block_size": BLOCK}
 SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 4}
 
 
@@ -51,7 +52,21 @@ DIALECTS: dict[str, Dialect] = {
     "deepspec-vanilla": Dialect(SPARK | {"markov_head_type": "vanilla"}, {}, {"from_anchor": True}, ends=True),
     "deepspec-gated": Dialect(SPARK | {"markov_head_type": "gated"}, {}, {"from_anchor": True}, ends=True),
     "deepspec-rnn": Dialect(SPARK | {"markov_head_type": "rnn"}, {}, {"from_anchor": True}, ends=True),
-    "speculators-dflash": Dialect({"speculators_model_type": "dflash", "block_size": BLOCK}, {}, mapped=True),
+    "speculators-dflash": Dialect(SPECULATORS, {}, mapped=True),
+    "speculators-sliding": Dialect(
+        SPECULATORS | SLIDING | {"sliding_window_non_causal": False},
+        {},
+        {"windows": (7, None), "causal": (True, False)},
+        mapped=True,
+    ),
+    "speculators-sliding-non-causal": Dialect(
+        SPECULATORS | SLIDING | {"sliding_window_non_causal": True}, {}, {"windows": (7, None)}, mapped=True
+    ),
+    "speculators-dflash2-causal": Dialect(
+        SPECULATORS | SLIDING | SELECTOR | {"speculators_model_type": "dflash2", "sliding_window_non_causal": False},
+        {},
+        {"windows": (7, None), "causal": (True, False), "candidates": 4},
+    ),
     "speculators-dspark": Dialect(
         {"speculators_model_type": "dspark", "block_size": BLOCK, "sample_from_anchor": True, "markov_rank": RANK},
         {},
@@ -143,6 +158,7 @@ def save_block(
         "rms_norm_eps": 1e-5, "rope_theta": 100.0, "attention_bias": False, "max_position_embeddings": 256,
     }  # fmt: skip
     if "speculators_model_type" in described:
+        layer |= {key: described.pop(key) for key in SLIDING if key in described}
         written: dict[str, Any] = {
             **described, "transformer_layer_config": layer, "mask_token_id": mask, "draft_vocab_size": len(ids),
             "aux_hidden_state_layer_ids": [layer + 1 for layer in features],
