@@ -225,6 +225,7 @@ class HeadConfig(GroupedHeads):
         output_bias: whether attention's output has a bias.
         mlp_bias: whether the MLP has biases.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
+        norm_before_fc: EAGLE-3: whether a norm over all F channels precedes the layer that joins the features.
         logit_softcap: soft cap of the logits of an output layer that was copied from the target's; None: none.
         max_positions: number of tokens of a text beyond which it drafts nothing; None: the target's.
         dtype: dtype of parameters, activations and pages.
@@ -250,6 +251,7 @@ class HeadConfig(GroupedHeads):
     output_bias: bool = False
     mlp_bias: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     logit_softcap: float | None = None
     max_positions: int | None = None
     dtype: str = "float32"

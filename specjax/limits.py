@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) ->
     """
     limits, choices = declared.range, declared.choices or choices_of(annotation)
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
-    kinds = tuple(str if get_origin(kind) is Literal else kind for kind in kinds)
+    kinds = tuple({Literal: str, tuple: tuple}.get(cast(Any, get_origin(kind)), kind) for kind in kinds)
     if value is None and NoneType in kinds:
         return
     words = f"one of {', '.join(choices)}" if choices else " or ".join(KINDS[k] for k in kinds if k is not NoneType)

@@ -314,6 +314,7 @@ def _load_head(
                 mesh=mesh,
                 target_embedding=lambda: checkpoint.matrices(files)[EMBED_TENSOR].read(),
                 sample_from_anchor=getattr(options, "sample_from_anchor", None),
+                aux_layers=getattr(options, "aux_layers", None),
             )
     else:
         params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress, mesh=mesh)

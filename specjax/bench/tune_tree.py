@@ -262,7 +262,8 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     fastest = write_fastest("best.toml", speed_ups)
     for batch in plan.batch_sizes if len(plan.batch_sizes) > 1 else ():
         write_fastest(f"best-batch-{batch}.toml", rounds[-1].scores(batch))
-    to_use = " ".join(f"--{name} {value}" for name, value in fastest.items())
+    texts = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in fastest.items()}
+    to_use = " ".join(f"--{name} {value}" for name, value in texts.items())
     seconds = round(time.perf_counter() - started, 1)
     document = head | identity | {
         "trees": len(grid), "seconds": seconds, "left_out": experiment.left_out, "speed_ups": speed_ups,

@@ -8,6 +8,7 @@ layouts of tensors and of config.json, MTP layers.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specjax.checkpoint.block_head import block_config, not_read
-from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json
-from specjax.checkpoint.hf_config import NO_WINDOW, ROPE_SECTIONS, SILU, read_rope, refuse_unsupported, scaled_positions
+from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json, unsupported
+from specjax.checkpoint.hf_config import (
+    LAYER_TYPES,
+    NO_WINDOW,
+    ROPE_SECTIONS,
+    SILU,
+    read_rope,
+    refuse_unsupported,
+    scaled_positions,
+)
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.parameters import ArrayEntry, fill_parameters, misfits
 from specjax.checkpoint.quantised import QuantisedEntry, matrices
@@ -34,6 +43,7 @@ from specjax.checkpoint.weights import (
     same_content,
 )
 from specjax.config import BlockConfig, HeadConfig, ModelConfig, MtpConfig
+from specjax.limits import ParameterError
 from specjax.models import head_spec as heads_of
 from specjax.models import mtp_spec
 from specjax.models.head_spec import EMBED, FC, HEAD, LAYER, MASK, OFFSETS, HeadSpec, head_sizes, head_spec, head_table
@@ -42,6 +52,8 @@ from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+logger = logging.getLogger(__name__)
 
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
 GATE, UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "down"))
@@ -53,14 +65,22 @@ _RENAMED = (
     (r"mtp_layers\.0\.input_proj\.", "fc."), (r"mtp_layers\.0\.", LAYER),
 )  # fmt: skip
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# EAGLE-3.1 and NVIDIA's variants. norm_output has no tensor: the head reads normed outputs.
-_UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")
+_OWNER = "Eagle3"  # the options with `aux_layers`
+_OVERRIDE = "EAGLE3's option aux_layers sets the layers, whatever config.json says"
+_EAGLE31, _P_EAGLE = "EAGLE-3.1", "P-EAGLE"
+# Keys of variants that are not supported, at the top level or in `eagle_config`. Some have no tensor of their own: a
+# head with norm_output or return_hidden_post_norm reads its normed outputs.
+_UNSUPPORTED = {
+    "fc_norm": _EAGLE31, "use_aux_norm": _EAGLE31, "norm_output": _EAGLE31, "return_hidden_post_norm": _EAGLE31,
+    "eh_proj_before_attn": "the embedding projected before attention", "layernorms": "norms of EAGLE-1's inputs",
+    "parallel_drafting": _P_EAGLE, "ptd_token_id": _P_EAGLE,
+}  # fmt: skip
 
 
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     quantization: str = "none", target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
-    sample_from_anchor: bool | None = None,
+    sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head of any published layout: safetensors or torch's ``.bin``, single or sharded.
 
@@ -70,6 +90,7 @@ def load_head(
       kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, ``mtp`` for a layer such as MiMo's in a folder of its own, or
         ``block`` (DFlash, DSpark, DFlash2, JetSpec).
       sample_from_anchor: for ``block``, see `specjax.Block`.
+      aux_layers: for ``eagle3``, see `specjax.Eagle3`.
       target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
 
     Returns the head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
@@ -79,7 +100,7 @@ def load_head(
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
-        tensors, config, ids = _describe(name, folder, target, kind, sample_from_anchor)
+        tensors, config, ids = _describe(name, folder, target, kind, sample_from_anchor, aux_layers)
         # The tolerances exceed the difference between roundings of one number to half precision.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
@@ -92,23 +113,27 @@ def load_head(
         )  # fmt: skip
         if ids is not None:
             params["ids"] = jax.device_put(ids)
+    if config.aux_layers:
+        before = " (before the final norm)" if target.num_layers - 1 in config.aux_layers else ""
+        layers = ", ".join(map(str, config.aux_layers))
+        logger.info("%s reads the outputs of layers %s%s of 0..%d", name, layers, before, target.num_layers - 1)
     return config, params
 
 
 def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
-    sample_from_anchor: bool | None = None,
+    sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None,
 ) -> HeadConfig:  # fmt: skip
     """The description that `load_head` returns, from config.json and the headers of weights if present. An embedding in
     the files is not compared with the target's."""
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress, outline=True)
         if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
-            return _describe(name, folder, target, kind, sample_from_anchor)[1]
+            return _describe(name, folder, target, kind, sample_from_anchor, aux_layers)[1]
         settings = read_json(folder / "config.json", name)
         if kind == BlockConfig.kind:
             return block_config(settings, target, sample_from_anchor=sample_from_anchor)
-        return _published(layer_config(settings), target, head_spec(kind))
+        return _published(layer_config(settings), target, head_spec(kind), aux_layers)
 
 
 def _describe_block(
@@ -134,7 +159,12 @@ def _describe_block(
 
 
 def _describe(
-    name: str, folder: Path, target: ModelConfig, kind: str, sample_from_anchor: bool | None
+    name: str,
+    folder: Path,
+    target: ModelConfig,
+    kind: str,
+    sample_from_anchor: bool | None,
+    aux_layers: Sequence[int] | None,
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
     """The head's tensors, its description, and the target's ids of its vocabulary; None: the target's vocabulary."""
     if kind == BlockConfig.kind:
@@ -147,7 +177,12 @@ def _describe(
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    fields = _config_fields(settings, target, spec, head_dim)
+    fields = _config_fields(settings, target, spec, head_dim, aux_layers)
+    if aux_layers is not None and tensors.arrays[FC].shape[1] != (width := len(aux_layers) * target.hidden_size):
+        problem = (
+            f"has {len(aux_layers)} layers, {width} channels of the target; {tensors.label(FC)} is for another number"
+        )
+        raise ParameterError("aux_layers", problem, _OWNER)
     _check_target(tensors, settings, target, fields["aux_layers"])
     ids = _ids(tensors, vocab_size, target.vocab_size) if spec.own_ends else None
     config = HeadConfig(
@@ -170,7 +205,7 @@ def _describe(
     return tensors, config, ids
 
 
-def _published(settings: Settings, target: ModelConfig, spec: HeadSpec) -> HeadConfig:
+def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, aux_layers: Sequence[int] | None) -> HeadConfig:
     """The description of a head without weights, with the tensors of published heads."""
     heads, width = settings.integer("num_attention_heads"), settings.integer("hidden_size", target.hidden_size)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
@@ -187,13 +222,15 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec) -> HeadC
         fc_bias=bool(settings.optional("bias", spec.absent_bias)),
         attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
         mlp_bias=settings.boolean("mlp_bias"),
-        **_config_fields(settings, target, spec, head_dim),
+        **_config_fields(settings, target, spec, head_dim, aux_layers),
     )
 
 
-def _config_fields(settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int) -> dict[str, Any]:
-    """The fields of `HeadConfig` that depend on config.json and the target alone."""
-    aux_layers = aux_layer_ids(settings, target.num_layers) if spec.reads_layers else ()
+def _config_fields(
+    settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int, given: Sequence[int] | None
+) -> dict[str, Any]:
+    """The fields of `HeadConfig` that depend on config.json, the target and the option `aux_layers` alone."""
+    aux_layers = aux_layer_ids(settings, target.num_layers, target.family, given) if spec.reads_layers else ()
     positions = settings.integer("max_position_embeddings", 2048)
     # An absent theta is 10000, independent of the target's.
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
@@ -206,7 +243,8 @@ def _config_fields(settings: Settings, target: ModelConfig, spec: HeadSpec, head
         "max_positions": longest if longest < target.max_positions else None,
         "aux_layers": aux_layers,
         # Absent means false, as in speculators' schema and in the authors' heads.
-        "norm_before_residual": spec.reads_layers and settings.boolean("norm_before_residual"),
+        "norm_before_residual": spec.reads_layers and _flag(settings, "norm_before_residual"),
+        "norm_before_fc": spec.reads_layers and _flag(settings, "norm_before_fc"),
         "dtype": target.dtype,
     }
 
@@ -299,8 +337,10 @@ def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig
     shapes = {tensors.names[name]: array.shape for name, array in arrays.items()}
     expected = [replace(rule, tensor=names[rule.tensor]) for rule in rules]
     problems = misfits(shapes, expected, f"{spec.algorithm} heads", optional)
-    if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in arrays):
+    if any(name.startswith(("fc_norm", "norm_output")) for name in arrays):
         problems += " (EAGLE-3.1, whose extra norms are not supported)"
+    if "input_norm.weight" in arrays and not config.norm_before_fc:
+        problems += " (input_norm is for heads whose config.json has norm_before_fc true)"
     integers = {name for name in names.keys() & arrays.keys() if arrays[name].dtype not in DTYPES.values()}
     if integers:
         labels = listed(f"{tensors.label(name)} is of {arrays[name].dtype}" for name in integers)
@@ -363,40 +403,78 @@ def layer_config(config: Settings) -> Settings:
     hidden = ropes if any(nested.get(key) is not None for key in ropes) else set()
     outer = {key: value for key, value in config.items() if key not in hidden}
     settings = Settings((key, value) for part in (outer, nested) for key, value in part.items() if value is not None)
-    # Qwen2 configs have a window that is disabled.
-    if not settings.get("use_sliding_window", True):
+    # Qwen2 configs have a window that is disabled, speculators' have one that no layer has.
+    if not settings.get("use_sliding_window", True) or settings.get("layer_types"):
         settings.pop("sliding_window", None)
     refuse_unsupported(settings, SILU | NO_WINDOW | {"quantization_config": ({}, "none")})
-    for key in _UNSUPPORTED:
-        if value := settings.get(key) or settings.section("eagle_config").get(key):
-            raise CheckpointError(f"config.json: {key} is {value!r}; such heads (EAGLE-3.1) are not supported")
+    if (types := settings.get("layer_types")) and any(name != LAYER_TYPES[1] for name in types):
+        raise unsupported("layer_types", types, LAYER_TYPES[1])
+    for key, variant in _UNSUPPORTED.items():
+        if (value := _either(settings, key)) is not None and value is not False:
+            raise CheckpointError(f"config.json: {key} is {value!r}; such heads ({variant}) are not supported")
+    for key in ("speculators_model_type", "architectures"):
+        if "peagle" in str(value := settings.get(key)).lower():
+            raise CheckpointError(f"config.json: {key} is {value!r}; such heads ({_P_EAGLE}) are not supported")
     return settings
 
 
-def aux_layer_ids(settings: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The target's layers, 0-based, whose outputs the head reads. ``settings`` is from ``layer_config``.
+def _either(settings: Settings, key: str) -> Any:
+    """A key's value in ``eagle_config``, else at the top level; None: absent."""
+    return settings.section("eagle_config").optional(key, settings.get(key))
 
-    In ``eagle_config``, id j is the output of layer j. At the top level, where speculators writes ids for vLLM, id j is
-    the input of layer j, the output of j - 1. However, speculators' converter copies ids of older heads unchanged
-    ([1, 46, 90] for 94 layers: speculators#142). As in sglang#25454, ids that begin with 1 are outputs, because no head
-    reads the output of layer 0.
+
+def _flag(settings: Settings, key: str) -> bool:
+    return Settings({key: _either(settings, key)}).boolean(key)
+
+
+def aux_layer_ids(
+    settings: Mapping[str, Any], num_layers: int, family: str = "", given: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The target's layers, 0-based, whose outputs the head reads. ``settings`` is from ``layer_config``; ``given``, the
+    option `aux_layers`, overrides it. A file without ids has the authors' default.
+
+    Files count in two ways. Outputs: id j is the output of layer j. Boundaries: id j is the input of layer j, which is
+    the output of layer j - 1; the last boundary precedes the final norm. As in SGLang (sglang#25454, #32334), ids are
+    outputs if the first is 1, in ``eagle_config`` and at the top level, else boundaries; for gpt-oss always boundaries.
     """
-    section = Settings(settings).section("eagle_config")
-    refuse_unsupported(section, {"use_aux_hidden_state": (True, "true (an EAGLE-3 head reads several layers)")})
-    nested = section.get(AUX_LAYERS_KEY)
-    key = f"eagle_config.{AUX_LAYERS_KEY}" if nested else AUX_LAYERS_KEY
-    if ids := nested or settings.get(AUX_LAYERS_KEY):
+    refuse_unsupported(
+        Settings({"use_aux_hidden_state": _either(Settings(settings), "use_aux_hidden_state")}),
+        {"use_aux_hidden_state": (True, "true (an EAGLE-3 head reads several layers)")},
+    )
+    if given is not None:
+        if not _are_layers(given, num_layers):
+            problem = f"must be different layers from 0 to {num_layers - 1}, got {list(given)}"
+            raise ParameterError("aux_layers", problem, _OWNER)
+        return tuple(given)
+    places = {f"eagle_config.{AUX_LAYERS_KEY}": Settings(settings).section("eagle_config"), AUX_LAYERS_KEY: settings}
+    written = {key: ids for key, place in places.items() if (ids := place.get(AUX_LAYERS_KEY)) not in (None, [])}
+    read: dict[str, tuple[int, ...]] = {}
+    for key, ids in written.items():
         if not isinstance(ids, Sequence) or not all(type(value) is int for value in ids):
             raise CheckpointError(f"config.json: {key} is {ids!r}; a list of integers is needed")
-        shift = 0 if nested or ids[0] == 1 else 1
-        aux_layers = tuple(value - shift for value in ids)
-        problem = f"{list(ids)}, read as the outputs of layers {list(aux_layers)}"
-    else:
-        aux_layers = heads_of.default_aux_layers(num_layers)
-        problem = f"absent, and its default for a target of {num_layers} layers is {list(aux_layers)}"
-    if len(set(aux_layers)) != len(aux_layers) or not all(0 <= layer < num_layers for layer in aux_layers):
-        raise CheckpointError(f"config.json: {key} is {problem}; different layers in 0..{num_layers - 1} are needed")
-    return aux_layers
+        outputs = ids[0] == 1 and family != "gpt_oss"
+        read[key] = tuple(value - (not outputs) for value in ids)
+        if not _are_layers(read[key], num_layers):
+            words = f"{list(ids)}, {'outputs' if outputs else 'boundaries'}: the outputs of layers {list(read[key])}"
+            raise _other_layers(f"{key} is {words}", num_layers)
+    if len(set(read.values())) > 1:
+        meanings = " and ".join(f"{key} {written[key]}, the outputs of layers {list(read[key])}" for key in read)
+        raise CheckpointError(f"config.json has {meanings}, which differ; {_OVERRIDE}")
+    if read:
+        return next(iter(read.values()))
+    layers = heads_of.default_aux_layers(num_layers)
+    if not _are_layers(layers, num_layers):
+        default = f"absent, and its default for a target of {num_layers} layers is {list(layers)}"
+        raise _other_layers(f"{AUX_LAYERS_KEY} is {default}", num_layers)
+    return layers
+
+
+def _are_layers(layers: Sequence[int], num_layers: int) -> bool:
+    return 0 < len(set(layers)) == len(layers) and all(0 <= layer < num_layers for layer in layers)
+
+
+def _other_layers(problem: str, num_layers: int) -> CheckpointError:
+    return CheckpointError(f"config.json: {problem}; different layers in 0..{num_layers - 1} are needed; {_OVERRIDE}")
 
 
 def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:

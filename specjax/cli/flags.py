@@ -155,6 +155,7 @@ class SpeculativeSettings:
         "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 after long matches, else fewer; if steps, top-k and this "
         "are unset, large batches have smaller trees on a GPU, or do not draft",
     )
+    speculative_aux_layers: tuple[str, ...] | None = _draft("aux_layers", metavar="LAYER", digits=True)
     speculative_dflash_block_size: int | None = _draft("block")
     speculative_dflash_draft_window_size: int | None = _draft("window")
     speculative_sample_from_anchor: bool | None = _draft("sample_from_anchor")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from specjax.limits import ParameterError, check, documented, setting, setting_of, shown
 from specjax.models.head_spec import ALGORITHMS
@@ -65,6 +65,15 @@ class TreeShape:
 
     def __str__(self) -> str:
         return f"{self.steps} steps, top-k {self.topk}, {self.nodes} draft tokens"
+
+
+def _layers(given: object) -> tuple[int, ...]:
+    """`Eagle3.aux_layers`, which a flag or a file gives as text. Raises ParameterError unless they are different."""
+    texts = [str(layer) for layer in given if not isinstance(layer, bool)] if isinstance(given, tuple | list) else []
+    if not texts or not all(text.isdecimal() for text in texts) or len({*map(int, texts)}) < len(cast(Any, given)):
+        problem = f"must be different layers of the target, counted from 0, got {shown(given)}"
+        raise ParameterError("aux_layers", problem, "Eagle3")
+    return tuple(map(int, texts))
 
 
 def candidates(steps: int, topk: int) -> int:
@@ -273,6 +282,17 @@ class Eagle3(ModelOptions):
     needs: ClassVar[str | None] = "a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
+    _: KW_ONLY
+    aux_layers: tuple[int, ...] | tuple[str, ...] | None = setting(
+        None, "layers of the target whose outputs the head reads, counted from 0, in the order of training; overrides "
+        "the ids in the head's config, which some files count from the layers' inputs: the output of layer 1 is then 2",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.aux_layers is not None:
+            object.__setattr__(self, "aux_layers", _layers(self.aux_layers))
+        super().__post_init__()
+
 
 @documented
 @dataclass(frozen=True)
@@ -365,9 +385,9 @@ class Auto(DraftOptions):
 
     algorithm: ClassVar[str] = "AUTO"
 
-    given: Mapping[str, str | int | float]
+    given: Mapping[str, str | int | float | tuple[int, ...] | tuple[str, ...]]
 
-    def __init__(self, **given: str | int | float | None) -> None:
+    def __init__(self, **given: str | int | float | tuple[int, ...] | tuple[str, ...] | None) -> None:
         object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
         if unknown := self.given.keys() - self.names():
             raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")

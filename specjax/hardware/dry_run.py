@@ -192,7 +192,7 @@ def outline(
 def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig:
     with naming(options, "path"):
         named: Any = {"kind": str(options.kind), "revision": options.revision}
-        named["sample_from_anchor"] = getattr(options, "sample_from_anchor", None)
+        named |= {key: getattr(options, key, None) for key in ("sample_from_anchor", "aux_layers")}
         head = checkpoint.describe_head(str(options.path), config, **named, progress=True)
     if (token_map := getattr(options, "token_map", None)) is None:
         return head

@@ -72,7 +72,8 @@ class DraftHead:
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as input of the head. Outputs of the head are used without this step."""
-        return linear(features, params, "fc") if self.spec.reads_layers else features
+        normed = self._norm(params, "joint_norm", features)
+        return linear(normed, params, "fc") if self.spec.reads_layers else features
 
     def forward(
         self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past

@@ -7,8 +7,9 @@ t, and predicts x_{t+2}. Deeper in a tree the feature is the head's output at th
     eagle3  g = fc(f), or out          out = g + attention(norm(e), norm(g)) + mlp(norm(.))   logits = head(norm(out))
     mtp     x = fc(norm(f), norm(e))   out = norm(x + attention(norm(x))  + mlp(norm(.)))   logits = target's head(out)
 
-`out` is the next feature. A `HeadSpec` declares the differences between kinds. Sources: SafeAILab/EAGLE `cnets1.py`,
-`cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
+`out` is the next feature. With `norm_before_fc`, eagle3's g is fc(norm(f)). A `HeadSpec` declares the differences
+between kinds. Sources: SafeAILab/EAGLE `cnets1.py`, `cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm
+`mimo_mtp.py`. Imports no jax.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def head_table(config: HeadConfig) -> Table:
         *mlp_leaves(bias=config.mlp_bias),
     )
     final_norm = (spec.final_norm,) if spec.final_norm else ()
+    joint_norm = (norm("joint_norm", "input_norm.weight", letters="F"),) if config.norm_before_fc else ()
     fc = linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias)
-    return Scope(fc), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config)))
+    return Scope((*joint_norm, *fc)), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config)))
 
 
 def _own_ends(config: HeadConfig) -> tuple[Leaf, ...]:

@@ -4,8 +4,8 @@ Tensors have the names and layouts of published heads, from the tables that load
 
 - SGLang, `models/llama_eagle3.py` and `llama_eagle.py`: `architectures` selects the class; `target_hidden_size`, the
   width of each of the three features, defaults to `hidden_size`; `draft_vocab_size`, null for the target's output
-  layer; d2t as offsets; no embedding; `bias` of fc, by default false for EAGLE-3 and true for EAGLE. The target reads
-  `eagle_config.eagle_aux_hidden_state_layer_ids`, where id j is the output of layer j.
+  layer; d2t as offsets; no embedding; `bias` of fc, by default false for EAGLE-3 and true for EAGLE;
+  `eagle_config.norm_before_fc`. The target reads `eagle_config.eagle_aux_hidden_state_layer_ids`: see `_layer_ids`.
 - vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. It also
   reads layers at the top level, where id j is the input of layer j; so both are written. It adds `Eagle` before the
   architecture of an EAGLE-1 head: give it `LlamaForCausalLM` instead.
@@ -160,11 +160,31 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
             described["target_hidden_size"] = target.hidden_size
         described |= {
             "draft_vocab_size": config.vocab_size if config.own_head else None,
-            "norm_before_residual": config.norm_before_residual,
-            "eagle_config": {AUX_LAYERS_KEY: list(config.aux_layers), "use_aux_hidden_state": True},
-            AUX_LAYERS_KEY: [layer + 1 for layer in config.aux_layers],
-        }
+            "norm_before_residual": config.norm_before_residual, **_layer_ids(config.aux_layers, target.family),
+        }  # fmt: skip
+        if config.norm_before_fc:
+            described["norm_before_fc"] = described["eagle_config"]["norm_before_fc"] = True
     return described
+
+
+def _layer_ids(aux_layers: tuple[int, ...], family: str) -> dict[str, Any]:
+    """The layers of an EAGLE-3 head, as SGLang, vLLM and `specjax.checkpoint` read them. Raises as `check_first_layer`.
+
+    vLLM reads boundaries at the top level: id j is the input of layer j. SGLang reads `eagle_config`: outputs if the
+    first id is 1, else boundaries; for gpt-oss always boundaries."""
+    check_first_layer(aux_layers, family)
+    boundaries = [layer + 1 for layer in aux_layers]
+    nested = list(aux_layers) if aux_layers[0] == 1 and family != "gpt_oss" else boundaries
+    return {"eagle_config": {AUX_LAYERS_KEY: nested, "use_aux_hidden_state": True}, AUX_LAYERS_KEY: boundaries}
+
+
+def check_first_layer(aux_layers: tuple[int, ...], family: str) -> None:
+    """Raises ValueError if the first layer of an EAGLE-3 head is 0: engines would take its boundary, 1, for the output
+    of layer 1, except for gpt-oss."""
+    if aux_layers[:1] == (0,) and family != "gpt_oss":
+        given = " ".join(map(str, aux_layers))
+        problem = "begins with 0, whose id in config.json, 1, engines read as the output of layer 1"
+        raise ValueError(f"--aux-layers {given} {problem}; another layer must come first")
 
 
 def _block_keys(config: BlockConfig, target: ModelConfig) -> dict[str, Any]:

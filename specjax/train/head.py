@@ -23,6 +23,7 @@ from specjax.models.draft_head import init_head_params, output_columns
 from specjax.models.head_spec import ALGORITHMS
 from specjax.models.target import Target
 from specjax.train.data import Rows
+from specjax.train.export import check_first_layer
 from specjax.train.losses import BLOCKS, BlockObjective, Loss, Objective, Teach, Teacher, head_loss, with_dtype
 from specjax.train.options import ALL_TOKENS, BlockSettings, DraftSettings, LossSettings, TrainOptions, aux_layers_of
 from specjax.train.vocab import token_map
@@ -80,14 +81,15 @@ class HeadDraft:
         """Trained and frozen leaves before the first step, float32.
 
         The most frequent tokens of `rows` are the draft vocabulary of a new head. Features that are outputs of layers
-        are divided by their scale in the target's outputs for the first batch.
+        are divided by their scale in the target's outputs for the first batch, unless a norm before `fc` follows: the
+        export could not fold the scale into `fc`.
         """
         params, target, config = self._init_params, self._source.config, self.config
         if params is None:
             ids = draft_ids(rows, config.vocab_size, target.vocab_size, self._source.eos_ids) if config.mapped else None
             params = new_params(config, make_target(target), target_params, ids, seed=self._options.run.train_seed)
         weights, frozen = split_params(params)
-        if config.aux_layers:  # other kinds read normalised features
+        if config.aux_layers and not config.norm_before_fc:  # other kinds read normalised features
             teacher, batch = first_batch()
             self._scale = jnp.asarray(feature_scale(np.asarray(teacher.features), batch.segments))
             if self._init_params is not None:
@@ -160,6 +162,7 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         )
     size = _vocabulary(requested, target, ends)
     aux_layers = aux_layers_of(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
+    check_first_layer(aux_layers, target.family)
     fields: dict[str, Any] = _layer_fields(target) | dict.fromkeys(spec.biases, True)
     return HeadConfig(
         spec.kind, feature_size=target.hidden_size * (len(aux_layers) or 1), vocab_size=size, aux_layers=aux_layers,

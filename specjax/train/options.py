@@ -66,8 +66,8 @@ class BlockSettings:
 
 
 def aux_layers_of(chosen: Sequence[str], layers: int, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The layers of --aux-layers for a target of `layers` layers. Default: EAGLE-3's, or the first, middle and last
-    layer of a target with fewer than 7. Raises ValueError."""
+    """The layers of --aux-layers for a target of `layers` layers. Default: EAGLE-3's; of a target with fewer than
+    7 layers layer 1, the middle and the last one. Raises ValueError."""
     if default is not None and not chosen:
         chosen = tuple(map(str, default))
     if chosen:
@@ -76,7 +76,7 @@ def aux_layers_of(chosen: Sequence[str], layers: int, default: tuple[int, ...] |
         return tuple(map(int, chosen))
     if layers < 3:
         raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
-    return default_aux_layers(layers) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
+    return default_aux_layers(layers) if layers >= 7 else (1, layers // 2 if layers > 3 else 0, layers - 1)
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,22 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_heads import DIALECTS, SIZES, save_head
+from tiny_heads import DIALECTS, SIZES, SPECULATORS, save_head
 
-from specjax.checkpoint import CheckpointError, draft_head, load_head
+from specjax.checkpoint import CheckpointError, describe_head, draft_head, load_head
 from specjax.checkpoint.draft_head import aux_layer_ids, published_name
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.drafters import Auto, Eagle3
+from specjax.limits import ParameterError
 from specjax.models.head_spec import head_sizes, head_spec, head_table
 from specjax.models.params import placements, tensors_of
 
@@ -70,8 +73,9 @@ def test_dialects(tmp_path, dialect, format):
     assert config.fc_bias == ("fc_bias" in params) == (dialect in ("eagle", "eagle-qwen2"))
     assert config.attention_bias == ("qkv_bias" in params) == (dialect in ("eagle-qwen2", "mtp"))
     assert not config.output_bias and not config.mlp_bias
-    assert config.norm_before_residual == (dialect == "eagle3-norm-before-residual")
-    own = dialect in ("eagle3-own-embedding", "eagle3-speculators")
+    assert config.norm_before_residual == (dialect in ("eagle3-norm-before-residual", "eagle3-norm-before-fc"))
+    assert config.norm_before_fc == ("joint_norm" in params) == (dialect == "eagle3-norm-before-fc")
+    own = dialect in ("eagle3-own-embedding", "eagle3-speculators", "eagle3-norm-before-fc")
     assert config.own_embedding == ("embed" in params) == own
     assert config.own_head == ("head" in params) == (kind == "eagle3")
     mapped = kind == "eagle3" and dialect != "eagle3-full-vocabulary"
@@ -84,7 +88,7 @@ def test_dialects(tmp_path, dialect, format):
         assert params["ids"].tolist() == [i + offset for i, offset in enumerate(raw["d2t"].tolist())]
         assert params["ids"].tolist() == np.flatnonzero(raw["t2d"]).tolist()
     # The head's own base, 10000 if absent, and never the target's 7.
-    theta = 500000.0 if dialect in ("eagle-nobias", "eagle-speculators", "eagle3-speculators") else 10000.0
+    theta = 500000.0 if dialect in ("eagle-nobias", *SPECULATORS) else 10000.0
     theta = 640000.0 if kind == "mtp" else theta
     assert config.rope == RopeConfig(theta=theta)
 
@@ -202,18 +206,173 @@ def test_head_narrower_than_target(tmp_path):
     assert_leaves(config, params, raw)
 
 
-def test_aux_layers(tmp_path):
+def test_default_aux_layers():
     for layers, aux_layers in ((7, (1, 2, 3)), (8, (1, 3, 4)), (30, (1, 14, 26)), (32, (1, 15, 28))):
-        assert aux_layer_ids({}, layers) == aux_layers
-        assert aux_layer_ids({"eagle_config": {KEY: []}}, layers) == aux_layers
-    assert aux_layer_ids({"eagle_config": {KEY: [2, 5, 7]}}, 8) == (2, 5, 7)
-    assert aux_layer_ids({KEY: [2, 16, 29]}, 32) == (1, 15, 28)  # inputs, as vLLM reads them
-    assert aux_layer_ids({KEY: [24, 30, 36]}, 36) == (23, 29, 35)
-    assert aux_layer_ids({KEY: [1, 46, 90]}, 94) == (1, 46, 90)  # copied by speculators' converter
-    assert aux_layer_ids({KEY: [2, 4, 5], "eagle_config": {KEY: [0, 3]}}, 8) == (0, 3)
-    save_head(tmp_path, "eagle3", config={"eagle_config": {KEY: [0, 7]}}, aux_layers=2)
+        for family in ("", "gpt_oss"):
+            assert aux_layer_ids({}, layers, family) == aux_layers
+            assert aux_layer_ids({"eagle_config": {KEY: []}, KEY: None}, layers, family) == aux_layers
+
+
+# (ids, layers of the target, outputs, outputs for gpt-oss); a string is an error.
+LAYER_IDS: list[tuple[list[int], int, tuple[int, ...] | str, tuple[int, ...] | str]] = [
+    ([1, 14, 26], 30, (1, 14, 26), (0, 13, 25)),
+    ([1, 46, 90], 94, (1, 46, 90), (0, 45, 89)),
+    ([1, 17, 32], 36, (1, 17, 32), (0, 16, 31)),  # nvidia/gpt-oss-120b-Eagle3-long-context
+    ([24, 30, 36], 36, (23, 29, 35), (23, 29, 35)),  # nvidia/gpt-oss-120b-Eagle3-v3
+    ([2, 16, 29], 32, (1, 15, 28), (1, 15, 28)),
+    ([2, 30, 58], 61, (1, 29, 57), (1, 29, 57)),
+    ([3, 1, 2], 8, (2, 0, 1), (2, 0, 1)),
+    ([1], 8, (1,), (0,)),
+    ([8], 8, (7,), (7,)),
+    ([1, 3, 7], 8, (1, 3, 7), (0, 2, 6)),
+    ([1, 3, 8], 8, "outputs: the outputs of layers [1, 3, 8]", (0, 2, 7)),
+    ([2, 3, 9], 8, "boundaries: the outputs of layers [1, 2, 8]", "boundaries: the outputs of layers [1, 2, 8]"),
+    ([0, 3, 5], 8, "[0, 3, 5], boundaries: the outputs of layers [-1, 2, 4]", "layers [-1, 2, 4]"),
+    ([2, -1, 5], 8, "layers [1, -2, 4]", "layers [1, -2, 4]"),
+    ([1, 1, 4], 8, "layers [1, 1, 4]", "layers [0, 0, 3]"),
+    ([2, 4, 4], 8, "layers [1, 3, 3]", "layers [1, 3, 3]"),
+]
+
+
+@pytest.mark.parametrize("place", ["top", "nested", "both"])
+@pytest.mark.parametrize(("ids", "layers", "outputs", "gpt_oss"), LAYER_IDS)
+def test_layer_ids(ids, layers, outputs, gpt_oss, place):
+    """The first id decides what the file counts, in either place; for gpt-oss ids are boundaries."""
+    settings = {KEY: ids} if place != "nested" else {}
+    settings |= {"eagle_config": {KEY: ids, "use_aux_hidden_state": True}} if place != "top" else {}
+    for family, expected in (("llama", outputs), ("qwen3", outputs), ("gpt_oss", gpt_oss)):
+        if isinstance(expected, tuple):
+            assert aux_layer_ids(settings, layers, family) == expected
+        else:
+            with pytest.raises(
+                CheckpointError, match=re.escape(expected) + ".*; different layers .* option aux_layers"
+            ):
+                aux_layer_ids(settings, layers, family)
+
+
+def test_two_lists_of_layer_ids():
+    """Lists that mean the same layers; others are refused, since SGLang reads one of them and vLLM the other."""
+    both = {"eagle_config": {KEY: [1, 14, 26]}, KEY: [2, 15, 27]}  # as specjax writes them
+    assert aux_layer_ids(both, 30) == (1, 14, 26)
+    with pytest.raises(CheckpointError, match=r"\[1, 14, 26\], .*\[0, 13, 25\] and .*\[2, 15, 27\].* which differ"):
+        aux_layer_ids(both, 30, "gpt_oss")
+    assert aux_layer_ids({"eagle_config": {KEY: [2, 15, 27]}, KEY: [2, 15, 27]}, 30, "gpt_oss") == (1, 14, 26)
+    with pytest.raises(
+        CheckpointError, match=r"eagle_config.* \[1, 4, 6\] and .* \[2, 5, 7\], which differ; .*aux_layers"
+    ):
+        aux_layer_ids({"eagle_config": {KEY: [2, 5, 7]}, KEY: [3, 6, 8]}, 8)
+
+
+def test_aux_layers_override_the_file(tmp_path, caplog):
+    """The layers that are read are logged once."""
+    save_head(tmp_path, "eagle3", config={"eagle_config": {KEY: [0, 9, 9]}})
+    with caplog.at_level("INFO"):
+        config, params = read(tmp_path, "eagle3", aux_layers=(0, 3, 7))
+    assert config.aux_layers == (0, 3, 7) and params["fc"].shape == (48, 16)
+    assert describe_head(str(tmp_path), target(), kind="eagle3", aux_layers=(0, 3, 7)).aux_layers == (0, 3, 7)
+    lines = [record.getMessage() for record in caplog.records if "reads the outputs" in record.getMessage()]
+    assert lines == [f"{tmp_path} reads the outputs of layers 0, 3, 7 (before the final norm) of 0..7"]
+    for wrong in ((), (1, 1, 2), (0, 3, 8), (-1, 2, 3)):
+        with pytest.raises(ParameterError, match=r"Eagle3.aux_layers must be different layers from 0 to 7, got \["):
+            read(tmp_path, "eagle3", aux_layers=wrong)
+    with pytest.raises(ParameterError, match=r"aux_layers has 2 layers, 32 channels .*fc.weight \[16, 48\]"):
+        read(tmp_path, "eagle3", aux_layers=(1, 3))
+    (tmp_path / "model.safetensors").unlink()
+    assert describe_head(str(tmp_path), target(), kind="eagle3", aux_layers=(0, 3)).aux_layers == (0, 3)
+
+
+def test_aux_layers_option():
+    """Numbers, or their text in flags and files."""
+    for given in ((1, 14, 26), ("1", "14", "26")):
+        assert Eagle3(aux_layers=given).aux_layers == (1, 14, 26)
+        assert cast(Eagle3, Auto(aux_layers=given).choose("eagle3")[0]).aux_layers == (1, 14, 26)
+    for wrong in ((), (1, 1), (1, -2), ("x",), ("1", "01"), ("1.0",), ("1 2",)):
+        with pytest.raises(ParameterError, match="aux_layers must be different layers of the target, counted from 0"):
+            Eagle3(aux_layers=wrong)
+
+
+NORMED = "EAGLE-3.1) are not supported"
+# Keys of EAGLE heads that change the forward: the value, and the message of its refusal, or the field that it sets.
+KEYS: list[tuple[str, Any, str]] = [
+    ("fc_norm", True, f"fc_norm is True; such heads ({NORMED}"),
+    ("use_aux_norm", True, f"use_aux_norm is True; such heads ({NORMED}"),
+    ("norm_output", True, f"norm_output is True; such heads ({NORMED}"),
+    ("return_hidden_post_norm", True, f"return_hidden_post_norm is True; such heads ({NORMED}"),
+    ("eh_proj_before_attn", True, "eh_proj_before_attn is True; such heads"),
+    ("use_aux_hidden_state", False, "use_aux_hidden_state is False; supported: true"),
+    ("parallel_drafting", True, "parallel_drafting is True; such heads (P-EAGLE) are not supported"),
+    ("ptd_token_id", 0, "ptd_token_id is 0; such heads (P-EAGLE) are not supported"),
+    ("layernorms", True, "layernorms is True; such heads"),
+    ("norm_before_residual", True, ""),
+    ("norm_before_residual", "yes", "norm_before_residual is 'yes'; true or false is needed"),
+    ("norm_before_fc", True, "missing tensors: input_norm.weight"),
+    ("norm_before_fc", 1, "norm_before_fc is 1; true or false is needed"),
+]
+NEUTRAL = {
+    "fc_norm": False, "use_aux_norm": False, "norm_output": False, "return_hidden_post_norm": False,
+    "use_aux_hidden_state": True, "parallel_drafting": False, "ptd_token_id": None, "norm_before_residual": False,
+    "norm_before_fc": False, "eh_proj_before_attn": False, "layernorms": False,
+}  # fmt: skip
+WINDOWS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["full_attention"], "sliding_window": 2048}, ""),
+    ({"layer_types": ["full_attention"], "sliding_window": 2048, "use_sliding_window": False}, ""),
+    ({"sliding_window": 2048, "use_sliding_window": False}, ""),
+    ({"layer_types": None, "sliding_window": None}, ""),
+    ({"sliding_window": 2048}, "sliding_window is 2048"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}, "layer_types is ["),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": False}, "layer_types is ["),
+    ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; such heads (P-EAGLE)"),
+    ({"architectures": ["PEagleDraftModel"]}, "architectures is ['PEagleDraftModel']; such heads (P-EAGLE)"),
+]
+
+
+@pytest.mark.parametrize("dialect", ["eagle3", "eagle3-speculators"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("key", "value", "message"), KEYS)
+def test_keys_that_change_the_forward(tmp_path, dialect, nested, key, value, message):
+    """At the top level and in eagle_config, read or refused by name; values that change nothing are accepted."""
+
+    def saved(changes: dict[str, Any]) -> HeadConfig:
+        save_head(tmp_path, "eagle3", dialect=dialect, config={"eagle_config": changes} if nested else changes)
+        return read(tmp_path, "eagle3")[0]
+
+    plain = saved({})
+    assert saved({key: NEUTRAL[key]}) == saved({key: None}) == plain
+    if message:
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            saved({key: value})
+    else:
+        assert saved({key: value}) == replace(plain, **{key: value})
+
+
+@pytest.mark.parametrize("dialect", ["eagle3", "eagle3-speculators"])
+@pytest.mark.parametrize(("changes", "message"), WINDOWS)
+def test_windows_and_parallel_drafts(tmp_path, dialect, changes, message):
+    save_head(tmp_path, "eagle3", dialect=dialect)
+    plain = read(tmp_path, "eagle3")[0]
+    save_head(tmp_path, "eagle3", dialect=dialect, config=changes)
+    if not message:
+        assert read(tmp_path, "eagle3")[0] == plain
+        return
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read(tmp_path, "eagle3")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_norm_before_fc(tmp_path, nested):
+    """tests/drafters/test_eagle.py compares such a head with an oracle."""
+    flag: dict[str, Any] = {"norm_before_fc": None, "eagle_config": {"norm_before_fc": True}} if nested else {}
+    raw = save_head(tmp_path, "eagle3", dialect="eagle3-norm-before-fc", config=flag)
     config, params = read(tmp_path, "eagle3")
-    assert config.aux_layers == (0, 7) and params["fc"].shape == (32, 16)
+    assert config.norm_before_fc and params["joint_norm"].shape == (48,)
+    np.testing.assert_array_equal(params["joint_norm"], raw["input_norm.weight"])
+    assert describe_head(str(tmp_path), target(), kind="eagle3") == config
+    for wrong in (None, False):
+        save_head(
+            tmp_path, "eagle3", dialect="eagle3-norm-before-fc", config={"norm_before_fc": wrong, "eagle_config": None}
+        )
+        with pytest.raises(CheckpointError, match=r"no place in EAGLE3 heads: input_norm.* norm_before_fc true"):
+            read(tmp_path, "eagle3")
 
 
 @pytest.mark.parametrize("layers", [1, 6])
@@ -234,7 +393,6 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "window": ("eagle3", {"config": {"sliding_window": 512}}, {}, "sliding_window is 512"),
     "rope": ("eagle3", {"config": {"rope_scaling": {"rope_type": "ntk"}}}, {}, "'ntk'; supported: default, linear"),
     "norm_output": ("eagle3", {"config": {"norm_output": True}}, {}, r"norm_output is True; .*EAGLE-3\.1"),
-    "norm_before_fc": ("eagle3", {"config": {"eagle_config": {"norm_before_fc": True}}}, {}, "norm_before_fc is True"),
     "fc_norm": ("eagle3", {"tensors": {"fc_norm.0.weight": np.ones(16, np.float32)}}, {},
                 r"no place in EAGLE3 heads: fc_norm\.0\.weight \[16\] \(EAGLE-3\.1"),
     "unknown": ("eagle3", {"tensors": {f"{LAYER}q_norm.weight": np.ones(8, np.float32)}}, {},
@@ -273,7 +431,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
                    r"\[16, 48\] is needed, for the auxiliary layers 1, 3, 4"),
     "wide target": ("eagle3", {}, {"hidden_size": 20}, r"\[16, 48\] is for another target; \[16, 60\] is needed"),
     "layer id": ("eagle3", {"config": {"eagle_config": {KEY: [1, 3, 8]}}}, {},
-               r"eagle_config\.eagle_aux_\w+ is \[1, 3, 8\], .* layers \[1, 3, 8\]; different layers .* 0\.\.7"),
+                 r"eagle_config\.eagle_aux_\w+ is \[1, 3, 8\], outputs: .* layers \[1, 3, 8\]; different .* 0\.\.7"),
     "layers twice": ("eagle3", {"config": {"eagle_config": {KEY: [1, 1, 4]}}}, {}, r"layers \[1, 1, 4\]; different"),
     "layer type": ("eagle3", {"config": {KEY: ["2", "3", "4"]}}, {}, "a list of integers is needed"),
     "no embedding": ("eagle3", {"target_hidden_size": 20}, {"hidden_size": 20},

@@ -137,7 +137,7 @@ def saved(tmp_path_factory) -> Path:
     save_mtp(root / "mtp", "MiMoForCausalLM", "mimo", count=1, **SMALL, **changes, initializer_range=0.3)
     for name in ("model", "small", "mtp"):
         tokenizer().save_pretrained(root / name)
-    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     save_head(root / "eagle3", "eagle3", config=config, target_vocab_size=VOCABULARY)
     save_head(root / "eagle", "eagle", target_vocab_size=VOCABULARY)
     for name, layers in (("wide-model", 3), ("wide-small", 1)):

@@ -109,7 +109,7 @@ def folder(tmp_path_factory) -> Path:
     save_llama(root / "llama", initializer_range=0.2, **heads, **sizes)
     tokenizer().save_pretrained(root / "llama")
     sizes |= {"target_hidden_size": 64, "target_vocab_size": 300, "draft_vocab_size": 12}
-    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     save_head(root / "head", "eagle3", dtype="float32", config=config, **sizes)
     return root
 

@@ -286,7 +286,7 @@ def tiny(tmp_path_factory) -> dict[str, str]:
     save_llama(root / "model", initializer_range=0.3, **sizes)
     tokenizer().save_pretrained(root / "model")
     width = json.loads((root / "model" / "config.json").read_text())["hidden_size"]
-    reads = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    reads = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     wide = {"target_hidden_size": width, "hidden_size": width, "target_vocab_size": VOCABULARY}
     save_head(root / "head", "eagle3", config=reads | {"max_position_embeddings": 1024}, **wide)
     return {"SPECJAX_NOTEBOOK_MODEL": str(root / "model"), "SPECJAX_NOTEBOOK_HEAD": str(root / "head")}

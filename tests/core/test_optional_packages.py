@@ -50,7 +50,7 @@ def test_engine_without_packages_of_other_features(tmp_path):
     save_llama(tmp_path / "model", vocab_size=VOCABULARY, num_hidden_layers=3)
     tokenizer().save_pretrained(tmp_path / "model")
     width = json.loads((tmp_path / "model" / "config.json").read_text())["hidden_size"]
-    reads = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    reads = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     wide = {"target_hidden_size": width, "hidden_size": width, "target_vocab_size": VOCABULARY}
     save_head(tmp_path / "head", "eagle3", config=reads, **wide)
     command = [sys.executable, "-c", WITHOUT, str(tmp_path / "model"), str(tmp_path / "head")]

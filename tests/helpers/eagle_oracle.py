@@ -99,6 +99,8 @@ def head_forward(
             residual = linear(tensors, f"{spec.layer}.input_proj", np.concatenate([f, e]))
             x = rms(tensors, f"{spec.layer}.input_layernorm", residual, spec.eps)
         else:
+            if not again and "input_norm.weight" in tensors:  # norm_before_fc
+                f = rms(tensors, "input_norm", f, spec.eps)
             g = f if again else linear(tensors, "fc", f)
             normed = rms(tensors, f"{spec.layer}.hidden_norm", g, spec.eps)
             x = np.concatenate([rms(tensors, f"{spec.layer}.input_layernorm", e, spec.eps), normed])

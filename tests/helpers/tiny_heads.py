@@ -19,11 +19,14 @@ DIALECTS: dict[str, str] = {
     "eagle3-model-prefix": "eagle3",
     "eagle3-full-vocabulary": "eagle3",
     "eagle3-norm-before-residual": "eagle3",
+    "eagle3-norm-before-fc": "eagle3",
     "eagle3-own-embedding": "eagle3",
     "mtp": "mtp",
     "mtp-nobias": "mtp",
 }
 """Dialect -> kind."""
+SPECULATORS = ("eagle-speculators", "eagle3-speculators", "eagle3-norm-before-fc")
+"""Dialects of vLLM's speculators."""
 
 SIZES: dict[str, int] = {
     "target_hidden_size": 16,
@@ -118,6 +121,8 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in ("input_layernorm", "hidden_norm")}
         words = vocab if dialect == "eagle3-full-vocabulary" else size["draft_vocab_size"]
         shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
+    if dialect == "eagle3-norm-before-fc":
+        shapes["input_norm.weight"] = (size["aux_layers"] * target,)
     if kind == "mtp":
         norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in norms}
@@ -125,7 +130,8 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
         shapes["fc.bias"] = (m,)
     if dialect in ("eagle-qwen2", "mtp"):
         shapes |= {f"{layer}self_attn.{part}_proj.bias": (rows,) for part, rows in zip("qkv", (q, kv, kv), strict=True)}
-    if dialect in ("eagle", "eagle-nobias", "eagle-qwen2", "eagle3-own-embedding", "eagle3-speculators"):
+    own = ("eagle3-own-embedding", "eagle3-speculators", "eagle3-norm-before-fc")
+    if dialect in ("eagle", "eagle-nobias", "eagle-qwen2", *own):
         shapes["embed_tokens.weight"] = (vocab, m)
     raw = {}
     for name, shape in shapes.items():
@@ -144,7 +150,7 @@ def _renamed(tensors: dict[str, Any], dialect: str) -> dict[str, Any]:
     """The tensors under the names of the dialect."""
     renamed = {}
     for name, tensor in tensors.items():
-        if dialect in ("eagle3-speculators", "eagle3-model-prefix"):
+        if (dialect in SPECULATORS and DIALECTS[dialect] == "eagle3") or dialect == "eagle3-model-prefix":
             name = name.replace("midlayer.", "layers.0.")
         if dialect == "eagle3-model-prefix" and name not in ("lm_head.weight", "d2t", "t2d"):
             name = f"model.{name}"
@@ -166,18 +172,20 @@ def _config(dialect: str, size: Mapping[str, int], dtype: str) -> dict[str, Any]
         "max_position_embeddings": 128,
         "vocab_size": size["target_vocab_size"],
     }
-    if dialect.endswith("speculators"):
+    if dialect in SPECULATORS:
         layer |= {"head_dim": size["head_dim"], "rope_theta": 500000.0, "model_type": "llama"}
         top = {"speculators_model_type": DIALECTS[dialect], "transformer_layer_config": layer, "torch_dtype": dtype}
         if DIALECTS[dialect] == "eagle":
             return {**top, "architectures": ["EagleSpeculator"], "fusion_bias": False, "layernorms": False}
+        norms = dialect == "eagle3-norm-before-fc"
         return {
             **top,
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": size["draft_vocab_size"],
-            "norm_before_residual": False,
+            "norm_before_residual": norms,
             "target_hidden_size": None,
             "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+            **({"norm_before_fc": True} if norms else {}),
         }
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype, **layer}
     if dialect == "eagle-nobias":

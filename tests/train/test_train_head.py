@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from tiny_heads import save_head
 from toy_models import tiny_llama
 
 from specjax.checkpoint import CheckpointError, load_head
+from specjax.checkpoint.draft_head import aux_layer_ids
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past
 from specjax.models.draft_head import draft_head, init_head_params
@@ -46,6 +48,7 @@ def config(layers: int = 8):
         (DraftSettings(draft_vocab_size=1), "--draft-vocab-size 1 has no room for the model's 2 end tokens"),
         (DraftSettings(aux_layers=("8",)), "--aux-layers must be different layers from 0 to 7, got 8"),
         (DraftSettings(aux_layers=("1", "1")), "--aux-layers must be different layers from 0 to 7, got 1 1"),
+        (DraftSettings(aux_layers=("0", "2")), "--aux-layers 0 2 begins with 0, .* another layer must come first"),
         (DraftSettings(aux_layers=("x",)), "--aux-layers must be different layers from 0 to 7, got x"),
     ],
 )
@@ -59,7 +62,8 @@ def test_head_configurations():
     few = head.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
     assert (few.aux_layers, few.feature_size, few.vocab_size, few.mapped) == ((7, 0), 32, 2, True)
     assert not head.head_config(DraftSettings(draft_vocab_size=31), config()).mapped
-    assert head.head_config(DraftSettings(), config(4)).aux_layers == (0, 1, 3)
+    assert head.head_config(DraftSettings(), config(4)).aux_layers == (1, 2, 3)
+    assert head.head_config(DraftSettings(), config(3)).aux_layers == (1, 0, 2)
     with pytest.raises(
         ValueError, match="the target has 2 layers, and --aux-layers are three by default; give --aux-layers"
     ):
@@ -86,7 +90,7 @@ def test_draft_vocabulary_is_the_most_frequent_tokens_with_a_loss(size):
 def test_init_from(tmp_path):
     toy, folder = tiny_llama(3, num_layers=4), str(tmp_path / "head")
     target = toy.target.config
-    described = head.head_config(DraftSettings(draft_vocab_size=3, aux_layers=("0", "2")), target)
+    described = head.head_config(DraftSettings(draft_vocab_size=3, aux_layers=("2", "0")), target)
     params = dict(head.new_params(described, toy.target, toy.params, np.array([1, 2, 5], np.int32), seed=5))
     export_head(folder, described, params, target, target_name="t", card="", dtype="float32")
     loaded, weights = head.from_head(DraftSettings(init_from=folder), target)
@@ -141,6 +145,8 @@ DYNAMIC = RopeConfig(9.0, "dynamic", 2.0, original_max_position=64)
 HEADS: dict[str, HeadConfig] = {
     "eagle3": HeadConfig("eagle3", **SHARED | THIRD | {"vocab_size": 11, "mapped": True}),
     "eagle3 unmapped": HeadConfig("eagle3", **SHARED | THIRD | {"norm_before_residual": True}),
+    "eagle3 norm before fc": HeadConfig("eagle3", **SHARED | THIRD | {"norm_before_fc": True}),
+    "eagle3 last layers": HeadConfig("eagle3", **SHARED | THIRD | {"aux_layers": (2, 0, 6)}),
     "eagle3 biases": HeadConfig("eagle3", **SHARED | THIRD | BIASES | {"rope": LLAMA3, "fc_bias": True}),
     "eagle3 own embedding": HeadConfig(
         "eagle3", **SHARED | THIRD | {"own_embedding": True, "rope": RopeConfig(9.0, "linear", 2.0)}
@@ -263,6 +269,41 @@ COMMON = {
     "rope_scaling": None, "max_position_embeddings": 256, "vocab_size": 31, "attention_bias": False, "mlp_bias": False,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("layers", [(1, 14, 26), (1,), (2, 5, 29), (23, 0, 29), (29,), (0, 3), (0,), (0, 2, 1)])
+def test_layer_ids_in_other_engines(layers, family):
+    """SGLang, vLLM and specjax read the same layers; lists that they would read differently are refused."""
+    model = dataclasses.replace(target().target.config, num_layers=30, family=family)
+    config = dataclasses.replace(HEADS["eagle3"], aux_layers=layers)
+    if layers[0] == 0 and family != "gpt_oss":
+        with pytest.raises(ValueError, match=r"--aux-layers 0.* begins with 0, .* another layer must come first"):
+            head_description(config, model)
+        return
+    described = head_description(config, model)
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested = described["eagle_config"][key]
+    sglang = nested if nested[0] == 1 and family != "gpt_oss" else [boundary - 1 for boundary in nested]
+    vllm = [boundary - 1 for boundary in described[key]]
+    assert tuple(sglang) == tuple(vllm) == layers == aux_layer_ids(described, 30, family)
+    # SGLang before May 2026 reads outputs in eagle_config, also where the list begins with another id.
+    assert nested == list(layers) if layers[0] == 1 and family != "gpt_oss" else nested[0] != 1 or family == "gpt_oss"
+
+
+def test_training_a_head_with_a_norm_before_fc():
+    """The features' scale cannot be folded through the norm, so it is not used."""
+    draft, params = object.__new__(head.HeadDraft), params_of("eagle3 norm before fc")
+    draft.config, draft._init_params, draft._scale = HEADS["eagle3 norm before fc"], dict(params), None
+    draft._source = SimpleNamespace(config=target().target.config)  # type: ignore[assignment]
+    rows = pack([Example(np.array([1, 2, 3], np.int32), np.ones(3, bool))], 4, 0)
+    weights, frozen = draft.first_weights({}, rows, lambda: pytest.fail("no features are needed"))
+    exported = draft.exported(weights, frozen)
+    assert exported.keys() == params.keys()
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(exported[name], leaf, name)
+    described = head_description(draft.config, target().target.config)
+    assert described["norm_before_fc"] is True and described["eagle_config"]["norm_before_fc"] is True
 
 
 def test_config_json(tmp_path):

@@ -309,7 +309,7 @@ def test_settings_of_a_resumed_run(train, copied):
     for changes, flag in (
         ({"learning_rate": 0.5}, "--learning-rate was 0.01 and is 0.5"),
         ({"held_back": 5}, "--held-back was 4 and is 5"),
-        ({"aux_layers": ("0", "1", "2")}, "--aux-layers was"),
+        ({"aux_layers": ("2", "0", "1")}, "--aux-layers was"),
     ):
         status, summary, err = train(**changes)
         assert (status, summary) == (2, None)

@@ -208,7 +208,7 @@ def test_fields_that_need_the_template(read, case):
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "EAGLE3": {"aux_layers": ("0", "1", "2")}, "EAGLE": {}, "MTP": {},
+    "EAGLE3": {"aux_layers": ("1", "0", "2")}, "EAGLE": {}, "MTP": {},
 }  # fmt: skip
 ERROR = 2e-4
 TOPK, ROWS = 4, 15

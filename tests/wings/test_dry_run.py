@@ -215,7 +215,7 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     save_llama(root / "model", num_hidden_layers=3, vocab_size=VOCABULARY)
     tokenizer().save_pretrained(root / "model")
-    head = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    head = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32}
     save_head(root / "head", "eagle3", config=head, **sizes)
     return root
@@ -280,7 +280,7 @@ def test_head_described_by_config_or_tensors(tiny, tmp_path, options):
     sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8}
     published = {"hidden_size": 32, "head_dim": 8}  # without biases that config.json does not mention
     if kind == "eagle3":
-        published |= {"draft_vocab_size": 11, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+        published |= {"draft_vocab_size": 11, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     save_head(tmp_path, kind, format="safetensors", config=published, **sizes)
     by_tensors = checkpoint.describe_head(str(tmp_path), target, kind=kind)
     loaded, _ = checkpoint.load_head(str(tmp_path), target, kind=kind, progress=False)

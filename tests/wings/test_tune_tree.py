@@ -98,6 +98,7 @@ def test_a_search_keeps_the_fastest_and_the_current_tree(monkeypatch, tmp_path):
     "draft",
     [
         Eagle3(steps=5, topk=4, nodes=16),
+        Eagle3(path="head", aux_layers=(0, 3, 5)),
         Eagle(path='a "folder"\\b', steps=3, topk=1, nodes=4, token_map="8192"),
         Ngram(nodes=6, match_type="PROB", max_match=7),
         Standalone(path="draft", steps=2, topk=2, nodes=5),
@@ -112,7 +113,8 @@ def test_the_server_reads_the_file_and_the_flags(draft, tmp_path):
     settings.add_flags(parser, flags.Settings())
     _, from_file = settings.parse(parser, ["--config", str(file)], flags.Settings())
     assert build.draft_options(from_file) == draft and from_file.model.model == "some/model"
-    argv = [str(part) for name, value in values.items() for part in (f"--{name}", value)]
+    texts = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+    argv = [str(part) for name, parts in texts.items() for part in (f"--{name}", *parts)]
     _, from_flags = settings.parse(parser, argv, flags.Settings())
     assert build.draft_options(from_flags) == draft
 
