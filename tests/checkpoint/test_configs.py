@@ -27,12 +27,18 @@ from tiny_blocks import save_block
 from tiny_checkpoints import save_model, save_mtp
 from tiny_heads import save_head
 
-from specjax.checkpoint import model_config, mtp_config, resolve
+from specjax.checkpoint import load_head, model_config, mtp_config, resolve, shipped
+from specjax.checkpoint.token_map import checked_ids
 from specjax.cli import build, flags
 from specjax.cli import serve as command
+from specjax.config import BlockConfig
 from specjax.drafters import Block, DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
 from specjax.hardware import dry_run
+from specjax.load import load
+from specjax.models import make_target
+from specjax.models.draft_head import init_head_params
 from specjax.settings import Parser, add_flags, parse
+from specjax.train.export import export_head
 
 FOLDER = Path(__file__).parents[2] / "configs"
 LLAMA_2, LLAMA_3, LLAMA_31 = (
@@ -43,6 +49,7 @@ MIMO, QWEN, SMALL_QWEN, DEEPSEEK = (
 )  # fmt: skip
 EAGLE_2, EAGLE_LLAMA_3 = "lmsys/sglang-EAGLE-llama2-chat-7B", "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B"
 EAGLE_3 = "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B"
+EAGLE_3_ORIGINAL = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 QWEN_NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"
 QWEN35_4B, QWEN35_27B = (f"Qwen/Qwen3.5-{size}" for size in ("4B", "27B"))
 DFLASH_35_4B, DFLASH_35_27B = (f"z-lab/Qwen3.5-{size}-DFlash" for size in ("4B", "27B"))
@@ -268,27 +275,44 @@ def model(name: str) -> Path:
     return folder
 
 
+def target_of(draft: str) -> str:
+    """The target of a draft that a file names."""
+    return next(launch.model for launch in LAUNCHES.values() if getattr(launch.draft, "path", None) == draft)
+
+
 @functools.cache
 def draft_model(name: str) -> Path:
-    """The folder of a random draft."""
+    """The folder of a random draft, in its published layout."""
     folder = root() / name.replace("/", "-")
     if name == SMALL_QWEN:
         return model(name)
     if name in HEADS:
         dialect, block = HEADS[name]
-        sizes: Any = {"width": 32, "vocab": PADDED, "features": (0,), "config": {"block_size": block}}
-        save_block(folder, dialect, scale=2.0, **sizes)
+        target = json.loads((model(target_of(name)) / "config.json").read_text())
+        usual = {"num_target_layers": target["num_hidden_layers"], "tie_word_embeddings": False, "dtype": "bfloat16"}
+        windows = {"layer_types": ["full_attention"] * 2, "use_sliding_window": False, "max_window_layers": 2}
+        if name == DFLASH2:
+            windows = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 2048}
+        changes = {"block_size": block, **usual} | ({} if name == DFLASH2 else windows)
+        save_block(folder, dialect, scale=2.0, width=32, vocab=PADDED, features=(0,), config=changes)
+        if name == DFLASH2:
+            described = json.loads((folder / "config.json").read_text()) | {"sliding_window_non_causal": True}
+            described["transformer_layer_config"] |= windows
+            (folder / "config.json").write_text(json.dumps(described))
         return folder
-    if name == EAGLE_OSS_120B:  # it uses the target's output layer
-        layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
+    if name == EAGLE_OSS_120B:  # it uses the target's output layer, and counts boundaries
+        layers = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True}
         changes = {"draft_vocab_size": None, "eagle_config": layers}
         missing = {"lm_head.weight": None}
         save_head(folder, "eagle3", dialect="eagle3-full-vocabulary", config=changes, tensors=missing, **HEAD)
-    elif name in (EAGLE_3, EAGLE_OSS):
+    elif name in (EAGLE_3, EAGLE_3_ORIGINAL, EAGLE_OSS):
         vocabulary = {"d2t": np.array(LETTERS) - np.arange(len(LETTERS)), "t2d": np.isin(np.arange(PADDED), LETTERS)}
         dialect, architecture, changes = "eagle3", "LlamaForCausalLMEagle3", {}
+        if name == EAGLE_3_ORIGINAL:
+            architecture = "LlamaForCausalLM"
+            changes = {"architectures": [architecture]}
         if name == EAGLE_OSS:
-            dialect, architecture = "eagle3-speculators", "Eagle3Speculator"
+            dialect, architecture = "eagle3-norm-before-fc", "Eagle3Speculator"
             changes = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
         save_head(folder, "eagle3", dialect=dialect, tensors=vocabulary, config=changes, **HEAD)
         assert json.loads((folder / "config.json").read_text())["architectures"] == [architecture]
@@ -321,15 +345,15 @@ QUICK = (
 MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
 
 
-def with_checkpoints(name: str) -> flags.Settings:
-    """The file's settings with flags that name the checkpoints."""
+def with_checkpoints(name: str, *more: Any) -> flags.Settings:
+    """The file's settings with flags that name the checkpoints, and further flags."""
     file = read(name)
     argv = ["--model", model(file.model.model), *SMALL, "--tp", 1, "--no-speculative-adaptive"]  # every step drafts
     if path := file.speculative.speculative_draft_model_path:
         argv += ["--speculative-draft-model-path", draft_model(path)]
     if file.speculative.speculative_token_map:
         argv += ["--speculative-token-map", token_map(LETTERS)]
-    return read(name, *argv)
+    return read(name, *argv, *more)
 
 
 @contextmanager
@@ -403,6 +427,69 @@ def test_text_equals_no_drafting(name):
     assert answers.texts == plain(settings.model, replace(settings.engine, mem_fraction_static=0.85)).texts
     assert len({text for text, *_ in answers.texts}) == 3 and all(len(set(text)) > 3 for text, *_ in answers.texts)
     assert sum(answers.histogram[1:]) > 0, "some drafts were accepted"
+
+
+# The heads that docs/heads.md lists.
+
+PAGE = (FOLDER.parent / "docs" / "heads.md").read_text(encoding="utf-8")
+LISTED = re.findall(r"^### (\S+)$", PAGE, flags=re.M)
+SMOLLM = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 1e5,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+WITHOUT_A_FILE = {
+    EAGLE_3_ORIGINAL: ("llama-3.1-8b-instruct-eagle3", EAGLE_3_ORIGINAL),
+    TOKEN_MAP.rpartition("/")[0]: ("llama-3-8b-instruct-fr-spec", EAGLE_LLAMA_3),
+}
+"""Entries that are not the draft of a file: a file of `configs`, and the draft that it is opened with."""
+
+
+def file_and_draft(entry: str) -> tuple[str, str | None]:
+    if entry in WITHOUT_A_FILE:
+        return WITHOUT_A_FILE[entry]
+    drafts = {name: getattr(launch.draft, "path", None) for name, launch in LAUNCHES.items()}
+    named = [name for name, path in drafts.items() if entry in (path, path or LAUNCHES[name].model)]
+    return named[0], drafts[named[0]]
+
+
+@pytest.mark.parametrize("entry", [entry for entry in LISTED if "/" in entry])
+def test_listed_heads_open(entry):
+    """Every draft on the hub that the page lists, in its published layout with small sizes, as `Engine` loads it."""
+    name, path = file_and_draft(entry)
+    argv = ["--speculative-draft-model-path", draft_model(path)] if path else []
+    arguments = build.engine_arguments(with_checkpoints(name, *argv))
+    del arguments["config"]
+    loaded = load(**arguments, progress=False)
+    assert loaded.drafter.name == LAUNCHES[name].algorithm
+    assert jax.tree.leaves(loaded.params.draft)
+    if entry == EAGLE_OSS:
+        assert "joint_norm" in loaded.params.draft and loaded.draft_model.aux_layers == (1, 2, 3)
+    if entry == EAGLE_OSS_120B:
+        assert loaded.draft_model.aux_layers == (0, 1, 3)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in LISTED if "/" not in entry])
+def test_listed_heads_of_the_package_open(entry, tmp_path):
+    target = model_config(SMOLLM, dtype="float32")
+    if entry == "smollm2-token-map":
+        ids = np.load(shipped.FOLDER.parent / f"{entry}.npy")
+        assert len(checked_ids(ids, target.vocab_size)) == len(ids)
+        return
+    kind = "block" if entry.endswith("dflash") else next(head.kind for head in shipped.HEADS if head.name == entry)
+    folder = shipped.FOLDER / entry
+    if kind == "block":  # published nowhere: the layout that `specjax train` writes
+        folder, size = tmp_path / entry, 8192
+        head = BlockConfig(
+            hidden_size=576, feature_size=3 * 576, intermediate_size=64, num_heads=9, num_kv_heads=3, head_dim=64,
+            norm_epsilon=1e-5, rope=target.rope, vocab_size=size, aux_layers=(1, 14, 27), own_head=True, mapped=True,
+            layers=2, block=5, mask_token=4, from_anchor=False, windows=(None,) * 2, causal=(False,) * 2,
+        )  # fmt: skip
+        params = init_head_params(head, make_target(target), jax.random.key(0))
+        export_head(folder, head, params, target, target_name="t", card="")
+    config, _ = load_head(str(folder), target, kind=kind, progress=False)
+    layers = {"eagle3": (1, 14, 26), "eagle": (), "block": (1, 14, 27)}
+    assert (config.kind, config.aux_layers) == (kind, layers[kind])
 
 
 # The sizes of the real models, without weights.
@@ -493,7 +580,7 @@ REAL: dict[str, dict[str, Any]] = {
     GPT_OSS_120B: config("GptOssForCausalLM", 201088, 2880, 2880, 36, 64, 8, 131072, **REAL_OSS, num_local_experts=128),
     EAGLE_OSS: {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 32000,
-        "norm_before_residual": True, "torch_dtype": "bfloat16",
+        "norm_before_residual": True, "norm_before_fc": True, "torch_dtype": "bfloat16",
         "transformer_layer_config": config(
             "LlamaForCausalLM", 201088, 2880, 7680, 1, 64, 8, 131072, head_dim=64, model_type="llama"
         ),
