@@ -28,118 +28,25 @@
 # 2. **EAGLE-3** is a small network, a *head*, that reads what three of the target's layers put out. One ships with
 #    specjax for the built-in model.
 #
-# It runs on a CPU in two minutes. On Colab upload it (File > Upload notebook) and, in the pane of files, the wheel that
-# `make wheel` makes in a checkout; the first cell installs it.
+# It runs on a CPU in two minutes.
+#
+# The first cell installs specjax if it is missing. Until specjax is on PyPI, put the wheel that `make wheel` writes to
+# `dist/` in this notebook's folder, or change the first line: `".."` is the checkout around this folder, and
+# `"git+https://..."` a repository. With an NVIDIA GPU write `"specjax[cuda12]"` or `"..[cuda12]"`. On Colab (File >
+# Upload notebook; the wheel goes in the pane of files) pip replaces some of Colab's packages, such as JAX, Flax, Numba
+# and llvmlite: afterwards choose Runtime > Restart session, and run all cells again.
 
 # %%
-import importlib.metadata
-import importlib.util
+SOURCE = "specjax"  # what pip installs if specjax is missing: a name, a URL, a wheel or a checkout's folder
+try:
+    import specjax_kernels  # noqa: F401  (any folder named specjax, such as a clone, satisfies `import specjax`)
+except ImportError:
+    print("specjax is missing: pip install", SOURCE)
+    # %pip install --find-links . "{SOURCE}" matplotlib ipywidgets
+
+# %%
 import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import venv
-from pathlib import Path
 
-# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
-# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "")
-JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
-
-
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-# On Colab, packages are installed beside Colab's own, none of which is replaced; elsewhere into the environment.
-BESIDE = Path(tempfile.gettempdir()) / "specjax-packages" if version_of("google-colab") else None
-
-
-def use_packages_beside() -> None:
-    """Finds the packages of `BESIDE` before others, in this process and those that it starts."""
-    folder = next(map(str, BESIDE.glob("lib/python*/site-packages")), "") if BESIDE else ""
-    if not folder or folder in sys.path:
-        return
-    sys.path.insert(0, folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-    if "jax" in sys.modules and sys.modules["jax"].__version__ != version_of("jax"):
-        raise SystemExit(
-            f"JAX {sys.modules['jax'].__version__} was imported before JAX {version_of('jax')} was installed: restart "
-            "the session (Runtime > Restart session) and run this cell first."
-        )
-
-
-def cuda_extra() -> str:
-    """The extra that brings JAX with CUDA for this machine's GPU; none: there is no GPU, or JAX has CUDA already."""
-    plugins = [extra for extra in ("cuda12", "cuda13") if version_of(f"jax-{extra}-plugin")]
-    if plugins:  # two of them would be in each other's way
-        least, most = (numbers(bound.lstrip("<>=")) for bound in JAX.split(","))
-        return "" if least <= numbers(version_of("jax")) < most else plugins[0]
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
-    first = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
-    driver, capability = (numbers(value.strip()) for value in f"{first},,".split(",")[:2])
-    if driver >= numbers("580.65.06") and capability >= numbers("7.5"):
-        return "cuda13"
-    return "cuda12" if driver >= numbers("525.60.13") else ""
-
-
-def is_installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
-
-
-def find_source() -> str:
-    here = Path.cwd()
-    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
-        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
-        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
-    for folder in (here, *here.parents, here / "specjax"):
-        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
-            return str(folder)
-    raise SystemExit(
-        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
-        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
-    )
-
-
-def install(*packages: str) -> None:
-    print("pip install", *packages)
-    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
-    if BESIDE is not None:
-        venv.create(BESIDE, system_site_packages=True)
-        command[3:3] = ["--python", str(BESIDE / "bin" / "python")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        said = []
-        for line in running.stdout:  # the newest line is shown in place of the one before
-            said.append(line)
-            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
-    print()
-    if running.returncode:
-        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
-    importlib.invalidate_caches()
-    use_packages_beside()
-
-
-use_packages_beside()
-if not (is_installed("specjax") and is_installed("specjax_kernels")):
-    what = SOURCE or find_source()
-    if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
-    install(what, "matplotlib>=3.8", "ipywidgets")  # without widgets, bars of other packages print warnings
-
-# %%
 import matplotlib.pyplot as plt
 import numpy as np
 

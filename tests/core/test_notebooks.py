@@ -1,18 +1,15 @@
-"""Notebooks: both files agree, the first cell installs for the machine, and short forms run on a tiny random model."""
+"""Notebooks: both files agree, the first cell installs specjax, and short forms run on a tiny random model."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import stat
+import shlex
+import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import jupytext
 import nbformat
@@ -22,7 +19,7 @@ from packaging.requirements import Requirement
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 from train_helpers import environment
-from wheel_helpers import PROJECT, Environment, build, copy_tree, install
+from wheel_helpers import PROJECT, Environment, build, copy_tree, create
 
 pytestmark = pytest.mark.process
 
@@ -43,12 +40,23 @@ SHOWN: dict[str, tuple[int, int, dict[str, int]]] = {
 }
 """For each: figures, pictures of trees, and how often a pattern is in what it prints."""
 
-RUN = """
-import ast, json, sys
-from importlib.metadata import PackageNotFoundError
+PIP = r"""
+import re, subprocess, sys
+
+def pip(line):
+    subprocess.run(f'"{sys.executable}" -m pip {line}', shell=True, check=True)
+
+def to_python(source):
+    return re.sub("^( *)%pip (.+)$", r"\1pip(f'\2')", source, flags=re.M)
+"""
+"""IPython's `%pip`: a shell runs pip of this Python with the line, in which variables in braces are replaced."""
+
+RUN = (
+    PIP
+    + """
+import ast, json
 from pathlib import Path
 import matplotlib.pyplot as plt
-import specjax
 
 figures, pictures = [], 0
 def show():
@@ -62,11 +70,11 @@ def show():
     plt.close("all")
 plt.show = show
 
-names = {"__name__": "__main__"}
+names = {"__name__": "__main__", "pip": pip}
 for cell in json.loads(Path(sys.argv[1]).read_text())["cells"]:
     if cell["cell_type"] != "code":
         continue
-    tree, last = ast.parse("".join(cell["source"])), None
+    tree, last = ast.parse(to_python("".join(cell["source"]))), None
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = ast.Expression(tree.body.pop().value)
     exec(compile(tree, "cell", "exec"), names)
@@ -74,8 +82,10 @@ for cell in json.loads(Path(sys.argv[1]).read_text())["cells"]:
         shown = eval(compile(last, "cell", "eval"), names)
         pictures += hasattr(shown, "_repr_svg_")
 show()
+import specjax
 print(json.dumps([specjax.__file__, figures, pictures]))
 """
+)
 """Runs a notebook like Jupyter, without its packages."""
 
 
@@ -86,11 +96,7 @@ def cells(name: str) -> list[str]:
     return [cell.source for cell in jupytext.read(FOLDER / f"{name}.ipynb").cells if cell.cell_type == "code"]
 
 
-def test_first_cell_and_list_of_notebooks():
-    assert {cells(name)[0] for name in NOTEBOOKS} == {FIRST}
-    (bounds,) = re.findall(r'^JAX = "(.+?)"', FIRST, flags=re.M)
-    assert f"jax{bounds}" in PROJECT["project"]["dependencies"]
-    assert {"cuda12", "cuda13"} <= PROJECT["project"]["optional-dependencies"].keys()
+def test_list_of_notebooks():
     assert sorted(SHOWN) == NOTEBOOKS == sorted(file.stem for file in FOLDER.glob("*.ipynb"))
     listed = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"{name}.ipynb" in listed for name in NOTEBOOKS)
@@ -101,6 +107,7 @@ def test_script_equals_notebook(name):
     """`jupytext --sync notebooks/*.py` updates them."""
     script, notebook = (jupytext.read(FOLDER / f"{name}{suffix}") for suffix in (".py", ".ipynb"))
     nbformat.validate(notebook)
+    compile((FOLDER / f"{name}.py").read_text(encoding="utf-8"), name, "exec")  # jupytext comments `%pip` out
     assert [(cell.cell_type, cell.source) for cell in script.cells] == [
         (cell.cell_type, cell.source) for cell in notebook.cells
     ]
@@ -114,93 +121,33 @@ def test_script_equals_notebook(name):
 # The first cell.
 
 FIRST = cells(NOTEBOOKS[0])[0]
+NAMED = 'SOURCE = "specjax"'
+
+
+def test_first_cell_is_short_and_the_same():
+    assert {cells(name)[0] for name in NOTEBOOKS} == {FIRST}
+    assert FIRST.startswith(NAMED)
+    assert len(FIRST.splitlines()) <= 6
 
 
 GIT = "git+https://example.com/specjax.git"
-T4 = "570.86.10, 7.5"
-
-
-@pytest.fixture
-def first(monkeypatch, capsys):
-    """first(folder) -> (arguments of `pip install` or None, output) of the first cell, run in a folder by a Python
-    without specjax and with the packages of `versions`."""
-    monkeypatch.delenv("SPECJAX_SOURCE", raising=False)
-    commands, real, versions = [], subprocess.Popen, {}
-
-    def start(command: list[str], **options: Any) -> Any:
-        if command[0] != sys.executable:
-            return real(command, **options)
-        commands.append(command)
-        return contextlib.nullcontext(SimpleNamespace(stdout=["Collecting", "done"], returncode=call.status))
-
-    def version_of(name: str) -> str:
-        if name not in versions:
-            raise PackageNotFoundError(name)
-        return versions[name]
-
-    def call(folder: Path) -> tuple[list[str] | None, str]:
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr("subprocess.Popen", start)
-        monkeypatch.setattr("importlib.metadata.version", version_of)
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: call.specs.get(name))
-        exec(compile(FIRST, "first cell", "exec"), {})
-        if commands and "--python" not in commands[0]:
-            (command,) = commands
-            assert command[:4] == [sys.executable, "-m", "pip", "install"]
-        return (commands[0][8:] if commands else None), capsys.readouterr().out
-
-    call.versions, call.specs, call.status, call.commands = versions, {}, 0, commands
-    return call
 
 
 @pytest.mark.parametrize(
-    ("source", "card", "packages", "wanted"),
-    [
-        (GIT, None, {}, GIT),
-        (GIT, T4, {}, f"specjax[cuda12] @ {GIT}"),
-        (GIT, "580.65.06, 8.9", {}, f"specjax[cuda13] @ {GIT}"),
-        (GIT, "580.65.06, 7.0", {}, f"specjax[cuda12] @ {GIT}"),
-        (GIT, "470.10.01, 7.5", {}, GIT),
-        (GIT, "", {}, GIT),  # nvidia-smi without a card
-        # Colab's JAX is updated if it is too old, for the same CUDA.
-        (GIT, "580.65.06, 8.9", {"jax": "0.10.2", "jax-cuda12-plugin": "0.10.2"}, GIT),
-        (GIT, "580.65.06, 8.9", {"jax": "0.7.2", "jax-cuda12-plugin": "0.7.2"}, f"specjax[cuda12] @ {GIT}"),
-        (GIT, T4, {"jax": "0.11.0"}, f"specjax[cuda12] @ {GIT}"),
-        ("dist/specjax.whl", T4, {}, "dist/specjax.whl[cuda12]"),
-    ],
+    "source",
+    ["specjax", "specjax[cuda12]", "..", "..[cuda13]", GIT, f"specjax[cuda12] @ {GIT}", "a folder/specjax.whl"],
 )
-def test_packages_for_a_machine(source, card, packages, wanted, tmp_path, monkeypatch, first):
-    smi = tmp_path / "nvidia-smi"
-    if card is not None:
-        smi.write_text(f"#!/bin/sh\necho '{card}'\n")
-        smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
-    monkeypatch.setenv("SPECJAX_SOURCE", source)
-    first.versions.update(packages)
-    installed, printed = first(tmp_path)
-    assert installed == [wanted, "matplotlib>=3.8", "ipywidgets"]
-    assert f"pip install {wanted} " in printed and "done" in printed
-
-
-def test_colabs_packages_stay(tmp_path, monkeypatch, first):
-    """pip installs into an environment of its own, which has Colab's packages, too."""
-    monkeypatch.setenv("SPECJAX_SOURCE", GIT)
-    monkeypatch.setenv("PYTHONPATH", "before")
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(__version__="0.7.2"))
-    first.versions.update({"google-colab": "1.0", "jax": "0.7.2"})
-    first(tmp_path)
-    beside = tmp_path / "specjax-packages"
-    assert first.commands[0][2:6] == ["pip", "--python", str(beside / "bin" / "python"), "install"]
-    assert "include-system-site-packages = true" in (beside / "pyvenv.cfg").read_text()
-    assert Path(sys.path[0]).parts[-4:-2] == ("specjax-packages", "lib")
-    assert os.environ["PYTHONPATH"] == f"{sys.path[0]}{os.pathsep}before"
-    # The cell's own process has another JAX: a new session is needed, and finds the packages.
-    sys.path.pop(0)
-    first.versions["jax"] = "0.10.2"
-    with pytest.raises(SystemExit, match=r"^JAX 0\.7\.2 was imported before JAX 0\.10\.2 .*Restart session"):
-        first(tmp_path)
+@pytest.mark.parametrize("missing", [True, False])
+def test_pip_arguments_of_first_cell(source, missing, monkeypatch, capsys):
+    """A shell passes the source as one argument. pip is not called if specjax is installed."""
+    monkeypatch.setitem(sys.modules, "specjax_kernels", None if missing else ModuleType("specjax_kernels"))
+    names, lines = {}, []
+    exec(PIP, names)
+    cell = FIRST.replace(NAMED, f"SOURCE = {source!r}")
+    exec(compile(names["to_python"](cell), "first cell", "exec"), {"pip": lines.append})
+    wanted = ["install", "--find-links", ".", source, "matplotlib", "ipywidgets"]
+    assert [shlex.split(line) for line in lines] == [wanted] * missing
+    assert capsys.readouterr().out == f"specjax is missing: pip install {source}\n" * missing
 
 
 COLAB = {
@@ -212,70 +159,80 @@ COLAB = {
 """Versions on Colab's GPU machines, 2026-08-19: pip-freeze.gpu.txt of github.com/googlecolab/backend-info, a724079."""
 
 
-def test_requirements_against_colabs_packages():
+def test_text_on_installation():
+    """The same in each notebook; names the packages of Colab that pip replaces."""
+    texts = {jupytext.read(FOLDER / f"{name}.ipynb").cells[0].source.rpartition("\n\n")[2] for name in NOTEBOOKS}
+    (text,) = (" ".join(each.split()) for each in texts)
+    *_, colab = re.split(r"\. (?=[A-Z])", text)
     needed = {each.name: each.specifier for each in map(Requirement, PROJECT["project"]["dependencies"])}
     assert {"torch", "triton"}.isdisjoint(needed), "torch pins its triton"
-    newer = {name for name, version in COLAB.items() if name in needed and version not in needed[name]}
-    assert newer == {"jax", "flax", "numba", "llvmlite"}, "these are installed beside Colab's"
+    replaced = {name for name, version in COLAB.items() if name in needed and version not in needed[name]}
+    (named,) = re.findall(r"On Colab .* pip replaces some of Colab's packages, such as ([^:]+):", colab)
+    assert set(re.split(", | and ", named.lower())) == replaced
+    assert "Runtime > Restart session" in colab
     assert needed.keys() - COLAB.keys() == {"gguf", "jaxtyping", "llguidance", "google-re2"}, "these are added"
-
-
-def checkout(folder: Path) -> None:
-    (folder / "kernels" / "specjax_kernels").mkdir(parents=True)
-    (folder / "pyproject.toml").touch()
-
-
-@pytest.mark.parametrize(
-    ("holds", "wanted"),
-    [
-        (["specjax-0.2.0-py3-none-any.whl", "specjax-0.1.0-py3-none-any.whl"], "{here}/specjax-0.1.0-py3-none-any.whl"),
-        (["specjax-0.1.0-py3-none-any (1).whl"], "specjax-0.1.0-py3-none-any.whl"),  # uploaded twice
-        (["../..", "other-1.0-py3-none-any.whl"], "{here}/../.."),
-        (["specjax"], "{here}/specjax"),  # a clone
-        (["..", "specjax-0.1.0-py3-none-any.whl"], "{here}/specjax-0.1.0-py3-none-any.whl"),
-    ],
-    ids=["newest wheel", "renamed wheel", "two above", "below", "wheel before checkout"],
-)
-def test_search_for_specjax(holds, wanted, tmp_path, monkeypatch, first):
-    here = tmp_path / "some" / "notebooks"
-    here.mkdir(parents=True)
-    for age, name in enumerate(holds):
-        if name.endswith(".whl"):
-            (here / name).touch()
-            os.utime(here / name, (1e9 + age, 1e9 + age))
-        else:
-            checkout(here / name)
-    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
-    first.specs["specjax"] = SimpleNamespace(origin=None)  # the clone's folder
-    (source, *_), _ = first(here)
-    assert Path(source).exists()
-    if "{here}" in wanted:
-        assert Path(source).resolve() == Path(wanted.format(here=here)).resolve()
-    else:
-        assert Path(source).name == wanted
-
-
-def test_errors_of_the_first_cell(tmp_path, monkeypatch, first):
-    with pytest.raises(SystemExit, match=r"^specjax is not installed: [^.]*`make wheel`[^.]*SOURCE[^.]*\.$"):
-        first(tmp_path)
-    monkeypatch.setenv("SPECJAX_SOURCE", GIT)
-    first.status = 1
-    with pytest.raises(SystemExit, match="done"):  # the last lines of pip
-        first(tmp_path)
-
-
-def test_first_cell_with_specjax_installed(tmp_path, first):
-    first.specs.update(dict.fromkeys(("specjax", "specjax_kernels"), SimpleNamespace(origin="there")))
-    assert first(tmp_path) == (None, "")
+    assert all(what in text for what in ("`make wheel`", '`".."`', "git+https://", "PyPI"))
+    assert set(re.findall(r"\[(\w+)\]", text)) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 # Run.
 
 
+def settings(folder: Path) -> dict[str, str]:
+    """Environment of a process outside of a checkout. pip finds only local files, and builds with this environment's
+    hatchling: "0" is how pip reads "no isolation" from a variable."""
+    kept = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    pip = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return kept | pip | {"MPLBACKEND": "Agg", "TMPDIR": str(folder)}
+
+
+def run_first_cell(folder: Path, root: Path, source: str = "specjax") -> Environment:
+    """An environment where the first cell, run in a folder, has installed specjax."""
+    without = create(root)
+    (without.site / "ipywidgets-8.1.5.dist-info").mkdir()  # tests do without it
+    metadata = "Metadata-Version: 2.1\nName: ipywidgets\nVersion: 8.1.5\n"
+    (without.site / "ipywidgets-8.1.5.dist-info" / "METADATA").write_text(metadata)
+    notebook = {"cells": [{"cell_type": "code", "source": FIRST.replace(NAMED, f"SOURCE = {source!r}")}]}
+    (root / "first.ipynb").write_text(json.dumps(notebook))
+    command = [str(without.python), "-c", RUN, str(root / "first.ipynb")]
+    done = subprocess.run(command, cwd=folder, env=settings(root), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    first, *_, last = done.stdout.splitlines()
+    assert first == f"specjax is missing: pip install {source}"
+    assert "Successfully installed specjax" in done.stdout, "Colab reads this line"
+    assert Path(json.loads(last)[0]).is_relative_to(without.site)
+    return without
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Environment:
-    _, wheel = build(copy_tree(tmp_path_factory.mktemp("wheel") / "tree"), tmp_path_factory.mktemp("out"))
-    return install(wheel, tmp_path_factory.mktemp("installed"))
+def tree(tmp_path_factory) -> Path:
+    return copy_tree(tmp_path_factory.mktemp("wheel") / "tree")
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory) -> Path:
+    return build(tree, tmp_path_factory.mktemp("out"))[1]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Environment:
+    """The first cell installed the wheel that lies beside it. A folder that is named specjax does not stop it."""
+    folder = tmp_path_factory.mktemp("content")
+    shutil.copy(wheel, folder)
+    (folder / "specjax").mkdir()
+    return run_first_cell(folder, tmp_path_factory.mktemp("installed"))
+
+
+@pytest.mark.parametrize("kind", ["wheel", "checkout"])
+def test_other_sources_of_first_cell(kind, tree, wheel, tmp_path):
+    """A wheel in a folder with a space in its name, and the checkout around the notebooks' folder."""
+    here = tree / "notebooks" if kind == "checkout" else tmp_path / "here"
+    here.mkdir()
+    if kind == "wheel":
+        (tmp_path / "my files").mkdir()
+        shutil.copy(wheel, tmp_path / "my files")
+    (tmp_path / "root").mkdir()
+    run_first_cell(here, tmp_path / "root", ".." if kind == "checkout" else f"../my files/{wheel.name}")
 
 
 @pytest.fixture(scope="module")
@@ -294,10 +251,9 @@ def tiny(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_run(name, installed, tiny, tmp_path):
-    settings = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    settings |= {"MPLBACKEND": "Agg", "SPECJAX_NOTEBOOK_SHORT": "1", "TMPDIR": str(tmp_path), **tiny}
+    variables = settings(tmp_path) | {"SPECJAX_NOTEBOOK_SHORT": "1"} | tiny
     command = [str(installed.python), "-c", RUN, str(FOLDER / f"{name}.ipynb")]
-    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert all(PROGRESS.match(line) for line in done.stderr.splitlines()), f"no warnings\n{done.stderr}"
     printed = done.stdout.splitlines()

@@ -54,8 +54,8 @@ class Environment(NamedTuple):
         return self.bin / "python"
 
 
-def install(what: Path, root: Path, *options: str) -> Environment:
-    """A virtual environment with the wheel or tree, which finds its dependencies in this environment.
+def create(root: Path) -> Environment:
+    """A virtual environment without specjax, whose other packages are links to those of this environment.
 
     Python does not read .pth files in a folder that a .pth file names, so editable installs here are not found.
     """
@@ -63,10 +63,20 @@ def install(what: Path, root: Path, *options: str) -> Environment:
     binaries = root / "env" / ("Scripts" if os.name == "nt" else "bin")
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(binaries / "python", "-c", where, cwd=root).strip())
-    here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    (site / "dependencies.pth").write_text("\n".join(here) + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", binaries / "python"]
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", *options, what, cwd=root)
-    empty = root / "empty"
+    links, empty = root / "dependencies", root / "empty"
+    links.mkdir()
     empty.mkdir()
+    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
+        for package in Path(folder).iterdir():
+            if not package.name.startswith("specjax"):
+                (links / package.name).symlink_to(package)
+    (site / "dependencies.pth").write_text(f"{links}\n")
     return Environment(binaries, site, empty)
+
+
+def install(what: Path, root: Path, *options: str) -> Environment:
+    """An environment of `create` with the wheel or tree."""
+    created = create(root)
+    pip = [sys.executable, "-m", "pip", "--python", created.python]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", *options, what, cwd=root)
+    return created
