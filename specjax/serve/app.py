@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from specjax.checkpoint.prompts import HARMONY, begins_thinking, prompt_tail
@@ -191,10 +192,18 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
+        path, headers = request.url.path, error.headers
         messages = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
         message = messages.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response(form_of(path, forms))
+        if error.status_code == 405:
+            headers = {"Allow": ", ".join(sorted(methods(request.scope)))}
+        return ApiError(error.status_code, message, headers=headers).response(form_of(path, forms))
+
+    def methods(scope: Scope) -> set[str]:
+        """The methods of a path, which may have several routes."""
+        routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE]
+        names = {method for route in routes for method in route.methods or ()}
+        return names | {"HEAD"} if "GET" in names else names
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:

@@ -32,8 +32,8 @@ INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
-    """Checks every request before its route, limits the size of its body, and logs the answer. `error_forms`: as in
-    `form_of`."""
+    """Checks every request before its route, limits the size of its body, and logs the answer. HEAD is answered as GET,
+    without the body. `error_forms`: as in `form_of`."""
 
     def __init__(
         self,
@@ -76,11 +76,14 @@ class Gate:
                 if self._runner.loaded and isinstance(self._runner.engine.verify, SyntheticAcceptance):
                     answer[SYNTHETIC] = "text is not the model's: drafts are accepted at given rates"
                 log_answer(scope, message["status"], id)
+            elif scope["method"] == "HEAD":
+                message["body"] = b""
             await send(message)
 
         try:
             self._check(scope, headers)
-            await self._app(scope, receive_limited, send_with_id)
+            routed = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(routed, receive_limited, send_with_id)
         except ApiError as error:
             await error.response(form)(scope, receive, send_with_id)
         except Exception:

@@ -118,8 +118,9 @@ def test_methods_and_paths(server):
         check_error(client.get("/v1/nothing"), 404, text="/v1/nothing")
         check_error(client.get("/v1/models/other"), 404, "model")
         for method, path, allowed in (
-            ("POST", "/", "GET"), ("GET", CHAT, "POST"), ("GET", COMPLETE, "POST"), ("GET", GENERATE, "POST"),
-            ("POST", "/v1/models", "GET"),
+            ("POST", "/", "GET, HEAD"), ("GET", CHAT, "POST"), ("GET", COMPLETE, "POST"),
+            ("GET", GENERATE, "POST, PUT"), ("POST", "/v1/models", "GET, HEAD"), ("PUT", "/health", "GET, HEAD"),
+            ("DELETE", "/flush_cache", "GET, HEAD, POST"), ("PATCH", "/v1/models/toy", "GET, HEAD"),
         ):  # fmt: skip
             refused = client.request(method, path)
             check_error(refused, 405)
@@ -127,6 +128,27 @@ def test_methods_and_paths(server):
         answer = client.post(f"{COMPLETE}/", json=BODY, headers={"Host": "evil.example"})
         assert answer.status_code == 404 and "location" not in answer.headers and answer.json()["error"]
         assert client.put(GENERATE, json={"text": "x", "sampling_params": {"max_new_tokens": 1}}).status_code == 200
+
+
+def test_head_is_get_without_a_body(server):
+    with server.client() as client:
+        document = client.get("/openapi.json").json()["paths"]
+        paths = [path for path, methods in document.items() if "get" in methods and "{" not in path]
+        assert {"/", "/health", "/v1/models", "/metrics", "/flush_cache", "/health_generate"} <= {*paths}
+        for path in (*paths, "/v1/models/toy", "/openapi.json", "/docs"):
+            got, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content) == (got.status_code, b"") == (200, b""), path
+            assert head.headers.keys() == got.headers.keys()
+            assert head.headers["content-type"] == got.headers["content-type"]
+            if path in ("/", "/health", "/v1/models"):
+                assert head.headers["content-length"] == got.headers["content-length"]
+        assert client.head("/v1/models/other").status_code == 404 and client.head("/nothing").content == b""
+        for path in (CHAT, COMPLETE, "/v1/messages", "/tokenize"):
+            refused = client.head(path)
+            assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+    with server.connected(b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as sock:
+        answer = received(sock)
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +341,7 @@ def test_routes_during_a_drain():
         for answer in (server.complete("x"), *map(client.get, ("/health", "/health_generate"))):
             assert "shutting down" in check_error(answer, 503)["message"] and answer.headers["retry-after"]
         for path in ("/metrics", "/server_info", "/model_info", "/v1/models", "/v1/loads", "/get_load"):
-            assert client.get(path).status_code == 200, path
+            assert client.get(path).status_code == client.head(path).status_code == 200, path
         assert client.get("/get_load").json()[0]["num_reqs"] == 1
         assert client.post("/abort_request", json={"rid": "unknown"}).status_code == 200
         assert "\nsglang:num_running_reqs{" in client.get("/metrics").text
