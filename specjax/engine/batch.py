@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
@@ -27,8 +28,9 @@ from specjax.engine.device import (
 )
 from specjax.engine.grammar_steps import grammar_input
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.sequence import TEXT_FAILED, FinishReason, RawLogprob, Sequence, Status
+from specjax.engine.sequence import TEXT_FAILED, FinishReason, RawLogprob, Sequence, Slot, Status
 from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
+from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class InFlight(NamedTuple):
 
     batch: Batch
     output: Output
+    slots: List[Slot]  # of its sequences: a sequence with another slot, or none, has ended or was retracted
     launched: float = 0.0  # seconds of `perf_counter`
     prefilled: List[tuple[int, int]] = ()  # for a prefill: tokens of each sequence in pages before and after it
 
@@ -160,7 +163,8 @@ def dispatch(engine: Engine, batch: Batch) -> None:
         engine.counters.prefilled_tokens += tokens
         sequence.prefill(tokens)
         prefilled.append((start, start + tokens))
-    engine.flights.append(InFlight(batch, output, launched, prefilled))
+    slots = [sequence.active_slot for sequence in sequences]
+    engine.flights.append(InFlight(batch, output, slots, launched, prefilled))
 
 
 # Reading
@@ -182,13 +186,14 @@ def collect(engine: Engine, flight: InFlight) -> None:
     seconds = engine.flights.seconds(flight)
     if seconds is not None:
         _record_step(engine, flight, read, seconds)
-    ended = list[Sequence]()
+    ended, restarted = list[Sequence](), list[Sequence]()
     drafting = set(batch.drafted if engine.buckets.drafts(key.width) else ())
     for i, (sequence, tokens, finish) in enumerate(zip(sequences, read.tokens, read.finish, strict=False)):
-        if sequence.status is Status.FINISHED:
+        if sequence.slot is not flight.slots[i]:
             continue
         if key.verifies:
             sequence.active_slot.committed += len(tokens)
+        forced, finish = sequence.end_thoughts(tokens, finish)
         if tokens and sequence.constraint is not None:
             sequence.constraint.consume(tokens)
         if flight.prefilled and finish != NOT_FINITE:
@@ -198,15 +203,21 @@ def collect(engine: Engine, flight: InFlight) -> None:
             _take_prompt(sequence, flight.output, i, start, end, top)
         if not tokens and finish == RUNS:
             continue
-        kept = take(sequence, read, flight.output, i, verified=key.verifies)
+        kept = take(sequence, read, flight.output, i, finish, verified=key.verifies, forced=forced)
         stepped, drafted = key.verifies and bool(tokens), sequence in drafting
-        engine.counters.count(kept, verified=stepped, drafted=drafted, free=sequence.params.grammar is None)
+        # Of a forced end, only the first token stands for one that the step emitted.
+        count, free = min(kept, len(tokens) - forced + 1), sequence.params.grammar is None
+        engine.counters.count(count, verified=stepped, drafted=drafted, free=free)
         sequence.output.drafted_steps += stepped and drafted
         if sequence.output.finish_reason is not None:
             ended.append(sequence)
+        elif forced:
+            restarted.append(sequence)
         engine.changed[sequence] = None
     for sequence in ended:
         engine.finish(sequence)
+    for sequence in restarted:  # prefills the end of its thoughts, which the device did not draw
+        engine.scheduler.retract(sequence)
 
 
 def _record_step(engine: Engine, flight: InFlight, read: Read, seconds: float) -> None:
@@ -228,17 +239,27 @@ def _take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: 
         scores.add(start, end, *(np.asarray(leaf[row]) for leaf in logprobs))
 
 
-def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:
+def take(
+    sequence: Sequence, read: Read, output: Output, row: int, finish: int, *, verified: bool, forced: int = 0
+) -> int:
     """Adds the tokens of a row to its sequence, with their log-probabilities and tree. Returns the number of tokens
-    kept. An error in its text ends this sequence only. `verified`: the program is a step."""
-    tokens, finish = read.tokens[row], read.finish[row]
-    kept, emitted = len(tokens), sequence.output
+    kept. An error in its text ends this sequence only.
+
+    Args:
+        finish: why the row ends; RUNS: it goes on.
+        verified: the program is a step.
+        forced: number of last tokens that were not drawn; their probability is 1.
+    """
+    tokens, emitted = read.tokens[row], sequence.output
+    kept, drawn = len(tokens), len(tokens) - forced
     try:
         kept = sequence.accept(tokens, finish == STOPPED, finish == FULL)
         if sequence.params.logprobs is not None and read.logprobs is not None:
-            emitted.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params)
+            emitted.logprobs += _raw_logprobs(read.logprobs, row, min(kept, drawn), sequence.params)
+            emitted.logprobs += [_forced_logprob(token, sequence.params) for token in tokens[drawn:kept]]
         if sequence.params.origins and kept:
-            emitted.drafted += [True] * (kept - 1) + [False]
+            accepted = min(kept - 1, drawn)
+            emitted.drafted += [True] * accepted + [False] * (kept - accepted)
         if output.trace is not None:
             emitted.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
         if finish == NOT_FINITE and emitted.finish_reason is None:
@@ -249,10 +270,18 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
         sequence.abort(TEXT_FAILED)
     if verified and tokens:
         emitted.verify_steps += 1
-        emitted.histogram[kept - 1] += 1
+        emitted.histogram[min(kept - 1, drawn)] += 1
         if finish != NOT_FINITE:
             sequence.active_slot.certain = sequence.active_slot.committed
+    if forced:
+        sequence.active_slot.certain = len(sequence.prompt) + len(emitted.tokens) - forced
     return kept
+
+
+def _forced_logprob(token: int, params: SamplingParams) -> RawLogprob:
+    """The log-probability of a token that came with certainty, in place of a drawn one."""
+    top = ((token, 0.0),) if params.logprobs else ()
+    return RawLogprob(0.0, top, tuple((id, 0.0 if id == token else -math.inf) for id in params.logprob_ids))
 
 
 def _raw_logprobs(logprobs: Logprobs, row: int, count: int, params: SamplingParams) -> list[RawLogprob]:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import random
+import re
 import reprlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import PromptLogprobs, Request, Sequence, SequenceOutput
-from specjax.engine.text import FINAL, TextStream, Thoughts
+from specjax.engine.text import ANALYSIS, FINAL, LEAD, TextStream, ThinkingBudget, Thoughts
 from specjax.limits import ParameterError
 from specjax.sampling import STOP_IDS
 
@@ -171,7 +172,8 @@ class Intake:
         )
         scores = self._prompt_logprobs(sampling, tokens)
         output = SequenceOutput(stream, histogram=[0] * (self.depth + 1), prompt_logprobs=scores)
-        return Sequence(request, output, constraint, drafts=sampling.drafts)
+        budget = self._budget(sampling, tokens, stops) if limit else None
+        return Sequence(request, output, constraint, budget, drafts=sampling.drafts)
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         last, whose = self.vocab_size - 1, " of this model"
@@ -260,6 +262,24 @@ class Intake:
             return Thoughts(True, FINAL)
         begun = sampling.require_reasoning or begins_thinking(prompt, self.tokenizer)
         return None if begun is False else Thoughts(bool(begun))
+
+    def _budget(self, sampling: SamplingParams, prompt: List[int], stops: List[int]) -> ThinkingBudget | None:
+        """The limit of the thoughts; None: there is none, or the format has no token that ends thoughts."""
+        if (most := sampling.thinking_token_budget) is None:
+            return None
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
+        if self._has_header(prompt):
+            names = self.tokenizer.get_added_vocab()
+            role, final = (self.tokenizer.encode(word, add_special_tokens=False) for word in ("assistant", "final"))
+            header, channel, message, end, _ = (names[mark] for mark in HARMONY_MARKS)
+            marks: dict[str, Any] = {"forced": [end, header, *role], "again": [channel, *final, message]}
+            return ThinkingBudget(decode, most, message, end, ANALYSIS, begun=False, stops=stops, **marks)
+        reasoning = self._reasoning(prompt, sampling.require_reasoning)
+        if reasoning is None:
+            return None
+        start, end, begun = reasoning
+        lead = LEAD if sampling.grammar is None else re.compile("")  # a grammar begins with the output's first token
+        return ThinkingBudget(decode, most, start, end, lead, begun=begun, stops=stops, forced=[end])
 
     def thoughts(self, sequence: Sequence, output: List[int]) -> int:
         """Number of tokens at the start of an output that are thoughts, including the markers around them."""

@@ -134,6 +134,12 @@ class SamplingParams:
     require_reasoning: bool = setting(
         False, "the text begins inside of thoughts, and the grammar applies after their end"
     )
+    thinking_token_budget: int | None = setting(
+        None,
+        "most tokens of thoughts, after which their end is forced; None: no limit; changes nothing for a model without "
+        "tokens around its thoughts",
+        minimum=0,
+    )
     stop_after_reasoning: bool = setting(False, "stop strings and patterns match in the answer alone, after `</think>`")
 
     def __post_init__(self) -> None:

@@ -179,14 +179,14 @@ class Scheduler:
         must have been read: no step may be in flight."""
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
-        self._retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
+        self.retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
 
     def start_over(self) -> None:
         """After the contents of pages are lost: sends all sequences back to the queue, in order of arrival, and clears
         the prefix cache. Unread output is drawn again."""
         while self.active:
             self.active[-1].active_slot.certain = 0
-            self._retract(self.active[-1])
+            self.retract(self.active[-1])
         self.prefix.clear()
 
     def finish(self, sequence: Sequence) -> None:
@@ -260,7 +260,8 @@ class Scheduler:
             self.prefix.evict(missing)
         return self.allocator.allocate(count)
 
-    def _retract(self, sequence: Sequence) -> None:
+    def retract(self, sequence: Sequence) -> None:
+        """Sends a sequence back to the head of the queue. Its tokens in flight are dropped, and drawn again."""
         self._leave(sequence)
         sequence.status = Status.WAITING
         self._set_texts(sequence)

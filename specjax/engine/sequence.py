@@ -17,8 +17,8 @@ from specjax.engine.draft_policy import ACCEPTANCE_DECAY, Mean
 from specjax.engine.grammar import Constraint
 from specjax.engine.pages import Node, Text
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.text import TextStream
-from specjax.state import StepTree
+from specjax.engine.text import TextStream, ThinkingBudget
+from specjax.state import FULL, RUNS, STOPPED, StepTree
 
 TEXT_FAILED = "the request failed while its text was made"
 NO_SCORES = "the log-probabilities of the prompt cannot be computed"
@@ -248,6 +248,7 @@ class Sequence:
     request: Request
     output: SequenceOutput
     constraint: Constraint | None = None  # the grammar of its text
+    budget: ThinkingBudget | None = None  # of its thoughts; None: no limit
     status: Status = Status.WAITING
     slot: Slot | None = None  # None while it waits and after it has finished
     drafts: bool = True  # may draft; see `Drafter.costly_observe`
@@ -330,6 +331,17 @@ class Sequence:
         self.active_slot.source = self.active_slot.index
         if not self.left:
             self.status, self.active_slot.committed = Status.RUNNING, self.active_slot.prefilled
+
+    def end_thoughts(self, tokens: list[int], finish: int) -> tuple[int, int]:
+        """Replaces emitted tokens beyond the budget of thoughts by their end, as far as the limit of tokens allows.
+        Returns the number of tokens of this end, 0 if all emitted tokens stay, and the new `finish`."""
+        if self.budget is None or not (forced := self.budget.cut(tokens)):
+            return 0, finish
+        beyond = len(self.output.tokens) + len(tokens) - self.request.limit
+        if beyond > 0:
+            del tokens[-beyond:]
+        finish = STOPPED if tokens[-1] in self.budget.stops else FULL if beyond >= 0 else RUNS
+        return forced - max(beyond, 0), finish
 
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
         """Adds the tokens that a step emitted, and finishes on a stop. Returns the number of tokens kept: a stop string

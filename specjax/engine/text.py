@@ -26,11 +26,12 @@ from specjax.packages import need
 
 REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
-_LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
+LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
 _END_THINK = re.compile(re.escape(END_THINK))
 FINAL = re.compile(r"<\|channel\|>\s*final\s*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>")
 _CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
 MAX_HEADER = 128  # characters of a match of `FINAL`
+ANALYSIS = re.compile(r"(?s:.*)<\|channel\|>\s*analysis(?!\w)(?!.*\bto=)[^<]*")  # the text before thoughts in Harmony
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Tokens to text
@@ -267,7 +268,7 @@ class Thoughts:
         text, self._held = self._held + text, ""
         thoughts = ""
         if self._opening:
-            while (rest := _LEAD.sub("", text, count=1)).startswith(THINK):  # models may repeat the prompt's marker
+            while (rest := LEAD.sub("", text, count=1)).startswith(THINK):  # models may repeat the prompt's marker
                 self.begun, text = True, rest[len(THINK) :]
             if THINK.startswith(rest) and not last:
                 self._held = text
@@ -423,3 +424,62 @@ class TextStream:
             start, end, self.matched = min(matches)
             return text[: -end if self._keep_stop else start]
         return text
+
+
+# The budget of thoughts
+
+
+class ThinkingBudget:
+    """Ends the thoughts of a request after a number of tokens, as `SamplingParams.thinking_token_budget` asks.
+
+    The first token beyond the budget is replaced by the end of the thoughts; the tokens after it are dropped, and drawn
+    again. This depends on the emitted tokens alone, so the text is the same with and without drafts.
+
+        budget 2, end 9; emitted: 5 6, then 7 8 -> the output 5 6 9, from which the request goes on
+
+    Args:
+        decode: returns the text of tokens, including special ones.
+        most: maximum number of tokens between `start` and `end`, which do not count.
+        opens: matches the text before `start` where thoughts begin. The prompt itself is not part of the text.
+        begun: the prompt begins the thoughts.
+        stops: tokens that end the request. They are never replaced.
+        forced: tokens that end the thoughts; the first one is `end`.
+        again: further tokens, if the model begins thoughts again after the budget.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        most: int,
+        start: int,
+        end: int,
+        opens: re.Pattern[str],
+        *,
+        begun: bool,
+        stops: Collection[int],
+        forced: Sequence[int],
+        again: Sequence[int] = (),
+    ) -> None:
+        self._decode, self._left, self._start, self._end, self._opens = decode, most, start, end, opens
+        self._thinks, self._forced, self._again, self.stops = begun, forced, again, frozenset(stops)
+        self._before: list[int] = []  # tokens since the last thoughts
+        self._is_empty = True  # no token in these thoughts
+
+    def cut(self, tokens: list[int]) -> int:
+        """Reads emitted tokens. Replaces those beyond the budget by the end of the thoughts, and returns the number of
+        its tokens; 0: all tokens stay."""
+        for i, token in enumerate(tokens):
+            if not self._thinks:
+                if token == self._start and self._opens.fullmatch(self._decode(self._before)):
+                    self._thinks, self._is_empty = True, True
+                self._before.append(token)
+            elif token == self._end:
+                self._thinks, self._before = False, [token]
+            elif self._left:
+                self._left, self._is_empty = self._left - 1, False
+            elif token not in self.stops:
+                end = [*self._forced, *(self._again if self._is_empty else ())]
+                self._thinks, self._before = False, end if self._end not in self.stops else [self._end]
+                tokens[i:] = self._before
+                return len(self._before)
+        return 0

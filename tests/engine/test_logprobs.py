@@ -155,7 +155,7 @@ def test_prefix_cache_is_used_up_to_the_start():
 @pytest.mark.parametrize(("cache", "overlap"), [(True, True), (False, False)])
 def test_retraction_keeps_logprobs(cache, overlap):
     engine = make_engine(toy(), DRAFTS["NGRAM"], retract_every=2, prefix_cache=cache, overlap=overlap)
-    midway, retract = set(), engine.scheduler._retract
+    midway, retract = set(), engine.scheduler.retract
 
     def record(sequence) -> None:
         assert sequence.output.prompt_logprobs is not None
@@ -163,7 +163,7 @@ def test_retraction_keeps_logprobs(cache, overlap):
             midway.add(sequence.id)
         retract(sequence)
 
-    engine.scheduler._retract = record
+    engine.scheduler.retract = record
     prompts = [prompt_of(length, length) for length in (60, 50, 55, 45)]
     params = SamplingParams(max_new_tokens=30, logprobs=1, logprob_start_len=2)
     for prompt in prompts:

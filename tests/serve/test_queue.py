@@ -185,8 +185,8 @@ def test_lowest_priority_is_retracted_first():
     engine = make_engine(toy(), "NONE", max_total_tokens=96)
     prompts = ["hello", "other", "third"]
     params = [SamplingParams(max_new_tokens=40, priority=priority, seed=1) for priority in (-1, 2, 0)]
-    retracted, retract = [], engine.scheduler._retract
-    engine.scheduler._retract = lambda sequence: (retracted.append(sequence.params.priority), retract(sequence))
+    retracted, retract = [], engine.scheduler.retract
+    engine.scheduler.retract = lambda sequence: (retracted.append(sequence.params.priority), retract(sequence))
     completions = engine.generate(prompts, params)
     assert retracted and 2 not in retracted and retracted[0] == -1
     plain = make_engine(toy(), "NONE")
