@@ -157,7 +157,7 @@ UNSUPPORTED: dict[str, Values] = {
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
     "custom_params": ({},), "use_beam_search": (False,), "length_penalty": (1,),
     "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
-    "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
+    "repetition_detection": (), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,), "timeout": (),
     "sampling_params": ({},), "max_tokens": (), "max_completion_tokens": (), "max_new_tokens": (), "min_tokens": (0,),
@@ -269,8 +269,8 @@ def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
             problem = f"has {limits['actual_length']} items; at most {limits['max_length']} are supported"
         case "string_pattern_mismatch":
             problem = f"must match the pattern {limits['pattern']}"
-        case "greater_than" | "greater_than_equal" | "less_than_equal":
-            problem = _range(kind.model_json_schema()["properties"][error["loc"][0]])
+        case "greater_than" | "greater_than_equal" | "less_than_equal" if limits := _range(kind, location[0]):
+            problem = limits
         case _:
             problem = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
             problem = problem.replace("dictionary", "object")
@@ -279,11 +279,14 @@ def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
     return bad_request(f"{name or 'the body'} {problem}{got}", _root(name), code)
 
 
-def _range(schema: dict[str, Any]) -> str:
-    """The limits of a number, or of an object's numbers, in words."""
+def _range(kind: type[Body], field: Any) -> str | None:
+    """The limits of a number, or of an object's numbers, in words; None: the field is another object."""
+    schema = kind.model_json_schema()["properties"][field]
     choices = schema.get("anyOf", [schema])  # a required field has no `anyOf`
     forms = [*choices, *(choice.get("additionalProperties") for choice in choices)]
-    limits = next(form for form in forms if isinstance(form, dict) and {"minimum", "exclusiveMinimum"} & set(form))
+    ranges = (form for form in forms if isinstance(form, dict) and {"minimum", "exclusiveMinimum"} & set(form))
+    if (limits := next(ranges, None)) is None:
+        return None
     high = whole(limits.get("maximum"))
     if "exclusiveMinimum" in limits:
         return f"must be above {whole(limits['exclusiveMinimum'])} and at most {high}"

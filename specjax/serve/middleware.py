@@ -82,7 +82,7 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            routed = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
+            routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(routed, receive_limited, send_with_id)
         except ApiError as error:
             await error.response(form)(scope, receive, send_with_id)

@@ -96,14 +96,14 @@ Content = Annotated[
 
 class Message(Body):
     unsupported: ClassVar[Mapping[str, Values]] = {
-        "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "tools": ([],), "prefix": (False,),
-        "partial": (False,),
+        "refusal": ("",), "audio": (), "function_call": (), "tools": ([],), "prefix": (False,), "partial": (False,),
     }  # fmt: skip
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="Null only beside tool_calls.")
     name: Text | None = None
     reasoning_content: Text | None = Field(None, description="Reasoning of the assistant; templates may omit it.")
+    reasoning: Text | None = Field(None, description="vLLM's name of `reasoning_content`.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     annotations: Any = None  # part of an answer that a client sends back; not used
@@ -113,6 +113,12 @@ class Message(Body):
         if self.tool_calls and self.role != "assistant":
             problem = "has tool_calls, which belong to the assistant, not to {role}"
             raise PydanticCustomError("tool_calls", problem, {"role": self.role})
+        if self.reasoning and self.reasoning_content not in (None, "", self.reasoning):
+            raise PydanticCustomError(
+                "reasoning", "has reasoning_content and reasoning, which differ: send one of them"
+            )
+        if self.reasoning:
+            self.reasoning_content = self.reasoning
         if self.reasoning_content and self.role != "assistant":
             problem = "has reasoning_content, which belongs to the assistant, not to {role}"
             raise PydanticCustomError("reasoning_content", problem, {"role": self.role})
@@ -283,6 +289,11 @@ class SamplingFields(Body):
     stop_token_ids: StopIds | None = Field(
         None, description="Token ids that end the text, also in reasoning. Ids outside the vocabulary are ignored."
     )
+    thinking_token_budget: Annotated[Integer, Field(ge=-1)] | None = Field(
+        None,
+        description="Maximum number of tokens of reasoning, after which its end is forced; -1 = no limit. Without "
+        "effect if the model has no tokens around its reasoning.",
+    )
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
@@ -311,6 +322,8 @@ class SamplingFields(Body):
             values["seed"] = self.sampling_seed
         if self.top_k == 0:
             values["top_k"] = -1
+        if values["thinking_token_budget"] == -1:
+            values["thinking_token_budget"] = None
         # None is a value of these two parameters; for the others it means the default.
         optional = ("max_new_tokens", "logprobs")
         values = {name: value for name, value in values.items() if value is not None or name in optional}

@@ -162,6 +162,7 @@ REFUSED: dict[str, list[tuple[str, list[Any]]]] = {  # by route: a field, its wr
         ("tools", [[{"type": "web_search"}], [WEATHER], FLAT * 2, [FLAT[0] | {"parameters": INFINITE}]]),
         ("text", [{"format": {"type": "json_schema"}}, {"format": {"type": "grammar"}}, {"verbosity": "low"}]),
         ("tool_choice", ["required", {"type": "allowed_tools"}]), ("reasoning", [{"effort": "high"}]), ("n", [2]),
+        ("include", [["message.output_text.logprobs"], ["reasoning"]]),
         ("messages", [[USER]]), ("model", ["other"]), ("response_format", [{"type": "json_object"}]),
         ("guided_choice", [["a"]]), ("json_schema", [{}]),
     ],
@@ -179,7 +180,13 @@ REFUSED: dict[str, list[tuple[str, list[Any]]]] = {  # by route: a field, its wr
         ]),
         ("tools", [[{"name": "f"}], [{"name": "a b", "input_schema": {}}], [ANTHROPIC[0] | {"type": "bash_20250124"}],
                    [{"name": "f", "input_schema": {"type": "array"}}], [ANTHROPIC[0] | {"input_schema": INFINITE}]]),
-        ("thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "budget_tokens": 5}]),
+        ("thinking", [*({"type": kind, "budget_tokens": 5} for kind in ("adaptive", "disabled")), {"type": "on"},
+                      {"type": "enabled", "budget_tokens": 0}, {"type": "adaptive", "display": "all"}]),
+        ("context_management", [
+            {"edits": [{"type": "clear_all"}]}, {"edits": [{"type": "clear_thinking_20251015", "keep": "some"}]},
+            {"edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "thinking_turns", "value": 3}}]},
+            {"edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": -1}}]},
+        ]),
         ("output_config", [{"format": {"type": "json_object"}}, {"effort": "low"}]),
     ],
 }  # fmt: skip
@@ -407,7 +414,7 @@ def test_cut_off_arguments(clients):
 
 
 def test_thinking_sets_the_templates_variable():
-    for kind, expected in (("adaptive", True), ("disabled", False)):
+    for kind, expected in (("adaptive", True), ("enabled", True), ("disabled", False)):
         body = {"messages": say("a"), "thinking": {"type": kind}, "max_tokens": 9}
         _, task, _ = read_request(MessagesRequest, json.dumps(body).encode(), RULES)
         assert task.prompts[0].template["enable_thinking"] is expected  # pyright: ignore

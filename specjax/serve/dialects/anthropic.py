@@ -9,8 +9,8 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, model_validator
@@ -33,6 +33,7 @@ from specjax.serve.dialects.answer_items import (
     earlier_call,
     named_event,
 )
+from specjax.serve.dialects.context_edits import ContextManagement, EditedChat
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
     UNSUPPORTED,
@@ -46,7 +47,7 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.message_format import PLAIN, Reply
+from specjax.serve.message_format import PLAIN, AnswerForm, Reply
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
@@ -76,7 +77,7 @@ from specjax.serve.tools import (
 PATH = "/v1/messages"
 ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
 NOT_BUILT: dict[str, Values] = {
-    "container": (), "context_management": (), "mcp_servers": ([],),
+    "container": (), "mcp_servers": ([],),
 }  # fmt: skip
 
 
@@ -120,12 +121,19 @@ class ThoughtsBlock(Block):
     signature: Any = None  # not used
 
 
+class RedactedBlock(Block):
+    """Thoughts that another provider encrypted, and that no template can render."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = None  # not used
+
+
 Blocks = Annotated[
-    list[Annotated[TextBlock | CallBlock | ResultBlock | ThoughtsBlock, Field(discriminator="type")]],
+    list[Annotated[TextBlock | CallBlock | ResultBlock | ThoughtsBlock | RedactedBlock, Field(discriminator="type")]],
     Field(max_length=MAX_MESSAGES, fail_fast=True),
     at_most(MAX_MESSAGES),
 ]
-BELONGS = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user"}
+BELONGS = dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant") | {"tool_result": "user"}
 
 
 class AnthropicMessage(Body):
@@ -199,9 +207,17 @@ class AnthropicChoice(Body):
 
 
 class Thinking(Body):
-    unsupported: ClassVar[Mapping[str, Values]] = {"budget_tokens": (), "display": ("summarized",)}
+    type: Literal["disabled", "adaptive", "enabled"]
+    budget_tokens: NewTokens | None = Field(
+        None, description="Only with the type `enabled`: most tokens of thoughts, after which their end is forced."
+    )
+    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: `thinking` is empty.")
 
-    type: Literal["disabled", "adaptive"]
+    @model_validator(mode="after")
+    def _check(self) -> Thinking:
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise PydanticCustomError("budget", "has budget_tokens, which needs the type enabled")
+        return self
 
 
 class CountTokensRequest(Body):
@@ -217,7 +233,10 @@ class CountTokensRequest(Body):
         None, description="Default: auto. none = leave `tools` out of the prompt; any, or a tool = call one."
     )
     thinking: Thinking | None = Field(
-        None, description="Sets `enable_thinking` of the chat template: adaptive = true, disabled = false."
+        None, description="Sets `enable_thinking` of the chat template: enabled and adaptive = true, disabled = false."
+    )
+    context_management: ContextManagement | None = Field(
+        None, description="Clears old thoughts and results of tools from the messages, before the chat template."
     )
     cache_control: Any = None  # not used
 
@@ -238,8 +257,14 @@ class CountTokensRequest(Body):
         last = messages[-1]
         variables = {"continue_final_message": last["role"] == "assistant" and not last.get("tool_calls")}
         if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.type == "adaptive"
+            variables["enable_thinking"] = self.thinking.type != "disabled"
         return Chat([*system, *messages], variables)
+
+    def edited(self, form: AnswerForm, template: Mapping[str, Any]) -> EditedChat | None:
+        """The edits of `context_management`; None: there are none. `template`: variables of the chat template."""
+        if self.context_management is None:
+            return None
+        return EditedChat([*(self.context_management.edits or ())], self.chat(), form, template)
 
 
 class OutputFormat(JsonSchemaFormat):
@@ -283,10 +308,14 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     def task(self, rules: Rules) -> Task:
         check_model(self.model, rules.model)
         more: dict[str, Any] = {"max_new_tokens": self.max_tokens, "logprobs": None, "stop": self.stop_sequences}
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            more["thinking_token_budget"] = self.thinking.budget_tokens
         make, effort = functools.partial(self.params, rules, **more), self.output_config and self.output_config.effort
         if effort == "high" and rules.form.efforts == PLAIN.efforts:
             effort = None  # the default of this interface
-        return chat_task(self, self.functions(), self.chat, rules, make, "messages", ("output_config", effort))
+        task = chat_task(self, self.functions(), self.chat, rules, make, "messages", ("output_config", effort))
+        edited = self.edited(rules.form, cast(Chat, task.prompts[0]).template)
+        return task if edited is None else replace(task, edit=edited)
 
 
 def _text(blocks: list[TextBlock]) -> str:
@@ -306,6 +335,8 @@ class MessagesAnswer(Answer):
     model: str
     prompt_tokens: int
     reply: Reply | None = None  # None: the text is not parsed
+    edited: EditedChat | None = None
+    omits_thoughts: bool = False  # their blocks are empty
     _begun: bool = False
 
     def __post_init__(self) -> None:
@@ -315,8 +346,9 @@ class MessagesAnswer(Answer):
         first = done[0]
         self._parts.feed(first.text, last=True)
         return self._message(first.cached_tokens) | {
-            "content": [_block(part, part.text) for part in self._parts.items],
+            "content": [_block(part, self._shown(part, part.text)) for part in self._parts.items],
             **self._ending(first),
+            **self._edits(),
             "usage": self._usage(first.cached_tokens, first.completion_tokens),
         }
 
@@ -326,10 +358,12 @@ class MessagesAnswer(Answer):
             self._begun = True
             events.append({"type": "message_start", "message": self._message(chunk.cached_tokens)})
         done = chunk.completion
-        events += map(_changed, self._parts.feed(chunk.text, last=done is not None))
+        for change in self._parts.feed(chunk.text, last=done is not None):
+            if not isinstance(change, Grow) or self._shown(change.part, change.text):
+                events.append(_changed(change))
         if done is not None:
             usage = {"output_tokens": done.completion_tokens}
-            events.append({"type": "message_delta", "delta": self._ending(done), "usage": usage})
+            events.append({"type": "message_delta", "delta": self._ending(done), "usage": usage, **self._edits()})
             events.append({"type": "message_stop"})
         return list(map(named_event, events))
 
@@ -342,6 +376,12 @@ class MessagesAnswer(Answer):
             "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": self._usage(cached, 0),
         }  # fmt: skip
+
+    def _shown(self, part: Part, text: str) -> str:
+        return "" if part.kind == "thoughts" and self.omits_thoughts else text
+
+    def _edits(self) -> dict[str, Any]:
+        return {} if self.edited is None else {"context_management": {"applied_edits": self.edited.applied}}
 
     def _usage(self, cached: int, output: int) -> dict[str, int]:
         """The usage in Anthropic's form: `input_tokens` excludes cached tokens."""
@@ -405,26 +445,35 @@ def error_body(error: ApiError) -> dict[str, Any]:
 def add_routes(app: FastAPI, generation: Generation) -> None:
     model = generation.model
 
-    def answer(queued: Queued) -> Answer:
-        options = queued.task.reply
+    def answer(body: MessagesRequest, queued: Queued) -> Answer:
+        options, edited = queued.task.reply, cast(EditedChat | None, queued.task.edit)
         reply = None if options is None else options.reply(thinking=queued.thinking)
-        return MessagesAnswer(queued.id, model, len(queued.sequences[0].prompt), reply)
+        omits = body.thinking is not None and body.thinking.display == "omitted"
+        return MessagesAnswer(queued.id, model, len(queued.sequences[0].prompt), reply, edited, omits)
 
     @app.post(PATH, tags=["Anthropic"], responses=STREAM)
     async def messages(request: Request, body: MessagesRequest) -> Response:
-        return await generation.respond(request, body, f"msg_{secrets.token_hex(12)}", answer)
+        return await generation.respond(request, body, f"msg_{secrets.token_hex(12)}", functools.partial(answer, body))
 
     @app.post(f"{PATH}/count_tokens", tags=["Anthropic"])
-    async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
+    async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, Any]:
         check_model(body.model, model)
         form, engine = generation.form, generation.runner.engine
         chat = with_tools(body.chat(), form, body.functions().offered(form))
+        edited = body.edited(form, chat.template)
+
+        def count() -> dict[str, Any]:
+            if edited is None:
+                return {"input_tokens": len(engine.encode(chat))}
+            original = edited.count(engine.intake, edited.chat)
+            tokens = len(engine.encode(edited(engine.intake)))
+            return {"input_tokens": tokens, "context_management": {"original_input_tokens": original}}
+
         try:
-            job = generation.tokenising.submit(request.state.reading.size, lambda: len(engine.encode(chat)))
-            count = await while_connected(request, asyncio.wrap_future(job))
+            job = generation.tokenising.submit(request.state.reading.size, count)
+            return await while_connected(request, asyncio.wrap_future(job))
         except ValueError as error:
             raise refusal(error, {}, "messages") from error
-        return {"input_tokens": count}
 
 
 EXTENSION = Extension(add_routes, error_forms={PATH: error_body})

@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -118,9 +118,8 @@ class ReasoningPart(Body):
 
 
 class InputReasoning(Item):
-    unsupported: ClassVar[Mapping[str, Values]] = {"encrypted_content": ("",)}
-
     type: Literal["reasoning"]
+    encrypted_content: Any = None  # of another provider; not used
     summary: Any = None  # not used
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
@@ -188,12 +187,25 @@ class ReasoningOptions(Body):
     effort: Effort | None = Field(None, description=EFFORT)
 
 
+class ResponseStreamOptions(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"include_obfuscation": (False,)}
+
+    reasoning_summary_delivery: Any = None  # not used: there are no summaries
+
+
+Included: TypeAlias = Literal[
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
 class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
     asked = FIELDS | {"text": TextOptions.chosen}
     unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | {
-        "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
+        "background": (False,), "context_management": ([],), "conversation": (),
         "max_tool_calls": (), "moderation": (), "previous_response_id": (),
-        "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
+        "truncation": ("disabled",),
     }  # fmt: skip
 
     model: Text | None = None
@@ -212,7 +224,12 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
         description="Default: auto. none = leave `tools` out of the prompt; required, or a function = call one.",
     )
     parallel_tool_calls: Flag | None = Field(None, description="false = at most one call.")
-    prompt_cache_retention: Text | None = None  # accepted, and not used
+    # Accepted, and not used.
+    include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = Field(
+        None, description="Parts that no answer of this server has: encrypted reasoning, results of hosted tools."
+    )
+    stream_options: ResponseStreamOptions | None = None
+    prompt_cache_retention: Text | None = None
 
     @property
     def names(self) -> dict[str, str]:
