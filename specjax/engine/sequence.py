@@ -49,6 +49,7 @@ class RawLogprob(NamedTuple):
 
 class TokenLogprob(NamedTuple):
     """Log-probabilities at one drawn token, from the raw log-softmax: before temperature, penalties, bias and cut-offs.
+    A token of a forced end of thoughts is not drawn: its log-probability is 0, and `top` holds it alone.
 
     Attributes:
         token: id of the drawn token.

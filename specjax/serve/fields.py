@@ -155,7 +155,7 @@ UNSUPPORTED: dict[str, Values] = {
     "guided_whitespace_pattern": (), "structural_tag": (), "grammar": (),
     # Sampling, stop conditions and detokenisation.
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
-    "custom_params": ({},), "use_beam_search": (False,), "length_penalty": (1,),
+    "use_beam_search": (False,), "length_penalty": (1,),
     "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
     "repetition_detection": (), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),

@@ -260,6 +260,12 @@ class StreamOptions(Body):
     include_usage: Flag | None = None
 
 
+class CustomParams(Body):
+    thinking_budget: Annotated[Integer, Field(ge=-1)] | None = Field(
+        None, description="SGLang's name of `thinking_token_budget`."
+    )
+
+
 class SamplingFields(Body):
     """Fields whose names are equal in all interfaces, and in `SamplingParams`."""
 
@@ -294,6 +300,7 @@ class SamplingFields(Body):
         description="Maximum number of tokens of reasoning, after which its end is forced; -1 = no limit. Without "
         "effect if the model has no tokens around its reasoning.",
     )
+    custom_params: CustomParams | None = None
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
@@ -322,8 +329,13 @@ class SamplingFields(Body):
             values["seed"] = self.sampling_seed
         if self.top_k == 0:
             values["top_k"] = -1
-        if values["thinking_token_budget"] == -1:
-            values["thinking_token_budget"] = None
+        custom = None if self.custom_params is None else self.custom_params.thinking_budget
+        budgets = {self.thinking_token_budget, custom, more.get("thinking_token_budget")} - {None}
+        if len(budgets) > 1:
+            others = "custom_params.thinking_budget and thinking.budget_tokens"
+            problem = f"and its other names {others} differ: {', '.join(map(str, sorted(budgets)))}"
+            raise bad_request(f"thinking_token_budget {problem}", "thinking_token_budget")
+        values["thinking_token_budget"] = next(iter(budgets - {-1}), None)
         # None is a value of these two parameters; for the others it means the default.
         optional = ("max_new_tokens", "logprobs")
         values = {name: value for name, value in values.items() if value is not None or name in optional}

@@ -245,6 +245,12 @@ def test_budget_of_thoughts_on_all_routes(server):
     text = server.post(GENERATE, {"text": "x<think>", "sampling_params": sampling}).json()["text"]
     assert "</think>" in text
     check_error(server.chat("x", thinking_token_budget=-2), 400, "thinking_token_budget")
+    check_error(server.chat("x", custom_params={"thinking_budget": -2}), 400, "custom_params")
+    different = {"thinking_token_budget": 4, "custom_params": {"thinking_budget": 5}}
+    check_error(server.chat("x", **different), 400, "thinking_token_budget")
+    same = task(CHAT, LEAST[CHAT] | {"custom_params": {"thinking_budget": 7, "other": 1}})
+    assert same.sampling == task(CHAT, LEAST[CHAT] | {"thinking_token_budget": 7}).sampling
+    assert same.sampling[0].thinking_token_budget == 7
     server.wait_idle()
 
 
