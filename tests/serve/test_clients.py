@@ -5,18 +5,22 @@ docs/serving.md lists the clients. A field that asks for nothing here must not r
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from body_helpers import CHAT, COMPLETE, GENERATE, LEAST, MESSAGES, RESPONSES, refusal, task
+from body_helpers import CHAT, COMPLETE, GENERATE, LEAST, MESSAGES, RESPONSES, RULES, refusal, task
 from harmony_helpers import harmony_engine
 from server_helpers import Running, check_error, running
 from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined, tool_engine
 
+from specjax.serve.calls import Hermes
 from specjax.serve.dialects.context_edits import CLEARED, ContextManagement, apply_edits
 from specjax.serve.errors import ApiError
+from specjax.serve.message_format import AnswerForm
 
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SCHEMA = {
@@ -74,6 +78,29 @@ CODEX = {
     "model": "toy", "instructions": "You are Codex.", "input": RESPONSES_HISTORY, "tools": FLAT, "tool_choice": "auto",
     "parallel_tool_calls": False, "reasoning": None, "store": False, "include": [], "prompt_cache_key": "019a",
 }  # fmt: skip
+NAMESPACE = {
+    "type": "namespace",
+    "name": "multi_agent_v1",
+    "description": "Sub-agents.",
+    "tools": [
+        {
+            "type": "function",
+            "name": "spawn_agent",
+            "description": "Spawn.",
+            "strict": False,
+            "defer_loading": True,
+            "parameters": {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]},
+        },
+        {
+            "type": "function",
+            "name": "close_agent",
+            "strict": False,
+            "parameters": {"type": "object", "properties": {}},
+        },
+    ],
+}
+CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit files.",
+          "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}  # fmt: skip
 OPEN_WEBUI = {
     "model": "toy", "messages": [{"role": "user", "content": "Say b"}], "stream_options": {"include_usage": True},
     "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.0, "repeat_penalty": 1.1, "max_tokens": 30, "seed": 3,
@@ -131,7 +158,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
              "pause_after_compaction": False, "instructions": None}]}}),
     "Codex": (RESPONSES, CODEX),
     "Codex, reasoning": (RESPONSES, CODEX | {
-        "reasoning": {"effort": "medium", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
+        "tools": [*FLAT, CUSTOM, NAMESPACE], "reasoning": {"effort": "medium", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
         "text": {"verbosity": "medium"}, "service_tier": "auto", "client_metadata": {"session_id": "s"},
         "stream_options": {"reasoning_summary_delivery": "sequential_cutoff"}}),
     "Codex, output schema": (RESPONSES, CODEX | {"tools": [], "text": {
@@ -398,6 +426,58 @@ def test_context_edits_over_http(server):
     without = {name: value for name, value in body.items() if name != "context_management"}
     assert send(server, MESSAGES, without | {"max_tokens": 9}).status_code == 400
     server.wait_idle()
+
+
+# Tools of Codex.
+
+
+@pytest.mark.parametrize(
+    ("tool", "item"),
+    [
+        (NAMESPACE, {"type": "function_call", "namespace": "multi_agent_v1"}),
+        (NAMESPACE | {"name": "mcp__files__"}, {"type": "function_call", "namespace": "mcp__files__"}),
+        (CUSTOM, {"type": "custom_tool_call", "name": "apply_patch"}),
+    ],
+)
+def test_calls_name_the_tool_as_the_request_does(server, tool, item):
+    body = CODEX | {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_output_tokens": 60}
+    (call,) = [item for item in server.post(RESPONSES, body).json()["output"] if "call" in item["type"]]
+    assert item.items() <= call.items() and call["name"] in ("spawn_agent", "close_agent", "apply_patch")
+    text = server.post(RESPONSES, body | {"stream": True}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    (done,) = [e["item"] for e in events if e["type"] == "response.output_item.done" and "call" in e["item"]["type"]]
+    assert {name: done[name] for name in call if "id" not in name} == {n: v for n, v in call.items() if "id" not in n}
+    kind = "custom_tool_call_input" if tool is CUSTOM else "function_call_arguments"
+    assert [e for e in events if e["type"] == f"response.{kind}.done"]
+    output = {"type": f"{'custom_tool' if tool is CUSTOM else 'function'}_call_output", "call_id": call["call_id"]}
+    history = [*RESPONSES_HISTORY, call, output | {"output": "done"}]
+    assert server.post(RESPONSES, body | {"input": history, "tool_choice": "auto"}).status_code == 200
+
+
+def test_tools_of_codex_in_the_prompt():
+    rules = replace(RULES, form=AnswerForm(Hermes, takes_tools=True))
+    (chat,) = task(RESPONSES, {"input": "x", "tools": [CUSTOM, NAMESPACE]}, rules).prompts
+    custom, spawn, close = (tool["function"] for tool in chat.template["tools"])
+    assert (custom["name"], custom["description"]) == (
+        "apply_patch",
+        "Edit files.\n\nGrammar of the input:\nstart: /.+/",
+    )
+    assert custom["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert (spawn["name"], spawn["description"]) == ("multi_agent_v1__spawn_agent", "Sub-agents.\n\nSpawn.")
+    assert (close["name"], close["description"]) == ("multi_agent_v1__close_agent", "")
+    items = [
+        {"type": "function_call", "name": "f", "namespace": "mcp__a__", "call_id": "c", "arguments": "{}"},
+        {"type": "custom_tool_call", "name": "apply_patch", "call_id": "d", "input": "*** Begin"},
+    ]
+    (chat,) = task(RESPONSES, {"input": items}, rules).prompts
+    calls = [call["function"] for call in chat[0]["tool_calls"]]
+    assert calls == [
+        {"name": "mcp__a__f", "arguments": {}}, {"name": "apply_patch", "arguments": {"input": "*** Begin"}}
+    ]  # fmt: skip
+    both = [NAMESPACE, {"type": "function", "name": "multi_agent_v1__spawn_agent"}]
+    for tools in (both, [NAMESPACE | {"tools": [CUSTOM]}], [{"type": "local_shell"}], [{"type": "tool_search"}]):
+        error = refusal(RESPONSES, {"input": "x", "tools": tools}, rules=rules)
+        assert error is not None and error.param == "tools"
 
 
 # Earlier thoughts.

@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -22,6 +22,7 @@ from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued
+from specjax.serve.calls import strict_json
 from specjax.serve.dialects.answer_items import (
     Begin,
     Change,
@@ -96,14 +97,25 @@ class InputCall(Item):
     type: Literal["function_call"]
     call_id: Text
     name: Text
+    namespace: Text | None = None
     arguments: CallArguments = None
 
     def for_template(self) -> dict[str, Any]:
-        return earlier_call(self.call_id, self.name, self.arguments)
+        return earlier_call(self.call_id, full_name(self.namespace, self.name), self.arguments)
+
+
+class InputCustomCall(Item):
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+
+    def for_template(self) -> dict[str, Any]:
+        return earlier_call(self.call_id, self.name, {"input": self.input})
 
 
 class InputResult(Item):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: TextOrParts
 
@@ -137,7 +149,9 @@ def _type(item: Any) -> Any:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
     | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputResult, Tag("custom_tool_call_output")]
     | Annotated[InputReasoning, Tag("reasoning")],
     Discriminator(_type),
 ]
@@ -146,8 +160,77 @@ InputItems = Annotated[
 ]
 
 
+class Origin(NamedTuple):
+    """A function as the request names it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
 class FlatTool(FunctionTool):
     type: Literal["function"]
+
+    def functions(self) -> list[tuple[FunctionTool, Origin]]:
+        return [(self, Origin(self.name))]
+
+
+class NamespaceTool(Body):
+    """A group of functions, such as those of an MCP server. A call names the group and the function."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Text | None = Field(None, description="Part of the first function's description.")
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
+
+    def functions(self) -> list[tuple[FunctionTool, Origin]]:
+        pairs, about = [], self.description
+        for tool in self.tools:
+            names = {"name": full_name(self.name, tool.name), "description": _paragraphs(about, tool.description)}
+            pairs.append((tool.model_copy(update=names), Origin(tool.name, self.name)))
+            about = None
+        return pairs
+
+
+class CustomFormat(Body):
+    type: Literal["text", "grammar"]
+    syntax: Text | None = None
+    definition: Text | None = None
+
+
+class CustomTool(Body):
+    """A function whose only argument is a text. The model sees its grammar, which is not enforced."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: Text | None = None
+    format: CustomFormat | None = Field(None, description="A grammar is part of the description.")
+
+    def functions(self) -> list[tuple[FunctionTool, Origin]]:
+        grammar = self.format and self.format.definition and f"Grammar of the input:\n{self.format.definition}"
+        about = _paragraphs(self.description, grammar)
+        schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        function = FunctionTool.model_construct(name=self.name, description=about, parameters=schema, strict=None)
+        return [(function, Origin(self.name, is_custom=True))]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """The name of a function in prompts: `mcp__files` and `read` give `mcp__files__read`."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
+
+def _paragraphs(*texts: str | None) -> str | None:
+    return "\n\n".join(filter(None, texts)) or None
+
+
+def _custom_input(arguments: str) -> str:
+    """The text of a custom tool's call. Arguments without one are the text themselves."""
+    try:
+        value = strict_json(arguments or "{}", partial=True)
+    except ValueError:
+        return arguments
+    text = value.get("input", "") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 class FlatChoice(Body):
@@ -161,7 +244,11 @@ FlatToolChoice = Annotated[
         functools.partial(as_choice, flat=True), json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice
     ),
 ]
-FlatTools = Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
+FlatTools = Annotated[
+    list[Annotated[FlatTool | NamespaceTool | CustomTool, Field(discriminator="type")]],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    at_most(MAX_TOOLS),
+]
 
 
 class TextFormat(JsonSchemaFormat):
@@ -237,13 +324,17 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
 
     def task(self, rules: Rules) -> Task:
         check_model(self.model, rules.model)
-        tools = [Tool.model_construct(type="function", function=tool) for tool in self.tools or ()]
+        tools = [Tool.model_construct(type="function", function=function) for function, _ in self.functions()]
         functions = ToolFields.model_construct(
             tools=tools, tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls
         )
         make = functools.partial(self.params, rules, max_new_tokens=self.max_output_tokens, logprobs=None)
         effort = self.reasoning.effort if self.reasoning is not None else None
         return chat_task(self, functions, self._chat, rules, make, "input", ("reasoning", effort))
+
+    def functions(self) -> list[tuple[FunctionTool, Origin]]:
+        """The functions of all tools, with the names that prompts have."""
+        return [pair for tool in self.tools or () for pair in tool.functions()]
 
     def _chat(self) -> Chat:
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -267,6 +358,7 @@ class ResponsesAnswer(Answer):
     _number: int = 0  # number of the next event
 
     def __post_init__(self) -> None:
+        self._origins = {function.name: origin for function, origin in self.body.functions()}
         self._parts = Parts(None if self.task.reply is None else self.task.reply.reply(thinking=self.thinking))
 
     def whole(self, done: list[Completion]) -> dict[str, Any]:
@@ -294,19 +386,28 @@ class ResponsesAnswer(Answer):
         index, part = change.number, change.part
         at: dict[str, Any] = {"output_index": index, "item_id": self._item_id(index, part)}
         inside = at | {"content_index": 0}
+        events: list[bytes] = []
         name, about = NAMES[part.kind], at if part.kind == "call" else inside
         has_logprobs = {"logprobs": []} if part.kind == "text" else {}
+        is_custom = part.kind == "call" and self._origin(part).is_custom
         match change:
             case Begin():
                 item = self._item(index, part, "in_progress")
                 events = [self._event("response.output_item.added", output_index=index, item=item)]
                 if part.kind != "call":
                     events += [self._event("response.content_part.added", **inside, part=_content(part, ""))]
+            case Grow() if is_custom:  # a part of a JSON string, whose text follows at its end
+                events = []
             case Grow():
                 events = [self._event(f"response.{name}.delta", **about, delta=change.text, **has_logprobs)]
             case End():
                 whole = {"arguments": part.text, "name": part.name} if part.kind == "call" else {"text": part.text}
-                events = [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
+                if is_custom:
+                    name, whole = "custom_tool_call_input", {"input": _custom_input(part.text)}
+                    events = [self._event(f"response.{name}.delta", **about, delta=whole["input"])]
+                elif part.kind == "call":
+                    whole["name"] = self._origin(part).name
+                events += [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
                 if part.kind != "call":
                     events += [self._event("response.content_part.done", **inside, part=_content(part, part.text))]
                 item = self._item(index, part, self._part_status(part, done))
@@ -326,12 +427,19 @@ class ResponsesAnswer(Answer):
         content = [] if begun else [_content(part, part.text)]
         match part.kind:
             case "call":
-                arguments = "" if begun else part.text
-                return item | {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": arguments}
+                origin, arguments = self._origin(part), "" if begun else part.text
+                item |= {"call_id": part.id, "name": origin.name}
+                if origin.is_custom:
+                    return item | {"type": "custom_tool_call", "input": _custom_input(arguments)}
+                item |= {} if origin.namespace is None else {"namespace": origin.namespace}
+                return item | {"type": "function_call", "arguments": arguments}
             case "text":
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "thoughts":
                 return item | {"type": "reasoning", "summary": [], "content": content}
+
+    def _origin(self, part: Part) -> Origin:
+        return self._origins.get(part.name, Origin(part.name))
 
     def _part_status(self, part: Part, done: Completion | None) -> str:
         """The status of a part that has ended: only the last part, or a call that is cut off, may be incomplete."""
@@ -373,7 +481,9 @@ class ResponsesAnswer(Answer):
             "temperature": sampling.temperature,
             "text": {"format": format},
             "tool_choice": choice,
-            "tools": [tool | {"strict": tool.get("strict", False)} for tool in sent.get("tools", ())],
+            "tools": [
+                {"strict": False, **tool} if tool["type"] == "function" else tool for tool in sent.get("tools", ())
+            ],
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if done is None else self._usage(done),
