@@ -445,9 +445,16 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         return dataclasses.replace(task, n=self.n or 1)
 
 
-def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]]) -> Chat:
-    """A chat for the model's template, with earlier calls in the model's form and the offered functions."""
-    return Chat(form.for_template(list(chat)), {**chat.template, **({"tools": offered} if offered else {})})
+def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]], effort: tuple[str, str | None]) -> Chat:
+    """A chat for the model's template, with earlier calls in the model's form and the offered functions. `effort`: as
+    in `chat_task`. Raises an ApiError for an unsupported effort."""
+    field, value = effort
+    if value is not None and form.efforts is not None and value not in form.efforts:
+        problem = f"{field} {value!r} is not supported by this model's chat template; it supports"
+        raise bad_request(f"{problem} {', '.join(form.efforts)}", field, "unsupported")
+    more = {"tools": offered} if offered else {}
+    more |= {} if value is None else {"reasoning_effort": value}
+    return Chat(form.for_template(list(chat)), {**chat.template, **more})
 
 
 def chat_task(
@@ -478,13 +485,7 @@ def chat_task(
     reasoning = reply is not None and reply.reasoning
     params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning or form.harmony)
     names = body.names | ({} if grammar is answer else {"grammar": "tools"})
-    prompt = with_tools(chat(), form, offered)
-    if effort[1] is not None:
-        if form.efforts is not None and effort[1] not in form.efforts:
-            problem = f"{effort[0]} {effort[1]!r} is not supported by this model's chat template; it supports"
-            raise bad_request(f"{problem} {', '.join(form.efforts)}", effort[0], "unsupported")
-        prompt.template = {**prompt.template, "reasoning_effort": effort[1]}
-    return Task([prompt], [params], names=names, prompt_field=field, reply=reply)
+    return Task([with_tools(chat(), form, offered, effort)], [params], names=names, prompt_field=field, reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):

@@ -220,8 +220,25 @@ class Thinking(Body):
         return self
 
 
+class OutputFormat(JsonSchemaFormat):
+    type: Literal["json_schema"]
+
+    def chosen(self) -> Grammar:
+        return Grammar.json(self.schema)
+
+
+class OutputConfig(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"task_budget": ()}
+
+    effort: Effort | None = Field(None, description=EFFORT)
+    format: OutputFormat | None = None
+
+    def chosen(self) -> Grammar | None:
+        return None if self.format is None else self.format.chosen()
+
+
 class CountTokensRequest(Body):
-    unsupported = NOT_BUILT | {"output_config": ({},), "output_format": ()}
+    unsupported = NOT_BUILT
 
     model: Text | None = None
     system: TextOrBlocks | None = None
@@ -238,6 +255,8 @@ class CountTokensRequest(Body):
     context_management: ContextManagement | None = Field(
         None, description="Clears old thoughts and results of tools from the messages, before the chat template."
     )
+    output_config: OutputConfig | None = Field(None, description="JSON is written on one line.")
+    output_format: OutputFormat | None = Field(None, description="The older name of `output_config.format`.")
     cache_control: Any = None  # not used
 
     def functions(self) -> ToolFields:
@@ -260,28 +279,18 @@ class CountTokensRequest(Body):
             variables["enable_thinking"] = self.thinking.type != "disabled"
         return Chat([*system, *messages], variables)
 
+    def effort(self, form: AnswerForm) -> tuple[str, str | None]:
+        """The field with the effort of reasoning, and its value."""
+        effort = self.output_config and self.output_config.effort
+        if effort == "high" and form.efforts == PLAIN.efforts:
+            effort = None  # the default of this interface
+        return "output_config", effort
+
     def edited(self, form: AnswerForm, template: Mapping[str, Any]) -> EditedChat | None:
         """The edits of `context_management`; None: there are none. `template`: variables of the chat template."""
         if self.context_management is None:
             return None
         return EditedChat([*(self.context_management.edits or ())], self.chat(), form, template)
-
-
-class OutputFormat(JsonSchemaFormat):
-    type: Literal["json_schema"]
-
-    def chosen(self) -> Grammar:
-        return Grammar.json(self.schema)
-
-
-class OutputConfig(Body):
-    unsupported: ClassVar[Mapping[str, Values]] = {"task_budget": ()}
-
-    effort: Effort | None = Field(None, description=EFFORT)
-    format: OutputFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        return None if self.format is None else self.format.chosen()
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
@@ -294,8 +303,6 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     )
     stop: None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
-    output_config: OutputConfig | None = Field(None, description="JSON is written on one line.")
-    output_format: OutputFormat | None = Field(None, description="The older name of `output_config.format`.")
     # Accepted, and not used.
     metadata: Metadata | None = None
     service_tier: Text | None = None
@@ -310,10 +317,8 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
         more: dict[str, Any] = {"max_new_tokens": self.max_tokens, "logprobs": None, "stop": self.stop_sequences}
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             more["thinking_token_budget"] = self.thinking.budget_tokens
-        make, effort = functools.partial(self.params, rules, **more), self.output_config and self.output_config.effort
-        if effort == "high" and rules.form.efforts == PLAIN.efforts:
-            effort = None  # the default of this interface
-        task = chat_task(self, self.functions(), self.chat, rules, make, "messages", ("output_config", effort))
+        make = functools.partial(self.params, rules, **more)
+        task = chat_task(self, self.functions(), self.chat, rules, make, "messages", self.effort(rules.form))
         edited = self.edited(rules.form, cast(Chat, task.prompts[0]).template)
         return task if edited is None else replace(task, edit=edited)
 
@@ -459,7 +464,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
     async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, Any]:
         check_model(body.model, model)
         form, engine = generation.form, generation.runner.engine
-        chat = with_tools(body.chat(), form, body.functions().offered(form))
+        chat = with_tools(body.chat(), form, body.functions().offered(form), body.effort(form))
         edited = body.edited(form, chat.template)
 
         def count() -> dict[str, Any]:
