@@ -272,7 +272,8 @@ class Intake:
             names = self.tokenizer.get_added_vocab()
             role, final = (self.tokenizer.encode(word, add_special_tokens=False) for word in ("assistant", "final"))
             header, channel, message, end, _ = (names[mark] for mark in HARMONY_MARKS)
-            marks: dict[str, Any] = {"forced": [end, header, *role], "again": [channel, *final, message]}
+            again = [channel, *final, message] if sampling.grammar is None else []  # a grammar has its own last message
+            marks: dict[str, Any] = {"forced": [end, header, *role], "again": again}
             return ThinkingBudget(decode, most, message, end, ANALYSIS, begun=False, stops=stops, **marks)
         reasoning = self._reasoning(prompt, sampling.require_reasoning)
         if reasoning is None:

@@ -18,6 +18,7 @@ import importlib
 import json
 import re
 import string
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -428,6 +429,8 @@ class TextStream:
 
 # The budget of thoughts
 
+MAX_HEADER_TOKENS = 32  # of a message in the Harmony format; more than the white space before `<think>`
+
 
 class ThinkingBudget:
     """Ends the thoughts of a request after a number of tokens, as `SamplingParams.thinking_token_budget` asks.
@@ -462,7 +465,7 @@ class ThinkingBudget:
     ) -> None:
         self._decode, self._left, self._start, self._end, self._opens = decode, most, start, end, opens
         self._thinks, self._forced, self._again, self.stops = begun, forced, again, frozenset(stops)
-        self._before: list[int] = []  # tokens since the last thoughts
+        self._before = deque[int](maxlen=MAX_HEADER_TOKENS)  # last tokens since the last thoughts
         self._is_empty = True  # no token in these thoughts
 
     def cut(self, tokens: list[int]) -> int:
@@ -470,16 +473,22 @@ class ThinkingBudget:
         its tokens; 0: all tokens stay."""
         for i, token in enumerate(tokens):
             if not self._thinks:
-                if token == self._start and self._opens.fullmatch(self._decode(self._before)):
+                if token == self._start and self._opens.fullmatch(self._decode([*self._before])):
                     self._thinks, self._is_empty = True, True
                 self._before.append(token)
             elif token == self._end:
-                self._thinks, self._before = False, [token]
+                self._close([token])
             elif self._left:
                 self._left, self._is_empty = self._left - 1, False
             elif token not in self.stops:
                 end = [*self._forced, *(self._again if self._is_empty else ())]
-                self._thinks, self._before = False, end if self._end not in self.stops else [self._end]
-                tokens[i:] = self._before
-                return len(self._before)
+                end = end if self._end not in self.stops else [self._end]
+                self._close(end)
+                tokens[i:] = end
+                return len(end)
         return 0
+
+    def _close(self, tokens: list[int]) -> None:
+        self._thinks = False
+        self._before.clear()
+        self._before.extend(tokens)

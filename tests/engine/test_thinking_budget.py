@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,17 @@ def test_budget_in_the_harmony_format(script, budget, expected):
     assert (len(done.output_ids) == len(tokens)) == (expected == SCRIPTS[script])
 
 
+@pytest.mark.parametrize("budget", [0, 1])
+def test_grammar_in_the_harmony_format_after_a_forced_end(budget):
+    engine = harmony_engine()
+    params = {"max_new_tokens": 60, "thinking_token_budget": budget, "grammar": Grammar("regex", "(ab|cd)+")}
+    done = engine.generate([{"role": "user", "content": "Say f"}], params | {"skip_special_tokens": False})
+    thoughts = done.text.partition("<|message|>")[2].partition("<|end|>")[0]
+    assert thoughts == ("Stop" if budget else "") and done.text.startswith("<|channel|>analysis<|message|>")
+    assert re.search(r"<\|channel\|>final<\|message\|>(ab|cd)+$", done.text), done.text
+    assert done.finish_reason["type"] in ("stop", "length")
+
+
 # The rule alone.
 
 S, E, M = 1, 2, 3  # start, end, another marker
@@ -287,6 +299,15 @@ def test_tokens_beyond_the_budget(budget, begun, tokens, expected):
             if forced:
                 break
         assert output == expected
+
+
+def test_thoughts_that_begin_again_after_the_budget():
+    rule = ThinkingBudget(str, 1, S, E, re.compile(".*"), begun=False, stops=[], forced=[E, M], again=[9])
+    for emitted, output in (([S, 7, 8, 8], [S, 7, E, M]), ([4, S], [4, S]), ([7, 7], [E, M, 9]), ([7, 8], [7, 8])):
+        rule.cut(emitted)
+        assert emitted == output
+    rule = ThinkingBudget(str, 1, S, E, LEAD, begun=True, stops=[E], forced=[E, M])
+    assert (rule.cut(tokens := [7, 8]), tokens) == (1, [7, E])
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,15 @@ def test_budget_of_thoughts_in_harmony(harmony):
         assert message.content[0].thinking == thoughts
 
 
+@pytest.mark.parametrize("budget", [0, 1])
+def test_required_call_after_a_forced_end(server, harmony, budget):
+    for running_server, script in ((server, "i"), (harmony, "f")):
+        fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 80, "thinking_token_budget": budget}
+        choice = running_server.post(CHAT, ask(script, **fields)).json()["choices"][0]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] in ("get_weather", "noop"), choice
+        assert len((choice["message"]["reasoning_content"] or "").split()) <= budget
+
+
 def test_omitted_thoughts_are_empty_blocks(server):
     body = {"model": "toy", "max_tokens": 30, "messages": ask("i")["messages"], "temperature": 0}
     shown, hidden = (
@@ -356,6 +365,8 @@ def size(messages: list[dict[str, Any]]) -> int:
         (tool_edit(), 5, ["1f", "1g"], []),
         (tool_edit(keep=uses(0)), 5, ["1f", "1g", "2f", "3g", "4f"], []),
         (tool_edit(keep=uses(5)), 5, [], []),
+        (tool_edit(keep=uses(6)), 5, [], []),
+        (tool_edit(keep=uses(99)), 5, [], []),
         (tool_edit(keep=uses(1), exclude_tools=["g"]), 5, ["1f", "2f"], []),
         (tool_edit(keep=uses(2), clear_tool_inputs=True), 5, ["1f", "1g", "2f"], ["1f", "1g", "2f"]),
         (tool_edit(keep=uses(2), clear_tool_inputs=["g"]), 5, ["1f", "1g", "2f"], ["1g"]),

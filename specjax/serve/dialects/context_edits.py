@@ -104,8 +104,8 @@ class ClearToolUses(Edit):
         size = len(names) if isinstance(trigger, ToolUses) else count(messages)
         if size <= trigger.value:
             return messages, 0
-        calls, excluded = [*names], self.exclude_tools or ()
-        old = set(calls[: len(calls) - (3 if self.keep is None else self.keep.value)])
+        excluded, count_old = self.exclude_tools or (), len(names) - (3 if self.keep is None else self.keep.value)
+        old = set([*names][: max(count_old, 0)])
         results = {m["tool_call_id"] for m in messages if m["role"] == "tool" and m["content"] != CLEARED}
         old = {id for id in old & results if names[id] not in excluded}
         emptied = self.clear_tool_inputs if isinstance(self.clear_tool_inputs, list) else names.values()
