@@ -31,7 +31,6 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, FinishReason, RawLogprob, Sequence, Slot, Status
 from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
-from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
