@@ -22,7 +22,8 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -70,6 +71,9 @@ _KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 _FIRST = re.compile(r'\{\s*(?:"(?P<key>[^"]*)(?P<closed>"\s*(?::\s*(?:"(?P<value>[^"\\]*)")?)?)?)?')
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<]+')
+_LAST_LINE_BREAK = re.compile(r"\n[ \t]*\Z")
+_ARGUMENT_TAG = re.compile(r"</?(?:parameter|arg_)")
+KEY_PADDING = " \t\n\"'"  # characters around a key that are not a part of it
 _WORDS = ("true", "false", "null")
 _TYPES = {
     type(None): "null",
@@ -214,7 +218,8 @@ class CallParser:
         self._count += 1
         self._add(Call(head.name))
         if head.whole is not None:
-            self._add(Arguments(head.whole))
+            if head.whole:
+                self._add(Arguments(head.whole))
             return self._enter(self._close)
         return self._enter(self._arguments)
 
@@ -555,95 +560,225 @@ def strict_json(text: str, *, partial: bool = False) -> Any:
     return value
 
 
+@dataclass
+class _Value:
+    """The value of an argument, whose end has not been found."""
+
+    key: str
+    start: int
+    is_repaired: bool = False  # a part of its tags is missing
+    nests: bool = True  # calls that it quotes have ends of their own
+    depth: int = 0  # quoted calls that have not ended
+    quotes: bool = False  # it quotes calls
+    end: int | None = None  # the latest place before the end of a call
+    bare_ends: list[int] = field(default_factory=list)  # ends of a call without an end tag of the value before
+
+
 class TaggedCalls(CallParser):
-    """Calls with a tag for each argument. `schemas`: maps functions to the JSON schemas of their parameters."""
+    """Calls with a tag for each argument. `schemas`: maps functions to the JSON schemas of their parameters.
+
+    A value may hold tags. It ends at the first end tag before a key that the schema names and that has not been given,
+    or at the last one before the end of a call, up to the next call or the end of the text. Calls are announced when
+    they are complete, or cut off by the end of the text, because a call with a malformed argument is text.
+    """
 
     name: ClassVar[re.Pattern[str]]  # up to the first argument or the end of the call; group `name`
     key: ClassVar[re.Pattern[str]]  # before a value; group `key`
+    broken_key: ClassVar[re.Pattern[str]]  # `key` without a part of its tags that has one possible reading
+    value_end: ClassVar[str]
     opens: ClassVar[str]  # the beginning of `key`
     example: ClassVar[str]  # matches `key`
-    value_end: ClassVar[re.Pattern[str]]  # the end tag of a value, or the next `key` if that is missing; group `next`
-    ends: ClassVar[tuple[str, ...]]  # after the last argument
     line_breaks: ClassVar[bool] = False  # a line break precedes and follows each value
 
     def __init__(
         self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
     ) -> None:
         super().__init__(names, **more)
-        self._schemas, self._called = schemas or {}, ""
-        self._keys: list[str] = []  # keys of this call so far
+        closers = "|".join(map(re.escape, self.closers))
+        outer, begin = "".join(rf"(?:{re.escape(mark)}\s*)?" for mark in self.begins[:-1]), re.escape(self.begins[-1])
+        self._ends = re.compile(rf"\s*(?:(?:{closers})\s*)+")
+        self._begin = re.compile(rf"\s*{outer}{begin}")
+        self._tags = re.compile(rf"{re.escape(self.value_end)}|{closers}|{begin}")
+        self._schemas = schemas or {}
+        self._schema: Mapping[str, Any] = {}  # of the call's arguments
+        self._keys: Mapping[str, Any] | None = None  # keys that the schema names; None: it allows all
+        self._called = ""  # the function, once its name is read
+        self._members: list[tuple[_Value, str]] = []  # complete values and their texts
+        self._value: _Value | None = None
+
+    def _enter(self, state: Callable[[], bool]) -> bool:
+        self._called = ""
+        return super()._enter(state)
 
     def _find_head(self) -> Head | Literal[False] | None:
-        if match := self.name.match(self._rest[:LIMIT]):
-            self._called, self._keys = match["name"].strip(), []
-            return Head(self._called, match.end())
-        return None if len(self._rest) < LIMIT and self._may_name(self._rest) else False
+        if not self._called:
+            match = self.name.match(self._rest[:LIMIT])
+            if match is None or match["name"].strip() not in self._names:
+                return None if match is None and len(self._rest) < LIMIT and self._may_name(self._rest) else False
+            self._called, self._members, self._value = match["name"].strip(), [], None
+            self._schema, self._at = self._schemas.get(self._called, {}), match.end()
+            named = self._schema.get("properties")
+            is_open = any(self._schema.get(word) for word in ("additionalProperties", "patternProperties"))
+            self._keys = named if isinstance(named, Mapping) and named and not is_open else None
+        if self._value is None:
+            if self._ends.match(self._rest, self._at):
+                return Head(self._called, self._at, "{}")
+            is_settled = self._last or len(self._rest) > self._at + LIMIT
+            value = self._argument(self._at, any_key=True, repair=is_settled)
+            if value is None and self._last and self._begins_key(self._rest[self._at :]):
+                return Head(self._called, len(self._rest), "")  # cut off
+            if value is None:
+                return self._malformed(self._at) if is_settled else None
+            self._value, self._at = value, value.start
+        while self._at < (settled := len(self._rest) - (0 if self._last else LIMIT)):
+            tag = self._tags.search(self._rest, self._at)
+            if tag is None or tag.start() >= settled:
+                self._at = settled
+            elif (head := self._read_tag(self._value, tag)) is not None:
+                return head
+        return self._at_last(self._value) if self._last else None
 
     def _may_name(self, text: str) -> bool:
         """True if a call may begin with this text, which ends before the first argument."""
         name, _, rest = text.lstrip().partition(">" if self.line_breaks else "\n")
         if not any(function.startswith(name.strip()) for function in self._names):
             return False
-        marks = (self.opens, *self.ends)
+        marks = (self.opens, *self.closers)
         return any(mark.startswith(rest.strip()) or rest.strip().startswith(mark) for mark in marks)
 
-    def _arguments(self) -> bool:
-        rest = self._rest.lstrip()
-        if match := self.key.match(rest[:LIMIT]):
-            self._rest, self._at = rest[match.end() :], 0
-            self._keys.append(match["key"])
-            self._state = self._value
-            return True
-        begun = any(mark.startswith(rest) and mark != rest for mark in self.ends) or (
-            len(rest) < LIMIT and any(self.key.fullmatch(rest + self.example[at:]) for at in range(len(self.example)))
-        )
-        if begun and not self._last:
-            return False
-        if begun:
-            self._rest = ""  # cut off
+    def _begins_key(self, text: str) -> bool:
+        return any(self.key.fullmatch(text.strip() + self.example[at:]) for at in range(len(self.example)))
+
+    def _argument(self, at: int, *, any_key: bool = False, repair: bool = True) -> _Value | None:
+        """The argument whose tag stands at this place, after white space.
+
+        Args:
+            any_key: the schema need not name the key.
+            repair: a part of the tag may be missing.
+        """
+        given = [value.key for value, _ in self._members] + ([self._value.key] if self._value else [])
+        at += len(self._rest[at : at + LIMIT]) - len(self._rest[at : at + LIMIT].lstrip())
+        for pattern in (self.key, self.broken_key)[: 1 + repair]:
+            if match := pattern.match(self._rest, at):
+                key, is_broken = match["key"], pattern is self.broken_key
+                if self._keys and key not in self._keys and key.strip(KEY_PADDING) in self._keys:
+                    key = key.strip(KEY_PADDING)
+                if self._may_follow(key, given) or (any_key and not is_broken and key not in given):
+                    return _Value(key, match.end(), is_broken)
+        return None
+
+    def _may_follow(self, key: str, given: Collection[str]) -> bool:
+        return key not in given and (self._keys is None or key in self._keys)
+
+    def _is_head(self, at: int) -> bool:
+        """True if a call begins after the marker that ends at this place."""
+        head = self.name.match(self._rest, at)
+        return head is not None and head["name"].strip() in self._names
+
+    def _read_tag(self, value: _Value, tag: re.Match[str]) -> Head | Literal[False] | None:
+        """Reads a tag inside or after a value. None: the call goes on."""
+        self._at, start = tag.end(), tag.start()
+        if tag[0] == self.begins[-1]:
+            if not self._is_head(self._at):
+                return None
+            if value.end is not None or value.bare_ends:
+                return self._close_call(value)
+            value.depth, value.quotes = value.depth + value.nests, True
+        elif run := self._ends.match(self._rest, self._at if tag[0] == self.value_end else start):
+            self._at = run.end()
+            if value.depth:
+                value.depth -= 1
+            elif tag[0] == self.value_end:
+                value.end = start
+            else:
+                value.bare_ends.append(start)
+        elif not value.depth:
+            text = self._rest[value.start : start]
+            following = self._argument(self._at)
+            if following is None and len(text) <= CHUNK and not self._takes_text(value.key):
+                if not isinstance(typed_value(text, value.key, self._schema), str):  # it cannot hold the tag
+                    following = self._argument(self._at, any_key=True, repair=False)
+            if following is not None:
+                self._members.append((value, self._trimmed(text)))
+                self._value, self._at = following, following.start
+            elif (begin := self._begin.match(self._rest, self._at)) and self._is_head(begin.end()):
+                value.end = start
+        return None
+
+    def _at_last(self, value: _Value) -> Head | Literal[False] | None:
+        """The call at the end of the text."""
+        if value.end is None and value.quotes and value.nests:
+            self._value, self._at = replace(value, nests=False, depth=0, quotes=False, bare_ends=[]), value.start
+            return self._find_head()
+        end = value.end if value.end is not None else value.bare_ends[-1] if value.bare_ends else None
+        if end is not None and (value.nests or self._tags.split(self._rest[end:])[-1].strip() == ""):
+            return self._close_call(value)
+        text, tag, rest = self._rest[value.start :].rpartition(self.value_end)
+        rest = rest.strip()
+        if tag and (self._begins_key(rest) or any(mark.startswith(rest) for mark in self.closers)):
+            arguments = self._as_json([*self._members, (value, self._trimmed(text))])
+            arguments = arguments and arguments[:-1]
         else:
-            self._add(Arguments("}" if self._keys else "{}"))
-        return self._enter(self._close)
+            arguments = self._as_json([*self._members, (value, self._rest[value.start :])])
+            arguments = arguments and arguments[: -2 if arguments[-2] == '"' else -1]
+        return self._malformed(value.start) if arguments is None else Head(self._called, len(self._rest), arguments)
 
-    def _next_key(self, tag: re.Match[str]) -> bool:
-        """True if a tag ends a value without an end tag, and is not a part of the value."""
-        key, named = tag["next"], self._schemas.get(self._called, {}).get("properties")
-        start, mark = tag.start(), self.begins[-1]
-        if (at := self._rest.rfind(mark, max(0, start - LIMIT), start)) >= 0:  # the next call, after the end of this
-            head = self.name.match(self._rest, at + len(mark))
-            if head and head.end() == start and head["name"].strip() in self._names:
-                return any(self._rest.find(end, 0, at) >= 0 for end in self.ends)
-        named = named if isinstance(named, Mapping) else {}
-        if key in self._keys or (named and key not in named):
-            return False
-        before = self._rest[max(0, start - LIMIT) : start].rstrip(" \t")
-        return not before or before.endswith("\n") or (bool(named) and not self.line_breaks)
+    def _close_call(self, value: _Value) -> Head | Literal[False] | None:
+        """The call whose last value ends at the latest end of a call."""
+        end = value.bare_ends[-1] if value.end is None else value.end
+        text, arguments = self._rest[value.start : end], None
+        if value.end is not None:
+            arguments, end = self._as_json([*self._members, (value, self._trimmed(text))]), end + len(self.value_end)
+        elif len(value.bare_ends) == 1 and not value.is_repaired and self.value_end not in text:
+            arguments = self._as_json([*self._members, (value, _LAST_LINE_BREAK.sub("", text))])
+        return self._malformed(end) if arguments is None else Head(self._called, end, arguments)
 
-    def _value(self) -> bool:
-        ends = self.value_end.finditer(self._rest, self._at)
-        tag = next((end for end in ends if end["next"] is None or self._next_key(end)), None)
-        if tag is None and not self._last:
-            self._at = max(0, len(self._rest) - LIMIT)
-            return False
-        at, end = tag.span() if tag else (len(self._rest), len(self._rest))
-        whole = tag is not None and tag["next"] is None
-        if not whole:  # no end tag: the value ends at the next argument, or with the call
-            places = [place for mark in self.ends if (place := self._rest.find(mark, 0, at)) >= 0]
-            at = end = min(places, default=at)
-        cut = not whole and at == len(self._rest)
-        text, self._rest = self._rest[:at], self._rest[end:]
-        if self.line_breaks:
-            text = text.removeprefix("\n")
-        if not cut and not whole:
-            text = re.sub(r"\n[ \t]*\Z", "", text)
-        elif not cut and self.line_breaks:
-            text = text.removesuffix("\n")
-        value = json.dumps(typed_value(text, self._keys[-1], self._schemas.get(self._called, {})), ensure_ascii=False)
-        if cut and value.startswith('"'):
-            value = value[:-1]
-        key = json.dumps(self._keys[-1], ensure_ascii=False)
-        self._add(Arguments(f"{'{' if len(self._keys) == 1 else ', '}{key}: {value}"))
-        return self._enter(self._close if cut else self._arguments)
+    def _malformed(self, at: int) -> Literal[False] | None:
+        """Makes the call text, up to its first end after this place. None: it has not ended."""
+        first = at if self._last else max(at, len(self._rest) - 2 * CHUNK)
+        places = [place for mark in self.closers if (place := self._rest.find(mark, first)) >= 0]
+        run = self._ends.match(self._rest, min(places)) if places else None
+        if run is None and not self._last:
+            return None
+        size = run.end() if run else len(self._rest)
+        text, self._rest = self._rest[:size], self._rest[size:]
+        for mark in self._hidden:
+            text = text.replace(mark, "")
+        self._raw += text
+        return False
+
+    def _trimmed(self, text: str) -> str:
+        return text.removesuffix("\n") if self.line_breaks else text
+
+    def _takes_text(self, key: str) -> bool:
+        """True if the value of this key may be a string."""
+        types = argument_types(key, self._schema)
+        return not types or "string" in types
+
+    def _as_json(self, members: list[tuple[_Value, str]]) -> str | None:
+        """The arguments; None if one of them is malformed."""
+        keys, pairs = [value.key for value, _ in members], list[str]()
+        for value, text in members:
+            if value.is_repaired and _ARGUMENT_TAG.search(text):
+                return None
+            for key, part in self._parts_of(value.key, text, keys):
+                part = part.removeprefix("\n") if self.line_breaks else part
+                typed = typed_value(part, key, self._schema)
+                if isinstance(typed, str) and self._tags.search(part) and not self._takes_text(key):
+                    return None
+                pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}")
+        return f"{{{', '.join(pairs)}}}"
+
+    def _parts_of(self, key: str, text: str, keys: list[str]) -> Iterator[tuple[str, str]]:
+        """The value of a key, and those after it whose end tags before them are missing. Adds their keys to `keys`."""
+        start = 0
+        for tag in self.key.finditer(text) if self.value_end not in text else ():
+            is_line = not (before := text[start : tag.start()].rstrip(" \t")) or before.endswith("\n")
+            if self._may_follow(tag["key"], keys) and (is_line or (self._keys is not None and not self.line_breaks)):
+                yield key, _LAST_LINE_BREAK.sub("", text[start : tag.start()])
+                key, start = tag["key"], tag.end()
+                keys.append(key)
+        yield key, text[start:]
 
 
 class QwenCoder(TaggedCalls):
@@ -654,8 +789,8 @@ class QwenCoder(TaggedCalls):
     joins = ("<function=",)
     name = re.compile(r"(?P<name>[^<>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)")
     key = re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>")
-    value_end = re.compile(r"<(?:/parameter>|parameter=(?P<next>[^<>\n]{1,256})>)")
-    opens, example, ends = "<parameter=", "<parameter=a>", ("</function>", "</tool_call>")
+    broken_key = re.compile(r"<parameter=(?P<key>[\w.-]{1,256})(?=\n)")
+    value_end, opens, example = "</parameter>", "<parameter=", "<parameter=a>"
     line_breaks = True
 
 
@@ -666,14 +801,14 @@ class Glm(TaggedCalls):
     closers = ("</tool_call>",)
     name = re.compile(r"\s*(?P<name>[^<>\n]+?)\s*(?=<arg_key>|</tool_call>)")
     key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
-    value_end = re.compile(r"<(?:/arg_value>|arg_key>(?P<next>[^<>]{1,256})</arg_key>\s{,64}<arg_value>)")
-    opens, example, ends = "<arg_key>", "<arg_key>a</arg_key><arg_value>", ("</tool_call>",)
+    broken_key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})(?:</arg_key>(?!\s*<)\n?|<arg_value>)")
+    value_end, opens, example = "</arg_value>", "<arg_key>", "<arg_key>a</arg_key><arg_value>"
 
     def _may_name(self, text: str) -> bool:
         name, tag, rest = text.strip().partition("<")
         if not any(function.startswith(name.strip()) for function in self._names):
             return False
-        return any(mark.startswith(tag + rest) for mark in (self.opens, *self.ends))
+        return any(mark.startswith(tag + rest) for mark in (self.opens, *self.closers))
 
 
 def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
@@ -684,8 +819,7 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
         name: name of the argument.
         schema: schema of the object of all arguments.
     """
-    members = schema.get("properties")
-    types = _types(members.get(name) if isinstance(members, Mapping) else None, schema, {})
+    types = argument_types(name, schema)
     if text == "null" and (not types or "null" in types):
         return None
     if not types or "string" in types:
@@ -699,6 +833,12 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
                 value = strict_json(json.dumps(ast.literal_eval(bare)))
             return value if _TYPES[type(value)] in types else text
     return text
+
+
+def argument_types(name: str, schema: Mapping[str, Any]) -> set[str]:
+    """Names of the types that a schema allows for an argument; empty: any."""
+    members = schema.get("properties")
+    return _types(members.get(name) if isinstance(members, Mapping) else None, schema, {})
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[str, set[str]], depth: int = 0) -> set[str]:
