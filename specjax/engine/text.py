@@ -29,9 +29,9 @@ REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
 LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
 _END_THINK = re.compile(re.escape(END_THINK))
-FINAL = re.compile(r"<\|channel\|>\s*final\s*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>")
+FINAL = re.compile(r"<\|channel\|>\s{,8}final(?![^\s<])[^<]{,200}(?:<\|constrain\|>[^<]{,200})?<\|message\|>")
 _CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
-MAX_HEADER = 128  # characters of a match of `FINAL`
+MAX_HEADER = 512  # characters of a match of `FINAL`
 ANALYSIS = re.compile(r"(?s:.*)<\|channel\|>\s*analysis(?!\w)(?!.*\bto=)[^<]*")  # the text before thoughts in Harmony
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -255,6 +255,7 @@ class Thoughts:
     Attributes:
         begun: there are thoughts.
         ended: the thoughts have ended, or there are none.
+        held: text that may belong to a marker.
     """
 
     def __init__(self, begun: bool, end: re.Pattern[str] = _END_THINK) -> None:
@@ -262,17 +263,17 @@ class Thoughts:
         self.begun, self.ended, self._end = begun, False, end
         self._opening = True  # the text so far is white space, `<think>` or a part of it
         self._trimming = False
-        self._held = ""
+        self.held = ""
 
     def split(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Adds text. Returns the thoughts and the answer that it completes. `last`: nothing follows."""
-        text, self._held = self._held + text, ""
+        text, self.held = self.held + text, ""
         thoughts = ""
         if self._opening:
             while (rest := LEAD.sub("", text, count=1)).startswith(THINK):  # models may repeat the prompt's marker
                 self.begun, text = True, rest[len(THINK) :]
             if THINK.startswith(rest) and not last:
-                self._held = text
+                self.held = text
                 return "", ""
             self._opening, self.ended = False, not self.begun
         if not self.ended:
@@ -280,7 +281,7 @@ class Thoughts:
             if end is None:
                 held = 0 if last else _overlap(text, END_THINK) if self._end is _END_THINK else MAX_HEADER
                 settled = max(len(text) - held, 0)
-                self._held = text[settled:]
+                self.held = text[settled:]
                 return text[:settled], ""
             thoughts, text = text[: end.start()], text[end.end() :]
             self.ended = self._trimming = True

@@ -58,6 +58,7 @@ Part: TypeAlias = Text | Call | Arguments | Thought | Message
 
 LIMIT = 512  # maximum number of characters of a call before its arguments, to pass these on early
 MOST = 2**16  # maximum number of characters of a call whose members have another order; it is read as a whole
+MAX_TRIALS = 256  # places in thoughts where a call seems to begin, before further ones are ignored
 CHUNK = 4096  # characters per pass, which keeps the cost linear in the text
 _BEGUN = r"(?=\{\s*(?:\}|\"(?:[^\"\\]|\\.)*\"\s*:\s*[\[{\"\dtfnTFNI-]))"
 """Matches before an object that is empty or whose first value begins. Values include words of Python and JavaScript:
@@ -71,6 +72,7 @@ _KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 _FIRST = re.compile(r'\{\s*(?:"(?P<key>[^"]*)(?P<closed>"\s*(?::\s*(?:"(?P<value>[^"\\]*)")?)?)?)?')
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<]+')
+PEOPLE = {"user", "assistant", "all"}  # recipients of Harmony's messages that are not functions
 _LAST_LINE_BREAK = re.compile(r"\n[ \t]*\Z")
 _ARGUMENT_TAG = re.compile(r"</?(?:parameter|arg_)")
 KEY_PADDING = " \t\n\"'"  # characters around a key that are not a part of it
@@ -151,14 +153,16 @@ class CallParser:
     begins: ClassVar[tuple[str, ...]] = ()  # strings before one or several calls
     closers: ClassVar[tuple[str, ...]] = ()  # strings that may follow a call
     joins: ClassVar[tuple[str, ...]] = ()  # strings after which another call may follow
+    bare_begin: ClassVar[tuple[str, ...]] = ()  # expressions for calls inside of text that begin without a marker
     repeats: ClassVar[bool] = False  # another call may follow at once
+    bare: ClassVar[re.Pattern[str] | None] = None  # the beginning of a call without one of `begins`
     text_arguments: ClassVar[bool] = False  # templates expect the arguments of earlier calls as JSON, not as objects
     id_length: ClassVar[int | None] = None  # number of letters and digits of ids in templates
     numbered_ids: ClassVar[bool] = False  # templates expect ids of the form functions.add:0, counted over the chat
 
     def __init__(self, names: Collection[str] = (), *, hidden: Collection[str] = (), most: int | None = None) -> None:
-        self._names, self._hidden, self._most = frozenset(names), frozenset(hidden), most
-        self._marks = (*self.begins, *sorted(self._hidden - {*self.begins}))
+        self._names, self.hidden, self._most = frozenset(names), frozenset(hidden), most
+        self._marks = (*self.begins, *sorted(self.hidden - {*self.begins}))
         self._state: Callable[[], bool] = self._text
         self._rest = ""  # undecided text
         self._raw = ""  # text before it, which is plain text if no call follows
@@ -194,7 +198,7 @@ class CallParser:
             self._say(self._rest[:at])
             self._rest = self._rest[at + len(mark) :]
             if mark in self.begins:
-                self._raw = "" if mark in self._hidden else mark
+                self._raw = "" if mark in self.hidden else mark
                 self._enter(self._close if mark in self.begins[:-1] else self._head)
             return True
         undecided = begun(self._rest, self._marks)
@@ -254,7 +258,7 @@ class CallParser:
             self._rest = rest[len(closer) :]
             rest = self._rest.lstrip()
         if join := next((mark for mark in self.joins if rest.startswith(mark)), None):
-            self._raw += "" if join in self._hidden else self._rest[: -len(rest)] + join
+            self._raw += "" if join in self.hidden else self._rest[: -len(rest)] + join
             self._rest = rest[len(join) :]
             return self._enter(self._head)
         if self.repeats and rest.startswith("{"):
@@ -339,7 +343,9 @@ class Llama3(CallParser):
 
     begins = ("<|python_tag|>",)
     joins = (";", ",", "<|python_tag|>")
+    bare_begin = (r"(?m:^)\{",)
     repeats = True
+    bare = re.compile(r"(?:\A|(?<=\n))[ \t]*\{")  # on a line of its own
 
     _begun = False
 
@@ -391,7 +397,7 @@ class NamedCalls(CallParser):
 
     def _find_head(self) -> Head | Literal[False] | None:
         head = self._matched_head(self.head)
-        return False if head is None and self.closers[0] in self._rest else head
+        return False if head is None and self.closers[0] in self._rest.partition("{")[0] else head
 
 
 class DeepSeek(NamedCalls):
@@ -438,9 +444,10 @@ class Harmony(CallParser):
         <|channel|>analysis<|message|>A city.<|end|>
         <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
 
-    The channel analysis is thoughts, a message to a function is a call, all others are text. A header from its first
-    unknown word or recipient is a part of its message. Text that spells a marker counts as one. `opened`: the text
-    begins with a header, else inside of a message to the user.
+    The channel analysis is thoughts, JSON for a function is a call, all other messages are text. Other words after the
+    channel or the recipient are dropped. If the recipient is unknown or gets no JSON, the text includes the header from
+    the recipient on. Text that spells a marker counts as one, except in strings of arguments. `opened`: the text begins
+    with a header, else inside of a message to the user.
     """
 
     begins = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>")
@@ -448,17 +455,21 @@ class Harmony(CallParser):
 
     _MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
     _HEADER_END = re.compile(r"<\|(?:message|end|call|return)\|>|(?<=\S)\s*<\|start\|>")
-    _HEADER = re.compile(
-        r"\s*(?:<\|start\|>\s*)?(?:assistant(?!\w)\s*)?(?:to=(?P<role>[^\s<]+)\s*)?"
-        r"(?:<\|channel\|>\s*(?:(?P<channel>analysis|commentary|final)(?![^\s<])\s*)?)?"
-        r"(?:to=(?P<to>[^\s<]+)\s*)?(?:<\|constrain\|>\s*)?(?:(?:json|code)\s*\Z)?"
+    _ROLE = re.compile(r"\s*(?:<\|start\|>\s*)?(?:assistant(?!\w)\s*)?")
+    _CHANNEL = re.compile(r"<\|channel\|>\s*(?:(?P<channel>analysis|commentary|final)(?![^\s<])\s*)?")
+    _RECIPIENT = re.compile(r"(?<![^\s>])to=(?P<to>[^\s<]+)\s*")
+    _TYPE = re.compile(
+        r"<\|constrain\|>\s*(?:[^\s<{\[]{,64}(?![^\s<{\[])\s*)?|(?:json|code)\s*(?![^{\[])", re.IGNORECASE
     )
+    _OPENED = re.compile(r'\{\s*(?:"(?:[^"\\]|\\.)*(?:\\|"\s*(?::\s*)?)?)?\Z', re.DOTALL)
+    """Matches an object that ends before its first value."""
 
     def __init__(self, names: Collection[str] = (), *, opened: bool = True, **more: Any) -> None:
         super().__init__(names, **more)
         self._state = self._header if opened else self._message
-        self._kind: type[Text | Thought | Arguments] = Text
-        self._is_bare = False  # a call without arguments so far
+        self._kind: type[Text | Thought] = Text
+        self._name = ""  # the recipient of a message that is a call if JSON follows
+        self._recipient = ""  # the header from the recipient on
 
     def _header(self) -> bool:
         end = self._HEADER_END.search(self._rest, 0, LIMIT)
@@ -466,52 +477,80 @@ class Harmony(CallParser):
         if is_cut and not (self._last and self._rest):
             return False
         text = self._rest[: end.start() if end else LIMIT]
-        header = self._HEADER.match(text)
-        assert header is not None, "all of its parts are optional"
-        size, recipient = header.end(), "role" if header["role"] else "to"
-        name = (header[recipient] or "").removeprefix("functions.")
-        if header[recipient] and name not in self._names:
-            size = header.start(recipient) - len("to=")
-        words = ("analysis", "commentary", "final", "assistant", *(f"to=functions.{name}" for name in self._names))
-        if is_cut and size and any(word.startswith(text[size:]) for word in words):
-            size = len(text)
+        channels, recipients = [*self._CHANNEL.finditer(text)], [*self._RECIPIENT.finditer(text)]
+        channel = next((match["channel"] for match in reversed(channels) if match["channel"]), None)
         self._parts.append(Message())
-        self._kind = Thought if header["channel"] == "analysis" else Text
+        self._kind = Thought if channel == "analysis" else Text
+        names = {match["to"].removeprefix("functions.") for match in recipients if match["to"] not in PEOPLE}
+        self._name = next(iter(names)) if len(names) == 1 and names <= self._names else ""
+        start = recipients[0].start() if names else len(text)
+        self._recipient = self._words(text[start:])
         if end is not None and end[0] == "<|message|>":
-            if unknown := self._MARK.sub(" ", text[size:]).split():
-                self._speak(" ".join(unknown) + "\n")
+            parts = sorted(match.start() for match in (*channels, *recipients))
+            lead = self._ROLE.sub("", text[: parts[0]] if parts else self._TYPE.sub("", text), count=1)
+            self._speak(self._words(lead))
+            if names and not self._name:
+                self._speak(self._recipient)
             size = end.end()
-        if name in self._names and size > len(text) * is_cut:
-            self._kind, self._is_bare = Arguments, True
-            self._count += 1
-            self._add(Call(name))
+        else:
+            size = self._without_message(text, is_cut, start)
         self._rest = self._rest[size:]
+        return self._enter(self._object if self._name else self._message)
+
+    def _without_message(self, text: str, is_cut: bool, recipient: int) -> int:
+        """The size of a header that `<|message|>` does not end. `recipient`: its place."""
+        size, parts = self._ROLE.match(text).end(), (self._CHANNEL, self._RECIPIENT, self._TYPE)  # type: ignore[union-attr]
+        while match := next((match for part in parts if (match := part.match(text, size))), None):
+            size = match.end()
+        if self._name:
+            at = text.find("{", size)
+            if at < 0 and (is_cut or text[size:]):  # cut off, or text
+                self._name = ""
+                return len(text) if is_cut else recipient
+            return size if at < 0 else at
+        size = min(size, recipient)
+        words = ("analysis", "commentary", "final", "assistant", *(f"to=functions.{name}" for name in self._names))
+        rest = text[size : len(text) - begun(text, (*self.begins, *self.closers))] if size else text
+        is_header = any(word.startswith(rest) for word in words) or "<|constrain|>" in text and rest[:1] not in '{["'
+        return len(text) if is_cut and size and is_header else size
+
+    def _object(self) -> bool:
+        """Before the arguments of a call."""
+        self._rest = rest = self._rest.lstrip()
+        is_open = len(rest) < LIMIT and self._OPENED.match(rest) is not None
+        is_bare = not rest or self._MARK.match(rest) is not None
+        marks = (*self.begins, *self.closers)
+        if not self._last and (is_open or not rest or any(mark.startswith(rest) and mark != rest for mark in marks)):
+            return False
+        if not (is_open or is_bare or re.match(_BEGUN, rest[:LIMIT])):
+            self._speak(self._recipient)
+            return self._enter(self._message)
+        self._count += 1
+        self._kind = Text
+        self._add(Call(self._name))
+        if is_bare:
+            self._add(Arguments("{}"))
+        return self._enter(self._message if is_bare else self._arguments)
+
+    def _close(self) -> bool:
         return self._enter(self._message)
 
     def _message(self) -> bool:
         end = self._MARK.search(self._rest)
         held = 0 if end or self._last else begun(self._rest, (*self.begins, *self.closers))
         size = end.start() if end else len(self._rest) - held
-        text, mark = self._rest[:size], end[0] if end else ""
-        if self._kind is Arguments:
-            arguments, count = self._json.read(text, last=self._last or end is not None)
-            if arguments:
-                self._add(Arguments(arguments))
-            self._is_bare = self._is_bare and not text[:count].strip()
-            if self._json.ended or self._json.broken:
-                self._kind = Text
-            elif end is None:
-                size = count
-            text = text[count:size]
-        self._speak(text)
-        self._rest = self._rest[size:]
+        self._speak(self._rest[:size])
+        self._rest, mark = self._rest[size:], end[0] if end else ""
         if mark not in ("<|start|>", "<|channel|>"):
             self._rest = self._rest[len(mark) :]
         if mark in ("<|message|>", "<|constrain|>"):
             return True
-        if self._kind is Arguments and self._is_bare and (end or self._last):
-            self._add(Arguments("{}"))
         return end is not None and self._enter(self._header)
+
+    def _words(self, header: str) -> str:
+        """Words of a header as a line."""
+        words = " ".join(self._MARK.sub(" ", header).split())
+        return words and words + "\n"
 
     def _speak(self, text: str) -> None:
         if text:
@@ -558,6 +597,73 @@ def strict_json(text: str, *, partial: bool = False) -> Any:
         value = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
     json.dumps(value, allow_nan=False)  # 1e999 is infinite
     return value
+
+
+class CallSearch:
+    """Finds the first whole call in text that comes in pieces, such as thoughts that may not end before it.
+
+    Args:
+        make: makes a parser of the format.
+
+    Attributes:
+        held: text from the call on; without one, from where a call may begin.
+        found: `held` begins with a whole call.
+    """
+
+    def __init__(self, make: Callable[[], CallParser]) -> None:
+        self._make, format = make, make()
+        self._begins = format.begins
+        self._begin = re.compile("|".join((*map(re.escape, format.begins), *format.bare_begin)))
+        self._before = "\n"  # the character before `held`
+        self._trial: CallParser | None = None  # reads `held`
+        self._trials = 0  # parsers that found no call
+        self._arguments: str | None = None  # of the call that `_trial` reads
+        self.held, self.found = "", False
+
+    def feed(self, text: str, *, last: bool = False) -> str:
+        """Adds text. Returns the text that is before a call. `last`: no text follows."""
+        self.held, passed = self.held + text, ""
+        while not self.found:
+            if self._trial is None:
+                begin = self._begin.search(self._before + self.held, 1) if self._trials < MAX_TRIALS else None
+                undecided = 0 if last else begun(self.held, self._begins)
+                passed += self._pass(begin.start() - 1 if begin else len(self.held) - undecided)
+                if begin is None:
+                    break
+                self._trial, text, self._arguments = self._make(), self.held, None
+            is_call = self._read(self._trial.feed(text, last=last))
+            if is_call is None and not last:
+                break
+            self.found = self._is_whole() if is_call is None else is_call
+            if not self.found:
+                self._trial, self._trials = None, self._trials + 1
+                passed += self._pass(1)
+        return passed
+
+    def _pass(self, size: int) -> str:
+        text, self.held = self.held[:size], self.held[size:]
+        self._before = text[-1:] or self._before
+        return text
+
+    def _read(self, parts: list[Part]) -> bool | None:
+        """True if the text begins with a whole call, False if it does not, None if that is undecided."""
+        for part in parts:
+            match part:
+                case Text() if self._arguments is None and part.text.strip():
+                    return False
+                case Text() | Call() if self._arguments is not None:
+                    return self._is_whole()
+                case Call():
+                    self._arguments = ""
+                case Arguments():
+                    self._arguments = (self._arguments or "") + part.text
+        return None
+
+    def _is_whole(self) -> bool:
+        try:
+            return isinstance(strict_json(self._arguments or ""), dict)
+        except ValueError:
+            return False
 
 
 @dataclass
@@ -742,7 +848,7 @@ class TaggedCalls(CallParser):
             return None
         size = run.end() if run else len(self._rest)
         text, self._rest = self._rest[:size], self._rest[size:]
-        for mark in self._hidden:
+        for mark in self.hidden:
             text = text.replace(mark, "")
         self._raw += text
         return False

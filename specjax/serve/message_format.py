@@ -10,6 +10,7 @@ that comes in pieces: the concatenated deltas of a stream are the message of a w
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from specjax.serve.calls import (
     Arguments,
     Call,
     CallParser,
+    CallSearch,
     DeepSeek,
     DeepSeek31,
     Glm,
@@ -102,10 +104,15 @@ class AnswerForm:
         """The token that ends reasoning, if there is one."""
         return self.tokens.get("<|end|>" if self.harmony else END_THINK)
 
-    def reasoning_tokens(self, tokens: Sequence[int]) -> int:
-        """Number of tokens up to the end of reasoning, in an answer that begins with reasoning."""
+    def reasoning_tokens(self, tokens: Sequence[int], called: str = "") -> int:
+        """Number of tokens up to the end of reasoning, in an answer that begins with reasoning.
+
+        `called`: text from a call in reasoning without an end. All tokens count if its marker is not a token.
+        """
         if self.end_think not in tokens:
-            return len(tokens)
+            mark = next((mark for mark in self.tokens if called.startswith(mark)), "")
+            places = [index for index, token in enumerate(tokens) if mark and token == self.tokens[mark]]
+            return places[-called.count(mark)] if 0 < called.count(mark or " ") <= len(places) else len(tokens)
         return len(tokens) - tokens[::-1].index(self.end_think) if self.harmony else tokens.index(self.end_think) + 1
 
     @property
@@ -259,18 +266,36 @@ class Reply:
         reasoning: separate reasoning from content.
         thinking: the prompt ends inside reasoning.
         gathered: send reasoning as one delta, once content or a call follows.
+        search: finds calls in reasoning that has no end. None: there are no calls.
     """
 
-    def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False, gathered: bool = False) -> None:
-        self._parser, self._gathered = parser, gathered
+    def __init__(
+        self,
+        parser: CallParser,
+        *,
+        reasoning: bool,
+        thinking: bool = False,
+        gathered: bool = False,
+        search: CallSearch | None = None,
+    ) -> None:
+        self._parser, self._gathered, self._search = parser, gathered, search
         self._reasoning = reasoning
-        self._split = Thoughts(thinking) if reasoning and not isinstance(parser, Harmony) else None
+        is_split = not isinstance(parser, Harmony) and (reasoning or search is not None)
+        self._split = Thoughts(thinking) if is_split else None
+        self._unsplit = ""  # text whose part is undecided, if reasoning is content
+        self._markers = CallParser(hidden=parser.hidden)  # of reasoning that is content
         self._begin_message()
         self._deltas: list[Delta] = []
         self._content = ""
         self._thought = ""
         self._unsent = ""  # gathered reasoning
         self._calls: list[dict[str, Any]] = []
+
+    @property
+    def called(self) -> str:
+        """The text from the first call on, if it is in reasoning without an end."""
+        is_open = self._split is not None and not self._split.ended
+        return self._search.held if is_open and self._search is not None and self._search.found else ""
 
     @property
     def has_thought(self) -> bool:
@@ -284,10 +309,11 @@ class Reply:
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:
         """Adds text, and returns new deltas of the message. `last`: no text follows."""
         if self._split is not None:
-            thoughts, text = self._split.split(text, last=last)
-            self._emit("reasoning_content", self._thoughts.add(thoughts))
-        if self._split is None or self._split.ended:
+            text = self._think(text, last)
+        if self._split is None or self._split.ended or (last and self.called):
             self._answer(text, last)
+        elif last:
+            self._emit("content", self._text.end())
         if last:
             self._send_gathered()
         deltas, self._deltas = self._deltas, []
@@ -306,6 +332,26 @@ class Reply:
     def _begin_message(self) -> None:
         self._thoughts, self._text = _Trimmed(start=True, end=True), _Trimmed(start=False, end=True)
         self._is_new = True  # the next text is not joined to the text before
+
+    def _think(self, text: str, last: bool) -> str:
+        """Reads text that may be reasoning. Returns the text of the answer."""
+        assert self._split is not None
+        self._unsplit += text
+        thoughts, answer = self._split.split(text, last=last)
+        if not self._reasoning:  # with its markers and white space
+            thoughts = self._unsplit[: len(self._unsplit) - len(self._split.held) - len(answer)]
+        self._unsplit = self._split.held
+        if self._search is not None:
+            thoughts = self._search.feed(thoughts, last=last)
+            if self._split.ended:  # calls in it are quotes
+                thoughts, self._search = thoughts + self._search.held, None
+        if self._reasoning:
+            self._emit("reasoning_content", self._thoughts.add(thoughts))
+        else:
+            for part in self._markers.feed(thoughts, last=last or self._split.ended):
+                assert isinstance(part, Text)
+                self._emit("content", self._text.add(part.text))
+        return self.called if last and self.called else answer
 
     def _answer(self, text: str, last: bool) -> None:
         for part in self._parser.feed(text, last=last):
@@ -381,6 +427,7 @@ class ReplyOptions:
         most: maximum number of reported calls; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning, gathered: as `Reply`.
+        thinks: the answer may begin with reasoning, whose calls are quotes.
         schemas: maps functions to the JSON schemas of their parameters.
     """
 
@@ -390,14 +437,17 @@ class ReplyOptions:
     hidden: frozenset[str] = frozenset()
     reasoning: bool = False
     gathered: bool = False
+    thinks: bool = False
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def reply(self, *, thinking: bool) -> Reply:
         """`thinking`: the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
-        more: dict[str, Any] = {"hidden": self.hidden, "most": self.most}
+        more: dict[str, Any] = {"hidden": self.hidden}
         if self.parser is not None and issubclass(self.parser, TaggedCalls):
             more["schemas"] = self.schemas
         if self.parser is Harmony:
             more["opened"] = thinking
-        parser = (self.parser or CallParser)(self.names, **more)
-        return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered)
+        make = functools.partial(self.parser or CallParser, self.names, **more)
+        search = CallSearch(make) if self.names and (self.reasoning or self.thinks) else None
+        parser = make(most=self.most)
+        return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered, search=search)

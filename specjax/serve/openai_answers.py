@@ -291,8 +291,9 @@ class OpenAIAnswer(Answer):
         """The usage. `done`: all choices, in order."""
         counts = usage(done, self.task.n)
         if self.task.reply is not None and self.task.reply.reasoning:
-            thought = [c for index, c in enumerate(done) if index in self._replies and self._replies[index].has_thought]
-            count = sum(self.form.reasoning_tokens(c.output_ids) for c in thought)
+            replies = [(self._replies[index], c) for index, c in enumerate(done) if index in self._replies]
+            thought = [(reply.called, c.output_ids) for reply, c in replies if reply.has_thought]
+            count = sum(self.form.reasoning_tokens(tokens, called) for called, tokens in thought)
             counts |= {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}  # SGLang's
         return counts
 

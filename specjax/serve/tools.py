@@ -190,7 +190,8 @@ class ToolFields(Body):
             hide: leave special tokens out of the content.
             reasoning: the answer may begin with reasoning, if the model reasons.
         """
-        reasoning = reasoning and form.thinks and self.separate_reasoning is not False
+        thinks = reasoning and form.thinks
+        reasoning = thinks and self.separate_reasoning is not False
         if not offered and not reasoning and not form.harmony:
             return None
         return ReplyOptions(
@@ -200,6 +201,7 @@ class ToolFields(Body):
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
             gathered=self.stream_reasoning is False,
+            thinks=thinks,
             schemas={tool["function"]["name"]: tool["function"]["parameters"] for tool in offered},
         )
 

@@ -63,6 +63,11 @@ class Parts:
     def has_called(self) -> bool:
         return self._reply is not None and self._reply.has_called
 
+    @property
+    def called(self) -> str:
+        """The text from a call in reasoning that has no end."""
+        return "" if self._reply is None else self._reply.called
+
     def feed(self, text: str, *, last: bool = False) -> list[Change]:
         """Adds text of the model. Returns the changes. `last`: no text follows."""
         changes: list[Change] = []

@@ -492,12 +492,13 @@ class ResponsesAnswer(Answer):
         }
 
     def _usage(self, done: Completion) -> dict[str, Any]:
-        thought = int(any(part.kind == "thoughts" for part in self._parts.items))
+        has_thought = any(part.kind == "thoughts" for part in self._parts.items)
+        thought = self.form.reasoning_tokens(done.output_ids, self._parts.called) if has_thought else 0
         return {
             "input_tokens": done.prompt_tokens,
             "input_tokens_details": {"cached_tokens": done.cached_tokens},
             "output_tokens": done.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": thought and self.form.reasoning_tokens(done.output_ids)},
+            "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": done.prompt_tokens + done.completion_tokens,
         }
 
