@@ -22,7 +22,7 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
@@ -74,6 +74,7 @@ _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<]+')
 PEOPLE = {"user", "assistant", "all"}  # recipients of Harmony's messages that are not functions
 _LAST_LINE_BREAK = re.compile(r"\n[ \t]*\Z")
+_PLAIN_KEY = re.compile(r"[\w.$-]+")
 _ARGUMENT_TAG = re.compile(r"</?(?:parameter|arg_)")
 KEY_PADDING = " \t\n\"'"  # characters around a key that are not a part of it
 _WORDS = ("true", "false", "null")
@@ -232,6 +233,9 @@ class CallParser:
         self._rest = self._rest[count:]
         if text:
             self._add(Arguments(text))
+        if self._json.broken and self._rest[:1] in ("]", "}"):  # passed on, because without it they seem cut off
+            self._add(Arguments(self._rest[0]))
+            self._rest = self._rest[1:]
         if self._json.ended or self._json.broken or self._last:
             return self._enter(self._tail if self._in_object else self._close)
         return False
@@ -248,9 +252,16 @@ class CallParser:
         return True
 
     def _members(self) -> bool:
-        _, count = self._json.read(self._rest, last=self._last)
-        self._rest = self._rest[count:]
-        return self._enter(self._close) if self._json.ended or self._json.broken or self._last else False
+        """After the arguments, up to the end of the object. Unknown members may be misplaced arguments: the arguments
+        become invalid."""
+        _, count = self._json.read(self._rest[self._at :], last=self._last)
+        self._at += count
+        if not (self._json.ended or self._json.broken or self._last):
+            return False
+        text, self._rest = self._rest[: self._at], self._rest[self._at :]
+        if self._json.ended and not _known_members(text):
+            self._add(Arguments(text))
+        return self._enter(self._close)
 
     def _close(self) -> bool:
         rest = self._rest.lstrip()
@@ -461,6 +472,7 @@ class Harmony(CallParser):
     _TYPE = re.compile(
         r"<\|constrain\|>\s*(?:[^\s<{\[]{,64}(?![^\s<{\[])\s*)?|(?:json|code)\s*(?![^{\[])", re.IGNORECASE
     )
+    _PARTS = (_CHANNEL, _RECIPIENT, _TYPE)
     _OPENED = re.compile(r'\{\s*(?:"(?:[^"\\]|\\.)*(?:\\|"\s*(?::\s*)?)?)?\Z', re.DOTALL)
     """Matches an object that ends before its first value."""
 
@@ -499,8 +511,10 @@ class Harmony(CallParser):
 
     def _without_message(self, text: str, is_cut: bool, recipient: int) -> int:
         """The size of a header that `<|message|>` does not end. `recipient`: its place."""
-        size, parts = self._ROLE.match(text).end(), (self._CHANNEL, self._RECIPIENT, self._TYPE)  # type: ignore[union-attr]
-        while match := next((match for part in parts if (match := part.match(text, size))), None):
+        size = self._ROLE.match(text).end()  # type: ignore[union-attr]
+        held = begun(text, (*self.begins, *self.closers))
+        header = text if self._MARK.fullmatch(text[len(text) - held :]) else text[: len(text) - held]
+        while match := next((match for part in self._PARTS if (match := part.match(header, size))), None):
             size = match.end()
         if self._name:
             at = text.find("{", size)
@@ -509,10 +523,10 @@ class Harmony(CallParser):
                 return len(text) if is_cut else recipient
             return size if at < 0 else at
         size = min(size, recipient)
-        words = ("analysis", "commentary", "final", "assistant", *(f"to=functions.{name}" for name in self._names))
-        rest = text[size : len(text) - begun(text, (*self.begins, *self.closers))] if size else text
-        is_header = any(word.startswith(rest) for word in words) or "<|constrain|>" in text and rest[:1] not in '{["'
-        return len(text) if is_cut and size and is_header else size
+        rest, names = header[size:], [prefix + name for name in self._names for prefix in ("to=", "to=functions.")]
+        is_begun = any(word.startswith(rest) for word in ("analysis", "commentary", "final", "assistant", *names))
+        is_typed = "<|constrain|>" in header and rest[:1] not in '{["'
+        return len(text) if is_cut and size and (is_begun or is_typed) else size
 
     def _object(self) -> bool:
         """Before the arguments of a call."""
@@ -564,6 +578,14 @@ def begun(text: str, marks: Collection[str]) -> int:
     return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
+def _known_members(text: str) -> bool:
+    """True if these members, which follow the arguments in the object of a call, are not arguments."""
+    try:
+        return pydantic_core.from_json("{" + text.lstrip(" \t\n\r,")).keys() <= {*_KEYS, "index"}
+    except ValueError:
+        return False
+
+
 def whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call that is a JSON object with its members in any order; None if it is not a call."""
     try:
@@ -581,6 +603,8 @@ def whole_call(text: str) -> tuple[str, str] | None:
             )
         if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return None
+        if not call.keys() & {"arguments", "parameters"} and not call.keys() <= {*_KEYS}:
+            return None  # they may be under another name
         return name, json.dumps(arguments or {}, allow_nan=False)
     except ValueError:
         return None
@@ -678,6 +702,7 @@ class _Value:
     quotes: bool = False  # it quotes calls
     end: int | None = None  # the latest place before the end of a call
     bare_ends: list[int] = field(default_factory=list)  # ends of a call without an end tag of the value before
+    broken_at: int | None = None  # place of a malformed argument that follows
 
 
 class TaggedCalls(CallParser):
@@ -691,6 +716,7 @@ class TaggedCalls(CallParser):
     name: ClassVar[re.Pattern[str]]  # up to the first argument or the end of the call; group `name`
     key: ClassVar[re.Pattern[str]]  # before a value; group `key`
     broken_key: ClassVar[re.Pattern[str]]  # `key` without a part of its tags that has one possible reading
+    key_start: ClassVar[re.Pattern[str]]  # the beginning of any such tag; group `key`
     value_end: ClassVar[str]
     opens: ClassVar[str]  # the beginning of `key`
     example: ClassVar[str]  # matches `key`
@@ -709,7 +735,7 @@ class TaggedCalls(CallParser):
         self._schema: Mapping[str, Any] = {}  # of the call's arguments
         self._keys: Mapping[str, Any] | None = None  # keys that the schema names; None: it allows all
         self._called = ""  # the function, once its name is read
-        self._members: list[tuple[_Value, str]] = []  # complete values and their texts
+        self._given: list[tuple[_Value, str]] = []  # complete values and their texts
         self._value: _Value | None = None
 
     def _enter(self, state: Callable[[], bool]) -> bool:
@@ -721,7 +747,7 @@ class TaggedCalls(CallParser):
             match = self.name.match(self._rest[:LIMIT])
             if match is None or match["name"].strip() not in self._names:
                 return None if match is None and len(self._rest) < LIMIT and self._may_name(self._rest) else False
-            self._called, self._members, self._value = match["name"].strip(), [], None
+            self._called, self._given, self._value = match["name"].strip(), [], None
             self._schema, self._at = self._schemas.get(self._called, {}), match.end()
             named = self._schema.get("properties")
             is_open = any(self._schema.get(word) for word in ("additionalProperties", "patternProperties"))
@@ -742,6 +768,10 @@ class TaggedCalls(CallParser):
                 self._at = settled
             elif (head := self._read_tag(self._value, tag)) is not None:
                 return head
+            elif self._value.broken_at is not None:
+                break
+        if self._value.broken_at is not None:
+            return self._malformed(self._value.broken_at)
         return self._at_last(self._value) if self._last else None
 
     def _may_name(self, text: str) -> bool:
@@ -759,17 +789,18 @@ class TaggedCalls(CallParser):
         """The argument whose tag stands at this place, after white space.
 
         Args:
-            any_key: the schema need not name the key.
+            any_key: the schema need not name the key, if it is a word.
             repair: a part of the tag may be missing.
         """
-        given = [value.key for value, _ in self._members] + ([self._value.key] if self._value else [])
+        given = [value.key for value, _ in self._given] + ([self._value.key] if self._value else [])
         at += len(self._rest[at : at + LIMIT]) - len(self._rest[at : at + LIMIT].lstrip())
         for pattern in (self.key, self.broken_key)[: 1 + repair]:
             if match := pattern.match(self._rest, at):
                 key, is_broken = match["key"], pattern is self.broken_key
                 if self._keys and key not in self._keys and key.strip(KEY_PADDING) in self._keys:
                     key = key.strip(KEY_PADDING)
-                if self._may_follow(key, given) or (any_key and not is_broken and key not in given):
+                is_plain = any_key and not is_broken and _PLAIN_KEY.fullmatch(key) and key not in given
+                if is_plain or self._may_follow(key, given):
                     return _Value(key, match.end(), is_broken)
         return None
 
@@ -799,16 +830,18 @@ class TaggedCalls(CallParser):
             else:
                 value.bare_ends.append(start)
         elif not value.depth:
-            text = self._rest[value.start : start]
             following = self._argument(self._at)
-            if following is None and len(text) <= CHUNK and not self._takes_text(value.key):
-                if not isinstance(typed_value(text, value.key, self._schema), str):  # it cannot hold the tag
-                    following = self._argument(self._at, any_key=True, repair=False)
+            if following is None and start - value.start <= CHUNK:
+                other = self._argument(self._at, any_key=True, repair=False)
+                following = other if other and self._is_typed(value.key, self._rest[value.start : start]) else None
             if following is not None:
-                self._members.append((value, self._trimmed(text)))
+                self._given.append((value, self._trimmed(self._rest[value.start : start])))
                 self._value, self._at = following, following.start
             elif (begin := self._begin.match(self._rest, self._at)) and self._is_head(begin.end()):
                 value.end = start
+            elif self._keys and (begin := self.key_start.match(self._rest, self._at)):
+                given = [value.key, *(value.key for value, _ in self._given)]
+                value.broken_at = start if self._may_follow(begin["key"], given) else None
         return None
 
     def _at_last(self, value: _Value) -> Head | Literal[False] | None:
@@ -822,10 +855,10 @@ class TaggedCalls(CallParser):
         text, tag, rest = self._rest[value.start :].rpartition(self.value_end)
         rest = rest.strip()
         if tag and (self._begins_key(rest) or any(mark.startswith(rest) for mark in self.closers)):
-            arguments = self._as_json([*self._members, (value, self._trimmed(text))])
+            arguments = self._as_json([*self._given, (value, self._trimmed(text))])
             arguments = arguments and arguments[:-1]
         else:
-            arguments = self._as_json([*self._members, (value, self._rest[value.start :])])
+            arguments = self._as_json([*self._given, (value, self._rest[value.start :])])
             arguments = arguments and arguments[: -2 if arguments[-2] == '"' else -1]
         return self._malformed(value.start) if arguments is None else Head(self._called, len(self._rest), arguments)
 
@@ -834,9 +867,9 @@ class TaggedCalls(CallParser):
         end = value.bare_ends[-1] if value.end is None else value.end
         text, arguments = self._rest[value.start : end], None
         if value.end is not None:
-            arguments, end = self._as_json([*self._members, (value, self._trimmed(text))]), end + len(self.value_end)
+            arguments, end = self._as_json([*self._given, (value, self._trimmed(text))]), end + len(self.value_end)
         elif len(value.bare_ends) == 1 and not value.is_repaired and self.value_end not in text:
-            arguments = self._as_json([*self._members, (value, _LAST_LINE_BREAK.sub("", text))])
+            arguments = self._as_json([*self._given, (value, _LAST_LINE_BREAK.sub("", text))])
         return self._malformed(end) if arguments is None else Head(self._called, end, arguments)
 
     def _malformed(self, at: int) -> Literal[False] | None:
@@ -856,35 +889,43 @@ class TaggedCalls(CallParser):
     def _trimmed(self, text: str) -> str:
         return text.removesuffix("\n") if self.line_breaks else text
 
-    def _takes_text(self, key: str) -> bool:
-        """True if the value of this key may be a string."""
-        types = argument_types(key, self._schema)
-        return not types or "string" in types
-
     def _as_json(self, members: list[tuple[_Value, str]]) -> str | None:
         """The arguments; None if one of them is malformed."""
         keys, pairs = [value.key for value, _ in members], list[str]()
         for value, text in members:
             if value.is_repaired and _ARGUMENT_TAG.search(text):
                 return None
-            for key, part in self._parts_of(value.key, text, keys):
-                part = part.removeprefix("\n") if self.line_breaks else part
-                typed = typed_value(part, key, self._schema)
-                if isinstance(typed, str) and self._tags.search(part) and not self._takes_text(key):
+            parts = self._parts_of(value.key, text, keys)
+            if any(self._is_mistyped(key, part) for key, part in parts[1:]):
+                parts = [(value.key, text)]
+            for key, part in parts:
+                if self._tags.search(part) and self._is_mistyped(key, part):
                     return None
+                keys.append(key)
+                typed = typed_value(part.removeprefix("\n" * self.line_breaks), key, self._schema)
                 pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}")
         return f"{{{', '.join(pairs)}}}"
 
-    def _parts_of(self, key: str, text: str, keys: list[str]) -> Iterator[tuple[str, str]]:
-        """The value of a key, and those after it whose end tags before them are missing. Adds their keys to `keys`."""
-        start = 0
+    def _is_typed(self, key: str, text: str) -> bool:
+        """True if the text is a value of a type other than string, and so does not hold tags."""
+        return not isinstance(typed_value(text, key, self._schema), str) and text != "null"
+
+    def _is_mistyped(self, key: str, text: str) -> bool:
+        """True if the schema allows no string, and the text is not a value of another type."""
+        types = argument_types(key, self._schema)
+        is_text = not types or "string" in types
+        return not is_text and isinstance(typed_value(text, key, self._schema), str)
+
+    def _parts_of(self, key: str, text: str, given: Collection[str]) -> list[tuple[str, str]]:
+        """The value of a key, and the arguments in it whose end tags before them are missing."""
+        parts, start, known = list[tuple[str, str]](), 0, {*given}
         for tag in self.key.finditer(text) if self.value_end not in text else ():
             is_line = not (before := text[start : tag.start()].rstrip(" \t")) or before.endswith("\n")
-            if self._may_follow(tag["key"], keys) and (is_line or (self._keys is not None and not self.line_breaks)):
-                yield key, _LAST_LINE_BREAK.sub("", text[start : tag.start()])
+            if self._may_follow(tag["key"], known) and (is_line or (self._keys is not None and not self.line_breaks)):
+                parts.append((key, _LAST_LINE_BREAK.sub("", text[start : tag.start()])))
                 key, start = tag["key"], tag.end()
-                keys.append(key)
-        yield key, text[start:]
+                known.add(key)
+        return [*parts, (key, text[start:])]
 
 
 class QwenCoder(TaggedCalls):
@@ -896,6 +937,7 @@ class QwenCoder(TaggedCalls):
     name = re.compile(r"(?P<name>[^<>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)")
     key = re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>")
     broken_key = re.compile(r"<parameter=(?P<key>[\w.-]{1,256})(?=\n)")
+    key_start = re.compile(r"\s*<parameter=\s*[\"']?(?P<key>[\w.-]+)")
     value_end, opens, example = "</parameter>", "<parameter=", "<parameter=a>"
     line_breaks = True
 
@@ -908,6 +950,7 @@ class Glm(TaggedCalls):
     name = re.compile(r"\s*(?P<name>[^<>\n]+?)\s*(?=<arg_key>|</tool_call>)")
     key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
     broken_key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})(?:</arg_key>(?!\s*<)\n?|<arg_value>)")
+    key_start = re.compile(r"\s*<arg_key>\s*(?P<key>[\w.-]+)")
     value_end, opens, example = "</arg_value>", "<arg_key>", "<arg_key>a</arg_key><arg_value>"
 
     def _may_name(self, text: str) -> bool:

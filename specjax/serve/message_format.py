@@ -413,8 +413,8 @@ class Reply:
 def is_whole(arguments: str) -> bool:
     """True if the JSON object of a call's arguments is closed, not cut off."""
     reader = JsonObject()
-    reader.read(arguments)
-    return reader.ended
+    _, size = reader.read(arguments)
+    return reader.ended and not arguments[size:].strip()
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ _SCRIPTS = {
     "h": "[TOOL_CALLS]¦ none ¦[ARGS]¦ needed",
     "i": "<think>¦Nothing¦ to do.¦</think>¦Fine.",
     "s": "<think>¦The Ask: ¦goes easy.\n\n¦</think>¦\n\n¦It is four.¦ Ask: ¦me again.",
+    "k": '<think>¦A city: ¦<tool_call>¦ {"name": "get¦_weather"¦, "arguments": {"ci¦ty": "Kyo¦to"¦}}\n¦</tool_call>',
+    "l": '<think>¦Maybe ¦<tool_call>¦{"name": "noop", "arguments": {}}¦</tool_call>¦?¦</think>¦No.',
     "j": '<tool_call>¦{"name": "unknown", ¦"arguments": {}}!¦</tool_call>',
 }
 SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _SCRIPTS.items()}

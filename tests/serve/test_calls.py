@@ -142,7 +142,8 @@ CASES: list[Case] = [
     # cut off after an argument
     Case("qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n<par", None, (("add", '{"a": 1'),)),
     # garbage between arguments
-    Case("qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>", "and </function>", ONE),
+    Case("qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>",
+         "<function=add><parameter=a>1</parameter> and </function>"),
     # the last end is missing
     Case("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>2</function></tool_call>"
          " so\n<tool_call><function=get_weather><parameter=city>\nRom\n</parameter></function></tool_call>!",
@@ -161,8 +162,8 @@ CASES: list[Case] = [
     Case("qwen3_coder", "<function=add><parameter=s>\n</tool_call> <function=nope>\n<parameter=city>\n</parameter>"
          "</function>", None, (("add", '{"s": "</tool_call> <function=nope>\\n<parameter=city>"}'),)),
     # a wrong first tag
-    Case("qwen3_coder", "<function=add><parameter=>1</parameter></function>", "<parameter=>1</parameter></function>",
-         (("add", "{}"),)),
+    Case("qwen3_coder", "<function=add><parameter=>1</parameter></function>",
+         "<function=add><parameter=>1</parameter></function>"),
     # the end of the function is missing
     Case("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>!", "!", ONE),
     # GLM.
@@ -178,14 +179,12 @@ CASES: list[Case] = [
          '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}</tool_call>', None, BRACKETS,
          "Hm <tool_call> hm"),
     Case("qwen", "<think>\nWell, </thin", "", (), "Well, </thin"),  # without an end
-    # Wrong tags after an argument.
-    *(Case("qwen3_coder",
-           f"<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n{tag}\n2\n</function>\n</tool_call> {end}",
-           f"{tag}\n2\n</function>\n</tool_call> {end}", ONE)
+    # Wrong tags after an argument: the whole call is text.
+    *(Case("qwen3_coder", *[
+          f"<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n{tag}\n2\n</function>\n</tool_call> {end}"] * 2)
       for tag in ("<parameter=bad", "<parameter=a<b>", "<parameter=>", "<parameters>", f"<parameter={'x' * 257}>")
       for end in ("tail", "x" * 600)),
-    *(Case("glm", f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>\n{tag}</tool_call> {end}",
-           f"{tag}</tool_call> {end}", ONE)
+    *(Case("glm", *[f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>\n{tag}</tool_call> {end}"] * 2)
       for tag in ("<arg_key>n\n", "<arg_key>n</arg_key>2", "<arg_key></arg_key><arg_value>2</arg_value>", "<arg_keys>")
       for end in ("tail", "x" * 600)),
 ]  # fmt: skip

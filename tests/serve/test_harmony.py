@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -85,8 +86,8 @@ CASES: list[tuple[str, str | None, str | None, tuple[tuple[str, str], ...]]] = [
     ("x" * 2000, "x" * 2000, None, ()), (f"{MESSAGE}x", "x", None, ()),
     ("<|channel|>final Hello <|return|>", "Hello ", None, ()),
     ("<|channel|>analysis So<|end|>" + START + header("final") + "x", "x", "So", ()),
-    (header("commentary?") + "x", "commentary?\nx", None, ()),
-    (header("commentary", " to=assistant<|channel|>commentary?") + "x", "to=assistant commentary?\nx", None, ()),
+    (header("commentary?") + "x", "x", None, ()),
+    (header("commentary", " to=assistant<|channel|>commentary?") + "x", "x", None, ()),
     (f"<|channel|>??{END}{START}{header('final')}x", "??\nx", None, ()),
     (f"<|channel|>final Hm{START}{header('final')}x", "Hm\nx", None, ()),
     (header("analysis") + "a" + header("final") + "x", "x", "a", ()),
@@ -95,9 +96,73 @@ CASES: list[tuple[str, str | None, str | None, tuple[tuple[str, str], ...]]] = [
     (header("commentary", " to=functions.other json") + "{}", "to=functions.other json\n{}", None, ()),
     (header("analysis", " to=python code") + "1", "", "to=python code\n1", ()),
     (header("commentary", " to=functions.noop") + "{} tail", "tail", None, (("noop", "{}"),)),
-    (header("commentary", " to=functions.noop") + "}", "}", None, (("noop", ""),)),
+    (header("commentary", " to=functions.noop") + "}", "to=functions.noop\n}", None, ()),
+    (header("commentary", " to=functions.noop json") + "no JSON" + END, "to=functions.noop json\nno JSON", None, ()),
+    (header("commentary", " to=functions.noop") + '{"a": }', 'to=functions.noop\n{"a": }', None, ()),
+    (header("commentary", " to=functions.noop") + "{", None, None, (("noop", "{"),)),
+    (header("commentary", " to=functions.noop") + '{"a": "<|end|>\\"<|start|>"}<|call|>', None, None,
+     (("noop", '{"a": "<|end|>\\"<|start|>"}'),)),
+    ("<|channel|>commentary to=functions.noop <|constrain|>JSON{}", None, None, (("noop", "{}"),)),
+    ("<|channel|>commentary to=functions.noop not so<|call|>", "to=functions.noop not so", None, ()),
     ("<|channel|>commentary to=functions.noop {}<|call|>", None, None, (("noop", "{}"),)),
 ]  # fmt: skip
+
+
+TYPES = ("", "json", "JSON", "code", "json_schema", "application/xml", "a b")
+OTHER = ("", "to=user", "to=assistant")
+
+
+def headers(channel: str, recipient: str = "") -> list[str]:
+    """Headers in every order, with words of every kind before `<|message|>`."""
+    ends = [
+        f"{mark}{word}" for word in TYPES for mark in (" ", " <|constrain|>", "<|constrain|> ") if word or mark == " "
+    ]
+    ends += [f" {word} <|constrain|>json" for word in TYPES]
+    starts = [f"{CHANNEL}{channel} {recipient}"]
+    if recipient:
+        starts += [f" {recipient}{CHANNEL}{channel}", f" {recipient} {CHANNEL}{channel}"]
+        starts += [f"{CHANNEL}{channel} {word} {recipient}" for word in TYPES[1:]]
+    return [f"{start.rstrip(' ')}{end}{space}" for start in starts for end in ends for space in ("", " ")]
+
+
+HEADERS: dict[str, tuple[list[str], str | None, str | None]] = {  # headers, content, thoughts of the message {"a":1}
+    **{f"{channel} {other}".strip(): (headers(channel, other), None, None)
+       for channel in ("final", "commentary", "analysis") for other in OTHER},
+    **{f"{channel} with a function": (headers(channel, f"to={prefix}noop"), None, None)
+       for channel in ("commentary", "analysis", "final") for prefix in ("functions.", "")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_words_of_headers_are_no_content(name):
+    for start in HEADERS[name][0]:
+        text = start + MESSAGE + '{"a":1}'
+        message = read([text])
+        calls = [tuple(call["function"].values()) for call in message.get("tool_calls", ())]
+        if "function" in name:
+            expected = (None, None, [("noop", '{"a":1}')])
+        else:
+            expected = ("", '{"a":1}', []) if "analysis" in name else ('{"a":1}', None, [])
+        assert (message["content"], message["reasoning_content"], calls) == expected, text
+        assert read([text[:20], text[20:]]) == message
+        after = read([header("final") + "Hi." + END + START + text])
+        assert after["content"] == (f"Hi.\n{expected[0]}" if expected[0] else "Hi."), "also of a later message"
+        assert after["reasoning_content"] == expected[1]
+        channels = Thoughts(True, FINAL)
+        assert (channels.split(text, last=True)[1] == '{"a":1}') == name.startswith("final"), "for stop strings"
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_that_the_text_cuts_off(name):
+    for start in HEADERS[name][0][::3]:
+        if " a b" in start or not (name.endswith("function") or "constrain" in start):
+            continue  # without a recipient and a type, words may be the text of a message without `<|message|>`
+        text = start + MESSAGE
+        known = "noop" if name.endswith("function") else "<|constrain|>"  # words before it may be text
+        for size in range(text.index(known) + len(known), len(text)):
+            message = read([text[:size]])
+            assert (message["content"], message["reasoning_content"]) == ("", None), text[:size]
+            assert "tool_calls" not in message
 
 
 @pytest.mark.parametrize(("text", "content", "thoughts", "calls"), CASES)
@@ -144,9 +209,9 @@ def test_message_does_not_depend_on_pieces(text, opened, data):
     shown = (message["content"] or "") + (message["reasoning_content"] or "")
     shown += "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
     assert not any(mark in (message["content"] or "") for mark in FORM.special)
-    # Words of headers may be lost, others never.
+    text = re.sub(r"(?s)(?:<\|c(?:hannel|onstrain)\|>|to=)(?:(?!<\|(?:end|call|return|start|message)\|>).)*", "", text)
     for word in ("a b", "😀", "x" * LIMIT):
-        assert shown.count(word) >= text.count(word)
+        assert shown.count(word) >= text.count(word), "only words of headers are lost"
 
 
 def test_text_comes_at_once():

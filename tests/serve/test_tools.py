@@ -92,6 +92,8 @@ ANSWERS: dict[str, tuple[str, str, list[list[str]], str]] = {
     "g": ("auto", "", [["noop", "{}"]], "A city, so a call."),
     "h": ("mistral", " none  needed", [], ""),
     "i": ("auto", "Fine.", [], "Nothing to do."),
+    "k": ("auto", "", [["get_weather", '{"city": "Kyoto"}']], "A city:"),
+    "l": ("auto", "No.", [], 'Maybe <tool_call>{"name": "noop", "arguments": {}}</tool_call>?'),
     "j": ("auto", '<tool_call>{"name": "unknown", "arguments": {}}!</tool_call>', [], ""),
 }
 
@@ -104,7 +106,8 @@ def test_answers_of_each_format(servers, name):
     assert choice["finish"] == ("tool_calls" if calls else "stop")
     assert choice["usage"]["completion_tokens"] == len(SCRIPTS[name]) + 1 == len(choice["tokens"])
     assert choice["pieces"] >= 2 * len(calls)
-    thought = SCRIPTS[name].index("</think>") + 1 if reasoning else 0
+    end = "</think>" if "</think>" in SCRIPTS[name] else "<tool_call>"
+    thought = SCRIPTS[name].index(end) + (end == "</think>") if reasoning else 0
     assert choice["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
 
 

@@ -1,0 +1,492 @@
+"""Markers in arguments, malformed calls, and calls in thoughts: every format, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_helpers import joined
+
+from specjax.checkpoint.prompts import END_THINK, THINK
+from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+SCHEMAS: dict[str, Any] = {
+    "write": {
+        "type": "object",
+        "properties": {"path": STRING, "content": STRING, "mode": INTEGER, "tags": {"type": "array"}},
+    },
+    "search": {"type": "object", "properties": {"query": STRING, "n": INTEGER}, "required": ["query"]},
+    "free": {"type": "object"},
+    "open": {"type": "object", "properties": {"a": STRING}, "additionalProperties": True},
+    "noop": {},
+}  # fmt: skip
+
+
+def qwen_coder(name: str, arguments: dict[str, Any]) -> str:
+    values = "".join(f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def glm(name: str, arguments: dict[str, Any]) -> str:
+    values = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{written(value)}</arg_value>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{values}</tool_call>"
+
+
+def written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def in_json(pattern: str) -> Callable[[str, dict[str, Any]], str]:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        return pattern.replace("NAME", name).replace("JSON", json.dumps(arguments, ensure_ascii=False))
+
+    return call
+
+
+FORMATS: dict[str, Callable[[str, dict[str, Any]], str]] = {
+    "qwen": in_json('<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>'),
+    "llama3": in_json('{"name": "NAME", "parameters": JSON}'),
+    "llama3 tag": in_json('<|python_tag|>{"name": "NAME", "parameters": JSON}'),
+    "mistral": in_json('[TOOL_CALLS] [{"name": "NAME", "arguments": JSON}]'),
+    "mistral named": in_json("[TOOL_CALLS]NAME[ARGS]JSON"),
+    "deepseekv3": in_json(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
+    "deepseekv31": in_json(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "kimi_k2": in_json(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "gpt-oss": in_json("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>"),
+    "qwen3_coder": qwen_coder,
+    "glm": glm,
+}
+TAGGED = ("qwen3_coder", "glm")
+THINKING = [name for name in FORMATS if name != "gpt-oss"]
+
+
+def options(name: str, **more: Any) -> ReplyOptions:
+    parser = PARSERS[name.split()[0]]
+    hidden = frozenset() if "<tool_call>" in parser.begins else frozenset(parser.markers())
+    return ReplyOptions(parser, tuple(SCHEMAS), hidden=hidden, schemas=SCHEMAS, **{"reasoning": True} | more)
+
+
+def read(name: str, pieces: list[str], *, thinking: bool = False, **more: Any) -> tuple[Reply, dict[str, Any]]:
+    """The parsed answer, and its message, which equals the sum of a stream's deltas."""
+    thinking = thinking or name == "gpt-oss"
+    reply = options(name, **more).reply(thinking=thinking)
+    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
+    message = reply.message()
+    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
+    assert joined(deltas) == {"reasoning_content": None} | message
+    for call in message.get("tool_calls", ()):
+        call["id"] = ""
+    return reply, message
+
+
+def divisions(text: str) -> list[list[str]]:
+    """The text by character, and cut in two at some places."""
+    return [[*text], *([text[:at], text[at:]] for at in range(1, len(text), len(text) // 3 + 1))]
+
+
+def parsed(name: str, text: str, *, thinking: bool = False, **more: Any) -> tuple[Reply, dict[str, Any]]:
+    """As `read`, and the same for all divisions."""
+    reply, message = read(name, [text], thinking=thinking, **more)
+    for pieces in divisions(text):
+        assert read(name, pieces, thinking=thinking, **more)[1] == message, pieces
+    return reply, message
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+# Markers in values.
+
+MARKERS = [
+    *dict.fromkeys(
+        mark
+        for parser in PARSERS.values()
+        for mark in (*parser.markers(), getattr(parser, "value_end", ""), getattr(parser, "opens", ""))
+        if mark
+    ),
+    "<arg_value>", "</arg_key>", THINK, END_THINK, "[TOOL_CALLS]", "<parameter=bogus>", "<parameter=path>",
+    "<arg_key>bogus</arg_key>\n<arg_value>", "<arg_key>path</arg_key><arg_value>", "<function=write>", "```json",
+]  # fmt: skip
+PLACES = ("{0}", "{0}{0}\n{0}\nx{0}y\n {0} \na\n{0}\nb\n{0}\n{0}\nsay('{0}'){0}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("place", PLACES, ids=["alone", "in text"])
+def test_markers_in_values(name, place):
+    """`path` is given before, so that no tag in the value names a key that may follow."""
+    for mark in MARKERS:
+        arguments = {"path": "/a", "content": place.format(mark)}
+        for number, members in enumerate((arguments, {**arguments, "mode": 1})):
+            text = FORMATS[name]("write", members)
+            reply, message = read(name, [text])
+            assert calls_of(message) == [("write", members)] and message["content"] is None and reply.has_called, text
+            size = 3 if number else 11
+            assert read(name, [text[at : at + size] for at in range(0, len(text), size)])[1] == message
+
+
+VALUES = {
+    "qwen3_coder": [
+        "x</parameter>\ny", "x\n</parameter>\n\ny", "</parameter>", "</parameter>\n</parameter>",
+        "foo\n</parameter>\nx\n<parameter=path>\nbar", "foo\n</parameter>\n<parameter=path>\nbar\n</parameter>\nbaz",
+        "foo\n</parameter>\n<parameter=bogus>\n1\n</parameter>\n", "</parameter>\n<parameter=content>\n",
+        "</parameter></function>", "</parameter>\n</function>\n</tool_call>", "</function></tool_call>",
+        "</parameter></function>\n</tool_call> and more", "</tool_call>\n<tool_call>\n",
+        "</function></function>", "<tool_call>\n<function=noop>\n</function>\n</tool_call>",
+        qwen_coder("search", {"query": "q", "n": 2}), f"a\n{qwen_coder('search', {'query': 'q'})}\n" * 2,
+        f"a {qwen_coder('write', {'path': 'q', 'mode': 2})} b", "<function=search>\n<parameter=query>",
+        "<parameter=mode", "<parameter=", "</parameter", "</parameter>\n<parameter=path", "</parameter>\n<", "\n", "",
+        " x ", "\n\nx\n\n", "<parameter=mode>", "see <parameter=mode>1</parameter>",
+    ],
+    "glm": [
+        "x</arg_value>\ny", "</arg_value>", "</arg_value></arg_value>",
+        "foo</arg_value>\nx\n<arg_key>path</arg_key>\n<arg_value>bar",
+        "foo</arg_value>\n<arg_key>path</arg_key>\n<arg_value>bar</arg_value>baz",
+        "foo</arg_value>\n<arg_key>bogus</arg_key>\n<arg_value>1",
+        "</arg_value></tool_call>", "</arg_value>\n</tool_call>\n</tool_call>", "</arg_value></tool_call> and more",
+        "</tool_call>\n<tool_call>", "<tool_call>noop</tool_call>", glm("search", {"query": "q", "n": 2}),
+        f"a\n{glm('search', {'query': 'q'})}\n" * 2, f"a {glm('write', {'path': 'q'})} b", "<arg_key>mode",
+        "<tool_call>search\n<arg_key>", "</arg_value", "</arg_value>\n<arg_key>path", "</arg_value>\n<", "\n", "",
+        " x ", "<arg_key>mode</arg_key>", "<arg_value>",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [pytest.param(name, value, id=f"{name} {value:.60}") for name in VALUES for value in VALUES[name]],
+)
+def test_tags_in_values(name, value):
+    """Also where calls follow, with text between."""
+    write = FORMATS[name]
+    for arguments in ({"path": "/a", "content": value}, {"path": "/a", "content": value, "mode": 1}):
+        text = write("write", arguments)
+        reply, message = parsed(name, text)
+        assert calls_of(message) == [("write", arguments)] and message["content"] is None and reply.has_called
+        reply, message = parsed(name, f"So:\n{text}\n{write('search', {'query': 'q'})}\n{write('noop', {})}\nDone.")
+        assert calls_of(message) == [("write", arguments), ("search", {"query": "q"}), ("noop", {})]
+        assert message["content"] == "So:\nDone."
+
+
+PIECES = {
+    "qwen3_coder": ("<tool_call>", "</tool_call>", "<function=", "search", ">", "</function>", "</parameter>", "\n",
+                    "<parameter=path>", "<parameter=bogus>", "<parameter=", "x", " "),
+    "glm": ("<tool_call>", "</tool_call>", "search", "<arg_key>", "path", "</arg_key>", "<arg_value>", "</arg_value>",
+            "\n", "bogus", "x", " "),
+}  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_random_tags_in_values(data):
+    """The format can express every value that quotes no whole call and no key that has not been given."""
+    name = data.draw(st.sampled_from(TAGGED))
+    value = "".join(data.draw(st.lists(st.sampled_from(PIECES[name]), max_size=10)))
+    if "<function=search>" in value or "<tool_call>search" in value.replace("\n", "").replace(" ", ""):
+        return
+    arguments = {"path": "/a", "content": value}
+    text = FORMATS[name]("write", arguments)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    for pieces in ([text], [*text], [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]):
+        assert calls_of(read(name, pieces)[1]) == [("write", arguments)]
+
+
+TYPED: list[tuple[str, dict[str, Any]]] = [
+    # A key that the schema does not name follows a value that cannot hold tags.
+    ("search", {"n": 5, "bogus": "x"}), ("write", {"mode": 5, "bogus": "x", "path": "p"}),
+    ("write", {"tags": ["</parameter>", "</arg_value>"], "path": "p"}),
+    ("write", {"tags": ["</parameter>", "<parameter=path>"], "bogus": "1", "mode": 2}),
+    ("free", {"a": "1", "b": "2"}), ("open", {"a": "1", "b": "</parameter></arg_value>", "c": "x"}),
+    ("free", {"a": "</parameter>", "b": "</arg_value>"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(("function", "arguments"), TYPED)
+def test_types_and_schemas_of_values_with_tags(name, function, arguments):
+    _, message = parsed(name, FORMATS[name](function, arguments))
+    assert calls_of(message) == [(function, arguments)] and message["content"] is None
+
+
+# Malformed calls.
+
+QUERY = {"query": "cats"}
+REPAIRED: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {  # a text with one possible reading, and its calls
+    "qwen3_coder": [
+        ("<tool_call>\n<function=search>\n<parameter=query\ncats\n</parameter>\n</function>\n</tool_call>",
+         [("search", QUERY)]),
+        ("<tool_call>\n<function=search>\n<parameter=n>\n5\n</parameter>\n<parameter=query\ncats\n</parameter>\n"
+         "</function>\n</tool_call>", [("search", {"n": 5, **QUERY})]),
+        ('<tool_call><function=search><parameter="query">cats</parameter></function></tool_call>', [("search", QUERY)]),
+        ("<tool_call><function=search><parameter=query>cats</parameter></tool_call>", [("search", QUERY)]),
+        ("<tool_call><function=search><parameter=query>\ncats\n</function></tool_call>", [("search", QUERY)]),
+        ("<tool_call><function=search><parameter=query>cats</parameter></function></function></tool_call></tool_call>",
+         [("search", QUERY)]),
+        ("<tool_call>\n<function=search>\n<parameter=query>\ncats\n</parameter>\n<tool_call>\n<function=noop>\n"
+         "</function>\n</tool_call>", [("search", QUERY), ("noop", {})]),
+    ],
+    "glm": [
+        ("<tool_call>search\n<arg_key>query</arg_key>\ncats</arg_value>\n</tool_call>", [("search", QUERY)]),
+        ("<tool_call>search<arg_key>query</arg_key>cats</arg_value></tool_call>", [("search", QUERY)]),
+        ("<tool_call>search\n<arg_key>query<arg_value>cats</arg_value>\n</tool_call>", [("search", QUERY)]),
+        ("<tool_call>search\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n<arg_key>query</arg_key>\ncats</arg_value>\n"
+         "</tool_call>", [("search", {"n": 5, **QUERY})]),
+        ("<tool_call>search<arg_key>query</arg_key><arg_value>cats</tool_call>", [("search", QUERY)]),
+        ("<tool_call>search<arg_key>query</arg_key><arg_value>cats</arg_value><tool_call>noop</tool_call>",
+         [("search", QUERY), ("noop", {})]),
+    ],
+    "qwen": [('<tool_call>{"name": "search", "arguments": {"query": "cats"}</tool_call>', [("search", QUERY)])],
+    "gpt-oss": [("<|channel|>commentary to=functions.search json{\"query\": \"cats\"}<|call|>", [("search", QUERY)])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [pytest.param(name, *case, id=f"{name} {case[0]:.70}") for name in REPAIRED for case in REPAIRED[name]],
+)
+def test_calls_with_one_possible_reading(name, text, calls):
+    reply, message = parsed(name, text)
+    assert calls_of(message) == calls and message["content"] is None and reply.has_called
+
+
+FIVE = "<parameter=n>\n5\n</parameter>"
+MALFORMED: dict[str, list[str]] = {
+    "qwen3_coder": [
+        f"<tool_call>\n<function=search>\n{first}{wrong}\n</function>\n</tool_call>"
+        for first in ("", f"{FIVE}\n", f"{FIVE}\n<parameter=query>\nq\n</parameter>\n")
+        for wrong in ("<parameter=cats\nx", "<parameter=cats\nx\n</parameter>", "<parameter query>\nx\n</parameter>",
+                      "<parameter=>\nx\n</parameter>", "<parameter>query</parameter>", "<query>\nx\n</query>",
+                      "<parameter=query=x>\n</parameter>", "query: x", "x</parameter>", "<parameter=query\nx")
+        if "=query>" not in first or not wrong.endswith("</parameter>")  # else it may be a part of the text before
+    ] + [
+        f"<tool_call><function=write><parameter=path>a</parameter>\n<parameter={wrong}</parameter></function></tool_call>"
+        for wrong in ("content x", "content x\n", "content", "mode=5>", "content</parameter>", " content\nx")
+    ] + [
+        "<tool_call><function=search</function></tool_call>", "<tool_call><function=>\n</function></tool_call>",
+        "<tool_call><function=search>query: cats</function></tool_call>",
+        "<tool_call><function=search><parameter=n>\n5\n</parameter><parameter=n>\n6\n</parameter></function></tool_call>",
+        "<tool_call><function=search><parameter=query>a</function> b</function></tool_call>",
+        "<function=search><parameter=que</function>", '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
+    ],
+    "glm": [
+        f"<tool_call>search\n{first}{wrong}\n</tool_call>"
+        for first in ("", "<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n")
+        for wrong in ("<arg_key>query</arg_key>\ncats", "<arg_key>query</arg_key>\n<arg>cats</arg>",
+                      "<arg_key>query\ncats</arg_value>", "<arg_value>cats</arg_value>",
+                      "query</arg_key><arg_value>cats</arg_value>", "<arg_key>bogus</arg_key>\ncats</arg_value>",
+                      "<arg_key>query</arg_key>a\n<arg_value>cats</arg_value>", "query: cats",
+                      "<arg_key></arg_key>\n<arg_value>cats</arg_value>", "<query>cats</query>")
+    ] + [
+        f"<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n<arg_key>content{wrong}\n</tool_call>"
+        for wrong in ("</arg_key>\nx", " x</arg_value>", "", "</arg_key>\n<arg>x</arg_value>", "</arg_key>")
+    ] + [
+        "<tool_call>search<arg_key>n</arg_key><arg_value>5</arg_value><arg_key>n</arg_key><arg_value>6</arg_value></tool_call>",
+        "<tool_call><arg_key>query</arg_key><arg_value>x</arg_value></tool_call>",
+        '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
+    ],
+    "qwen": [
+        f'<tool_call>{{"name": "search", {wrong}}}</tool_call>'
+        for wrong in ('"args": {"query": "cats"}', '"query": "cats"', '"arguments": ["cats"]', '"arguments": "cats"',
+                      '"arguments": {"query": }', '"arguments": {query: "cats"}', '"arguments": {"query" "cats"}',
+                      '"arguments": "{\\"query\\": }"', '"arguments": {"query": cats}')
+    ] + ['<tool_call>{"arguments": {"query": "cats"}}</tool_call>', "<tool_call>search</tool_call>"],
+    "llama3": ['{"name": "search", "args": {"query": "cats"}}', '{"name": "search", "parameters": {"query": cats}}'],
+    "mistral": ['[TOOL_CALLS] [{"name": "search", "query": "cats"}]', "[TOOL_CALLS]search[ARGS]cats",
+                "[TOOL_CALLS]search[ARGS]", '[TOOL_CALLS]{"arguments": {"query": "cats"}}'],
+    "deepseekv3": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\nquery\n```<｜tool▁call▁end｜>",
+                   '<｜tool▁call▁begin｜>search{"query": "cats"}<｜tool▁call▁end｜>'],
+    "deepseekv31": ['<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": }<｜tool▁call▁end｜>'],
+    "kimi_k2": ['<|tool_call_begin|>functions.search:0{"query": "cats"}<|tool_call_end|>',
+                "<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>cats<|tool_call_end|>"],
+    "gpt-oss": [f"<|channel|>commentary to=functions.search json<|message|>{wrong}<|call|>"
+                for wrong in ("cats", '{"query": }', "}", "[1]", '"cats"')]
+               + ["<|channel|>commentary to=functions.search cats<|call|>"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [pytest.param(name, text, id=f"{name} {text:.90}") for name in MALFORMED for text in MALFORMED[name]],
+)
+def test_malformed_calls_are_text(name, text):
+    """Also beside a call in the right form."""
+    reply, message = parsed(name, text)
+    assert "tool_calls" not in message and not reply.has_called
+    shown = text
+    for mark in options(name).hidden:
+        shown = shown.replace(mark, "")
+    if name in ("mistral", "gpt-oss"):
+        assert "cats" not in text or "cats" in message["content"]
+    else:
+        assert message["content"].strip() == shown.strip()
+    if name in ("qwen3_coder", "glm", "qwen", "deepseekv31"):
+        _, message = parsed(name, text + "\n" + FORMATS[name]("noop", {}))
+        assert calls_of(message) == [("noop", {})] and message["content"].strip() == shown.strip()
+
+
+INVALID = {
+    "qwen": ['{"name": "search", "arguments": {"query": "cats"}, "n": 5}', '{"name": "search", "arguments": {"n": [5}}',
+             '{"name": "search", "arguments": {"query": "cats", n: 5}}'],
+    "llama3": ['{"name": "search", "parameters": {"query": "cats"}, "n": 5}'],
+    "mistral": ['[TOOL_CALLS] [{"name": "search", "arguments": {"query": "cats"}, "n": 5}]'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name in INVALID for text in INVALID[name]])
+def test_arguments_that_turn_out_to_be_malformed_are_no_json(name, text):
+    """They have been streamed, and no client can execute them."""
+    reply, message = parsed(name, f"<tool_call>{text}</tool_call>" if name == "qwen" else text)
+    ((_, arguments),) = [tuple(call["function"].values()) for call in message["tool_calls"]]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(arguments)
+    assert not reply.has_called or "n: 5" in text
+    assert message["content"] is None
+
+
+# Calls in thoughts.
+
+OPENINGS = [(True, ""), (False, THINK), (False, f"\n{THINK}\n")]  # the prompt begins the thoughts; the answer does
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize(("thinking", "begin"), OPENINGS)
+def test_call_in_open_thoughts(name, thinking, begin):
+    call = FORMATS[name]("write", {"path": "/a", "content": "x <b>"})
+    expected = ("write", {"path": "/a", "content": "x <b>"})
+    for before in ("Hm, 1 < 2.\n", "", "First {x}:\n\n"):
+        reply, message = parsed(name, f"{begin}{before}{call}", thinking=thinking)
+        assert calls_of(message) == [expected] and reply.has_called and reply.has_thought, before
+        assert (message["content"], message["reasoning_content"]) == (None, before.strip() or None)
+    reply, message = parsed(name, f"{begin}So\n{call}", thinking=thinking, reasoning=False, thinks=True)
+    assert calls_of(message) == [expected] and message["content"] == f"{begin}So"
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_calls_and_text_after_a_call_in_open_thoughts(name):
+    if name == "llama3":
+        calls, text = FORMATS[name]("write", {"path": "/a"}) + "; " + FORMATS[name]("noop", {}), ""
+    elif name.startswith("mistral"):
+        calls, text = (
+            '[TOOL_CALLS] [{"name": "write", "arguments": {"path": "/a"}}, {"name": "noop", "arguments": {}}]',
+            "",
+        )
+    else:
+        calls, text = FORMATS[name]("write", {"path": "/a"}) + "\n" + FORMATS[name]("noop", {}), " Done."
+    _, message = parsed(name, f"So:\n{calls}{text}", thinking=True)
+    assert calls_of(message) == [("write", {"path": "/a"}), ("noop", {})]
+    assert (message["content"], message["reasoning_content"]) == (text.strip() or None, "So:")
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("answer", ["It is 4.", "CALL", ""])
+def test_quoted_call_in_thoughts_that_close(name, answer):
+    quoted = FORMATS[name]("write", {"path": "/a"})
+    answer = answer.replace("CALL", FORMATS[name]("noop", {}))
+    thoughts = f"I could write\n{quoted}\nbut no."
+    _, message = parsed(name, f"{thoughts}\n{END_THINK}\n\n{answer}", thinking=True)
+    assert message["reasoning_content"] == thoughts
+    assert calls_of(message) == ([("noop", {})] if "noop" in answer else [])
+    assert message["content"] == (None if "noop" in answer else answer)
+    _, message = parsed(name, f"{thoughts}\n{END_THINK}\n\n{answer}", thinking=True, reasoning=False, thinks=True)
+    assert calls_of(message) == ([("noop", {})] if "noop" in answer else []), "also if thoughts are content"
+    shown = thoughts
+    for mark in options(name).hidden:
+        shown = shown.replace(mark, "")
+    assert message["content"].startswith(f"{shown}\n{END_THINK}")
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_incomplete_call_in_open_thoughts_is_a_thought(name):
+    whole = FORMATS[name]("write", {"path": "/a", "content": "x"})
+    end = whole.rindex("x")
+    for size in range(1, end + 2):
+        text = f"So:\n{whole[:size]}"
+        _, message = read(name, [text], thinking=True)
+        assert "tool_calls" not in message and message["reasoning_content"] == text.rstrip(), size
+        assert size % 8 or read(name, [*text], thinking=True)[1] == message
+    unknown = whole.replace("write", "unknown")
+    _, message = parsed(name, f"So:\n{unknown}", thinking=True)
+    assert "tool_calls" not in message and message["reasoning_content"] == f"So:\n{unknown}"
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_whole_call_after_quotes_in_open_thoughts(name):
+    """An incomplete quote, a marker and an unknown function come before."""
+    call = FORMATS[name]("search", {"query": "q"})
+    marks = PARSERS[name.split()[0]].begins
+    for quote in (FORMATS[name]("unknown", {"a": 1}), f"the marker {marks[0]} is", call[: call.index("query") - 2]):
+        thoughts = f"So:\n{quote}\nis wrong, 1 < 2.\n"
+        _, message = parsed(name, f"{thoughts}{call}", thinking=True)
+        assert calls_of(message) == [("search", {"query": "q"})], quote
+        assert (message["content"], message["reasoning_content"]) == (None, thoughts.strip())
+
+
+def test_thoughts_are_streamed_up_to_a_marker():
+    reply = options("qwen").reply(thinking=True)
+    passed = [("So 1 <", "So 1"), (" 2 <tool", " < 2"), ("_box> or ", " <tool_box> or"), ("<tool_call>", "")]
+    passed += [(" is a marker. ", " <tool_call> is a marker."), ('<tool_call>{"name": "noop", ', ""), ('"x": 1', "")]
+    passed += [("}. ", ' <tool_call>{"name": "noop", "x": 1}.'), ('<tool_call>{"name": "noop"}', ""), ("x", "")]
+    for piece, thoughts in passed:
+        assert "".join(delta["reasoning_content"] for delta in reply.feed(piece)) == thoughts
+    assert reply.feed(END_THINK) == [{"reasoning_content": ' <tool_call>{"name": "noop"}x'}]
+
+
+def test_calls_need_functions():
+    """Without functions nothing is searched for."""
+    reply = ReplyOptions(None, reasoning=True).reply(thinking=True)
+    text = FORMATS["qwen"]("noop", {})
+    assert reply.feed(text, last=True) == [{"reasoning_content": text}]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_thoughts_do_not_depend_on_pieces(data):
+    """Thoughts, quotes, ends of thoughts and calls in any order."""
+    name = data.draw(st.sampled_from(THINKING))
+    call, other = FORMATS[name]("write", {"path": "/a", "content": "</parameter> x"}), FORMATS[name]("noop", {})
+    parts = [
+        call,
+        other,
+        call[:-9],
+        call[: len(call) // 2],
+        "\n",
+        " So. ",
+        THINK,
+        END_THINK,
+        "{",
+        "<",
+        *PARSERS[name.split()[0]].begins,
+    ]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=7)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    for more in ({}, {"reasoning": False, "thinks": True}):
+        message = read(name, [text], thinking=True, **more)[1]
+        for pieces in ([*text], [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]):
+            assert read(name, pieces, thinking=True, **more)[1] == message
+    if END_THINK not in text and call in text and name not in ("llama3",):
+        assert message.get("tool_calls")
+
+
+def test_time_of_many_calls_in_thoughts_is_bounded():
+    text = '<tool_call>{"name": "noop", "arguments": {"a": [' * 2000
+    reply = options("qwen").reply(thinking=True)
+    for at in range(0, len(text), 50):
+        reply.feed(text[at : at + 50])
+    reply.feed("", last=True)
+    assert reply.message()["reasoning_content"] == text
