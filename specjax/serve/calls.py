@@ -9,7 +9,7 @@ The concatenated parts do not depend on the pieces. A call is announced after it
 and the beginning of its arguments; text that turns out not to be a call is plain text. Arguments are passed on as the
 model writes them: they may be cut off by the limit of tokens, or be invalid JSON.
 
-Most formats write arguments as JSON. `TaggedCalls` reads values between tags, which become JSON one member at a time:
+Most formats write arguments as JSON. `TaggedCalls` reads values between tags, which become JSON when the call ends:
 
     <tool_call>\\n<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>       Qwen3-Coder
     <tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>                    GLM
