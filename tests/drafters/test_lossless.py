@@ -104,7 +104,7 @@ def with_head(algorithm: str, shape: TreeShape) -> Callable[..., Drafting]:
         if model.family == "pairs":
             config, params = distilled(algorithm.lower())
         else:  # as training would make it, with weights large enough for drafts that vary
-            layers = ("0", "1") if algorithm == "EAGLE3" else ()
+            layers = ("1", "0") if algorithm == "EAGLE3" else ()  # layer 0 must not be first
             config = head_config(DraftSettings(draft=algorithm, aux_layers=layers), target.config)
             params = dict(init_head_params(config, target, jax.random.key(1)))
             params = {name: leaf * 5 if leaf.ndim > 1 else leaf for name, leaf in params.items()}
