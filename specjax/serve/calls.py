@@ -627,7 +627,7 @@ class CallSearch:
     """Finds the first whole call in text that comes in pieces, such as thoughts that may not end before it.
 
     Args:
-        make: makes a parser of the format.
+        make: makes a parser of the format that hides no markers: they are text that ends a trial.
 
     Attributes:
         held: text from the call on; without one, from where a call may begin.
@@ -655,7 +655,7 @@ class CallSearch:
                 if begin is None:
                     break
                 self._trial, text, self._arguments = self._make(), self.held, None
-            is_call = self._read(self._trial.feed(text, last=last))
+            is_call = self._read(self._trial, text, last)
             if is_call is None and not last:
                 break
             self.found = self._is_whole() if is_call is None else is_call
@@ -669,18 +669,20 @@ class CallSearch:
         self._before = text[-1:] or self._before
         return text
 
-    def _read(self, parts: list[Part]) -> bool | None:
+    def _read(self, trial: CallParser, text: str, last: bool) -> bool | None:
         """True if the text begins with a whole call, False if it does not, None if that is undecided."""
-        for part in parts:
-            match part:
-                case Text() if self._arguments is None and part.text.strip():
-                    return False
-                case Text() | Call() if self._arguments is not None:
-                    return self._is_whole()
-                case Call():
-                    self._arguments = ""
-                case Arguments():
-                    self._arguments = (self._arguments or "") + part.text
+        for start in range(0, max(len(text), 1), LIMIT):  # most trials end in the first piece
+            end = start + LIMIT
+            for part in trial.feed(text[start:end], last=last and end >= len(text)):
+                match part:
+                    case Text() if self._arguments is None and part.text.strip():
+                        return False
+                    case Text() | Call() if self._arguments is not None:
+                        return self._is_whole()
+                    case Call():
+                        self._arguments = ""
+                    case Arguments():
+                        self._arguments = (self._arguments or "") + part.text
         return None
 
     def _is_whole(self) -> bool:
@@ -947,7 +949,7 @@ class Glm(TaggedCalls):
 
     begins = ("<tool_call>",)
     closers = ("</tool_call>",)
-    name = re.compile(r"\s*(?P<name>[^<>\n]+?)\s*(?=<arg_key>|</tool_call>)")
+    name = re.compile(r"\s*(?P<name>[^\s<>](?:[^<>\n]*[^\s<>])?)\s*(?=<arg_key>|</tool_call>)")
     key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
     broken_key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})(?:</arg_key>(?!\s*<)\n?|<arg_value>)")
     key_start = re.compile(r"\s*<arg_key>\s*(?P<key>[\w.-]+)")

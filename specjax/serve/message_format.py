@@ -442,12 +442,12 @@ class ReplyOptions:
 
     def reply(self, *, thinking: bool) -> Reply:
         """`thinking`: the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
-        more: dict[str, Any] = {"hidden": self.hidden}
+        more: dict[str, Any] = {}
         if self.parser is not None and issubclass(self.parser, TaggedCalls):
             more["schemas"] = self.schemas
         if self.parser is Harmony:
             more["opened"] = thinking
         make = functools.partial(self.parser or CallParser, self.names, **more)
         search = CallSearch(make) if self.names and (self.reasoning or self.thinks) else None
-        parser = make(most=self.most)
+        parser = make(hidden=self.hidden, most=self.most)
         return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered, search=search)

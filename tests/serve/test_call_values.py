@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tool_helpers import joined
 
 from specjax.checkpoint.prompts import END_THINK, THINK
+from specjax.serve.calls import CallParser
 from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -490,3 +492,37 @@ def test_time_of_many_calls_in_thoughts_is_bounded():
         reply.feed(text[at : at + 50])
     reply.feed("", last=True)
     assert reply.message()["reasoning_content"] == text
+
+
+@pytest.mark.parametrize("size", [50, 100_000])
+@pytest.mark.parametrize("name", THINKING)
+def test_work_for_markers_in_thoughts_is_bounded(name, size, monkeypatch):
+    """A trial at a marker reads a short piece of the text, in a stream and of a whole answer."""
+    states = 0
+
+    def enter(self: CallParser, state: Callable[[], bool]) -> bool:
+        nonlocal states
+        states += 1
+        return plain(self, state)
+
+    plain = CallParser._enter
+    monkeypatch.setattr(CallParser, "_enter", enter)
+    begin = PARSERS[name.split()[0]].begins[0]
+    text = begin * (20_000 // len(begin))
+    reply = options(name).reply(thinking=True)
+    for at in range(0, len(text), size):
+        reply.feed(text[at : at + size])
+    reply.feed("", last=True)
+    assert reply.message()["reasoning_content"] == text
+    assert states < 50_000, "500,000 if each trial reads the whole text"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_time_of_white_space_after_markers_is_linear(name):
+    """Where a name may follow, in a value and outside; some models repeat white space without end."""
+    call = FORMATS[name]("write", {"path": "PATH"})
+    for begin in PARSERS[name.split()[0]].begins:
+        for text in (begin + " " * 20_000, call.replace("PATH", f"a {begin}{' ' * 20_000}")):
+            started = time.thread_time()
+            read(name, [text])
+            assert time.thread_time() - started < 5, "hours if it is cubic"
