@@ -423,7 +423,7 @@ class ReplyOptions:
 
     Attributes:
         parser: parser of calls in the model's format; None: no functions were offered.
-        names: names of the offered functions.
+        names: names of the functions that may be called.
         most: maximum number of reported calls; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning, gathered: as `Reply`.

@@ -194,15 +194,16 @@ class ToolFields(Body):
         reasoning = thinks and self.separate_reasoning is not False
         if not offered and not reasoning and not form.harmony:
             return None
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in offered}
         return ReplyOptions(
             parser=form.parser if offered and form.parser else Harmony if form.harmony else None,
-            names=tuple(tool["function"]["name"] for tool in offered),
+            names=tuple(name for name in schemas if self.forced in (None, name)),
             most=self.most,
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
             gathered=self.stream_reasoning is False,
             thinks=thinks,
-            schemas={tool["function"]["name"]: tool["function"]["parameters"] for tool in offered},
+            schemas=schemas,
         )
 
 

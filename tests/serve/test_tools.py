@@ -111,6 +111,15 @@ def test_answers_of_each_format(servers, name):
     assert choice["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
 
 
+def test_tool_choice_excludes_calls_of_other_functions_in_open_reasoning(servers):
+    named = {"type": "function", "function": {"name": "noop"}}
+    (choice,) = both(servers(), **ask("k", max_tokens=20), tools=TOOLS, tool_choice=named, seed=1)
+    assert choice["calls"] == [] and choice["reasoning"].startswith("A city: <tool_call>")
+    named["function"]["name"] = "get_weather"
+    (choice,) = both(servers(), **ask("k", max_tokens=20), tools=TOOLS, tool_choice=named, seed=1)
+    assert choice["calls"] == [["get_weather", '{"city": "Kyoto"}']]
+
+
 def test_forms_of_messages(servers):
     answer = servers().post(CHAT, ask("a", tools=TOOLS)).json()["choices"][0]
     (call,) = answer["message"].pop("tool_calls")
