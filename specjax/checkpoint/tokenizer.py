@@ -7,7 +7,7 @@ differs within a family (Qwen2.5: 151936 rows, 152064 from 7B on), and are never
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ MAX_SHOWN = 3  # differing ids in a message
 _PADDING = re.compile(r"\[PAD(\d+)\]")  # the name of a padding row in GGUF files, with its id
 _TAG = re.compile(r"<[^<>\s]+>")  # a token of the vocabulary that a GGUF file does not mark as special
 _TURNS = ("user", "ask1"), ("assistant", "say1"), ("user", "ask2"), ("assistant", "say2")  # role, content
+_SYSTEM = ("system", "rule")
 
 
 def load_tokenizer(
@@ -84,15 +85,18 @@ def turn_end(tokenizer: Any) -> int | None:
     """The token that the chat template writes after an assistant's turn; None: there is no template or no such token.
 
     A chat of two exchanges is rendered. The token must follow both answers, because some templates write another token
-    at the end of a text. If a template writes nothing there, the token after the first answer counts. It must not be
-    the header of a turn: a header opens the text, or is followed by the name of a role or by the question.
+    at the end of a text. If a template writes nothing there, the token after the first answer counts. Of several tokens
+    the last one counts: earlier ones close a part of the answer. It must not be the header of a turn: a header opens
+    the text, or is followed by the name of a role or by the question.
 
         <|im_start|>assistant\nsay2<|im_end|>\n    <|im_end|>        <|user|>ask2<|assistant|>say2    None
         [/INST] say2</s>                          </s>              say1<|end|>... say2<|return|>    None
+        say2\n</response>\n<|im_end|>\n           <|im_end|>
     """
-    texts = (
-        (_rendered(tokenizer, parts) for parts in (False, True)) if getattr(tokenizer, "chat_template", None) else ()
-    )
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    # Some templates need a system message, or contents as parts.
+    texts = (_rendered(tokenizer, turns, parts) for turns in (_TURNS, (_SYSTEM, *_TURNS)) for parts in (False, True))
     if (text := next(filter(None, texts), None)) is None:
         return None
     vocabulary, added = tokenizer.get_vocab(), sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
@@ -109,15 +113,21 @@ def turn_end(tokenizer: Any) -> int | None:
     headers = text.removesuffix(opening)
     between, last = (text.rpartition(content)[2].lstrip() for _, content in (_TURNS[1], _TURNS[3]))
     between = between.partition(_TURNS[2][1])[0]
-    token, after = first(between), (last or between).removeprefix(first(between))
-    follows_both = token == first(last) if last else bool(after.strip())
-    is_end = token and follows_both and token not in headers and not after[:1].isalnum()
-    return vocabulary[token] if is_end else None
+    end = None
+    while (token := first(between)) and token not in headers:
+        after = (last or between).removeprefix(token)
+        follows_both = token == first(last) if last else bool(after.strip())
+        if not follows_both or after[:1].isalnum():
+            break
+        end, between, last = vocabulary[token], between.removeprefix(token).lstrip(), after.lstrip() if last else ""
+        if not last:
+            break
+    return end
 
 
-def _rendered(tokenizer: Any, parts: bool) -> str | None:
-    """The text of `_TURNS`, with contents as text or as lists of parts; None if it lacks a content."""
-    messages = [{"role": r, "content": [{"type": "text", "text": c}] if parts else c} for r, c in _TURNS]
+def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]], parts: bool) -> str | None:
+    """The text of `turns`, with contents as text or as lists of parts; None if it lacks a content of `_TURNS`."""
+    messages = [{"role": r, "content": [{"type": "text", "text": c}] if parts else c} for r, c in turns]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
     except Exception:  # templates may raise any error

@@ -85,6 +85,42 @@ CASES: dict[str, Case] = {
         "{% endfor %}",
         "</s>",
     ),
+    "needs a system message": Case(
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + ROLES
+        + "<|im_end|>\n{% endfor %}",
+        "<|im_end|>",
+    ),
+    "needs a system message in parts": Case(
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}",
+        "<|im_end|>",
+    ),
+    # Tokens that close a part of the answer come before the end of the turn.
+    "ernie's response": Case(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<response>\n{{ m.content }}\n"
+        "</response>\n{% else %}{{ m.content }}{% endif %}<|im_end|>\n\n{% endfor %}" + ASK,
+        "<|im_end|>", ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<response>", "</response>"),
+    ),
+    "command a": Case(
+        "<s>{% for m in messages %}<|START|><|{{ m.role }}|>{% if m.role == 'assistant' %}<|START_RESPONSE|>"
+        "{{ m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|STOP|>{% endfor %}",
+        "<|STOP|>",
+        ("<s>", "</s>", "<|START|>", "<|STOP|>", "<|user|>", "<|assistant|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "no calls": Case(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'assistant' %}<calls></calls>"
+        "{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+        "<|im_end|>", ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<calls>", "</calls>"),
+    ),
+    "a name after the token": Case(
+        "A chat.{% for m in messages %}{{ ' USER: ' if m.role == 'user' else ' ASSISTANT: ' }}{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "a name right after the token": Case(
+        "<s>{% for m in messages %}{{ 'User:' if m.role == 'user' else 'Bot:' }} {{ m.content }}<|im_end|>{% endfor %}",
+        "<|im_end|>",
+    ),
     # Nothing is written after an answer, or the next turn's header.
     "nothing": Case(ROLES + "\n{% endfor %}" + ASK, None),
     "nothing, always a prompt": Case(ROLES + "\n{% endfor %}<|im_start|>assistant\n", None),
