@@ -104,6 +104,8 @@ def not_read(settings: Settings) -> set[str]:
 def _architecture(settings: Settings) -> str:
     """`speculators_model_type`, else the architecture; empty if there is neither."""
     architectures = settings.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        raise invalid("architectures", architectures, "a list of names")
     architecture = str(settings.get("speculators_model_type") or architectures[0])
     if architecture.startswith("Gemma4"):
         raise unsupported("architectures", architecture, listed((*FROM_ANCHOR, "dspark")))

@@ -407,7 +407,8 @@ def layer_config(config: Settings) -> Settings:
     if not settings.get("use_sliding_window", True) or settings.get("layer_types"):
         settings.pop("sliding_window", None)
     refuse_unsupported(settings, SILU | NO_WINDOW | {"quantization_config": ({}, "none")})
-    if (types := settings.get("layer_types")) and any(name != LAYER_TYPES[1] for name in types):
+    types = settings.get("layer_types")
+    if types and (not isinstance(types, list) or any(name != LAYER_TYPES[1] for name in types)):
         raise unsupported("layer_types", types, LAYER_TYPES[1])
     for key, variant in _UNSUPPORTED.items():
         if (value := _either(settings, key)) is not None and value is not False:
@@ -450,7 +451,7 @@ def aux_layer_ids(
     written = {key: ids for key, place in places.items() if (ids := place.get(AUX_LAYERS_KEY)) not in (None, [])}
     read: dict[str, tuple[int, ...]] = {}
     for key, ids in written.items():
-        if not isinstance(ids, Sequence) or not all(type(value) is int for value in ids):
+        if not isinstance(ids, list | tuple) or not all(type(value) is int for value in ids):
             raise CheckpointError(f"config.json: {key} is {ids!r}; a list of integers is needed")
         outputs = ids[0] == 1 and family != "gpt_oss"
         read[key] = tuple(value - (not outputs) for value in ids)

@@ -221,6 +221,8 @@ REFUSED = [
     ({"attention_sink_bias": True}, {}, "attention_sink_bias is True; supported: absent"),
     ({"attention_value_scale": 0.5}, {}, "attention_value_scale is 0.5"),
     ({}, {"is_neox_style": False}, "is_neox_style is False"),
+    ({"architectures": 1}, {}, "architectures is 1; a list of names is needed"),
+    ({"architectures": "DFlashDraftModel"}, {}, "architectures is 'DFlashDraftModel'; a list of names is needed"),
     ({"projector_type": "domino"}, {}, "projector_type is 'domino'; supported: dflash, dflash2, dspark"),
     ({}, {"attention_sink_bias": True}, "attention_sink_bias is True; supported: absent"),
     ({}, {"attention_value_scale": 0.5}, "attention_value_scale is 0.5"),

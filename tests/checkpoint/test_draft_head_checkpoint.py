@@ -321,6 +321,9 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 2048}, "sliding_window is 2048"),
     ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}, "layer_types is ["),
     ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": False}, "layer_types is ["),
+    ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; supported: full_attention"),
+    ({"layer_types": 1}, "layer_types is 1; supported: full_attention"),
+    ({"layer_types": True}, "layer_types is True; supported: full_attention"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; such heads (P-EAGLE)"),
     ({"architectures": ["PEagleDraftModel"]}, "architectures is ['PEagleDraftModel']; such heads (P-EAGLE)"),
 ]
@@ -434,6 +437,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
                  r"eagle_config\.eagle_aux_\w+ is \[1, 3, 8\], outputs: .* layers \[1, 3, 8\]; different .* 0\.\.7"),
     "layers twice": ("eagle3", {"config": {"eagle_config": {KEY: [1, 1, 4]}}}, {}, r"layers \[1, 1, 4\]; different"),
     "layer type": ("eagle3", {"config": {KEY: ["2", "3", "4"]}}, {}, "a list of integers is needed"),
+    "no layers": ("eagle3", {"config": {"eagle_config": {KEY: ""}}}, {}, "is ''; a list of integers is needed"),
     "no embedding": ("eagle3", {"target_hidden_size": 20}, {"hidden_size": 20},
                      r"no embed_tokens\.weight, and the target's is 20 wide, the draft head 16"),
     "no head": ("eagle3", {"dialect": "eagle3-own-embedding", "target_hidden_size": 20,
