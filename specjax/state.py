@@ -17,7 +17,7 @@ from specjax.drafters.base import Drafter, DraftState, Params
 from specjax.logprobs import LOGPROB_IDS, Logprobs
 from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
-from specjax.tree import DraftTree
+from specjax.tree import NO_PARENT, DraftTree
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
 """Values of `StepOutput.finish`: the request continues, drew a stop id, reached its token limit, or has logits with NaN
@@ -183,12 +183,23 @@ class StepTree:
 
 
 def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
-    """Extracts the tree of batch entry `row`, which emitted the tokens `emitted`."""
+    """Extracts the tree of batch entry `row`, which emitted the tokens `emitted`. A node whose parent is invalid, as in
+    the trees of a faulty drafter, is left out."""
     host = jax.tree.map(np.asarray, trace)  # copied once: an array caches its host copy
-    count = int(host.tree.valid[row].sum())
-    nodes = {name: getattr(host.tree, name)[row, :count].copy() for name in ("tokens", "parents", "depth", "scores")}
-    path = host.path[row, : int(host.accepted[row]) + 1].copy()
-    return StepTree(**nodes, drawn=host.drawn[row, :count].copy(), path=path, emitted=np.array(emitted))
+    parents, places = host.tree.parents[row].tolist(), {0: 0}  # index in the tree -> index in the result
+    for node in np.flatnonzero(host.tree.valid[row]).tolist():
+        if node and parents[node] in places:
+            places[node] = len(places)
+    nodes = list(places)
+    fields = {name: getattr(host.tree, name)[row, nodes] for name in ("tokens", "depth", "scores")}
+    fields["parents"] = np.array([places.get(parents[node], NO_PARENT) for node in nodes], np.int32)
+    path = host.path[row, : int(host.accepted[row]) + 1].tolist()
+    return StepTree(
+        **fields,
+        drawn=host.drawn[row, nodes],
+        path=np.array([places[node] for node in path], np.int32),
+        emitted=np.array(emitted),
+    )
 
 
 def step_trees(output: StepOutput) -> list[StepTree | None]:

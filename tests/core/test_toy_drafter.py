@@ -18,6 +18,7 @@ import specjax
 from specjax.drafters.base import Drafter
 from specjax.engine import SamplingParams
 from specjax.tree import DraftTree, chain
+from specjax.viz.drawing import draw_steps
 
 DEPTH = 5
 LENGTH = 64
@@ -184,6 +185,24 @@ def test_absurd_trees(topk):
         accepted += sum(len(done.output_ids) - 1 - done.spec_verify_ct for done in completions)
     assert accepted > 20
     check_idle(engine)
+
+
+@pytest.mark.parametrize("topk", [None, 1])
+def test_traces_of_absurd_trees(topk):
+    """A trace has the nodes below the root that could be accepted, and can be drawn."""
+    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"), topk=topk)
+    engine = make_engine(toy(), drafter, draft=jnp.uint32(0), trace=True)
+    for seed in range(6):
+        engine.params = engine.params._replace(draft=jnp.uint32(seed))
+        done = engine.generate(PROMPT, SamplingParams(max_new_tokens=50, temperature=1.0, seed=seed))
+        assert len(done.trees) == done.spec_verify_ct
+        for tree in done.trees:
+            count = len(tree.tokens)
+            assert tree.parents[0] == -1 and all(0 <= tree.parents[node] < node for node in range(1, count))
+            assert tree.depth.tolist() == [0, *(tree.depth[tree.parents[1:]] + 1)]
+            assert all(0 <= token < VOCABULARY for token in tree.tokens)
+            assert tree.tokens[tree.path[1:]].tolist() == tree.emitted[: tree.accepted].tolist()
+        assert draw_steps(done.trees).count('class="root"') == len(done.trees)
 
 
 # Rules of the code.
