@@ -241,7 +241,7 @@ def commit(
 def _advanced(
     state: RowState, block: Any, rows: RowMoves, start: PerRequest, length: PerRequest, always: Active
 ) -> RowState:
-    """A row state after `commit`. `always` is true, see there."""
+    """Returns a row state after `commit`. `always` is true and depends on the forward's reads; see `commit`."""
     before = read_rows(state, rows, start).leaves
     batch = jnp.arange(start.shape[0], dtype=jnp.int32)
 

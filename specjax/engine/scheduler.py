@@ -33,8 +33,8 @@ class Scheduler:
     """Admits sequences when a slot and pages for their context are free, and orders prompts.
 
     Higher priorities are admitted first. Within a priority, fcfs admits in order of arrival, and lpm by the number of
-    prompt tokens in the prefix cache. If another sequence is
-    computing the next page of a prompt, the sequence waits for that page.
+    prompt tokens in the prefix cache. If another sequence is computing the next page of a prompt, the sequence waits
+    for that page.
 
     Args:
         lookahead: tokens that unread steps may commit, 2 (D + 1) when steps are dispatched ahead.
