@@ -144,8 +144,9 @@ def test_every_end_token_of_a_model_is_in_the_map(run, tmp_path):
 
 def test_a_tokenizer_without_an_end_token(run, tmp_path):
     plain = tokenizer().from_pretrained(save(tmp_path / "plain"), eos_token=None)
-    plain.eos_token = None
+    plain.eos_token = plain.chat_template = None
     save(tmp_path / "plain", plain)
+    (tmp_path / "plain" / "chat_template.jinja").unlink()  # which ends turns with a token
     status, ids, summary, err = run({"a.jsonl": [{"text": "zzy"}]}, "--tokenizer", tmp_path / "plain", size=2)
     assert (status, ids, summary["end_ids"]) == (0, [encode("z")[0], encode("y")[0]], [])
     assert "names no end token" in err
