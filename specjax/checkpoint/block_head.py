@@ -161,16 +161,23 @@ def _attention(settings: Settings, layers: int, architecture: str) -> tuple[tupl
 def _features(settings: Settings, target: ModelConfig, layers: int) -> tuple[int, ...]:
     """The target's layers whose outputs the head reads. speculators' ids are of layers' inputs; z-lab's default depends
     on the number of draft layers."""
-    last, inputs = target.num_layers - 1, "aux_hidden_state_layer_ids"
-    key = inputs if inputs in settings and "target_layer_ids" not in settings else "target_layer_ids"
-    ids = settings.get(key, default_block_features(target.num_layers, layers))
-    if not isinstance(ids, list | tuple) or not ids or not all(type(value) is int for value in ids):
-        raise invalid(key, ids, "a list of layers")
-    read = tuple(value - (key == inputs) for value in ids)
-    if len(set(read)) != len(read) or not all(0 <= layer < last for layer in read):
-        needed = f"the outputs of different layers from 0 to {last - 1} of the target (not its embedding or last layer)"
-        raise invalid(key, list(ids), needed)
-    return read
+    outputs, inputs, last = "target_layer_ids", "aux_hidden_state_layer_ids", target.num_layers - 1
+    written = {key: settings[key] for key in (outputs, inputs) if key in settings}
+    read = dict[str, tuple[int, ...]]()
+    for key, ids in (written or {outputs: default_block_features(target.num_layers, layers)}).items():
+        if not isinstance(ids, list | tuple) or not ids or not all(type(value) is int for value in ids):
+            raise invalid(key, ids, "a list of layers")
+        read[key] = tuple(value - (key == inputs) for value in ids)
+        if len(set(read[key])) != len(ids) or not all(0 <= layer < last for layer in read[key]):
+            needed = (
+                f"the outputs of different layers from 0 to {last - 1} of the target (not its embedding or last layer)"
+            )
+            raise invalid(key, list(ids), needed)
+    if len(set(read.values())) > 1:
+        raise invalid(
+            inputs, written[inputs], f"the inputs of the layers after {outputs} {written[outputs]}, or absent"
+        )
+    return next(iter(read.values()))
 
 
 def default_block_features(target_layers: int, layers: int) -> tuple[int, ...]:

@@ -178,7 +178,7 @@ READ = [
     (LAYER, {"rms_norm_eps": 0.01}, {"norm_epsilon": 0.01}),
     (LAYER, MIXED, {"windows": (9, None), "causal": (True, False)}),
     (LAYER, MIXED | {"sliding_window_non_causal": True}, {"windows": (9, None)}),
-    ("", {"target_layer_ids": [4, 1, 3]}, {"aux_layers": (4, 1, 3)}),
+    ("", {"target_layer_ids": [4, 1, 3], "aux_hidden_state_layer_ids": None}, {"aux_layers": (4, 1, 3)}),
     # Values that change nothing.
     ("", {"attention_sink_bias": False, "attention_value_scale": 1.0, "projector_type": "dflash"}, {}),
     ("", {"is_neox_style": True, "input_embedding_scale": 1.0, "output_multiplier": 1}, {}),
@@ -236,6 +236,11 @@ REFUSED = [
     ({}, {"mask_token_id": 31}, "mask_token_id is 31"),
     ({}, {"target_layer_ids": [-1, 3, 4]}, "the outputs of different layers from 0 to 6 .* (not its embedding"),
     ({}, {"target_layer_ids": [1, 3, 7]}, "target_layer_ids is [1, 3, 7]"),
+    (
+        {"aux_hidden_state_layer_ids": [3, 4, 5]},
+        {"target_layer_ids": [1, 3, 4]},
+        "aux_hidden_state_layer_ids is [3, 4, 5]; the inputs of the layers after target_layer_ids [1, 3, 4]",
+    ),
     ({}, {"target_hidden_size": 20}, "target_hidden_size is 20, and the target's is 16"),
     ({"num_target_layers": 36}, {}, "num_target_layers is 36, and the target's is 8"),
     ({"vocab_size": 32}, {}, "vocab_size is 32, and the target's is 31"),
