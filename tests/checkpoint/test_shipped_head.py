@@ -187,12 +187,14 @@ def test_explicit_path_overrides_the_shipped_head(row, saved, tmp_path):
 )
 def test_explicit_numbers_of_the_tree(row, saved, options, tree, caplog):
     """Absent numbers follow the rules of any EAGLE tree, except steps, which are the measured ones."""
+    caplog.set_level(logging.WARNING)  # another test may have lowered it
     drafter = loaded(saved / "model", **options).drafter
     assert drafter.note.startswith(f"{tree[0]} steps, top-k {tree[1]}, {tree[2]} draft tokens (")
     assert drafter.explicit_width and not caplog.records
 
 
 def test_options_without_effect_are_logged(row, saved, caplog):
+    caplog.set_level(logging.WARNING)  # another test may have lowered it
     loaded(saved / "model", capacity=2048, steps=1)
     loaded(saved / "sibling", capacity=2048, steps=1, token_map="64")
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [

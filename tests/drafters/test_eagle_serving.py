@@ -158,6 +158,7 @@ def loaded(draft: DraftOptions) -> LoadedModel:
     ],
 )
 def test_tree_shape_options(options, steps, topk, tokens, how, caplog):
+    caplog.set_level(logging.WARNING)  # another test may have lowered it
     drafter = loaded(Eagle3(head("eagle3"), **options)).drafter
     assert drafter.note == f"{steps} steps, top-k {topk}, {tokens} draft tokens ({how})"
     assert (drafter.width, drafter.depth) == (tokens, min(steps, tokens - 1))
@@ -179,6 +180,7 @@ def test_make_drafter():
 
 
 def test_warnings(caplog):
+    caplog.set_level(logging.WARNING)  # another test may have lowered it
     flags_given = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9, "speculative_token_map": "map.json"}
     speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"), **flags_given)
     chosen = flags.Settings(flags.ModelSettings(str(folder() / "model")), speculative=speculative)
