@@ -20,7 +20,7 @@ from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.programs import Key
 from specjax.serve.calls import Harmony
-from specjax.serve.message_format import PARSERS
+from specjax.serve.message_format import PARSERS, Reply
 
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
 MARKERS = tuple(
@@ -160,6 +160,17 @@ def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Eng
 def ask(last: str, **more: Any) -> dict[str, Any]:
     """Fields of a greedy chat whose answer is the script of this name."""
     return {"model": "toy", "messages": [{"role": "user", "content": f"Say {last}"}], "temperature": 0} | more
+
+
+def read_in_pieces(reply: Reply, pieces: list[str]) -> dict[str, Any]:
+    """The message of an answer, without ids of calls; it equals the sum of a stream's deltas."""
+    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
+    message = reply.message()
+    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
+    assert joined(deltas) == {"reasoning_content": None} | message
+    for call in message.get("tool_calls", ()):
+        call["id"] = ""
+    return message
 
 
 def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_helpers import joined
+from tool_helpers import read_in_pieces
 
 from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.serve.calls import CallParser
@@ -87,13 +87,7 @@ def read(name: str, pieces: list[str], *, thinking: bool = False, **more: Any) -
     """The parsed answer, and its message, which equals the sum of a stream's deltas."""
     thinking = thinking or name == "gpt-oss"
     reply = options(name, **more).reply(thinking=thinking)
-    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
-    message = reply.message()
-    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
-    assert joined(deltas) == {"reasoning_content": None} | message
-    for call in message.get("tool_calls", ()):
-        call["id"] = ""
-    return reply, message
+    return reply, read_in_pieces(reply, pieces)
 
 
 def divisions(text: str) -> list[list[str]]:

@@ -15,7 +15,7 @@ from harmony_helpers import ENDS, SCRIPTS, harmony_engine, harmony_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from server_helpers import SECONDS, Running, check_error, running
-from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined
+from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined, read_in_pieces
 
 from specjax.checkpoint.prompts import Chat, render_chat
 from specjax.engine import Completion, SamplingParams
@@ -49,14 +49,7 @@ def thought(text: str) -> str:
 def read(pieces: list[str], *, opened: bool = True, names: tuple[str, ...] = NAMES, **more: Any) -> dict[str, Any]:
     """The message of an answer, which equals the sum of a stream's deltas."""
     options = ReplyOptions(Harmony, names, hidden=FORM.special, **{"reasoning": True} | more)
-    reply = options.reply(thinking=opened)
-    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
-    message = reply.message()
-    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
-    assert joined(deltas) == {"reasoning_content": None} | message
-    for call in message.get("tool_calls", ()):
-        call["id"] = ""
-    return message
+    return read_in_pieces(options.reply(thinking=opened), pieces)
 
 
 # The parser. Text, content, thoughts, calls.
