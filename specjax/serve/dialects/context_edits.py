@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
@@ -27,6 +27,18 @@ Messages: TypeAlias = list[dict[str, Any]]
 Count: TypeAlias = Callable[[Messages], int]  # number of tokens of a prompt with these messages
 NotNegative = Annotated[Integer, Field(ge=0)]
 Names = Annotated[list[Text], Field(max_length=MAX_NAMES, fail_fast=True), at_most(MAX_NAMES)]
+
+
+@dataclass
+class Counted:
+    """Messages of a chat, whose tokens are counted once, and only if an edit asks for them."""
+
+    messages: Messages
+    count: Count
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        return self.count(self.messages)
 
 
 class InputTokens(Body):
@@ -53,7 +65,7 @@ class Edit(Body):
     type: Any
 
     @abstractmethod
-    def clear(self, messages: Messages, count: Count) -> tuple[Messages, int]:
+    def clear(self, chat: Counted) -> tuple[Counted, int]:
         """Returns the messages after the edit, and the number of cleared parts. Raises an ApiError."""
 
 
@@ -69,20 +81,20 @@ class ClearThinking(Edit):
         BeforeValidator(_as_object, json_schema_input_type=Literal["all"] | ThinkingTurns | AllTurns),
     ] | None = Field(None, description="Last turns whose thoughts stay. Default: one.")  # fmt: skip
 
-    def clear(self, messages: Messages, count: Count) -> tuple[Messages, int]:
+    def clear(self, chat: Counted) -> tuple[Counted, int]:
         if isinstance(self.keep, AllTurns):
-            return messages, 0
+            return chat, 0
         turns, turn = list[int](), 0  # the turn of each message with thoughts
-        for message in messages:
+        for message in chat.messages:
             turn += message["role"] == "user"
             turns += [turn] if "reasoning_content" in message else []
         old = sorted(set(turns))[: -1 if self.keep is None else -self.keep.value]
         left, edited = iter(turns), Messages()
-        for message in messages:
+        for message in chat.messages:
             if "reasoning_content" in message and next(left) in old:
                 message = {name: value for name, value in message.items() if name != "reasoning_content"}
             edited.append(message)
-        return edited, len(old)
+        return replace(chat, messages=edited), len(old)
 
 
 class ClearToolUses(Edit):
@@ -98,29 +110,29 @@ class ClearToolUses(Edit):
         None, description="true, or names of functions: their arguments are cleared, too."
     )
 
-    def clear(self, messages: Messages, count: Count) -> tuple[Messages, int]:
-        names = {call["id"]: call["function"]["name"] for m in messages for call in m.get("tool_calls", ())}
+    def clear(self, chat: Counted) -> tuple[Counted, int]:
+        names = {call["id"]: call["function"]["name"] for m in chat.messages for call in m.get("tool_calls", ())}
         trigger = self.trigger or InputTokens(type="input_tokens", value=100_000)
-        size = len(names) if isinstance(trigger, ToolUses) else count(messages)
+        size = len(names) if isinstance(trigger, ToolUses) else chat.tokens
         if size <= trigger.value:
-            return messages, 0
+            return chat, 0
         excluded, count_old = self.exclude_tools or (), len(names) - (3 if self.keep is None else self.keep.value)
         old = set([*names][: max(count_old, 0)])
-        results = {m["tool_call_id"] for m in messages if m["role"] == "tool" and m["content"] != CLEARED}
+        results = {m["tool_call_id"] for m in chat.messages if m["role"] == "tool" and m["content"] != CLEARED}
         old = {id for id in old & results if names[id] not in excluded}
         emptied = self.clear_tool_inputs if isinstance(self.clear_tool_inputs, list) else names.values()
         emptied = {id for id in old if self.clear_tool_inputs and names[id] in emptied}
         edited = Messages()
-        for message in messages:
+        for message in chat.messages:
             if message["role"] == "tool" and message["tool_call_id"] in old:
                 message = message | {"content": CLEARED}
             elif own := message.get("tool_calls"):
                 message = message | {"tool_calls": [_emptied(call) if call["id"] in emptied else call for call in own]}
             edited.append(message)
-        least = 0 if self.clear_at_least is None else self.clear_at_least.value
-        if least and count(messages) - count(edited) < least:
-            return messages, 0
-        return edited, len(old)
+        after, least = replace(chat, messages=edited), 0 if self.clear_at_least is None else self.clear_at_least.value
+        if least and chat.tokens - after.tokens < least:
+            return chat, 0
+        return after, len(old)
 
 
 def _emptied(call: dict[str, Any]) -> dict[str, Any]:
@@ -133,13 +145,13 @@ class Compact(Edit):
     instructions: Text | None = None
     pause_after_compaction: Flag | None = None
 
-    def clear(self, messages: Messages, count: Count) -> tuple[Messages, int]:
+    def clear(self, chat: Counted) -> tuple[Counted, int]:
         most = 150_000 if self.trigger is None else self.trigger.value
-        if (tokens := count(messages)) > most:
-            problem = f"is supported only below its trigger of {most} tokens; this prompt has {tokens}"
+        if chat.tokens > most:
+            problem = f"is supported only below its trigger of {most} tokens; this prompt has {chat.tokens}"
             hint = "compact the conversation in the client, or clear tool results (clear_tool_uses_20250919)"
             raise bad_request(f"context_management.edits: {self.type} {problem}: {hint}", "context_management")
-        return messages, 0
+        return chat, 0
 
 
 Edits = Annotated[
@@ -185,11 +197,11 @@ class EditedChat:
 def apply_edits(edits: Iterable[Edit], messages: Messages, count: Count) -> tuple[Messages, list[dict[str, Any]]]:
     """Returns the edited messages, and the edits that cleared something in the form of Anthropic's answers. Raises an
     ApiError for an edit that is unsupported for these messages."""
-    applied = []
+    applied, chat = [], Counted(messages, count)
     for edit in edits:
-        edited, parts = edit.clear(messages, count)
+        edited, parts = edit.clear(chat)
         if parts:
-            tokens = max(count(messages) - count(edited), 0)
+            tokens = max(chat.tokens - edited.tokens, 0)
             applied.append({"type": edit.type, edit.counted: parts, "cleared_input_tokens": tokens})
-        messages = edited
-    return messages, applied
+        chat = edited
+    return chat.messages, applied
