@@ -156,7 +156,6 @@ class CallParser:
     joins: ClassVar[tuple[str, ...]] = ()  # strings after which another call may follow
     bare_begin: ClassVar[tuple[str, ...]] = ()  # expressions for calls inside of text that begin without a marker
     repeats: ClassVar[bool] = False  # another call may follow at once
-    bare: ClassVar[re.Pattern[str] | None] = None  # the beginning of a call without one of `begins`
     text_arguments: ClassVar[bool] = False  # templates expect the arguments of earlier calls as JSON, not as objects
     id_length: ClassVar[int | None] = None  # number of letters and digits of ids in templates
     numbered_ids: ClassVar[bool] = False  # templates expect ids of the form functions.add:0, counted over the chat
@@ -356,7 +355,6 @@ class Llama3(CallParser):
     joins = (";", ",", "<|python_tag|>")
     bare_begin = (r"(?m:^)\{",)
     repeats = True
-    bare = re.compile(r"(?:\A|(?<=\n))[ \t]*\{")  # on a line of its own
 
     _begun = False
 

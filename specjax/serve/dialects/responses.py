@@ -386,10 +386,10 @@ class ResponsesAnswer(Answer):
         index, part = change.number, change.part
         at: dict[str, Any] = {"output_index": index, "item_id": self._item_id(index, part)}
         inside = at | {"content_index": 0}
-        events: list[bytes] = []
         name, about = NAMES[part.kind], at if part.kind == "call" else inside
         has_logprobs = {"logprobs": []} if part.kind == "text" else {}
         is_custom = part.kind == "call" and self._origin(part).is_custom
+        events = list[bytes]()
         match change:
             case Begin():
                 item = self._item(index, part, "in_progress")
@@ -397,7 +397,7 @@ class ResponsesAnswer(Answer):
                 if part.kind != "call":
                     events += [self._event("response.content_part.added", **inside, part=_content(part, ""))]
             case Grow() if is_custom:  # a part of a JSON string, whose text follows at its end
-                events = []
+                pass
             case Grow():
                 events = [self._event(f"response.{name}.delta", **about, delta=change.text, **has_logprobs)]
             case End():
