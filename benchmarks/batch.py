@@ -47,7 +47,8 @@ engine: Engine
 def load(model: str, algorithm: str, config: EngineConfig) -> None:
     global engine
     engine = Engine.from_pretrained(model, draft=algorithm, config=config)
-    engine.warm_up_in_background(progress=False).join()
+    engine.warm_up_in_background()
+    engine.programs.wait()
 
 
 def encode(texts: list[str]) -> list[list[int]]:

@@ -68,7 +68,6 @@ from timing import CACHE_BYTES, copy_bandwidth, interleaved, rotating
 from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, RopeConfig, SamplingParams, gpu
 from specjax.drafters import make_drafter
 from specjax.drafters.options import options_of
-from specjax.engine.buckets import Key
 from specjax.engine.memory import temporary_bytes
 from specjax.engine.sequence import completion
 from specjax.gpu import IN_GRAPHS, LOOPS, SCHEDULING
@@ -205,7 +204,7 @@ def engine_tokens(algorithm: str, *, retract_every: int | None = None, **config:
     sizes = {"max_total_tokens": 2048, "context_length": 256}
     options = EngineConfig(len(SAMPLING), random_seed=0, **sizes | config)
     engine = Engine(target, params, TokenIds(), drafter, config=options)
-    engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+    engine.warm_up([engine.buckets.step(engine.buckets.batches[-1])], progress=False)
     requests = [SamplingParams(max_new_tokens=24, ignore_eos=True, seed=i, **way) for i, way in enumerate(SAMPLING)]
     texts = []
     for _ in range(2):
@@ -429,14 +428,15 @@ def engine(report: Report) -> None:
     # The first half of the programs compile as in a server, which launches nothing meanwhile. XLA has locks of its own
     # while it times candidates, so the second half show whether that is enough.
     half, held = len(running.buckets.all_keys()) // 2, running.programs._exclusive
-    thread, during = running.warm_up_in_background(progress=False), {"streams during compilation": gaps()}
-    while thread.is_alive() and report.in_time("streams during compilation", 15):
+    running.warm_up_in_background()
+    during = {"streams during compilation": gaps()}
+    while running.programs.pending and report.in_time("streams during compilation", 15):
         running.programs._exclusive = held and len(running.programs.compiled()) < half
         kind = "streams during compilation" if running.programs._exclusive == held else "the same, launches not held"
         during[kind] = during.get(kind, []) + gaps()
     for kind, milliseconds in during.items():
         add_gaps(kind, milliseconds)
-    if not thread.is_alive():
+    if not running.programs.pending:
         add_gaps("streams after compilation", gaps())
     running.programs.close(5)
     stats = jax.devices()[0].memory_stats() or {}

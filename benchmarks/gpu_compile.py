@@ -124,13 +124,13 @@ def programs(
 
     if nodes is not None:
         drafter = drafter.within(nodes)
-    step = StepConfig((nodes or drafter.width,))
+    step = StepConfig(nodes or drafter.width)
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=step)
     commit = partial(commit_phase, drafter=drafter, config=step)
     verified = partial(verify_phase, target=target, drafter=drafter, verify=verify, config=step)
-    numbers, most = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_, jnp.float32), max(step.widths)
+    numbers, most = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_, jnp.float32), step.nodes
     tree = place(DraftTree(*(cast(Any, jax.ShapeDtypeStruct((shapes.batch, most), kind)) for kind in numbers)))
     with described_device((params,)):
         checked = place(jax.eval_shape(check, params, state, inputs, tree))
@@ -206,7 +206,7 @@ def started(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any
         return Resident(init_state(params, target, drafter, rows=rows, pool=pool), tables)
 
     state, new_pages = jax.eval_shape(empty, params), -(-2 * (drafter.depth + 1) // pool.page_size)
-    programs = Programs(target, drafter, buckets, params, state, new_pages=new_pages, verify=STRAIGHT)
+    programs = Programs(target, drafter, params, state, new_pages=new_pages, verify=STRAIGHT)
     ready, keys = buckets.ready_keys(), buckets.all_keys()
     document |= {"programs": len(keys), "tree": drafter.note, "tables": buckets.tables, "results": []}
     for key in keys[:5]:

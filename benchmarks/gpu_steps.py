@@ -20,7 +20,6 @@ from timing import WARMUP, Trace
 from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, SamplingParams, make_drafter, make_target
 from specjax.drafters import Drafter
 from specjax.drafters.options import options_of
-from specjax.engine.buckets import Key
 
 
 class TokenIds:
@@ -108,7 +107,7 @@ class Model:
         params = Params(self.params.target, self.head(case.algorithm)[1])
         engine = Engine(self.target, params, TokenIds(), drafter, config=config)
         begun = time.perf_counter()
-        engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+        engine.warm_up([engine.buckets.step(engine.buckets.batches[-1])], progress=False)
         compile_seconds = round(time.perf_counter() - begun, 1)
         prompts = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, context)).tolist()
         requests = [engine.add(prompt, SamplingParams(max_new_tokens=limit, ignore_eos=True)) for prompt in prompts]

@@ -139,7 +139,7 @@ def load(
         loaded, speculation = _Draft(), make_speculation(drafter, target)
     if drafter is not None or verify is not None:
         # What the caller passes drafts in every step, unless `EngineConfig.adaptive` is True.
-        speculation = speculation._replace(drafter=speculation.drafter._replace(explicit_width=True))
+        speculation = speculation._replace(drafter=speculation.drafter._replace(explicit_width=True, every_step=True))
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     params, verify = Params(weights, speculation.params), verify or speculation.verify
     draft_model = loaded.head or loaded.model

@@ -52,8 +52,8 @@ from specjax.state import (
     Trace,
     admit,
 )
-from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only, with_root
-from specjax.verify import Verdict, Verifier, greedy_and_finite, pad_levels, verify_tree
+from specjax.tree import DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only, with_root
+from specjax.verify import Verdict, Verifier, greedy_and_finite, verify_tree
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class StepConfig:
     """Static options of a step.
 
     Attributes:
-        widths: compiled tree widths N, ascending, from 1 to the drafter's; `draft_phase` cuts wider trees to their best
-            nodes; (): the drafter's widths.
+        nodes: N, number of nodes of the step's trees, at most the drafter's; `draft_phase` cuts wider trees to their
+            best nodes. 1: the step drafts nothing; 0: the drafter's width.
         trace: True to return `StepOutput.trace`.
         prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
             computes the padded chunk.
     """
 
-    widths: tuple[int, ...] = ()
+    nodes: int = 0
     trace: bool = False
     prompt_logprobs: bool = False
     tokens: int = 0
@@ -98,16 +98,21 @@ def draft_phase(
 ) -> tuple[DraftTree, DecodeState]:
     """Drafts trees for the batch; returns trees of N nodes, and the state with the drafter's new state.
 
-    Trees are cut to the largest width of `config` and to each row's `draft_limit`; the nodes with the best scores
-    remain. Node 0 is the row's root, and nodes that cannot be verified are invalid, whatever the drafter returns. With
-    a width of 1 the drafter is not called.
+    Trees are cut to the nodes of `config` and to each row's `draft_limit`; the nodes with the best scores remain.
+    Node 0 is the row's root, and nodes that cannot be verified are invalid, whatever the drafter returns. With one node
+    the drafter is not called.
+
+    Raises:
+        ValueError: `config` asks for more nodes than the drafter proposes.
     """
     context, row, _ = _gather(state, inputs)
-    if config.widths == (1,):
+    if not 0 <= config.nodes <= drafter.width:
+        raise ValueError(f"StepConfig.nodes is {config.nodes}; {drafter.name} proposes trees of {drafter.width} nodes")
+    if config.nodes == 1:
         return root_only(context.root), state
     tree, draft = checked_propose(drafter, params, state.draft, context)
     tree = with_root(tree, context.root, state.rows.history.counts.shape[1])
-    most = max(config.widths, default=tree.width)
+    most = config.nodes or tree.width
     count = jnp.where(context.active, row.draft_limit + 1, 1)
     tree = narrow(first_nodes(tree, count), most) if drafter.topk == 1 else best_nodes(tree, count, most)
     return tree, state._replace(draft=draft)
@@ -129,44 +134,24 @@ def check_phase(
     context, row, draws = _gather(state, inputs)
     prefix_length = context.prefix_length
     cache = read_rows(state.cache, _row_moves(context, inputs), prefix_length)
-    widths = config.widths or (tree.width,)
-    depth = min(drafter.depth, widths[-1] - 1)
-    if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
-        raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
-    if tree.width > widths[-1]:
-        raise ValueError(f"a tree has {tree.width} nodes, more than StepConfig.widths {widths}; draft_phase cuts it")
-    wants_logprobs = jnp.any(row.logprobs & context.active)
-
-    def at_width(width: int) -> Checked:
-        part = narrow(tree, width)
-        mask = pack_bits(ancestor_mask(part))
-        embedded, positions = target.embed(params.target, part.tokens), prefix_length[:, None] + part.depth
-        past = cache, context.page_table, context.attended
-        output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
-        logits = target.unembed(params.target, output.hidden)
-        bits = None if allowed is None else allowed[:, :width]
-        levels = min(depth, width - 1)
-        greedy, is_finite = greedy_and_finite(logits)
-        inputs_at_nodes = draws._replace(greedy=greedy)
-        verdict = verify(part, logits, inputs_at_nodes, prefix_length, row.generated, depth=levels, allowed=bits)
-        path = pad_levels(verdict.path, depth + 1, 0)
-        tokens = pad_levels(verdict.tokens, depth + 1, NO_TOKEN)
-        drawn = pad_levels(verdict.drawn, tree.width, NO_TOKEN)
-        features = output.features
-        finite = jnp.take_along_axis(is_finite, verdict.path, axis=1)
-        return Checked(
-            verdict=Verdict(path, verdict.accepted, tokens, drawn),
-            block=take_path(output.block, path),
-            features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
-            finite=pad_levels(finite, depth + 1, True),
-            logprobs=path_logprobs(logits, path, tokens, wants_logprobs, row.logprob_ids),
-        )
-
-    if len(widths) == 1:
-        return at_width(widths[0])
-    needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
-    narrowest = jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
-    return jax.lax.switch(narrowest, [partial(at_width, width) for width in widths])
+    if config.nodes not in (0, tree.width):
+        raise ValueError(f"trees of {tree.width} nodes in a step of {config.nodes} (StepConfig.nodes)")
+    embedded, positions = target.embed(params.target, tree.tokens), prefix_length[:, None] + tree.depth
+    past, mask = (cache, context.page_table, context.attended), pack_bits(ancestor_mask(tree))
+    output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
+    logits = target.unembed(params.target, output.hidden)
+    greedy, is_finite = greedy_and_finite(logits)
+    draws, depth = draws._replace(greedy=greedy), min(drafter.depth, tree.width - 1)
+    verdict = verify(tree, logits, draws, prefix_length, row.generated, depth=depth, allowed=allowed)
+    path, features = verdict.path, output.features
+    wanted = jnp.any(row.logprobs & context.active)
+    return Checked(
+        verdict=verdict,
+        block=take_path(output.block, path),
+        features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
+        finite=jnp.take_along_axis(is_finite, path, axis=1),
+        logprobs=path_logprobs(logits, path, verdict.tokens, wanted, row.logprob_ids),
+    )
 
 
 def commit_phase(
@@ -309,7 +294,7 @@ def make_steps(
     """
     check_declared(drafter, target)
     warn_of_problem()
-    config = replace(config, widths=config.widths or tree_widths(drafter))
+    config = replace(config, nodes=config.nodes or drafter.width)
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())
     return Steps(
@@ -317,11 +302,6 @@ def make_steps(
         prefill=jit(partial(prefill_step, **fixed), donate_argnums=1),
         speculate=jit(partial(speculate_step, verify=verify, **fixed), donate_argnums=1),
     )
-
-
-def tree_widths(drafter: Drafter) -> tuple[int, ...]:
-    """Static tree widths of a drafter's steps, ascending: `width`, and with `Drafter.widths` also these and 1."""
-    return tuple(sorted({1, *drafter.widths, drafter.width})) if drafter.widths else (drafter.width,)
 
 
 def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Context, Row, DrawInputs]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt32
 from specjax_kernels import largest, mesh
 from specjax_kernels.platforms import has_kernels
 
@@ -138,11 +138,6 @@ def greedy_and_finite(logits: Float32[Array, "B N V"]) -> tuple[Int32[Array, "B 
     """
     place, value = largest(logits)
     return place, jnp.isfinite(value)
-
-
-def pad_levels(values: Shaped[Array, "B _"], width: int, fill: int) -> Shaped[Array, "B {width}"]:
-    """Pads to `width` columns with `fill`."""
-    return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
 
 
 def _draw_at_all_nodes(

@@ -31,8 +31,8 @@ from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import check_writable, line_files, parse_object, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.batch import Counters
-from specjax.engine.draft_policy import as_lines, speculation_table
+from specjax.engine.plan import as_lines, speculation_table
+from specjax.engine.runtime import Counters
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
@@ -194,7 +194,8 @@ def run(
         return count["drafted"] / count["steps"] if count["steps"] else 1.0
 
     for replica, added in zip(engines, feed(), strict=True):
-        replica.warm_up(replica.buckets.first_keys(added, replica.pool.page_size), progress=progress)
+        requests = [(len(sequence.context), sequence.most_tokens) for sequence in added]
+        replica.warm_up(replica.buckets.first_keys(requests, replica.pool.page_size), progress=progress)
     drafted_before = sum(replica.counters.drafted_steps for replica in engines)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()

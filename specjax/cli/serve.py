@@ -27,7 +27,7 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
 from specjax.engine import Engine
-from specjax.engine.draft_policy import as_lines, speculation_table
+from specjax.engine.plan import as_lines, speculation_table
 from specjax.parallel.sharding import local_bytes
 from specjax.serve.app import Extension, create_app
 from specjax.serve.profiling import make_folder

@@ -188,10 +188,9 @@ class Drafter(NamedTuple):
             before children, siblings differ, valid nodes come first.
         observe: (params, state, context, observation) -> state. Called after each commit, including prompts and steps
             without drafts (except with `costly_observe`).
-        widths: smaller tree widths, for a drafter that often proposes fewer nodes. Each step checks the smallest of
-            these, 1 and `width` that holds its trees. (): all steps check `width` nodes.
-        explicit_width: width set explicitly, as by the writer of a drafter. Large batches do not reduce it, and by
-            default every step drafts (`EngineConfig.adaptive`).
+        explicit_width: width set explicitly, as by the writer of a drafter. Large batches do not reduce it.
+        every_step: whether by default every step drafts; else only steps where that is measured to be faster
+            (`EngineConfig.adaptive`).
         reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
         topk: nodes per level. 1: each tree is one path (`specjax.tree.chain`), whose first nodes are the best, so
             scores are computed only for traces. None: trees of any form.
@@ -212,8 +211,8 @@ class Drafter(NamedTuple):
     init: Callable[[Params, int, PoolShape], DraftState]
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
-    widths: tuple[int, ...] = ()
     explicit_width: bool = True
+    every_step: bool = True
     reads_tokens: bool = False
     topk: int | None = None
     resize: Callable[[int], Drafter] | None = None
@@ -246,4 +245,5 @@ def none_drafter() -> Drafter:
         propose=lambda params, state, context: (root_only(context.root), state),
         observe=lambda params, state, context, observation: state,
         explicit_width=False,
+        every_step=False,
     )

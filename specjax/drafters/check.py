@@ -233,8 +233,6 @@ def check_declared(drafter: Drafter, target: Target) -> None:
             f"{name} declares width={drafter.width} and depth={drafter.depth}: a tree of {drafter.width} nodes, "
             f"including the root of depth 0, has a depth from {min(1, drafter.width - 1)} to {drafter.width - 1}"
         )
-    if not all(_is_integer(width) and 1 <= width <= drafter.width for width in drafter.widths):
-        raise DrafterError(f"{name}: widths must be integers from 1 to width={drafter.width}, got {drafter.widths!r}")
     features = drafter.features
     if features is None or features == "final":
         return

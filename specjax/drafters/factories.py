@@ -47,12 +47,14 @@ def make_drafter(
         return none_drafter()
     if isinstance(options, Ngram):
         if options.nodes is None and platform == "cpu":
-            # On a CPU each node costs time, which four nodes mostly gain back after two matched tokens, and eight nodes
-            # after about eight. A GPU verifies twelve tokens in the time of one.
+            # On a CPU each node costs time, which four nodes mostly gain back after two matched tokens. A GPU verifies
+            # twelve tokens in the time of one.
             least = max(options.min_match, min(2, options.max_match))
-            options = replace(options, nodes=8, min_match=least)
-            return ngram_drafter(options, weak_nodes=4)._replace(explicit_width=False)
-        return ngram_drafter(options)._replace(explicit_width=options.nodes is not None)
+            drafter = ngram_drafter(replace(options, nodes=4, min_match=least))
+        else:
+            drafter = ngram_drafter(options)
+        # Where nothing matches, a step with drafts would compute its nodes for nothing.
+        return drafter._replace(explicit_width=options.nodes is not None, every_step=False)
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
     if options.kind is None:

@@ -72,6 +72,7 @@ def growing_drafter(
             propose=partial(limited, shape),
             observe=observe,
             explicit_width=explicit_width,
+            every_step=explicit_width,
             topk=shape.topk,
             resize=lambda nodes: with_shape(shape.within(nodes)),
             costly_observe=costly_observe,

@@ -60,12 +60,8 @@ class NgramState(NamedTuple):
     ends: Int32[Array, "P W"]  # `tail` and `recent` at the last token of each page, for requests that start after it
 
 
-def ngram_drafter(config: Ngram, *, weak_nodes: int | None = None, strong_match: int = 8) -> Drafter:
-    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid.
-
-    Args:
-        weak_nodes: nodes of a tree after a match of fewer than `strong_match` tokens; None: as after longer ones.
-    """
+def ngram_drafter(config: Ngram) -> Drafter:
+    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid."""
     window = config.max_match
     # Each token has an entry for each window size. Four places a token keep most entries until it is overwritten.
     sizes = window - config.min_match + 1
@@ -102,11 +98,6 @@ def ngram_drafter(config: Ngram, *, weak_nodes: int | None = None, strong_match:
             scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
             pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
             scores = jnp.where(context.active[:, None], scores, -jnp.inf)
-            if weak_nodes is not None:
-                strong = jnp.max(matched, axis=1) >= min(strong_match, window)
-                most = jnp.where(strong, places, weak_nodes - 1)
-                rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
-                scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
             return rerank(context.root, pool._replace(scores=scores), config.width)
 
         if jax.default_backend() != "cpu":  # a branch may cost more than it saves
@@ -123,11 +114,7 @@ def ngram_drafter(config: Ngram, *, weak_nodes: int | None = None, strong_match:
         propose=propose,
         observe=lambda params, state, context, seen: _append(state, context, seen, config),
         note=f"remembers the last {config.capacity:,} tokens of all requests",
-        # One width between 1 and N: the width after weak matches, or one for batches that are too large for N.
-        widths=(min(weak_nodes or 4, config.width),),
-        resize=lambda nodes: ngram_drafter(
-            replace(config, nodes=nodes), weak_nodes=weak_nodes, strong_match=strong_match
-        ),
+        resize=lambda nodes: ngram_drafter(replace(config, nodes=nodes)),
     )
 
 

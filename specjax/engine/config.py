@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from specjax.cache import PoolShape, row_states
 from specjax.drafters.base import Drafter
-from specjax.engine.buckets import Buckets
+from specjax.engine.plan import Buckets
 from specjax.limits import ParameterError, check, documented, setting
 from specjax.models.target import Target
 
@@ -112,7 +112,7 @@ class EngineConfig:
 
     def chooses(self, drafter: Drafter) -> bool:
         """True if `DraftPolicy` decides which steps draft. Tracing needs drafts in every step."""
-        adaptive = not drafter.explicit_width if self.adaptive is None else self.adaptive
+        adaptive = not drafter.every_step if self.adaptive is None else self.adaptive
         return adaptive and drafter.width > 1 and not self.trace
 
 

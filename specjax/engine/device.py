@@ -25,7 +25,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from specjax.drafters.base import Params
-from specjax.engine.buckets import Key
+from specjax.engine.plan import Key
 from specjax.engine.sequence import Sequence
 from specjax.logprobs import LOGPROB_IDS, Logprobs
 from specjax.sampling import History
@@ -109,11 +109,11 @@ def prefill_input(
     packed[:, first + width :] = pages
     for i, (sequence, length, snapshot) in enumerate(zip(sequences, lengths, snapshots, strict=True)):
         context, slot = sequence.context, sequence.active_slot
-        end = slot.prefilled + length
+        end = slot.length + length
         after = context[end] if end < len(context) else sequence.forced_token
         packed[i, :3] = slot.index, length, NO_FORCED_TOKEN if after is None else after
         packed[i, 3:first] = snapshot
-        packed[i, first : first + length] = context[slot.prefilled : end]
+        packed[i, first : first + length] = context[slot.length : end]
         packed[i, first + width : first + width + len(slot.pages)] = slot.pages
         slot.placed = len(slot.pages)
     return packed
@@ -143,7 +143,7 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
         logprobs=params.logprobs is not None,
         logprob_ids=params.logprob_ids,
         salt=request.salt,
-        prefix_length=slot.prefilled,
+        prefix_length=slot.length,
         top_k=min(params.top_k, vocab_size),
         min_tokens=params.min_new_tokens,
         stop_ids=request.device_stops,

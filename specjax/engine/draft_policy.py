@@ -1,33 +1,26 @@
-"""Chooses whether a step drafts: in each batch bucket, the mode with more tokens per second.
+"""Chooses how many nodes the trees of a step have: in each batch bucket, the number with more tokens per second.
 
-    rate of a mode  =  tokens that the batch's requests emit in a step of it / seconds that it takes
+    rate of N  =  tokens that the batch's requests emit in a step of N nodes / seconds that it takes
 
-There are two modes, a plain step and a step with the bucket's tree. Seconds are a running mean of recent steps; before
-a mode has run they follow from the other mode and from `specjax.costs.estimated_ratio`. A plain step emits one token
-per request. A step with drafts emits each request's running acceptance, which starts at that of all requests.
+There are two numbers, the bucket's trees and N = 1, a step without drafts. Seconds are a running mean of recent steps;
+before N has run they follow from the other number and from `specjax.costs.estimated_ratio`. A step of one node emits
+one token per request. A step with drafts emits each request's running acceptance, which starts at that of all requests.
 
-The mode in use changes if the other one's rate is higher by `HYSTERESIS`. Now and then one step runs in the other mode,
-to measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Every emitted token is the target's
-own draw, so the choice changes the speed and never the text.
+The number in use changes if the other one's rate is higher by `HYSTERESIS`. Now and then one step runs with the other
+one, to measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Every emitted token is the
+target's own draw, so the choice changes the speed and never the text.
 
-With `Drafter.costly_observe` the mode is chosen once for each request, at its admission.
-
-The rest of the file describes drafting for the log. Plain Python, independent of the device.
+With `costly_observe` the choice is made once for each request, at its admission. Plain Python, independent of the
+device. `choose` only reads: `launched` and `record` tell the policy what happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from specjax.drafters.base import Drafter
-from specjax.engine.buckets import PLAIN, TREE, Buckets
-
-if TYPE_CHECKING:
-    from specjax.engine.sequence import Sequence
-
-HYSTERESIS = 0.05  # minimum relative gain in rate for a change of mode
+HYSTERESIS = 0.05  # minimum relative gain in rate for a change of N
 TRIAL_SHARE = 0.01  # share of the time that trials may lose
 TRIAL_PAUSE = 16  # minimum number of steps between two trials
 DECAY = 0.9  # weight of a step's time after the next step
@@ -35,7 +28,6 @@ ACCEPTANCE_DECAY = 0.95  # weight of a step's acceptance after the next step
 MAX_STEP_RATIO = 2.5  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 16.0  # steps of all requests after which their acceptance counts as much as the first guess
-NAMES = {PLAIN: "plain", TREE: "draft"}
 GUESSES = {True: 2.0, False: 1.3}  # first guess of the accept length, for a drafter with and without a model
 
 
@@ -62,29 +54,29 @@ class Mean:
 class Bucket:
     """Measurements of one batch bucket."""
 
-    ratio: float  # estimated duration of a step with drafts relative to a plain step
-    seconds: dict[int, Mean] = field(default_factory=lambda: {mode: Mean(DECAY) for mode in NAMES})  # by mode
-    ran: dict[int, int] = field(default_factory=dict)  # number of steps, by mode
-    using: int | None = None  # mode in use
+    ratio: float  # estimated duration of a step with drafts relative to a step of one node
+    seconds: dict[bool, Mean] = field(default_factory=lambda: {False: Mean(DECAY), True: Mean(DECAY)})  # drafts or not
+    ran: set[bool] = field(default_factory=set)
+    using: bool | None = None  # the choice in use
     savings: float = 0.0  # seconds that the next trial may lose
     since: int = 0  # steps since the last trial
 
-    def expected(self) -> dict[int, float]:
-        """Seconds of a step, by mode; in an arbitrary unit before any step has run."""
-        plain, tree = self.seconds[PLAIN], self.seconds[TREE]
+    def expected(self) -> dict[bool, float]:
+        """Seconds of a step without and with drafts; in an arbitrary unit before any step has run."""
+        plain, tree = self.seconds[False], self.seconds[True]
         if plain.weight and tree.weight:
-            return {PLAIN: plain.value, TREE: tree.value}
+            return {False: plain.value, True: tree.value}
         if tree.weight:
-            return {PLAIN: tree.value / self.ratio, TREE: tree.value}
+            return {False: tree.value / self.ratio, True: tree.value}
         seconds = plain.value if plain.weight else 1.0
-        return {PLAIN: seconds, TREE: seconds * self.ratio}
+        return {False: seconds, True: seconds * self.ratio}
 
 
 class DraftPolicy:
-    """Chooses between plain steps and steps with drafts.
+    """Chooses between steps of one node and steps with drafts.
 
     Args:
-        ratio: batch bucket -> estimated duration of a step with drafts relative to a plain step.
+        ratio: batch bucket -> estimated duration of a step with drafts relative to a step of one node.
         guess: accept length before any measurement.
     """
 
@@ -94,83 +86,72 @@ class DraftPolicy:
         self._accepted.add(guess, GUESS_STEPS)
         self._buckets: dict[int, Bucket] = {}
 
-    def choose(self, batch: int, requests: list[Sequence]) -> int:
-        """Returns PLAIN or TREE for the next step of these requests, in a batch bucket that may draft."""
-        drafting = [request for request in requests if request.drafts]
-        if not drafting:
-            return PLAIN
-        accepted = sum(self.accept_length(request) for request in drafting)
-        plain = float(len(requests))
-        return self._best(batch, {PLAIN: plain, TREE: plain - len(drafting) + accepted})
+    def choose(self, batch: int, trees: int, requests: int, acceptance: List[Mean]) -> tuple[int, bool]:
+        """Returns N for the next step of these requests, and whether it is a trial.
+
+        Args:
+            batch, trees: the batch bucket and the nodes of its trees.
+            acceptance: of those of the `requests` that draft.
+        """
+        if not acceptance:
+            return 1, False
+        accepted = sum(map(self.accept_length, acceptance))
+        drafts, trial = self._best(batch, (float(requests), requests - len(acceptance) + accepted))
+        return trees if drafts else 1, trial
 
     def pays(self, batch: int, requests: int, forced: int) -> bool:
-        """True if emitting `forced` tokens in one step with drafts is faster. Uses the estimated ratio, since measured
-        steps were narrower where the drafter had no match."""
+        """True if emitting `forced` tokens in one step with drafts is faster."""
         return requests + forced > requests * self._bucket(batch).ratio
 
-    def admit(self, batch: int, sequence: Sequence) -> bool:
-        """Chooses whether a request drafts from its first step to its end. `batch`: bucket that it will run in."""
-        if not sequence.drafts:
-            return False
-        return self._best(batch, {PLAIN: 1.0, TREE: self._accepted.value}, steps=sequence.request.limit) == TREE
+    def admit(self, batch: int, steps: int) -> bool:
+        """Chooses whether a request drafts from its first step to its end, at most `steps` steps later. `batch`: bucket
+        that it will run in."""
+        drafts, trial = self._best(batch, (1.0, self._accepted.value), steps=steps)
+        self.launched(batch, drafts=drafts, trial=trial)
+        return drafts
 
-    def accept_length(self, request: Sequence) -> float:
-        """Expected number of tokens that a step with drafts emits for a request."""
-        acceptance, prior = request.acceptance, self._accepted.value
+    def accept_length(self, acceptance: Mean) -> float:
+        """Expected number of tokens that a step with drafts emits for a request, given those that it emitted."""
+        prior = self._accepted.value
         return (acceptance.total + OWN_STEPS * prior) / (acceptance.weight + OWN_STEPS)
 
-    def record(self, batch: int, mode: int, seconds: float, drafted: Mapping[Sequence, int]) -> None:
-        """Records a step. `drafted`: number of emitted tokens of each request that could draft."""
+    def launched(self, batch: int, *, drafts: bool, trial: bool) -> None:
+        """Notes a choice that is carried out."""
         bucket = self._bucket(batch)
-        bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * seconds
-        if mode in bucket.ran:  # the first run of a program takes longer
-            bucket.seconds[mode].add(seconds, most=MAX_STEP_RATIO)
-        bucket.ran[mode] = bucket.ran.get(mode, 0) + 1
-        if mode == TREE:
-            for request, count in drafted.items():
-                request.acceptance.add(float(count))
-            if drafted:
-                self._accepted.add(sum(drafted.values()) / len(drafted), float(len(drafted)))
+        if trial:
+            bucket.since, bucket.savings = 0, 0.0
+        else:
+            bucket.using = drafts
 
-    def _best(self, batch: int, tokens: Mapping[int, float], steps: int = 1) -> int:
-        """Returns the mode with the higher rate, or the other one as a trial. `steps`: duration of the choice."""
+    def record(self, batch: int, seconds: float, drafted: Iterable[tuple[Mean, int]] | None) -> None:
+        """Records a step. `drafted`: acceptance of each request that could draft, and the number of tokens that the
+        step emitted for it; None: the step had one node."""
+        bucket, drafts = self._bucket(batch), drafted is not None
+        bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * seconds
+        if drafts in bucket.ran:  # the first run of a program takes longer
+            bucket.seconds[drafts].add(seconds, most=MAX_STEP_RATIO)
+        bucket.ran.add(drafts)
+        counts = list(drafted or ())
+        for acceptance, count in counts:
+            acceptance.add(float(count))
+        if counts:
+            self._accepted.add(sum(count for _, count in counts) / len(counts), float(len(counts)))
+
+    def _best(self, batch: int, tokens: tuple[float, float], steps: int = 1) -> tuple[bool, bool]:
+        """Chooses whether to draft, and says if the choice is a trial. `tokens`: emitted in a step without and with
+        drafts; `steps`: duration of the choice."""
         bucket = self._bucket(batch)
         seconds = bucket.expected()
-        rates = {mode: tokens[mode] / seconds[mode] for mode in NAMES}
-        using = max(rates, key=rates.__getitem__) if bucket.using is None else bucket.using
-        other = TREE if using == PLAIN else PLAIN
-        if rates[other] > (1 + HYSTERESIS) * rates[using]:
-            using, other = other, using
-        bucket.using = using
-        loss = steps * (seconds[other] - tokens[other] / rates[using])
+        rates = {drafts: tokens[drafts] / seconds[drafts] for drafts in (False, True)}
+        using = rates[True] > rates[False] if bucket.using is None else bucket.using
+        if rates[not using] > (1 + HYSTERESIS) * rates[using]:
+            using = not using
+        loss = steps * (seconds[not using] - tokens[not using] / rates[using])
         if bucket.since < TRIAL_PAUSE * steps or bucket.savings < loss or not bucket.seconds[using].weight:
-            return using
-        bucket.since, bucket.savings = 0, 0.0
-        return other
+            return using, False
+        return not using, True
 
     def _bucket(self, batch: int) -> Bucket:
         if batch not in self._buckets:
             self._buckets[batch] = Bucket(self._ratio(batch))
         return self._buckets[batch]
-
-
-# For the log
-
-
-def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
-    """Describes drafting for the log: algorithm, tree, head, and the steps that draft."""
-    if drafter.width == 1:
-        return {"algorithm": drafter.name}
-    tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
-    drafts, more = "in steps" if buckets.adaptive else "in every step", ""
-    if (most := buckets.most_drafting) < buckets.batches[-1]:
-        drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
-        more = "; larger batches are faster without drafts here, and draft only if the number of draft tokens is set"
-    drafts += " where that is measured to be faster" * buckets.adaptive + more
-    head = {"head": drafter.source} if drafter.source else {}
-    return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
-
-
-def as_lines(table: Mapping[str, str]) -> str:
-    """Formats `speculation_table` as indented lines below a heading."""
-    return "".join(f"\n  {name:9}  {text}" for name, text in table.items())

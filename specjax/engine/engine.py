@@ -1,10 +1,10 @@
-"""The engine: schedule -> dispatch -> collect.
+"""The engine: plan -> dispatch -> collect.
 
-One iteration (`step`) admits waiting requests, dispatches at most one prefill and one decode step per running request,
-and then reads the results of the iteration before. So the device always has its next step queued while the host looks
-at the last one. This is safe because a row that finishes on the device does nothing in later steps, because pages are
-reserved for all that unread steps may commit, and because the device runs steps in order: pages freed by a step that
-was read may be written by one dispatched later.
+One iteration (`step`) admits waiting requests, plans and dispatches at most one prefill and one decode step for each
+running request, and then reads the results of the iteration before. So the device always has its next step queued while
+the host looks at the last one. This is safe because a row that finishes on the device does nothing in later steps,
+because pages are reserved for all that unread steps may commit, and because the device runs steps in order: pages freed
+by a step that was read may be written by one dispatched later.
 
     iteration t     dispatch step t     collect step t - 1     (a row that ended in t - 1 was inactive in t)
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
@@ -35,19 +34,29 @@ from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_custom
-from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
-from specjax.engine.buckets import Key
+from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, check_config, context_length, layout, snapshot_rows
 from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
-from specjax.engine.generation import FairLock, StreamChunk, complete
-from specjax.engine.generation import stream as stream_chunks
+from specjax.engine.generation import (
+    ENGINE_FAILED,
+    DeltaReader,
+    EngineError,
+    FairLock,
+    StreamChunk,
+    fail,
+    finished,
+    forget_frames,
+)
+from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
 from specjax.engine.memory import check_models, keep_freed_memory, place_params, pool_tokens, room_beside
+from specjax.engine.plan import Batch, Drafting, Key, plan
 from specjax.engine.programs import Programs
+from specjax.engine.runtime import Counters, Flights, Runtime, dispatch
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.scheduler import Scheduler, next_prefill, next_steps
-from specjax.engine.sequence import Completion, Sequence
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.sequence import NO_SCORES, TEXT_FAILED, Completion, Sequence, Status
 from specjax.load import load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
@@ -70,9 +79,7 @@ class Engine:
         lossless: the verifier does not change the text. Otherwise the text depends on the drafts, so every step drafts
             the same tree, whatever else runs.
         lock: held by all changes of requests or of the device's state.
-        policy: chooses whether a step drafts; None: each step drafts as its batch bucket says.
         flights: batches that are launched and not yet read.
-        changed: sequences with new tokens, or finished, that no `step` has returned.
     """
 
     def __init__(
@@ -93,7 +100,7 @@ class Engine:
         if not self.lossless:
             if config.adaptive:
                 logger.warning("adaptive has no effect: with a verifier that changes the text every step drafts")
-            drafter, config = drafter._replace(explicit_width=True), replace(config, adaptive=False)
+            drafter, config = drafter._replace(explicit_width=True, every_step=True), replace(config, adaptive=False)
         gpu.warn_of_problem()
         check_custom(drafter, target, params)
         self.lock = FairLock()
@@ -124,15 +131,13 @@ class Engine:
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
         self.programs = Programs(
-            target, drafter, self.buckets, params, shapes, new_pages=-(-lookahead // size), verify=verify,
+            target, drafter, params, shapes, new_pages=-(-lookahead // size), verify=verify,
             trace=config.trace, room=room_beside(shapes, self.mesh), mesh=self.mesh,
         )  # fmt: skip
         self.device = self.new_device()
-        self.flights = Flights(lambda: len(self.programs.compiled()))
-        self.changed: dict[Sequence, None] = {}
+        self.flights = Flights(lambda: len(self.programs.ready().compiled))
         self.counters = Counters()
         self._inconsistent = False  # an exception has left `_guarded`
-        self._by_id: dict[str, Sequence] = {}
         self.programs.busy = lambda: self.scheduler.unfinished
         self.intake = Intake(
             tokenizer=tokenizer,
@@ -145,9 +150,11 @@ class Engine:
             late=not config.trace,  # a stream delta belongs to the tree of its step
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
-        self.policy: DraftPolicy | None = None
-        if config.chooses(drafter):
-            self.policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model])
+        policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model]) if self.buckets.chooses else None
+        self.runtime = Runtime(
+            self.device, self.programs, self.buckets, self.scheduler, self.flights, self.counters, rows,
+            self.pool.pages, self.vocab_size, lossless=self.lossless, policy=policy,
+        )  # fmt: skip
 
     @classmethod
     def from_pretrained(
@@ -230,6 +237,16 @@ class Engine:
             self.flush_cache()
 
     @property
+    def policy(self) -> DraftPolicy | None:
+        """Chooses the nodes of the trees; None: each step drafts as its batch bucket says."""
+        return self.runtime.policy
+
+    @property
+    def changed(self) -> dict[Sequence, None]:
+        """Sequences with new tokens, or finished, that no `step` has returned."""
+        return self.runtime.changed
+
+    @property
     def state(self) -> DecodeState:
         """Donated to each step, which returns the next state."""
         return self.device.state.decode
@@ -251,10 +268,10 @@ class Engine:
     def enqueue(self, sequence: Sequence) -> Sequence:
         """Queues a sequence that `intake` made. Raises ValueError while a request with its id waits or runs."""
         with self.lock:
-            if sequence.id in self._by_id:
+            if sequence.id in self.runtime.sequences:
                 raise ValueError(f"a request with id {sequence.id!r} is running")
             self.scheduler.add(sequence)
-            self._by_id[sequence.id] = sequence
+            self.runtime.sequences[sequence.id] = sequence
         return sequence
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -265,33 +282,22 @@ class Engine:
         """Ends a request and frees its pages at once. Returns True if it was running or waiting. `message`: why the
         server aborts it."""
         with self.lock:
-            return (sequence := self._by_id.get(id)) is not None and self.end(sequence, message)
+            return (sequence := self.runtime.sequences.get(id)) is not None and self.end(sequence, message)
 
     def end(self, sequence: Sequence, message: str | None = None) -> bool:
         """`abort` of this sequence, but not of another one with the same id."""
         with self.lock:
-            if self._by_id.get(sequence.id) is not sequence:
+            if self.runtime.sequences.get(sequence.id) is not sequence:
                 return False
             sequence.abort(message)
-            self.finish(sequence)
+            self.runtime.finish(sequence)
             return True
-
-    def give_up(self, sequence: Sequence, message: str) -> None:
-        """Ends a request within a step, and reports it. `message`: why it cannot go on."""
-        sequence.abort(message)
-        self.finish(sequence)
-        self.changed[sequence] = None
-
-    def finish(self, sequence: Sequence) -> None:
-        """Frees what a sequence holds."""
-        self.scheduler.finish(sequence)
-        self._by_id.pop(sequence.id, None)
 
     def reset(self, message: str) -> list[Sequence]:
         """After a failed step: ends all requests with this reason, and starts from an empty state. Raises the error of
         its allocation, after the requests have ended; the next step then tries again."""
         with self.lock:
-            ended = list(self._by_id.values())
+            ended = list(self.runtime.sequences.values())
             for sequence in ended:
                 self.end(sequence, message)
             self.flights.clear()
@@ -305,7 +311,7 @@ class Engine:
         """Sends all running requests back to the queue, and frees all pages, also of the prefix cache. The requests go
         on later with the same text."""
         with self._guarded():
-            collect_all_but(self, 0)
+            collect_all_but(self.runtime, 0)
             self.scheduler.start_over()
 
     # The loop
@@ -315,29 +321,67 @@ class Engine:
         return self.scheduler.unfinished or bool(self.flights)
 
     def step(self) -> list[Sequence]:
-        """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
+        """One iteration: plan, dispatch, collect. Returns the sequences that have new tokens or have finished.
 
-        If nothing can run before another thread has compiled a program, the step pauses for `IDLE_SECONDS`.
+        If nothing can run before a program is compiled, the step pauses for `IDLE_SECONDS`.
         """
         with self.lock, TraceAnnotation("step"):
             with self._guarded():
                 self._admit()
-                dispatched = 0
-                for batch in self._schedule():
-                    dispatch(self, batch)
-                    dispatched += 1
+                dispatched = sum(map(self._dispatch, self._plan()))
                 if not dispatched and not self.flights and not self.changed:
                     sleep(IDLE_SECONDS)
-                collect_all_but(self, dispatched if self.config.overlap else 0)
+                collect_all_but(self.runtime, dispatched if self.config.overlap else 0)
             changed = list(self.changed)
             self.changed.clear()
             return changed
 
-    def _schedule(self) -> Iterator[Batch]:
-        """The batches of one iteration. Each must be dispatched before the next is taken."""
-        if (prefill := next_prefill(self)) is not None:
-            yield prefill
-        yield from next_steps(self)
+    def _plan(self) -> list[Batch]:
+        """The batches of one iteration."""
+        self._read_grammars()
+        self._reserve()
+        unread = {s for flight in self.flights if flight.batch.key.verifies for s in flight.sequences}
+        prefills = [flight.batch.key.size for flight in self.flights if not flight.batch.key.verifies]
+        view = self.scheduler.view(
+            unread, chunk=self.buckets.chunks[-1], depth=self.drafter.depth, prefilling=max(prefills, default=0)
+        )
+        drafting = Drafting(self.policy, always=self.drafter.costly_observe or not self.lossless)
+        return plan(view, self.programs.ready(), self.buckets, drafting)
+
+    def _dispatch(self, batch: Batch) -> bool:
+        """Launches a batch, if its program is ready. Returns True if it is in flight."""
+        if batch.wanted:
+            self.programs.want(batch.wanted)
+        if not batch.runs:
+            return False
+        try:
+            dispatch(self.runtime, batch)
+        except MemoryError as error:
+            if batch.key.kind != "scoring":
+                raise MemoryError(f"no size of batch can run ({error})") from error
+            # Only this request needs such a program.
+            self.runtime.give_up(self.runtime.sequences[batch.rows[0]], f"{NO_SCORES}: {error}")
+            return False
+        return True
+
+    def _read_grammars(self) -> None:
+        """Reads the steps in flight of sequences with a grammar, whose next masks need the tokens. Ends those whose
+        grammar allows no next token."""
+        while any(s.constraint for flight in self.flights if flight.batch.key.verifies for s in flight.sequences):
+            collect_all_but(self.runtime, len(self.flights) - 1)
+        for sequence in self.scheduler.running():
+            if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
+                after = f"after {len(sequence.output.tokens)} tokens"
+                self.runtime.give_up(sequence, f"{GRAMMAR_FAILED} {after}: {problem}")
+
+    def _reserve(self) -> None:
+        """Reserves pages for all that the running requests may commit; retracts some if pages run out."""
+        while not self.scheduler.reserve(self.scheduler.running()):
+            # Read all steps before a retraction: the output must be complete, and reading may free pages.
+            if self.flights:
+                collect_all_but(self.runtime, 0)
+            else:
+                self.scheduler.retract_youngest()
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -363,15 +407,15 @@ class Engine:
         for sequence in self.scheduler.admit():
             if self.policy is not None and self.drafter.costly_observe and not sequence.output.tokens:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
-                sequence.drafts = self.policy.admit(batch, sequence)
+                sequence.drafts = sequence.drafts and self.policy.admit(batch, sequence.request.limit)
             resumed = bool(sequence.output.tokens)
             admit, packed = self.programs.admit(resumed=resumed), admission(sequence, self.vocab_size)
             self.device.update(admit, packed)
             self.counters.prefilled_sequences += 1
-            self.counters.cached_tokens += sequence.active_slot.prefilled
+            self.counters.cached_tokens += sequence.active_slot.length
 
     def _estimated_ratio(self, batch: int) -> float:
-        drafter = self.drafter.within(self.buckets.tree_widths(batch)[-1])
+        drafter = self.drafter.within(self.buckets.trees[batch])
         device = None if self.platform == "cpu" else gpu.named(self.device_name)
         return estimated_ratio(batch, self.target, drafter, self.params, device)
 
@@ -414,7 +458,7 @@ class Engine:
             if self.scheduler.unfinished:
                 return False
             with self._guarded():
-                collect_all_but(self, 0)  # steps dispatched ahead for requests that have ended
+                collect_all_but(self.runtime, 0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
             self.device.update(self.without_drafts)
             return True
@@ -426,15 +470,15 @@ class Engine:
             self.programs.admit(resumed=True)
         self.programs.warm_up(keys, progress=progress, strict=strict)
 
-    def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
+    def warm_up_in_background(self) -> None:
         """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
-        return self.programs.compile_later(self.buckets.all_keys(), progress=progress)
+        self.programs.compile_later(self.buckets.all_keys())
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
         with self.lock:
             self.scheduler.check_integrity()
-            assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}
+            assert set(self.runtime.sequences.values()) == {*self.scheduler.waiting, *self.scheduler.active}
 
     # Generation
 
@@ -470,6 +514,66 @@ class Engine:
         single, pairs = with_sampling(prompts, sampling, self.sampling_defaults)
         sequences = [self.intake.sequence(prompt, params) for prompt, params in pairs]
         if stream:
-            return stream_chunks(self, sequences)
-        done = complete(self, sequences)
+            return self._stream(sequences)
+        done = self.complete(sequences)
         return done[0] if single else done
+
+    def complete(self, sequences: list[Sequence]) -> list[Completion]:
+        """Runs sequences to their end. Raises ValueError if a request with one of their ids is running, and EngineError
+        if a step fails, in this thread or another."""
+        try:
+            for sequence in sequences:
+                self.enqueue(sequence)
+            while any(sequence.status is not Status.FINISHED for sequence in sequences):
+                self._advance()
+        finally:  # an interrupt must not leave requests behind
+            for sequence in sequences:
+                self.end(sequence)
+        return [finished(sequence) for sequence in sequences]
+
+    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+        """Yields the text of sequences as it comes. Reads the sequences, not the report of `step`, because other
+        threads may step the engine between two chunks."""
+        left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
+        try:
+            for sequence in sequences:
+                self.enqueue(sequence)
+            while left:
+                for reader in list(left):
+                    if (chunk := self._delta(reader)) is None:
+                        continue
+                    if chunk.completion:
+                        finished(reader.sequence)
+                        left.remove(reader)
+                    yield chunk
+                if left:
+                    self._advance()
+        finally:  # the caller may stop listening
+            for reader in left:
+                self.end(reader.sequence)
+
+    def _delta(self, reader: DeltaReader) -> StreamChunk | None:
+        with self.lock:
+            try:
+                return reader.take()
+            except Exception:
+                fail(reader.sequence)
+                self.end(reader.sequence, TEXT_FAILED)
+                return reader.take()
+
+    def _advance(self) -> None:
+        """Runs one step. Raises EngineError if it fails; the engine then starts from an empty state."""
+        try:
+            self.step()
+        except Exception as error:
+            forget_frames(error)
+            try:
+                self.reset(ENGINE_FAILED)
+            except Exception as second:
+                raise EngineError(
+                    f"the engine failed ({error}), and no new state could be allocated ({second}): make a new engine"
+                ) from error
+            problem = f"{type(error).__name__}: {error}"
+            if self.programs.is_broken(error):
+                raise EngineError(f"a program that these requests need cannot be compiled: {problem}") from error
+            raise EngineError(f"the engine failed and was reset; it can be used again: {problem}") from error

@@ -1,12 +1,11 @@
-"""Completions and streams of an engine that other threads may use at the same time."""
+"""Completions and stream deltas of sequences, and the lock of an engine that several threads use."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from specjax.engine.sequence import (
     TEXT_FAILED,
@@ -19,9 +18,6 @@ from specjax.engine.sequence import (
     TokenOrigin,
     completion,
 )
-
-if TYPE_CHECKING:
-    from specjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -145,67 +141,6 @@ class EngineError(RuntimeError):
     """A step failed. Its requests have ended; the engine can be used again unless the message denies it."""
 
 
-def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
-    """Runs sequences to their end. Raises ValueError if a request with one of their ids is running, and EngineError if
-    a step fails, in this thread or another."""
-    try:
-        for sequence in sequences:
-            engine.enqueue(sequence)
-        while any(sequence.status is not Status.FINISHED for sequence in sequences):
-            advance(engine)
-    finally:  # an interrupt must not leave requests behind
-        for sequence in sequences:
-            engine.end(sequence)
-    return [_done(sequence) for sequence in sequences]
-
-
-def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-    """Yields the text of sequences as it comes. Reads the sequences, not the report of `step`, because other threads
-    may step the engine between two chunks."""
-    left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
-    try:
-        for sequence in sequences:
-            engine.enqueue(sequence)
-        while left:
-            for reader in list(left):
-                with engine.lock:
-                    try:
-                        chunk = reader.take()
-                    except Exception:
-                        _fail(reader.sequence)
-                        engine.end(reader.sequence, TEXT_FAILED)
-                        chunk = reader.take()
-                if chunk is None:
-                    continue
-                if chunk.completion:
-                    _done(reader.sequence)
-                    left.remove(reader)
-                yield chunk
-            if left:
-                advance(engine)
-    finally:  # the caller may stop listening
-        for reader in left:
-            engine.end(reader.sequence)
-
-
-def advance(engine: Engine) -> None:
-    """Runs one step. Raises EngineError if it fails; the engine then starts from an empty state."""
-    try:
-        engine.step()
-    except Exception as error:
-        forget_frames(error)
-        try:
-            engine.reset(ENGINE_FAILED)
-        except Exception as second:
-            raise EngineError(
-                f"the engine failed ({error}), and no new state could be allocated ({second}): make a new engine"
-            ) from error
-        problem = f"{type(error).__name__}: {error}"
-        if engine.programs.is_broken(error):
-            raise EngineError(f"a program that these requests need cannot be compiled: {problem}") from error
-        raise EngineError(f"the engine failed and was reset; it can be used again: {problem}") from error
-
-
 def forget_frames(error: BaseException | None) -> None:
     """Drops the local variables of an error's frames, which may hold the old state and so the memory for a new one."""
     while error is not None:
@@ -213,18 +148,18 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _done(sequence: Sequence) -> Completion:
+def finished(sequence: Sequence) -> Completion:
     reason = sequence.output.finish_reason
     if reason is not None and reason.message == ENGINE_FAILED:
         raise EngineError(ENGINE_FAILED)
     try:
         return completion(sequence)
     except Exception:  # of this text; the other results are kept
-        _fail(sequence)
+        fail(sequence)
         return completion(sequence)
 
 
-def _fail(sequence: Sequence) -> None:
+def fail(sequence: Sequence) -> None:
     """Aborts a sequence whose detokenisation failed. Called within the handler of the exception."""
     logger.exception("request %s failed", sequence.id)
     sequence.abort(TEXT_FAILED)

@@ -13,9 +13,8 @@ the host sends. The host packs them in one int32 array:
 
 from __future__ import annotations
 
-import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +23,15 @@ from jax import Array
 from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.buckets import PLAIN, Key
 from specjax.engine.device import Output, unpack_step
 from specjax.engine.grammar import ALL, WORD
+from specjax.engine.plan import Batch
 from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
 from specjax.state import DecodeState, StepInput, StepOutput
 from specjax.step import StepConfig, draft_phase, verify_phase
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
 from specjax.verify import Verifier
-
-if TYPE_CHECKING:
-    from specjax.engine.batch import Batch
-    from specjax.engine.engine import Engine
 
 FIELDS = len(DraftTree._fields)
 WALK_SECONDS = 0.05  # time limit of a step for masks below the roots of its trees
@@ -105,73 +100,14 @@ def unpack_constrained(
 # On the host
 
 
-def step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
-    """Programs for a step of `count` requests of up to `pages` pages, best first. `nodes`: preferred `Key.nodes`.
-
-    Compiled programs come first, with or without drafts. The others compile meanwhile, since no start compiles them.
-    """
-
-    def keys_of(nodes: int) -> list[Key]:
-        ready = engine.programs.compiled(), engine.programs.pending
-        return list(engine.buckets.step_keys(count, pages, *ready, nodes, "constrained"))
-
-    choices = engine.buckets.constrained_choices(engine.buckets.batch(count))
-    nodes = nodes if nodes in choices else PLAIN
-    # The other kind of step would leave a hole in the drafter's state, or change a lossy text.
-    if engine.drafter.costly_observe or not engine.lossless:
-        return keys_of(nodes)
-    for choice in sorted(choices, key=lambda choice: choice != nodes):
-        # The first call puts a missing program into `pending`; the second then prefers a smaller compiled one.
-        if _compiled(engine, keys_of(choice)[0]) or _compiled(engine, keys_of(choice)[0]):
-            return keys_of(choice)
-    return keys_of(nodes)
-
-
-def is_ready(engine: Engine, keys: list[Key]) -> bool:
-    """False while another thread compiles the best of these programs."""
-    return _compiled(engine, next((key for key in keys if not engine.programs.has_failed(key)), keys[0]))
-
-
-def _compiled(engine: Engine, key: Key) -> bool:
-    """True if both halves of a step can run now, or never will. Otherwise they are compiled in the background."""
-    ready = [engine.programs.compile_ahead(half) for half in ([key, _draft_key(key)] if key.drafts else [key])]
-    return all(ready)  # after all of them were requested
-
-
-def _draft_key(key: Key) -> Key:
-    return key._replace(kind="propose")
-
-
-def forced_tokens(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-    """Tokens that must come next, by sequence, at most one path of the batch's trees."""
-    nodes = engine.buckets.tree_widths(engine.buckets.batch(len(sequences)))[-1]
-    most, forced = min(nodes - 1, engine.drafter.within(nodes).depth), dict[Sequence, list[int]]()
-    for sequence in sequences:
-        if most and sequence.constraint is not None and sequence.drafts:
-            limit = sequence.params.draft_limit
-            if tokens := sequence.constraint.forced(most if limit is None else min(most, limit)):
-                forced[sequence] = tokens
-    return forced
-
-
-def grammar_input(engine: Engine, batch: Batch, step: np.ndarray) -> np.ndarray:
-    """Packs the input of a step with grammars. Drafts first and waits for the trees, unless all tokens are forced."""
-    key, sequences = batch.key, batch.sequences
-    trees = root_trees(key.width, engine.buckets.step_widths(key)[-1])
-    if any(sequence not in batch.forced for sequence in batch.drafted):
-        trees = _drafted_trees(engine, _draft_key(key), step, trees)
-    chains = [batch.forced.get(sequence, []) for sequence in sequences]
-    seconds = WALK_SECONDS if engine.lossless else math.inf
-    return constrained_input(step, sequences, trees, chains, engine.vocab_size, seconds)
-
-
-def _drafted_trees(engine: Engine, key: Key, step: np.ndarray, roots: np.ndarray) -> np.ndarray:
-    """The drafter's trees, or `roots` if its program does not fit into memory, which is logged."""
-    try:
-        program = engine.programs.get(key)
-    except MemoryError:
-        return roots
-    return np.array(engine.device.read(engine.device.run(key, program, step))).reshape(roots.shape)
+def grammar_input(
+    batch: Batch, sequences: list[Sequence], step: np.ndarray, trees: np.ndarray | None, vocab_size: int, seconds: float
+) -> np.ndarray:
+    """Packs the input of a step with grammars. `trees`: the drafter's, packed; None: roots alone."""
+    roots = root_trees(batch.key.width, batch.key.nodes)
+    chains = [list(batch.forced.get(sequence.id, ())) for sequence in sequences]
+    whole = roots if trees is None else trees.reshape(roots.shape)
+    return constrained_input(step, sequences, whole, chains, vocab_size, seconds)
 
 
 def host_tree(fields: np.ndarray) -> Any:

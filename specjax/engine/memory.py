@@ -25,8 +25,8 @@ from specjax.cache import PoolShape, row_states
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.drafters.standalone import StandaloneParams
-from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, layout, snapshot_rows
+from specjax.engine.plan import Buckets
 from specjax.gpu import Memory, this_memory
 from specjax.limits import ParameterError
 from specjax.models import table
@@ -259,9 +259,9 @@ def temporary_bytes(
         states = ROW_COPIES * requests * row_bytes(target.pages, devices)
         return int((tokens * (lasting + max(passing, scores)) + logits + states) * (1 if on_cpu else ROUNDING))
 
-    nodes = {batch: batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches}
+    nodes = {batch: batch * nodes for batch, nodes in buckets.trees.items()}
     steps = [(count, count, batch) for batch, count in nodes.items()]
-    prefills = [(rows * width, rows, rows) for rows, width, _ in buckets.prefill_shapes()]
+    prefills = [(key.rows * key.width, key.rows, key.rows) for key in buckets.prefills("prefill", buckets.tables[0])]
     most = max(size(*program) for program in (*steps, *prefills))
     if not before_ampere:
         return most

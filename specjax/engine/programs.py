@@ -1,7 +1,7 @@
-"""The programs of an engine: what each computes, how it is compiled, and when.
+"""The programs of an engine: what each computes, and how it is compiled.
 
-A program is compiled once: before the engine is ready (`warm_up`), when a request needs it (`get`), or in one
-background thread while requests run (`compile_later`, `compile_ahead`).
+Each program is a future. One thread compiles them in order, first those that requests wait for (`want`), and on a CPU
+the thread of `warm_up` helps.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.buckets import PLAIN, Buckets, Key
 from specjax.engine.device import (
     PREFILL_NUMBERS,
     Program,
@@ -36,6 +36,7 @@ from specjax.engine.device import (
     unpack_step,
 )
 from specjax.engine.grammar_steps import constrained_size, constrained_step, propose_step, unpack_constrained
+from specjax.engine.plan import Key, Ready
 from specjax.gpu import compiler_options
 from specjax.models.target import Target
 from specjax.parallel.sharding import everywhere, under
@@ -49,11 +50,24 @@ logger = logging.getLogger(__name__)
 PAUSE_SECONDS = 0.01  # between two looks for the end of a pause
 
 
+class Failure(NamedTuple):
+    """Result of a compilation that raised."""
+
+    error: Exception
+    where: TracebackType | None
+
+    def again(self) -> Exception:
+        """The error to raise. Each raise adds frames to a traceback, which would keep what these hold."""
+        if isinstance(self.error, MemoryError):
+            return MemoryError(str(self.error))
+        return self.error.with_traceback(self.where)
+
+
 class Programs:
     """Programs by key. Thread-safe.
 
-    A key whose program does not fit into memory is remembered and logged once; `first_usable` then takes another size.
-    Other errors of tracing and compiling are raised by each `get` of the program.
+    A key whose program does not fit into memory is remembered and logged once; the plan then takes another size. Other
+    errors of tracing and compiling are raised by each `get` of the program.
 
     Args:
         new_pages: maximum number of pages that a row gets between two steps.
@@ -65,7 +79,6 @@ class Programs:
         self,
         target: Target,
         drafter: Drafter,
-        buckets: Buckets,
         params: Params,
         state: Resident,
         *,
@@ -76,7 +89,7 @@ class Programs:
         mesh: Mesh | None = None,
     ) -> None:
         self._target, self._drafter, self._trace = target, drafter, trace
-        self._buckets, self._verify, self._room, self._mesh = buckets, verify, room, mesh
+        self._verify, self._room, self._mesh = verify, room, mesh
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             where = None if mesh is None else leaf.sharding
@@ -87,15 +100,15 @@ class Programs:
         self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
 
         self._admit: dict[bool, Callable[..., Resident]] = {}
-        self._programs: dict[Key, Program] = {}
-        self._failed: dict[Key, tuple[Exception, TracebackType | None]] = {}
-        self._compilers: dict[Key, threading.Lock] = {}  # held while the key is compiled
-        self._waiting: set[int] = set()  # threads that wait for a compilation in `get`
-        self._later: dict[Key, bool] = {}  # for the background thread: requests wait. Replaced, never changed
-        self._worker: threading.Thread | None = None  # the background thread, until `_later` is empty
-        self._lock = threading.Lock()  # for changes of `_compilers`, `_later` and `_worker`
+        self._futures: dict[Key, Future[Program | Failure]] = {}
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="specjax-compile")
+        self._wanted: set[Key] = set()  # requests wait for these
+        self._seconds: dict[Key, float] = {}  # of each compilation
+        self._lock = threading.Lock()  # for changes of these two
+        self._changes = 0  # number of futures that have ended or were dropped
+        self._ready = -1, Ready()  # after that many changes
         self._exclusive = jax.default_backend() != "cpu"
-        self._compiling = False  # with `launch_lock` held
+        self.compiling = False  # with `launch_lock` held, on a GPU
         # Held during a launch and, on a GPU, during a compilation: XLA times candidates on the device.
         self.launch_lock = threading.RLock()
         self.announce: Callable[[Key], None] = lambda key: None  # called with each key before it is compiled
@@ -104,91 +117,91 @@ class Programs:
 
     # State
 
+    def ready(self) -> Ready:
+        """The programs that the plan may use."""
+        if self._ready[0] != (changes := self._changes):
+            done = {key: future.result() for key, future in self._copy() if _is_over(future)}
+            failed = {key for key, got in done.items() if isinstance(got, Failure) and _is_memory(got.error)}
+            self._ready = changes, Ready(frozenset(done.keys() - failed), frozenset(failed))
+        return self._ready[1]
+
     def compiled(self) -> set[Key]:
-        return set(self._programs)
+        return {key for key, future in self._copy() if _is_over(future) and not isinstance(future.result(), Failure)}
 
     @property
     def pending(self) -> set[Key]:
-        """Keys that the background thread has yet to compile."""
-        return {key for key in self._later if not self._is_settled(key)}
-
-    def _is_settled(self, key: Key) -> bool:
-        """True if `get` would not block: the program is compiled, or is known to fail."""
-        return key in self._programs or key in self._failed
-
-    def has_failed(self, key: Key) -> bool:
-        """True if the program of a key does not fit into memory."""
-        return key in self._failed and isinstance(self._failed[key][0], MemoryError)
+        """Keys that are not compiled yet."""
+        return {key for key, future in self._copy() if not future.done()}
 
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
-        return any(error is failure for failure, _ in [*self._failed.values()])
+        results = [future.result() for _, future in self._copy() if _is_over(future)]
+        return any(isinstance(result, Failure) and result.error is error for result in results)
 
-    def is_waiting(self, thread: int | None) -> bool:
-        """True if the thread with this `ident` waits for a compilation or, on a GPU, any thread compiles."""
-        return thread in self._waiting or self._compiling
+    def _copy(self) -> list[tuple[Key, Future[Program | Failure]]]:
+        with self._lock:
+            return list(self._futures.items())
 
     # When programs are compiled
 
     def get(self, key: Key) -> Program:
-        """Returns the program of a key; compiles it, or waits for the thread that does. Raises MemoryError if it does
-        not fit into memory, and whatever tracing and compiling raise."""
-        return self._get(key, bar=self.progress)
-
-    def _get(self, key: Key, *, bar: bool) -> Program:
-        """Compiles in this thread, where JAX's context managers apply."""
-        if (program := self._lookup(key)) is not None:
-            return program
-        with self._lock:
-            compiler = self._compilers.setdefault(key, threading.Lock())
-        thread = threading.get_ident()
-        self._waiting.add(thread)
-        try:
-            with compiler:
-                if (program := self._lookup(key)) is None:
-                    with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=bar) as shown:
-                        program = self._programs[key] = self._try(key)
-                        shown.update()
-                return program
-        finally:
-            self._waiting.discard(thread)
-
-    def _try(self, key: Key) -> Program:
-        """Remembers an error, but no interrupt."""
-        try:
-            return self._compile(key)
-        except Exception as error:
-            if is_out_of_memory(error):
-                problem = f"{key}: {_first_line(error)}"
-                logger.error("Out of memory for the program of %s; using other ones: %s", key, _first_line(error))
-                self._failed[key] = MemoryError(problem), None  # never raised itself: its traceback would keep frames
-                raise MemoryError(problem) from error
-            self._failed[key] = error, error.__traceback__
-            raise
-
-    def _lookup(self, key: Key) -> Program | None:
-        """Returns the program if it is compiled. Raises its remembered error."""
-        if key not in self._failed:
-            return self._programs.get(key)
-        error, where = self._failed[key]
-        if isinstance(error, MemoryError):
-            raise MemoryError(str(error))
-        raise error.with_traceback(where)  # the first traceback: each raise adds frames
-
-    def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """Returns the first key whose program fits into memory, and the program. Raises MemoryError if none does, and
+        """Returns the program of a key, after its compilation. Raises MemoryError if it does not fit into memory, and
         whatever tracing and compiling raise."""
-        problem = "there is none"
-        for key in keys:
+        while True:
+            self.want([key])
             try:
-                return key, self.get(key)
-            except MemoryError as error:
-                problem = str(error)
-        raise MemoryError(f"no size of batch can run ({problem})")
+                result = self._futures[key].result()
+            except (CancelledError, KeyError):  # another key was wanted, or `warm_up` tries again
+                continue
+            if isinstance(result, Failure):
+                raise result.again()
+            return result
+
+    def compile_later(self, keys: Iterable[Key]) -> None:
+        """Compiles these one by one in the background. Errors are logged, and raised when the program is used.
+
+        The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
+        survive the exit, and for no further one.
+        """
+        keys, begun = list(keys), time.monotonic()
+        with self._lock:
+            new = [key for key in keys if not self._has(key)]
+            self._submit(new)
+        self._executor.submit(self._report, new, begun)
+
+    def _report(self, keys: list[Key], begun: float) -> None:
+        count = len(self.compiled().intersection(keys))
+        logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
+
+    def want(self, keys: Iterable[Key]) -> None:
+        """Compiles these before all others that are not begun: requests wait for them."""
+        with self._lock:
+            keys = [key for key in keys if not self._has(key, begun=key not in self._wanted)]
+            if not keys:
+                return
+            self._wanted |= set(keys)
+            queued = [key for key, future in self._futures.items() if not future.cancelled() and future.cancel()]
+            queued.sort(key=lambda key: key not in self._wanted)
+            self._submit([*keys, *queued])
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until nothing is pending. Returns True if nothing is."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while futures := [future for _, future in self._copy() if not future.done()]:
+            if end is not None and time.monotonic() >= end:
+                return False
+            wait(futures[:1], None if end is None else max(end - time.monotonic(), 0.0))
+        return True
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Cancels what is not begun, and waits for the rest. Returns True if nothing is being compiled."""
+        with self._lock:
+            for future in self._futures.values():
+                future.cancel()
+        return self.wait(timeout)
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles these keys and the admission of requests. On a CPU a second thread helps, in which JAX's context
-        managers do not apply.
+        """Compiles these keys and the admission of requests. On a CPU every second one in this thread.
 
         Args:
             progress: show a bar on stderr.
@@ -200,112 +213,112 @@ class Programs:
             Exception: whatever tracing and compiling raise.
         """
         keys = list(keys)
-        if strict:
-            for key in keys:
-                self._failed.pop(key, None)
-        missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
-        left = iter(missing)  # each key goes to one of the two threads
-        errors, begun, compiled = list[BaseException](), time.monotonic(), list[str]()
-
-        def work() -> None:
-            for key in left:
-                if errors or not threading.main_thread().is_alive():  # an interrupted thread ends the other one
-                    break
-                bar.set_postfix_str(f"{key.kind} {key.width}")
-                started = time.monotonic()
-                try:
-                    self._get(key, bar=False)
-                    compiled.append(f"{key} ({time.monotonic() - started:.1f} s)")
-                except BaseException as error:
-                    if strict or not isinstance(error, MemoryError):
-                        errors.append(error)
-                bar.update()
-
-        with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
-            # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
-            helper = threading.Thread(target=work, name="specjax-compile-2", daemon=False)
-            if len(missing) > 1 and not self._exclusive:
-                helper.start()
-            self.admit(resumed=False)
-            work()
-            if helper.ident and not any(isinstance(error, KeyboardInterrupt) for error in errors):
-                helper.join()
-            bar.set_postfix_str("")
-        if errors:
-            raise errors[0]
-        if compiled:
-            logger.info("Compiled in %.1f s: %s", time.monotonic() - begun, "; ".join(compiled))
-        for kind in {key.kind for key in keys}:
-            self.first_usable(key for key in keys if key.kind == kind)
-
-    def compile_ahead(self, key: Key) -> bool:
-        """True if `get` would not block. Otherwise the background thread compiles the program next."""
-        if not (settled := self._is_settled(key)):
-            self.compile_later([key], wanted=True)
-        return settled
-
-    def compile_later(self, keys: Iterable[Key], *, wanted: bool = False, progress: bool = False) -> threading.Thread:
-        """Compiles these one by one in the background thread, and returns the thread. Errors are logged, and raised
-        when the program is used.
-
-        The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
-        survive the exit, and for no further one.
-
-        Args:
-            wanted: requests wait for these, which are compiled before others, each with its own bar.
-            progress: show one bar for all.
-        """
         with self._lock:
-            new = {key: wanted for key in keys if not self._is_settled(key)}
-            first, last = (new, self._later) if wanted else (self._later, new)
-            self._later = first | {key: value for key, value in last.items() if key not in first}
-            if self._worker is None or not self._worker.is_alive():
-                work = partial(self._work, progress=progress and bool(self._later))
-                self._worker = threading.Thread(target=work, name="specjax-compile", daemon=False)
-                self._worker.start()
-            return self._worker
+            if strict:
+                for key in keys:
+                    if key in self._futures and not self._has(key, failures=False):
+                        del self._futures[key]
+                        self._changes += 1
+            missing = [key for key in keys if not self._has(key)]
+            missing.sort(key=lambda key: (key.kind != "step", key))  # steps take longest
+            # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
+            here = {key: self._future(key) for key in ([] if self._exclusive else missing[::2])}
+            for future in here.values():
+                future.set_running_or_notify_cancel()
+            self._submit(missing)
+        begun = time.monotonic()
+        try:
+            with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
+                self.admit(resumed=False)
+                for key, future in here.items():
+                    bar.set_postfix_str(f"{key.kind} {key.width}")
+                    future.set_result(self._try(key))
+                    bar.update()
+                for key in (key for key in missing if key not in here):
+                    bar.set_postfix_str(f"{key.kind} {key.width}")
+                    with contextlib.suppress(MemoryError):  # raised below
+                        self.get(key)
+                    bar.update()
+                bar.set_postfix_str("")
+        finally:
+            with self._lock:
+                for key in [key for key, future in here.items() if not future.done()]:  # after an interrupt
+                    self._futures.pop(key).set_exception(CancelledError())
+        for key in keys:
+            if strict or not self._failed(key):
+                self.get(key)
+        if missing:
+            names = "; ".join(f"{key} ({self._seconds[key]:.1f} s)" for key in missing if key in self._seconds)
+            logger.info("Compiled in %.1f s: %s", time.monotonic() - begun, names)
+        for kind in {key.kind for key in keys}:
+            if all(self._failed(key) for key in keys if key.kind == kind):
+                self.get(next(key for key in keys if key.kind == kind))
 
-    def _work(self, *, progress: bool) -> None:
-        """The background thread. Begins with the admission of resumed requests, which any load may need."""
-        with _failures_logged():
-            self.admit(resumed=True)
-        begun, count = time.monotonic(), len(self.compiled())
-        with progress_bar("Compiling in the background", len(self._later), "bucket", shown=progress) as bar:
-            while (key := self._next()) is not None:
-                bar.set_postfix_str(f"{key.kind} {key.width}")
-                started = time.monotonic()
-                with _failures_logged():
-                    self._get(key, bar=self.progress and not progress and self._later.get(key, False))
+    def _has(self, key: Key, *, begun: bool = False, failures: bool = True) -> bool:
+        """True if a key has a future that is not cancelled; that is running or done; whose result is a program."""
+        if (future := self._futures.get(key)) is None or future.cancelled():
+            return False
+        if begun and not (future.running() or future.done()):
+            return False
+        return failures or not (future.done() and isinstance(future.result(), Failure))
+
+    def _failed(self, key: Key) -> bool:
+        return key in self.ready().failed
+
+    def _future(self, key: Key) -> Future[Program | Failure]:
+        future = self._futures[key] = Future()
+        future.add_done_callback(self._count_change)
+        return future
+
+    def _count_change(self, _: Future[Any]) -> None:
+        self._changes += 1
+
+    def _submit(self, keys: Iterable[Key]) -> None:
+        """Queues what has no future; with `_lock` held."""
+        for key in keys:
+            if not self._has(key):
+                self._executor.submit(self._work, key, self._future(key))
+
+    def _work(self, key: Key, future: Future[Program | Failure]) -> None:
+        if not threading.main_thread().is_alive():
+            future.cancel()
+        if not future.set_running_or_notify_cancel():
+            return
+        waits = key in self._wanted
+        try:
+            with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=self.progress and waits) as bar:
+                result = self._try(key)
                 bar.update()
-                self._pause(time.monotonic() - started)
-        compiled = len(self.compiled()) - count
-        logger.info("Compiled %d programs in the background in %.1f s", compiled, time.monotonic() - begun)
+        except BaseException:
+            future.set_exception(CancelledError())  # for threads that wait, which try again
+            raise
+        if isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
+            logger.error("A program could not be compiled; requests that need it will fail", exc_info=result.error)
+        future.set_result(result)
+        self._pause(self._seconds[key])
+
+    def _try(self, key: Key) -> Program | Failure:
+        """Remembers an error, but no interrupt."""
+        begun = time.monotonic()
+        try:
+            return self._compile(key)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                return Failure(error, error.__traceback__)
+            logger.error("Out of memory for the program of %s; using other ones: %s", key, _first_line(error))
+            return Failure(MemoryError(f"{key}: {_first_line(error)}"), None)
+        finally:
+            self._wanted.discard(key)
+            self._seconds[key] = time.monotonic() - begun
 
     def _pause(self, seconds: float) -> None:
         """On a GPU, where compiling stops all requests, lets these run as long as the last compilation took. Ends
         early if no request runs, or one waits for a program."""
         end = time.monotonic() + seconds
         while self._exclusive and self.busy() and time.monotonic() < end and threading.main_thread().is_alive():
-            if not self._later or any(self._later.get(key) for key in self.pending):
+            if self._wanted or not self.pending:
                 return
             time.sleep(PAUSE_SECONDS)
-
-    def _next(self) -> Key | None:
-        """The next key for the background thread, which ends at None."""
-        with self._lock:
-            goes_on = threading.main_thread().is_alive()
-            self._later = {key: wanted for key, wanted in self._later.items() if goes_on and not self._is_settled(key)}
-            if not self._later:
-                self._worker = None
-            return next(iter(self._later), None)
-
-    def close(self, timeout: float | None = None) -> bool:
-        """Cancels what the background thread has not begun, and waits for it. Returns True if it has ended."""
-        with self._lock:
-            self._later, worker = {}, self._worker
-        if worker is not None:
-            worker.join(timeout)
-        return worker is None or not worker.is_alive()
 
     # What programs compute
 
@@ -365,11 +378,11 @@ class Programs:
     def _device_idle(self) -> Iterator[None]:
         with self.launch_lock:
             jax.block_until_ready(jnp.zeros(()) + 1)  # runs after all earlier launches; it may block for long
-            self._compiling = True
+            self.compiling = True
             try:
                 yield
             finally:
-                self._compiling = False
+                self.compiling = False
 
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         where = None if self._mesh is None else everywhere(self._mesh)
@@ -384,32 +397,28 @@ class Programs:
             shape, unpack = (key.rows, PREFILL_NUMBERS + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
-            widths = self._buckets.step_widths(key)
-            drafter = drafter.within(widths[-1])
-            if key.nodes == PLAIN and drafter.costly_observe:  # its requests never draft
+            drafter = drafter.within(key.nodes)
+            if key.nodes == 1 and drafter.costly_observe:  # its requests never draft
                 drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
-            function, config = speculate_step, StepConfig(widths, self._trace)
+            function, config = speculate_step, StepConfig(key.nodes, self._trace)
             if key.kind == "propose":
                 function, fixed = propose_step, {}
             elif key.kind == "constrained":
-                vocab_size, nodes = self._target.config.vocab_size, widths[-1]
+                vocab_size, nodes = self._target.config.vocab_size, key.nodes
                 shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
         return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
 
 
-@contextlib.contextmanager
-def _failures_logged() -> Iterator[None]:
-    """Logs the errors of a compilation in the background, which no caller sees."""
-    try:
-        yield
-    except MemoryError:  # logged when it was recorded
-        pass
-    except Exception as error:
-        logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
+def _is_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError)
+
+
+def _is_over(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _first_line(error: BaseException) -> str:

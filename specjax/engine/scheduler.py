@@ -1,26 +1,15 @@
-"""Decides what runs next.
-
-`Scheduler` gives slots and pages to sequences, and takes them away when pages run out. `next_prefill` and `next_steps`
-choose batches and programs: at most one prefill, then a step for each running request.
-"""
+"""Gives slots and pages to sequences, and takes them away when pages run out. `specjax.engine.plan` decides what runs
+next, from the `View` of the sequences."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as List
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
-from specjax.engine.batch import Batch, InFlight, collect, collect_all_but
-from specjax.engine.buckets import PLAIN, TREE, Key
 from specjax.engine.config import Policy
-from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.pages import Node, PageAllocator, PrefixCache, Snapshots
-from specjax.engine.sequence import NO_SCORES, Sequence, Slot, Status
-
-if TYPE_CHECKING:
-    from specjax.engine.engine import Engine
+from specjax.engine.plan import Prompt, Running, View
+from specjax.engine.sequence import Sequence, Slot, Status
 
 PATIENCE = 4
 """One of this many prefills takes the oldest prompt first, the others take the shortest rest first. So a long prompt
@@ -84,7 +73,7 @@ class Scheduler:
                 continue
             if not self._place(sequence, self._resumable(matched)):
                 break
-            if self.prefix.snapshots is not None and len(matched) * self.page_size > sequence.active_slot.prefilled:
+            if self.prefix.snapshots is not None and len(matched) * self.page_size > sequence.active_slot.length:
                 sequence.active_slot.branch = len(matched) * self.page_size
             self.waiting.remove(sequence)
             admitted.append(sequence)
@@ -102,13 +91,34 @@ class Scheduler:
                 prompts.sort(key=lambda s: (s.left, s.request.arrival))
         return prompts
 
+    def view(self, unread: Collection[Sequence], *, chunk: int, depth: int, prefilling: int) -> View:
+        """What `plan` reads.
+
+        Args:
+            unread: sequences with a step in flight.
+            chunk: tokens of the largest chunk.
+            depth: of the deepest trees, which a path of forced tokens fills.
+            prefilling: tokens of the largest prefill in flight.
+        """
+        prompts = [
+            Prompt(s.id, s.next_left, len(s.active_slot.pages), s.scores_within(chunk)) for s in self.prefilling()
+        ]
+        running = [
+            Running(
+                s.id, len(s.active_slot.pages), s.drafts, s.acceptance, grammar=s.constraint is not None,
+                unread=s in unread, forced=() if s in unread else s.forced_tokens(depth),
+            )
+            for s in self.running()
+        ]  # fmt: skip
+        return View(prompts, running, prefilling)
+
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Reserves pages for all tokens that may be committed before the next step is read. False: too few pages."""
         for sequence in sequences:
             slot = sequence.active_slot
-            if len(slot.pages) * self.page_size >= slot.committed + self.lookahead:
+            if len(slot.pages) * self.page_size >= slot.length + self.lookahead:
                 continue
-            missing = self._pages_for(sequence, slot.committed) - len(slot.pages)
+            missing = self._pages_for(sequence, slot.length) - len(slot.pages)
             if missing <= 0:
                 continue
             pages = self._allocate(missing)
@@ -128,7 +138,7 @@ class Scheduler:
             return
         slot, size = sequence.active_slot, self.page_size
         committed = [*sequence.prompt, *sequence.output.tokens][: slot.certain]
-        for i in range(slot.stored, len(committed) // size):
+        for i in range(len(slot.pages) - len(slot.own), len(committed) // size):
             text = tuple(committed[i * size : (i + 1) * size])
             if not leaves and self.prefix.holds(sequence.salt_key, slot.node, text):
                 self._give_snapshots(sequence, committed)
@@ -137,8 +147,7 @@ class Scheduler:
             slot.node, taken = self.prefix.insert(sequence.salt_key, slot.node, text, page)
             if taken:
                 slot.own.remove(page)
-            slot.stored += 1
-            if (row := slot.snapshots.pop(slot.stored, None)) is not None and self.prefix.snapshots is not None:
+            if (row := slot.snapshots.pop(i + 1, None)) is not None and self.prefix.snapshots is not None:
                 self.prefix.snapshots.give(row, slot.node)
 
     def _give_snapshots(self, sequence: Sequence, committed: list[int]) -> None:
@@ -162,8 +171,8 @@ class Scheduler:
         """For the prefill of the next `tokens` tokens of a recurrent model: the row that it reads, the row of a new
         snapshot (-1: none), and the number of tokens before the snapshot, up to the last full page."""
         slot, kept = sequence.active_slot, self.prefix.snapshots
-        pages = (slot.prefilled + tokens) // self.page_size
-        length = pages * self.page_size - slot.prefilled
+        pages = (slot.length + tokens) // self.page_size
+        length = pages * self.page_size - slot.length
         if kept is None or not self._reuse or length <= 0:
             return slot.source, -1, 0
         row = kept.reserve({other.active_slot.source for other in self.active})
@@ -243,9 +252,7 @@ class Scheduler:
         own = self._allocate(need)
         assert own is not None
         reused, pages = len(nodes) * self.page_size, [*(node.page for node in nodes), *own]
-        sequence.slot = slot = Slot(
-            self._free_slots.pop(), pages, set(own), node, stored=len(nodes), prefilled=reused, certain=reused
-        )
+        sequence.slot = slot = Slot(self._free_slots.pop(), pages, set(own), node, length=reused, certain=reused)
         kept = self.prefix.snapshots
         slot.source = slot.index if node is None or kept is None else kept.use(node)
         sequence.status = Status.PREFILLING
@@ -284,155 +291,3 @@ class Scheduler:
     def _pages_for(self, sequence: Sequence, committed: int) -> int:
         """Number of pages for all tokens that may be committed before the next step is read."""
         return -(-min(committed + self.lookahead, sequence.most_tokens) // self.page_size)
-
-
-# Prefill
-
-
-def next_prefill(engine: Engine) -> Batch | None:
-    """The next chunk of one or several prompts; None: there is none, or a long prefill is in flight while no request
-    runs, which would delay a request that comes now."""
-    kind, prompts = _prompts(engine)
-    sizes = [flight.batch.key.size for flight in engine.flights if not flight.batch.key.verifies]
-    if not prompts or (not _running(engine) and max(sizes, default=0) > engine.buckets.small):
-        return None
-    try:
-        key, program = engine.programs.first_usable(_prefill_keys(engine, prompts, kind))
-    except MemoryError as error:
-        if kind != "scoring":
-            raise
-        engine.give_up(prompts[0], f"{NO_SCORES}: {error}")  # only this request needs such a program
-        return None
-    lengths = key.lengths(sequence.next_left for sequence in prompts)
-    return Batch(key, program, prompts[: len(lengths)], lengths)
-
-
-def _prompts(engine: Engine) -> tuple[str, list[Sequence]]:
-    """The kind of the next prefill and its prompts. A prompt with log-probabilities or a wide page table runs alone;
-    while its program compiles, other prompts run."""
-    prompts, longest = engine.scheduler.prefilling(), engine.buckets.chunks[-1]
-    plain = [sequence for sequence in prompts if not sequence.scores_within(longest) and not _is_wide(engine, sequence)]
-    if not prompts or prompts[0] in plain:
-        return "prefill", plain
-    kind = "scoring" if prompts[0].scores_within(longest) else "prefill"
-    if not engine.programs.compile_ahead(next(_prefill_keys(engine, prompts[:1], kind))):
-        return "prefill", plain
-    return kind, prompts[:1]
-
-
-def _is_wide(engine: Engine, sequence: Sequence) -> bool:
-    """True if a sequence needs a wide page table, whose programs no start compiles."""
-    return len(sequence.active_slot.pages) > engine.buckets.tables[0]
-
-
-def _prefill_keys(engine: Engine, prompts: list[Sequence], kind: str) -> Iterator[Key]:
-    left, pages = zip(*((sequence.next_left, len(sequence.active_slot.pages)) for sequence in prompts), strict=True)
-    running = _running(engine)
-    most = engine.buckets.most_prefilled(running, len(engine.scheduler.active) - running)
-    ready, pending = engine.programs.compiled(), engine.programs.pending
-    return engine.buckets.prefill_keys([*left], [*pages], most, ready, kind, pending=pending)
-
-
-def _running(engine: Engine) -> int:
-    return sum(sequence.status is not Status.PREFILLING for sequence in engine.scheduler.active)
-
-
-# Steps
-
-
-def next_steps(engine: Engine) -> Iterator[Batch]:
-    """One step for each running request: in one batch, or in several if no program fits all. Requests with a grammar
-    or a wide page table are left out while their program compiles."""
-    _collect_grammars(engine)
-    left = _able(engine, _reserved(engine))
-    while left:
-        count, pages = len(left), max(len(sequence.active_slot.pages) for sequence in left)
-        forced = dict[Sequence, list[int]]()
-        if any(sequence.constraint for sequence in left):
-            forced = forced_tokens(engine, left)
-            nodes = _nodes(engine, left, forced)
-            keys = step_keys(engine, count, pages, nodes)
-            if not is_ready(engine, keys):
-                left = [sequence for sequence in left if not sequence.constraint]
-                continue
-        else:
-            wide, first = pages > engine.buckets.tables[0], engine.buckets.choices(engine.buckets.batch(count))[0]
-            if wide and not all(map(engine.programs.compile_ahead, _step_keys(engine, count, pages, first)[:1])):
-                left = [sequence for sequence in left if not _is_wide(engine, sequence)]
-                continue
-            nodes = _ready_nodes(engine, count, pages, _nodes(engine, left, forced))
-            keys = _step_keys(engine, count, pages, nodes)
-        key, program = engine.programs.first_usable(keys)
-        part, left = left[: key.width], left[key.width :]
-        forced = {sequence: forced[sequence] for sequence in part if sequence in forced and key.drafts}
-        drafts = key.drafts and nodes == TREE
-        drafted = tuple(sequence for sequence in part if sequence in forced or (sequence.drafts and drafts))
-        yield Batch(key, program, part, drafted=drafted, forced=forced)
-
-
-def _step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
-    """Programs for a step without grammars, best first."""
-    return [*engine.buckets.step_keys(count, pages, engine.programs.compiled(), engine.programs.pending, nodes)]
-
-
-def _ready_nodes(engine: Engine, count: int, pages: int, nodes: int) -> int:
-    """Returns `nodes`, or the other choice while the program for `nodes` compiles in the background."""
-    programs, other = engine.programs, PLAIN if nodes == TREE else TREE
-    if engine.policy is None or (nodes == TREE and engine.drafter.costly_observe):  # a plain step would leave a hole
-        return nodes
-
-    def fit(nodes: int) -> int:
-        """2: a compiled program fits all requests; 1: it fits some of them; 0: there is none."""
-        ready = [key for key in _step_keys(engine, count, pages, nodes)[:1] if key in programs.compiled()]
-        return sum(1 + (key.width >= min(count, engine.buckets.batches[-1])) for key in ready)
-
-    if pages > engine.buckets.tables[0]:
-        programs.compile_ahead(_step_keys(engine, count, pages, nodes)[0])
-    if all(key.kind != "step" or key.nodes != nodes for key in programs.pending):
-        return nodes
-    return max(nodes, other, key=fit)
-
-
-def _nodes(engine: Engine, sequences: list[Sequence], forced: Mapping[Sequence, List[int]]) -> int:
-    """TREE or PLAIN for the next step of these sequences. `forced`: tokens that a step with drafts emits together."""
-    batch = engine.buckets.batch(len(sequences))
-    if engine.policy is None:
-        return TREE
-    if not engine.buckets.drafts(batch):
-        return PLAIN
-    if engine.drafter.costly_observe:  # chosen at the admission
-        return TREE if any(sequence.drafts for sequence in sequences) else PLAIN
-    pays = forced and engine.policy.pays(batch, len(sequences), sum(map(len, forced.values())))
-    return TREE if pays else engine.policy.choose(batch, sequences)
-
-
-def _collect_grammars(engine: Engine) -> None:
-    """Reads the steps in flight of sequences with a grammar, whose next masks need the tokens."""
-
-    def needed(flight: InFlight) -> bool:
-        batch = flight.batch
-        return batch.key.verifies and any(sequence.constraint for sequence in batch.sequences)
-
-    while any(map(needed, engine.flights)):
-        collect(engine, engine.flights.popleft())
-
-
-def _able(engine: Engine, running: list[Sequence]) -> list[Sequence]:
-    """Ends requests whose grammar allows no next token. Returns the others."""
-    for sequence in running:
-        if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
-            engine.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output.tokens)} tokens: {problem}")
-    return [sequence for sequence in running if sequence.status is Status.RUNNING]
-
-
-def _reserved(engine: Engine) -> list[Sequence]:
-    """The running requests, with pages for all that they may commit; retracts some if pages run out."""
-    while True:
-        running = engine.scheduler.running()
-        if not running or engine.scheduler.reserve(running):
-            return running
-        # Read all steps before a retraction: the output must be complete, and reading may free pages.
-        if engine.flights:
-            collect_all_but(engine, 0)
-        else:
-            engine.scheduler.retract_youngest()

@@ -230,11 +230,9 @@ class Slot:
     pages: list[int]  # of the context, in order
     own: set[int]  # pages that do not belong to the prefix cache
     node: Node | None = None  # last page in the prefix cache that is locked for this request
-    stored: int = 0  # number of pages, from the first on, that are in the prefix cache
-    placed: int = 0  # number of pages in the device's page table
-    prefilled: int = 0  # tokens whose prefill was dispatched
-    committed: int = 0  # tokens in pages if the last prefill succeeds; the last length read
-    certain: int = 0  # tokens known to be in pages
+    placed: int = 0  # number of pages that were sent to the device's page table
+    length: int = 0  # tokens in pages after all prefills that were dispatched and all steps that were read
+    certain: int = 0  # tokens in pages after the programs that were read, which have succeeded
     # Of a recurrent model: the row that the next prefill reads, a prefix that another text shared and whose state is
     # worth a snapshot, and rows of snapshots by the number of pages before them.
     source: int = -1
@@ -288,12 +286,12 @@ class Sequence:
         """Number of context tokens whose prefill is not dispatched."""
         emitted = len(self.output.tokens)
         roots = 1 if emitted or self.constraint is not None else 0
-        return len(self.prompt) + emitted - roots - self.active_slot.prefilled
+        return len(self.prompt) + emitted - roots - self.active_slot.length
 
     @property
     def next_left(self) -> int:
         """`left`, or the tokens to `Slot.branch`, where a chunk ends."""
-        to_branch = self.active_slot.branch - self.active_slot.prefilled
+        to_branch = self.active_slot.branch - self.active_slot.length
         return to_branch if 0 < to_branch < self.left else self.left
 
     @property
@@ -306,7 +304,7 @@ class Sequence:
     def scores_within(self, tokens: int) -> bool:
         """True if a prefill of the next `tokens` gives missing log-probabilities of the prompt."""
         reusable = None if (scores := self.output.prompt_logprobs) is None else scores.reusable
-        return reusable is not None and reusable < self.active_slot.prefilled + tokens
+        return reusable is not None and reusable < self.active_slot.length + tokens
 
     @property
     def forced_token(self) -> int | None:
@@ -314,6 +312,14 @@ class Sequence:
         if self.constraint is not None and not self.output.tokens:
             return self.prompt[-1]
         return self.output.tokens[-1] if self.output.tokens else None
+
+    def forced_tokens(self, most: int) -> tuple[int, ...]:
+        """At most `most` next tokens that the grammar forces, which a step emits together in place of drafts."""
+        if self.constraint is None or not self.drafts:
+            return ()
+        limit = self.params.draft_limit
+        most = most if limit is None else min(most, limit)
+        return tuple(self.constraint.forced(most)) if most else ()
 
     @property
     def salt_key(self) -> Hashable:
@@ -328,10 +334,10 @@ class Sequence:
     def prefill(self, tokens: int) -> None:
         """Counts tokens of the context as dispatched. After the last one the device has the first token of the output,
         which the host may read later."""
-        self.active_slot.prefilled += tokens
+        self.active_slot.length += tokens
         self.active_slot.source = self.active_slot.index
         if not self.left:
-            self.status, self.active_slot.committed = Status.RUNNING, self.active_slot.prefilled
+            self.status = Status.RUNNING
 
     def end_thoughts(self, tokens: list[int], finish: int) -> tuple[int, int]:
         """Replaces emitted tokens beyond the budget of thoughts by their end, as far as the limit of tokens allows.

@@ -25,10 +25,10 @@ from jax.sharding import Mesh
 
 from specjax import checkpoint
 from specjax.drafters.base import Params
-from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig
 from specjax.engine.device import Device, Output, Program, Resident
 from specjax.engine.engine import Engine
+from specjax.engine.plan import Key
 from specjax.fleet.agreement import engine_facts, file_facts
 from specjax.fleet.hosts import Follower, Group, Leader, Message
 from specjax.parallel.sharding import make_mesh

@@ -25,7 +25,6 @@ import numpy as np
 from specjax.cli import build
 from specjax.cli.generate import DEFAULTS, BadLine, parse_line, result
 from specjax.engine import SamplingParams
-from specjax.engine.generation import complete
 from specjax.serve.fields import whole
 from specjax.settings import from_mapping
 
@@ -89,7 +88,7 @@ class Generate:
                     line = BadLine(index, str(error))
             logger.warning("a row has no answer: %s", line.reason)
             answers[index] = {"id": row.get("id"), ERROR: line.reason}
-        completions = complete(self._engine, [sequence for _, sequence in waiting])
+        completions = self._engine.complete([sequence for _, sequence in waiting])
         for (line, _), done in zip(waiting, completions, strict=True):
             problem = done.finish_reason.get("message") if done.finish_reason["type"] == "abort" else None
             answers[line.number] = result(line, done) | {ERROR: problem}

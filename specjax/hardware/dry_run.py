@@ -32,10 +32,9 @@ from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
 from specjax.drafters.factories import make_drafter, make_speculation
 from specjax.drafters.options import ModelOptions
-from specjax.engine.buckets import BATCHES
 from specjax.engine.config import EngineConfig, context_length, layout, snapshot_rows
-from specjax.engine.draft_policy import speculation_table
 from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.engine.plan import BATCHES, speculation_table
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import family, make_target, table

@@ -18,7 +18,7 @@ from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.batch import Counters
+from specjax.engine.runtime import Counters
 from specjax.parallel.sharding import row_bytes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import Pause, bad_request, shown, unavailable

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
-from specjax.engine.batch import Counters
+from specjax.engine.runtime import Counters
 from specjax.engine.sequence import Sequence, Status
 
 OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
@@ -244,7 +244,7 @@ class Report:
 
     def _write(self, now: Counters, new: int, retracted: int) -> None:
         engine = self._engine
-        tokens = sum(max(slot.committed, slot.prefilled) for s in engine.scheduler.active if (slot := s.slot))
+        tokens = sum(slot.length for s in engine.scheduler.active if (slot := s.slot))
         usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
         running = f"#running-req: {len(engine.scheduler.running())}"
         queue = f"#queue-req: {len(engine.scheduler.waiting)}"

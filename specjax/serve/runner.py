@@ -237,7 +237,7 @@ class Runner(threading.Thread, Service):
         self._watchdog = Watchdog(
             timeout=settings.watchdog_timeout,
             beat=lambda: self._beat if self._busy else None,
-            excused=lambda: self.engine.programs.is_waiting(self.ident),
+            excused=lambda: self.engine.programs.compiling,
             act=self._give_up,
         )
         # Unfinished sequence -> its listener, and its index there. Keyed by identity: an id may be used again once its
@@ -399,7 +399,7 @@ class Runner(threading.Thread, Service):
             self._allocate(self._engine)
             logger.info("Waited %.1f s for the allocation of the KV pool", time.monotonic() - started)
             if self._warm_up:
-                self._helpers.append(self._engine.warm_up_in_background())
+                self._engine.warm_up_in_background()
             self._ready_at = time.time()
             self._watchdog.start()
             self._delivery.start()

@@ -35,7 +35,6 @@ NEAR_TABLE, NEAR_LLAMA = 1e-4, 1e-3
 DRAFTERS = {
     "none": functools.cache(none_drafter),
     "listed": functools.cache(lambda: listed_drafter(LISTED, WIDTH, DEPTH)),
-    "widths": functools.cache(lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,))),
     "ngram": functools.cache(lambda: ngram_drafter(Ngram(nodes=5, max_match=3, capacity=1024))),
 }
 TABLES = {
@@ -43,8 +42,7 @@ TABLES = {
     "everything": lambda: table_model(random_table(1, rows=31), window=100),
     "ties": lambda: table_model(random_table(2, ties=True), window=2),
 }
-# Each width compiles a forward of the target.
-CONFIGS = {"listed": StepConfig((WIDTH,), trace=True), "ngram": StepConfig((5,))}
+CONFIGS = {"listed": StepConfig(trace=True)}
 
 
 def new_runner(toy, drafter, **options):
@@ -103,7 +101,7 @@ def test_steps_equal_the_oracles(rng):
 
 def test_drafts_are_accepted():
     requests = [([1, 2, 3], Sampling(max_tokens=30)), ([4], Sampling(max_tokens=30, temperature=1.0, seed=3))]
-    for drafter in ("listed", "widths", "ngram"):
+    for drafter in ("listed", "ngram"):
         emitted = [n for result in table_runner("last two", drafter).generate(requests) for n in result.emitted]
         assert np.mean(emitted) > 1.2
         assert max(emitted) > 2
@@ -146,7 +144,7 @@ def test_llama_text_equals_plain_decoding(drafted):
         texts = [
             prompt + oracle.generate_plain(toy.logits, prompt, request).tokens for prompt, request in LLAMA_REQUESTS
         ]
-        runner = Runner(toy, listed_drafter(informed_trees(texts), 10, 3), config=StepConfig((10,)))
+        runner = Runner(toy, listed_drafter(informed_trees(texts), 10, 3), config=StepConfig(10))
     results = runner.generate(LLAMA_REQUESTS)
     compared = [
         check_tokens(actual, toy, prompt, request, NEAR_LLAMA)
@@ -168,7 +166,7 @@ COUNTED = [oracle.chain_tree(0, [(n + i) % LONG for i in (1, 2, 3)]) for n in ra
 @functools.cache
 def counter():
     toy = table_model(COUNTING, window=1)
-    return Runner(toy, listed_drafter(COUNTED, 4, 3, length=48), config=StepConfig((1, 4)))
+    return Runner(toy, listed_drafter(COUNTED, 4, 3, length=48), config=StepConfig(4))
 
 
 @pytest.mark.parametrize(
@@ -356,8 +354,8 @@ def test_non_finite_values_never_reach_a_page(where):
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(runner.state.cache))
 
 
-@pytest.mark.parametrize(("widths", "emitted"), [((1, 4), 4), ((2,), 2), ((1,), 1)])
-def test_narrow_widths_keep_the_best_nodes(widths, emitted):
+@pytest.mark.parametrize(("nodes", "emitted"), [(4, 4), (2, 2), (1, 1)])
+def test_fewer_nodes_are_the_best(nodes, emitted):
     """The likely path comes after shallow nodes; a step of four nodes verifies the path."""
     table = random_table(0)
     toy = table_model(table)
@@ -368,14 +366,14 @@ def test_narrow_widths_keep_the_best_nodes(widths, emitted):
     wrong = [t for t in range(7) if t != a][:3]
     tokens = (text[2], *wrong, a, b, c)
     tree = Tree(tokens, (-1, 0, 0, 0, 0, 4, 5), (0.0, -5.0, -5.1, -5.2, -0.1, -0.2, -0.3))
-    runner = Runner(toy, listed_drafter([tree] * 11, 7, 3, scored=True), config=StepConfig(widths, trace=True))
+    runner = Runner(toy, listed_drafter([tree] * 11, 7, 3, scored=True), config=StepConfig(nodes, trace=True))
     runner.admit(0, text[:2], Sampling(max_tokens=8))
     runner.prefill([text[:2]])
     output = runner.step([True, False, False])
     assert output.emitted[0] == emitted
     assert output.tokens[0, :emitted].tolist() == text[3 : 3 + emitted]
-    assert output.trace.tree.tokens.shape[1] == widths[-1]
-    assert output.tokens.shape[1] == min(4, widths[-1]), "length of the longest path"
+    assert output.trace.tree.tokens.shape[1] == nodes
+    assert output.tokens.shape[1] == min(4, nodes), "length of the longest path"
 
 
 def test_logprobs_and_trace():
@@ -424,11 +422,24 @@ def test_phases_with_a_grammar():
     assert output.tokens[0].tolist() == [3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("nodes", [-1, 5])
+def test_nodes_out_of_range(nodes):
+    runner, drafter = counter(), listed_drafter(COUNTED, 4, 3, length=48)
+    inputs = runner.inputs([True, False, False])
+    with pytest.raises(ValueError, match=f"StepConfig.nodes is {nodes}; LISTED proposes trees of 4 nodes"):
+        draft_phase(runner.params, runner.state, inputs, drafter=drafter, config=StepConfig(nodes))
+    tree, state = draft_phase(runner.params, runner.state, inputs, drafter=drafter)
+    with pytest.raises(ValueError, match="trees of 4 nodes in a step of 2"):
+        verify_phase(
+            runner.params, state, inputs, tree, target=runner.toy.target, drafter=drafter, config=StepConfig(2)
+        )
+
+
 # Promises about compilation.
 
 
 def test_one_trace_per_bucket():
-    runner = new_runner(TABLES["last two"](), "widths")
+    runner = new_runner(TABLES["last two"](), "listed")
     for seed in range(3):
         runner.generate(some_requests(np.random.default_rng(seed)))
         if seed == 0:

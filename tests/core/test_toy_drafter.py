@@ -278,7 +278,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
 
 
 def part(module: str) -> str | None:
-    """`specjax.engine.buckets` -> engine. None: not ours, or the package itself."""
+    """`specjax.engine.plan` -> engine. None: not ours, or the package itself."""
     pieces = module.split(".")
     return pieces[1] if pieces[0] == "specjax" and len(pieces) > 1 else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,9 +13,8 @@ from engine_helpers import NGRAM, check_idle, check_plain, make_engine
 from specjax.cache import PoolShape
 from specjax.drafters import Params, TreeShape, eagle_drafter, make_drafter
 from specjax.drafters.options import candidates
-from specjax.engine import SamplingParams
-from specjax.engine.buckets import BATCHES, Buckets, Key
-from specjax.step import tree_widths
+from specjax.engine import SamplingParams, plan
+from specjax.engine.plan import BATCHES, Buckets
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
 
@@ -57,30 +55,24 @@ def chain_of(shape: TreeShape, *, explicit: bool = True):
     return eagle_drafter(pair_model().target, head()[0], shape, explicit_width=explicit)
 
 
-def test_tree_widths_of_a_cpu():
-    """Drafters with a model always propose whole trees; n-grams often propose nothing."""
+def test_trees_of_a_cpu():
+    """Large batches draft smaller trees, or none, unless the width is given."""
     given, automatic = chain_of(TREE), chain_of(TREE, explicit=False)
-    ngrams = make_drafter("NGRAM", platform="cpu")
-    assert [tree_widths(one) for one in (given, automatic, ngrams)] == [(8,), (8,), (1, 4, 8)]
 
-    def widths(drafter) -> dict[int, tuple[int, ...]]:
-        buckets = Buckets.build("cpu", drafter, rows=16, request_pages=8)
-        return {batch: buckets.tree_widths(batch) for batch in buckets.batches}
+    def sizes(drafter) -> Buckets:
+        return Buckets.build("cpu", drafter, rows=16, request_pages=8)
 
-    assert widths(given) == {1: (8,), 4: (8,), 16: (8,)}
-    assert widths(automatic) == {1: (8,), 4: (1,), 16: (1,)}
-    assert widths(ngrams) == {1: (1, 4, 8), 4: (1, 4, 8), 16: (1, 4)}
-    shrinking = {
-        drafter: Buckets.build("cpu", drafter, rows=16, request_pages=8).shrinking(16) for drafter in (given, automatic)
-    }
-    assert list(shrinking.values()) == [[16, 4, 1], [16, 1]]
+    assert sizes(given).trees == {1: 8, 4: 8, 16: 8}
+    assert sizes(automatic).trees == {1: 8, 4: 1, 16: 1}
+    assert sizes(make_drafter("NGRAM", platform="cpu")).trees == {1: 4, 4: 4, 16: 4}
+    assert [sizes(drafter).shrinking(16) for drafter in (given, automatic)] == [[16, 4, 1], [16, 1]]
 
 
 def test_shape_of_each_batch_on_a_gpu():
     def shapes(drafter) -> dict[int, tuple[int, int]]:
         buckets = Buckets.build("gpu", drafter, rows=256, request_pages=8)
         assert buckets.batches == BATCHES["gpu"]
-        actual = {batch: drafter.within(*buckets.tree_widths(batch)) for batch in buckets.batches}
+        actual = {batch: drafter.within(nodes) for batch, nodes in buckets.trees.items()}
         return {batch: (each.width, each.depth) for batch, each in actual.items()}
 
     whole = (8, 7)
@@ -90,29 +82,7 @@ def test_shape_of_each_batch_on_a_gpu():
     assert set(shapes(chain_of(TreeShape(7, 1, 8))).values()) == {whole}
     assert shapes(make_drafter("NGRAM", platform="gpu"))[48] == (5, 4)
     buckets = Buckets.build("gpu", chain_of(TreeShape(7, 1, 8), explicit=False), rows=256, request_pages=8)
-    assert buckets.tree_widths(256) == (1,) and buckets.most_drafting == 128
-
-
-def test_programs_of_a_gpu():
-    """Programs that are compiled before serving, and choices among compiled programs."""
-    buckets = Buckets.build("gpu", chain_of(TreeShape(7, 1, 8), explicit=False), rows=64, request_pages=8)
-
-    def steps(keys) -> list[int]:
-        return [key.width for key in keys if key.kind == "step"]
-
-    assert steps(buckets.all_keys()) == [1, 64, 2, 4, 8, 16, 24, 32, 48]
-    assert buckets.shrinking(64) == [64] and buckets.shrinking(20) == [24]
-    large = Buckets.build("gpu", chain_of(TreeShape(7, 1, 8), explicit=False), rows=256, request_pages=8)
-    assert large.shrinking(256) == [256, 128]
-
-    def first(count: int, compiled=(), pending=()) -> int:
-        keys = ({Key("step", batch, 8) for batch in batches} for batches in (compiled, pending))
-        return next(buckets.step_keys(count, 8, *keys)).width
-
-    assert [first(count) for count in (1, 2, 5, 20, 64)] == [1, 4, 16, 48, 64]
-    assert first(5, compiled=(1, 64)) == 64, "no compilation for a smaller tree"
-    assert first(5, compiled=(1, 8, 64)) == 8
-    assert first(5, compiled=(1,), pending=(8, 64)) == 1, "while 8 compiles in the background"
+    assert buckets.trees[256] == 1 and buckets.most_drafting == 128
 
 
 def test_resized_drafters_share_their_state():
@@ -136,11 +106,8 @@ def like_a_gpu(monkeypatch):
     build = Buckets.build
 
     def become(block_tokens: int) -> None:
-        def on_gpu(platform, drafter, **options):
-            most = None if drafter.explicit_width else block_tokens
-            return replace(build("gpu", drafter, **options), block_tokens=most)
-
-        monkeypatch.setattr(Buckets, "build", on_gpu)
+        monkeypatch.setitem(plan.HEAD_BLOCK_TOKENS, "gpu", block_tokens)
+        monkeypatch.setattr(Buckets, "build", lambda platform, drafter, **options: build("gpu", drafter, **options))
 
     return become
 
@@ -172,7 +139,7 @@ def test_bucket_equals_engine_with_its_shape(shape, block_tokens, expected, like
         make_engine(pair_model(), drafter, draft=head()[1])
         for drafter in (chain_of(shape, explicit=False), chain_of(small))
     ]
-    assert engines[0].buckets.tree_widths(4) == (small.nodes,)
+    assert engines[0].buckets.trees[4] == small.nodes
     for temperature in (0.0, 1.0):
         by_bucket, configured = (finished(engine, PROMPTS, [24] * 4, temperature) for engine in engines)
         assert by_bucket == configured
@@ -186,7 +153,7 @@ def test_requests_move_between_shapes(like_a_gpu):
     drafter = eagle_drafter(pair_model().target, config, CHAIN, explicit_width=False)
     engine = make_engine(pair_model(), drafter, draft=params)
     engine.warm_up(progress=False)
-    assert [engine.buckets.tree_widths(batch) for batch in (1, 2, 4)] == [(5,), (4,), (2,)]
+    assert engine.buckets.trees == {1: 5, 2: 4, 4: 2}
     (text, histogram), *others = finished(engine, PROMPTS, [60, 8, 8, 30])
     for index, (prompt, length) in enumerate(zip(PROMPTS, [60, 8, 8, 30], strict=True)):
         done = engine.generate(prompt, SamplingParams(max_new_tokens=length, seed=index))

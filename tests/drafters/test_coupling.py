@@ -135,7 +135,7 @@ def test_perfect_draft_is_accepted_at_any_temperature(mapped, truncated):
     if mapped:
         config, params = with_token_map(config, params, toy.target, toy.params, MAP)
     drafter = eagle_drafter(toy.target, config, CHAIN)
-    runner = Runner(toy, drafter, rows=4, pages_a_row=16, draft=params, config=StepConfig((drafter.width,)))
+    runner = Runner(toy, drafter, rows=4, pages_a_row=16, draft=params, config=StepConfig(drafter.width))
     requests = TRUNCATED if truncated else REQUESTS[:4]
     for (prompt, request), result in zip(requests, runner.generate(requests), strict=True):
         assert result.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
@@ -158,7 +158,7 @@ def test_noise_takes_fewer_steps(kind, shape):
     steps = {}
     for coupling in ("noise", "none"):
         drafter = make(shape, coupling=coupling)
-        config = StepConfig((drafter.width,))
+        config = StepConfig(drafter.width)
         runner = Runner(toy, drafter, rows=len(requests), pages_a_row=16, draft=params, config=config)
         finished = runner.generate(requests)
         assert [result.tokens for result in finished] == plain
@@ -175,7 +175,7 @@ def test_accepted_drafts_equal_their_expectation():
     drafter = make(TreeShape(*shape), coupling="none")
     runner = Runner(
         toy, drafter, rows=rows, page_size=4, pages_a_row=2, chunk=2, draft=params,
-        config=StepConfig(widths=(shape[2],), trace=True),
+        config=StepConfig(nodes=shape[2], trace=True),
     )  # fmt: skip
     for row in range(rows):
         runner.admit(row, prompt, Sampling(max_tokens=20, temperature=1.0, seed=row))

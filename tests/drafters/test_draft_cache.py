@@ -74,7 +74,7 @@ def test_reused_pages(kind, same_next):
     toy, drafter, params = drafting(kind)
     shared = [3, 1, 4, 1, 5, 9, 2, 6]
     first, second = [*shared, 5, 3, 5], [*shared, 5 if same_next else 8, 8, 9, 7]
-    runner = Runner(toy, drafter, rows=2, page_size=4, chunk=3, draft=params, config=StepConfig((drafter.width,)))
+    runner = Runner(toy, drafter, rows=2, page_size=4, chunk=3, draft=params, config=StepConfig(drafter.width))
     runner.admit(0, first, Sampling(max_tokens=20))
     runner.prefill([first])
     before, _ = cached(runner.state.draft, runner.table[0], 0, 8)

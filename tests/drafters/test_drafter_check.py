@@ -74,7 +74,6 @@ FAULTS = {
         proposing(lambda tree, state, context: (tree, state + context.suffix(2)[0, 0])),
         f"{PROPOSE}.* fails .* return Drafter.*reads_tokens=True",
     ),
-    "widths": (REPLAY._replace(widths=(3, 99)), r"widths must be integers from 1 to width=6, got \(3, 99\)"),
     "features": (REPLAY._replace(features=(0, 7)), r"asks for features=\(0, 7\); the target has layers 0 to 0"),
     "other features": (REPLAY._replace(features="last"), "asks for features='last'; .* 'final'"),
 }  # fmt: skip

@@ -98,8 +98,7 @@ def test_what_the_caller_passes_drafts_in_every_step(guide, my_drafter, tmp_path
     engine = specjax.Engine.from_pretrained(model, config=config, compilation_cache=False, progress=False, **options)
     assert (engine.policy is None) == drafts
     if drafts:
-        widest = engine.buckets.widths[-1]
-        assert all(engine.buckets.tree_widths(batch)[-1] == widest for batch in engine.buckets.batches)
+        assert set(engine.buckets.trees.values()) == {engine.drafter.width}
         done = engine.generate([[5, 6, 7] * 8] * 2, SamplingParams(max_new_tokens=9, ignore_eos=True))
         assert all(one.drafted_steps == one.spec_verify_ct > 0 for one in done)
 

@@ -276,7 +276,7 @@ def test_trees_of_steps_equal_the_oracle(heads, dialect, shape):
     toy = target() if spec.kind == "eagle3" else tiny_llama(3)  # the features of one layer need no more layers
     # Without coupled noise, which tests/drafters/test_standalone_draft.py compares with an oracle.
     drafter = eagle_drafter(toy.target, config, TreeShape(*shape), coupling="none")
-    step = StepConfig(widths=(drafter.width,), trace=True)
+    step = StepConfig(nodes=drafter.width, trace=True)
     runner = Runner(toy, drafter, rows=2, draft=params, config=step, page_size=3)
     on_host = jax.tree.map(np.asarray, toy.params)
 

@@ -180,7 +180,7 @@ def runner(model: Saved, shape: tuple[int, int, int]) -> Runner:
         Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
     )
     assert (drafter.name, drafter.features) == ("MTP", "final")
-    config = StepConfig(widths=(drafter.width,), trace=True)
+    config = StepConfig(nodes=drafter.width, trace=True)
     return Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3)
 
 

@@ -18,10 +18,9 @@ from specjax.cache import PoolShape
 from specjax.drafters import Ngram, factories, make_drafter, ngram_drafter
 from specjax.drafters.base import Context, Observation, PageSize, Params
 from specjax.sampling import sampling_row
-from specjax.step import StepConfig, tree_widths
+from specjax.step import StepConfig
 
 ROWS, CHUNK = 3, 6
-STRONG = 3  # tokens
 SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
 NONE = Params(None)
 
@@ -67,8 +66,8 @@ def test_extreme_settings(changes):
 
 
 @functools.cache
-def compiled(config: Ngram, weak_nodes: int | None):
-    drafter = ngram_drafter(config, weak_nodes=weak_nodes, strong_match=STRONG)
+def compiled(config: Ngram):
+    drafter = ngram_drafter(config)
     return drafter, jax.jit(drafter.propose), jax.jit(drafter.observe)
 
 
@@ -81,9 +80,9 @@ class Match(NamedTuple):
 class Memory:
     """ROWS rows. `texts` holds each request that ever was, as (salt, tokens), in the order of their last tokens."""
 
-    def __init__(self, config: Ngram = Ngram(capacity=1 << 16), weak_nodes: int | None = None):  # noqa: B008
-        self.config, self.weak_nodes = config, weak_nodes
-        self.drafter, self._propose, self._observe = compiled(config, weak_nodes)
+    def __init__(self, config: Ngram = Ngram(capacity=1 << 16)):  # noqa: B008
+        self.config = config
+        self.drafter, self._propose, self._observe = compiled(config)
         self.state = self.drafter.init(NONE, ROWS, PoolShape(4, 4))
         self.texts: list[list[int]] = []
         self.salts: list[int] = []
@@ -194,7 +193,7 @@ class Memory:
         """Nodes, the root included, that a tree may have after a match of `size` tokens."""
         if size < self.config.min_match:
             return 1
-        return self.config.width if self.weak_nodes is None or size >= STRONG else self.weak_nodes
+        return self.config.width
 
 
 def check(memory: Memory, roots: dict[int, int]) -> None:
@@ -227,7 +226,6 @@ CONFIGS = {
     "BFS": Ngram(max_breadth=3, **SMALL),
     "PROB": Ngram(max_breadth=3, match_type="PROB", **SMALL),
     "windows of 2 to 3": Ngram(**SMALL | {"min_match": 2, "max_match": 3}),
-    "few drafts from weak matches": Ngram(**SMALL),
 }
 
 EVENTS = st.lists(
@@ -253,7 +251,7 @@ EVENTS = st.lists(
 )
 @example(events=[("start", 0, SALTS[1]), ("observe", {0: [1, 2, 3]}), ("observe", {1: [1]}), ("propose", [0, 2])])
 def test_proposals_equal_the_oracle(events, config):
-    memory = Memory(CONFIGS[config], weak_nodes=2 if "few" in config else None)
+    memory = Memory(CONFIGS[config])
     for kind, *what in events:
         if kind == "start":
             memory.start(*what)
@@ -264,8 +262,8 @@ def test_proposals_equal_the_oracle(events, config):
     check(memory, {row: 1 for row in range(ROWS) if memory.row[row] >= 0})
 
 
-def plain_memory(*, weak_nodes: int | None = None, **changes) -> Memory:
-    return Memory(Ngram(**SMALL | changes), weak_nodes)
+def plain_memory(**changes) -> Memory:
+    return Memory(Ngram(**SMALL | changes))
 
 
 def test_by_hand():
@@ -326,11 +324,10 @@ def test_small_ring_that_wraps():
     assert proposed > 100
 
 
-@pytest.mark.parametrize(("weak", "nodes"), [(None, (1, 5, 5, 5)), (3, (1, 3, 3, 5))])
-def test_weak_matches(weak, nodes):
-    """Matches of 0, 1, 2 and 3 tokens; from 3 on a match is strong."""
-    for size, expected in enumerate(nodes):
-        memory = plain_memory(nodes=5, weak_nodes=weak)
+def test_matches_of_several_lengths():
+    """Of 0, 1, 2 and 3 tokens."""
+    for size, expected in enumerate((1, 5, 5, 5)):
+        memory = plain_memory(nodes=5)
         memory.observe({0: [1, 2, 3, 4, 5, 6, 7]})
         suffix = [11, 12, 13, 1, 2, 3][size : size + 3]
         memory.observe({1: suffix[:-1]})
@@ -348,21 +345,14 @@ def test_match_at_the_end_of_a_text():
 def test_default_on_a_cpu(monkeypatch):
     made = []
 
-    def recorded(config: Ngram, **options: int):
-        made.append((config.width, config.min_match, options))
-        return ngram_drafter(config, **options)
+    def recorded(config: Ngram):
+        made.append((config.width, config.min_match))
+        return ngram_drafter(config)
 
     monkeypatch.setattr(factories, "ngram_drafter", recorded)
     for options in (Ngram(), Ngram(max_match=1), Ngram(min_match=3), Ngram(nodes=6)):
         assert make_drafter(options, platform="cpu").explicit_width == (options.nodes is not None)
-    weak = {"weak_nodes": 4}
-    assert made == [(8, 2, weak), (8, 1, weak), (8, 3, weak), (6, 1, {})]
-
-
-def test_tree_widths():
-    for config, expected in {Ngram(): (1, 4, 8), Ngram(nodes=6): (1, 4, 6), Ngram(nodes=2): (1, 2)}.items():
-        assert tree_widths(make_drafter(config, platform="cpu")) == expected
-    assert tree_widths(make_drafter("NGRAM", platform="gpu")) == (1, 4, 12)
+    assert made == [(4, 2), (4, 1), (4, 3), (6, 1)]
 
 
 def test_max_breadth():
@@ -397,7 +387,7 @@ def test_ring_is_written_in_place():
 def test_draft_limit():
     toy = table_model(random_table(0), window=2)
     drafter = ngram_drafter(Ngram(**SMALL | {"nodes": 4}))
-    runner = Runner(toy, drafter, rows=1, config=StepConfig((4,)))
+    runner = Runner(toy, drafter, rows=1, config=StepConfig(4))
     request = Sampling(max_tokens=30)
     lengths = {}
     for limit in (0, 1, 3, 1 << 20):
@@ -416,7 +406,7 @@ def test_reused_pages():
     text, size = [1, 2, 3, 4, 5, 6, 0, 1, 3, 5], 4
     for salt, overwritten, linked in ((0, False, True), (9, False, False), (0, True, False)):
         drafter = ngram_drafter(Ngram(**SMALL | {"nodes": 4, "max_match": 6}))
-        runner = Runner(toy, drafter, rows=2, page_size=size, pages_a_row=8, chunk=3, config=StepConfig((4,)))
+        runner = Runner(toy, drafter, rows=2, page_size=size, pages_a_row=8, chunk=3, config=StepConfig(4))
         runner.admit(0, text, Sampling(max_tokens=2))
         runner.prefill([text])
         if overwritten:

@@ -23,7 +23,7 @@ from specjax.drafters.factories import make_drafter
 from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.engine.buckets import Buckets
+from specjax.engine.plan import Buckets
 from specjax.step import StepConfig
 
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 8)
@@ -78,7 +78,7 @@ def test_trees_of_steps_equal_the_oracle(case):
         return grow_tree(of_path, text[-1], shape.steps, shape.topk, shape.nodes, target_ids=ids)
 
     drafter = standalone_drafter(target().target, toy.target, shape)
-    config = StepConfig(widths=(drafter.width,), trace=True)
+    config = StepConfig(nodes=drafter.width, trace=True)
     runner = Runner(target(), drafter, rows=2, draft=params, config=config, page_size=3)
     texts = start(runner)
     compared, beyond = check_steps(runner, texts, expected, 9 if is_other else 5)

@@ -18,8 +18,8 @@ from grammar_helpers import SCHEMA
 from server_helpers import SECONDS, running, wait_until
 
 from specjax.cli.flags import ServerSettings
-from specjax.engine.buckets import PLAIN, Key
 from specjax.engine.engine import IDLE_SECONDS
+from specjax.engine.plan import Key
 from specjax.serve.runner import Runner
 
 WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -42,7 +42,7 @@ class Gate:
 
 
 def grammar_steps(engine) -> list[Key]:
-    return [Key("constrained", batch, engine.buckets.tables[0], nodes=PLAIN) for batch in engine.buckets.batches]
+    return [Key("constrained", batch, engine.buckets.tables[0]) for batch in engine.buckets.batches]
 
 
 def counted(engine, monkeypatch) -> list[float]:
@@ -109,10 +109,8 @@ def test_stop_waits_for_the_compiler(monkeypatch):
 def test_grammar_tokenizer_is_loaded_at_start(monkeypatch):
     """Loading it with the first request could take seconds."""
     engine = make_engine(toy(), "NONE", eos=(END,))
-    compiler = threading.Thread(target=lambda: None)
-    compiler.start()
     monkeypatch.setattr(engine, "warm_up", lambda keys, strict: None)
-    monkeypatch.setattr(engine, "warm_up_in_background", lambda: compiler)
+    monkeypatch.setattr(engine, "warm_up_in_background", lambda: None)
     runner = Runner(lambda: engine, ServerSettings())
     runner.start()
     try:
@@ -124,7 +122,7 @@ def test_grammar_tokenizer_is_loaded_at_start(monkeypatch):
 def test_close_drops_queued_programs(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,))
     gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), grammar_steps(engine)
-    assert not engine.programs.compile_ahead(first)
+    engine.programs.want([first])
     assert gate.waiting.wait(SECONDS)
     engine.programs.compile_later([second])
     assert engine.programs.pending == {first, second}
@@ -132,8 +130,7 @@ def test_close_drops_queued_programs(monkeypatch):
     gate.open.set()
     assert engine.programs.close(SECONDS) and not engine.programs.pending
     assert first in engine.programs.compiled() and second not in engine.programs.compiled()
-    assert not engine.programs.compile_ahead(second)
-    wait_until(lambda: engine.programs.compile_ahead(second))
+    assert engine.programs.get(second) is engine.programs.get(second), "wanted again"
 
 
 def test_programs_that_requests_need_are_compiled_first(monkeypatch, capsys):
@@ -143,11 +140,11 @@ def test_programs_that_requests_need_are_compiled_first(monkeypatch, capsys):
     third = Key("scoring", engine.buckets.small, engine.buckets.tables[0])
     engine.programs.compile_later([first, second])
     assert gate.waiting.wait(SECONDS)
-    assert not engine.programs.compile_ahead(third)
-    thread = engine.programs.compile_later([])
+    for _ in range(2):  # as each plan does
+        engine.programs.want([third])
     gate.open.set()
-    thread.join(SECONDS)
-    assert list(engine.programs._programs)[-3:] == [first, third, second]
+    assert engine.programs.wait(SECONDS)
+    assert list(engine.programs._seconds)[-3:] == [first, third, second]
     assert capsys.readouterr().err.count("Compiling") == 1, "a progress line for the needed program alone"
 
 
@@ -163,7 +160,7 @@ def slow(key, *more):
     print("compiled", flush=True)
     return program
 engine.programs._compile = slow
-engine.warm_up_in_background(progress=False)
+engine.warm_up_in_background()
 assert begun.wait(60)
 print("ends", flush=True)
 """

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_helpers import LONGEST, cached, drafting, from_scratch, right_often
-from engine_helpers import NGRAM, check_idle, check_texts, idle_sequence, make_engine, toy
+from engine_helpers import NGRAM, check_idle, check_texts, force_drafts, make_engine, text_parity, toy
 
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS
 from specjax.drafters.base import Params
 from specjax.drafters.options import TreeShape
-from specjax.engine import Engine, SamplingParams, batch
-from specjax.engine.buckets import PLAIN, TREE
+from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.draft_policy import (
+    ACCEPTANCE_DECAY,
     DECAY,
     HYSTERESIS,
     MAX_STEP_RATIO,
@@ -29,44 +29,54 @@ from specjax.engine.sequence import Sequence, Status
 from specjax.gpu import DEVICES
 from specjax.step import speculate_step
 
+TREES = 4  # nodes
 
-def request(**params) -> Sequence:
-    return idle_sequence(SamplingParams(**params), limit=1 << 20, drafts=SamplingParams(**params).drafts)
+
+def request() -> Mean:
+    """The acceptance of a new request."""
+    return Mean(ACCEPTANCE_DECAY)
+
+
+def chosen(policy: DraftPolicy, batch: int, acceptance: list[Mean], requests: int | None = None) -> int:
+    """Nodes of a step that is launched."""
+    nodes, trial = policy.choose(batch, TREES, len(acceptance) if requests is None else requests, acceptance)
+    policy.launched(batch, drafts=nodes > 1, trial=trial)
+    return nodes
 
 
 def simulate(
     policy: DraftPolicy, steps: int, plain: float, tree: float, chance: float, *, batch: int = 1, seed: int = 0
 ) -> tuple[float, list[int]]:
-    """Runs steps of `batch` requests. Returns the tokens a second and the modes.
+    """Runs steps of `batch` requests. Returns the tokens a second and the nodes of each step.
 
     Args:
         plain, tree: seconds of a step without and with drafts.
         chance: probability that a draft is accepted, of three one after another.
     """
     rng, requests = np.random.default_rng(seed), [request() for _ in range(batch)]
-    tokens, seconds, modes = 0, 0.0, []
+    tokens, seconds, nodes = 0, 0.0, []
     for _ in range(steps):
-        modes.append(mode := policy.choose(batch, requests))
-        emitted = [1] * batch
-        if mode == TREE:
+        nodes.append(chosen(policy, batch, requests))
+        drafts, emitted = nodes[-1] > 1, [1] * batch
+        if drafts:
             emitted = [1 + int(np.cumprod(rng.random(3) < chance).sum()) for _ in requests]
-        taken = (tree if mode == TREE else plain) * rng.uniform(0.95, 1.05)
-        policy.record(batch, mode, taken, dict(zip(requests, emitted, strict=True)) if mode == TREE else {})
+        taken = (tree if drafts else plain) * rng.uniform(0.95, 1.05)
+        policy.record(batch, taken, zip(requests, emitted, strict=True) if drafts else None)
         tokens, seconds = tokens + sum(emitted), seconds + taken
-    return tokens / seconds, modes
+    return tokens / seconds, nodes
 
 
 @pytest.mark.parametrize(
     ("tree", "chance", "expected"),
-    [(1.7, 0.8, TREE), (1.7, 0.2, PLAIN), (1.2, 0.4, TREE), (3.2, 0.7, PLAIN), (1.0, 0.0, PLAIN)],
+    [(1.7, 0.8, TREES), (1.7, 0.2, 1), (1.2, 0.4, TREES), (3.2, 0.7, 1), (1.0, 0.0, 1)],
 )
 @pytest.mark.parametrize(("estimate", "batch"), [(0.5, 1), (6.0, 1), (1.7, 8)])
-def test_faster_mode_is_found_from_any_estimate(tree, chance, expected, estimate, batch):
+def test_faster_size_is_found_from_any_estimate(tree, chance, expected, estimate, batch):
     policy = DraftPolicy(lambda batch: estimate, 2.0)
     simulate(policy, 1500, 0.01, 0.01 * tree, chance, batch=batch)
-    rate, modes = simulate(policy, 1000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
-    if (tree, chance) != (1.0, 0.0):  # equal rates, so either mode is right
-        assert modes.count(expected) > 0.95 * len(modes)
+    rate, nodes = simulate(policy, 1000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
+    if (tree, chance) != (1.0, 0.0):  # equal rates, so either size is right
+        assert nodes.count(expected) > 0.95 * len(nodes)
     assert rate > (1 - 1.5 * TRIAL_SHARE) * batch / 0.01
 
 
@@ -80,56 +90,64 @@ def test_forced_tokens_pay_for_the_whole_batch(requests, forced, expected):
 def test_policy_follows_changes():
     """Of acceptance and of the time of a step. Useless drafts cost no more than the trials."""
     policy = DraftPolicy(lambda batch: 1.7, 2.0)
-    for chance, tree, expected in ((0.9, 1.7, TREE), (0.0, 1.7, PLAIN), (0.9, 1.7, TREE), (0.9, 5.0, PLAIN)):
+    for chance, tree, expected in ((0.9, 1.7, TREES), (0.0, 1.7, 1), (0.9, 1.7, TREES), (0.9, 5.0, 1)):
         simulate(policy, 6000, 0.01, 0.01 * tree, chance)
-        rate, modes = simulate(policy, 4000, 0.01, 0.01 * tree, chance)
-        assert modes.count(expected) > 0.9 * len(modes), (chance, tree)
+        rate, nodes = simulate(policy, 4000, 0.01, 0.01 * tree, chance)
+        assert nodes.count(expected) > 0.9 * len(nodes), (chance, tree)
         if chance == 0.0:
-            assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01 and 0 < modes.count(TREE) < 0.02 * len(modes)
+            assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01 and 0 < nodes.count(TREES) < 0.02 * len(nodes)
 
 
 def test_hysteresis():
-    """The mode in use stays where the other is hardly better."""
-    policy, sequence = DraftPolicy(lambda batch: 2.0, 2.0), request()
+    """The size in use stays where the other is hardly better."""
+    policy, new = DraftPolicy(lambda batch: 2.0, 2.0), request()
     for _ in range(4):
-        policy.record(1, PLAIN, 0.01, {})
-        policy.record(1, TREE, 0.02, {request(): 2})
-    policy.choose(1, [sequence])  # a trial is due
-    assert abs(policy.accept_length(sequence) / 0.02 * 0.01 - 1) < HYSTERESIS
-    for mode in (PLAIN, TREE):
-        policy._buckets[1].using = mode
-        assert policy.choose(1, [sequence]) == mode
+        policy.record(1, 0.01, None)
+        policy.record(1, 0.02, [(request(), 2)])
+    chosen(policy, 1, [new])  # a trial is due
+    assert abs(policy.accept_length(new) / 0.02 * 0.01 - 1) < HYSTERESIS
+    for drafts in (False, True):
+        policy.launched(1, drafts=drafts, trial=False)
+        assert policy.choose(1, TREES, 1, [new]) == (TREES if drafts else 1, False)
+
+
+def test_choosing_changes_nothing():
+    """Only what was launched and recorded does, so that a plan may be made twice."""
+    policy = DraftPolicy(lambda batch: 2.0, 2.0)
+    for _ in range(40):
+        policy.record(1, 0.01, None)
+        policy.record(1, 0.02, [(request(), 2)])
+    first = policy.choose(1, TREES, 1, [request()])
+    assert first[1] and [policy.choose(1, TREES, 1, [request()]) for _ in range(5)] == [first] * 5
 
 
 def test_acceptance_of_each_request():
     policy = DraftPolicy(lambda batch: 2.0, 2.0)
     good, bad, new = request(), request(), request()
     for _ in range(100):
-        policy.record(1, PLAIN, 0.01, {})
-        policy.record(1, TREE, 0.02, {good: 4})
-        policy.record(1, TREE, 0.02, {bad: 1})
+        policy.record(1, 0.01, None)
+        policy.record(1, 0.02, [(good, 4)])
+        policy.record(1, 0.02, [(bad, 1)])
     assert policy.accept_length(good) > 3.5 and policy.accept_length(bad) < 1.5
     assert policy.accept_length(new) == pytest.approx(2.5, abs=0.3)
-    policy.choose(1, [good])  # a trial is due
-    assert policy.choose(1, [good]) == TREE and policy.choose(1, [bad]) == PLAIN
+    chosen(policy, 1, [good])  # a trial is due
+    assert chosen(policy, 1, [good]) == TREES and chosen(policy, 1, [bad]) == 1
 
 
 def test_requests_without_drafts():
     policy = DraftPolicy(lambda batch: 9.0, 1.0)
-    off = request(speculate=False)
-    assert policy.choose(1, [off]) == PLAIN == policy.choose(1, [request()])
+    assert chosen(policy, 1, [], 1) == 1 == chosen(policy, 1, [request()])
     eager = DraftPolicy(lambda batch: 1.0, 9.0)
-    assert eager.choose(1, [request()]) == TREE and eager.choose(1, [off]) == PLAIN
+    assert chosen(eager, 1, [request()]) == TREES and chosen(eager, 1, [], 1) == 1
     mixed = DraftPolicy(lambda batch: 2.0, 2.9)
-    assert mixed.choose(2, [request(), request()]) == TREE
-    assert mixed.choose(4, [request(), off, off, off]) == PLAIN, "rows that do not draft emit one token"
+    assert chosen(mixed, 2, [request(), request()]) == TREES
+    assert chosen(mixed, 4, [request()], 4) == 1, "rows that do not draft emit one token"
 
 
 def test_trial_pause_and_outliers():
     policy = DraftPolicy(lambda batch: 1.0, 1.0)
-    _, modes = simulate(policy, 3000, 0.01, 0.01, 0.0)
-    used = modes[-1]
-    others = [i for i, mode in enumerate(modes) if mode != used and i > 100]
+    _, nodes = simulate(policy, 3000, 0.01, 0.01, 0.0)
+    others = [i for i, size in enumerate(nodes) if size != nodes[-1] and i > 100]
     assert others and min(np.diff(others)) >= TRIAL_PAUSE
     mean = Mean(DECAY)
     for value in (1.0, 1.0, 100.0):
@@ -139,24 +157,17 @@ def test_trial_pause_and_outliers():
 
 def test_admission():
     policy = DraftPolicy(lambda batch: 2.0, 2.9)
-    assert policy.admit(1, request()) and not policy.admit(1, request(speculate=False))
+    assert policy.admit(1, 1 << 20)
     bad = request()
     for _ in range(200):
-        policy.record(1, PLAIN, 0.01, {})
-        policy.record(1, TREE, 0.02, {bad: 1})
-    assert not policy.admit(1, request())
+        policy.record(1, 0.01, None)
+        policy.record(1, 0.02, [(bad, 1)])
+    assert not policy.admit(1, 1 << 20)
 
 
 def draft_at_random(engine: Engine, seed: int, usual: float = 0.5) -> None:
     rng = np.random.default_rng(seed)
-    assert engine.policy is not None
-    engine.policy.choose = lambda batch, requests: TREE if rng.random() < usual else PLAIN
-
-
-def draft_by_last_tokens(engine: Engine) -> None:
-    """Choose by the last tokens, which must not bias the next ones."""
-    assert engine.policy is not None
-    engine.policy.choose = lambda batch, requests: sum(sum(sequence.output.tokens[-2:]) for sequence in requests) % 2
+    force_drafts(engine, lambda: rng.random() < usual)
 
 
 @functools.cache
@@ -181,7 +192,7 @@ SIZES = {"in turn": {"overlap": False}, "retracting": {"overlap": True, "retract
 )
 def test_text_for_any_choice(kind, sizes, follows):
     engine = engine_of(kind, **SIZES[sizes])
-    draft_by_last_tokens(engine) if follows else draft_at_random(engine, 3)
+    force_drafts(engine, lambda: text_parity(engine)) if follows else draft_at_random(engine, 3)
     model = toy() if kind == "NGRAM" else drafting(kind).toy
     rng = np.random.default_rng(5)
     start = rng.integers(5, 30, 9).tolist()
@@ -237,7 +248,7 @@ def test_draft_model_drafts_for_whole_requests():
         retract_every=5,
     )  # fmt: skip
     turns = itertools.cycle([True, False, False])
-    engine.policy.admit = lambda batch, request: next(turns)
+    engine.policy.admit = lambda batch, steps: next(turns)
     prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
     completions = check_texts(engine, model, prompts, [SamplingParams(max_new_tokens=20, ignore_eos=True)] * 9)
     drafted = [done.drafted_steps for done in completions]
@@ -249,7 +260,7 @@ def test_plain_steps_do_not_run_the_draft_model():
     model, params, make = right_often("standalone")
     engine = make_engine(model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, warm=False)
     broken = engine.params._replace(draft=params._replace(model={}))
-    key = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.nodes == PLAIN)
+    key = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.nodes == 1)
     function, unpack, shape = engine.programs._function(key)
     inputs, _ = unpack(jnp.zeros(shape, jnp.int32), engine.device.state.tables)
     _, output = function(Params(*broken), engine.state, inputs)  # would raise KeyError
@@ -285,10 +296,10 @@ def test_engines_without_a_policy():
 def test_idle_time_is_not_part_of_a_step(monkeypatch, overlap):
     """A step in flight at the end of a request is read when the next request arrives."""
     clock = [0.0]
-    monkeypatch.setattr(batch, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(runtime, "perf_counter", lambda: clock[0])
     engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)
     timed: list[float] = []
-    monkeypatch.setattr(engine.policy, "record", lambda batch, mode, seconds, drafted: timed.append(seconds))
+    monkeypatch.setattr(engine.policy, "record", lambda batch, seconds, drafted: timed.append(seconds))
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     for idle in (1000.0, 1000.0, 0.0):
         engine.generate([5, 6, 7], params)

@@ -24,11 +24,9 @@ from engine_helpers import (
     wanted,
 )
 
-from specjax import make_drafter
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, Buckets
 from specjax.engine.intake import with_sampling
-from specjax.engine.programs import Key
+from specjax.engine.plan import Key
 
 ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {
@@ -439,14 +437,14 @@ def test_bad_setting_is_named(name):
 
 
 def test_one_program_a_bucket():
+    """Programs compile in the background when requests first need them; two requests first run one by one."""
     engine = make_engine(toy(), warm=False, max_running_requests=2)
-    seen = set()
     for count in (1, 2, 3, 9, 1):
         engine.generate(some_prompts(count, longest=8), SamplingParams(max_new_tokens=20))
-        seen |= engine.programs.compiled()
-    assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
-    assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
-    assert seen == engine.programs.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
+        assert engine.programs.wait(60)
+    assert sorted(key.width for key in engine.programs.compiled() if key.kind == "step") == [1, 2]
+    assert sorted(key.width for key in engine.programs.compiled() if key.kind == "prefill") == [8]
+    assert engine.programs.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
     assert [key for key in engine.buckets.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
@@ -463,58 +461,18 @@ def test_requests_above_max_batch_are_decoded_in_parts():
     prompts, params = some_prompts(5), [varied(i) for i in range(5)]
     check_texts(engine, toy(), prompts, params)
     assert max(key.width for key in engine.programs.compiled() if key.kind == "step") == 2
-    sequences = [engine.add([5], varied(0)) for _ in range(4)]
-    assert {key.width for key in engine.buckets.first_keys(sequences, 4) if key.kind == "step"} <= {1, 2}
+    assert {key.width for key in engine.buckets.first_keys([(1, 9)] * 4, 4) if key.kind == "step"} <= {1, 2}
     for max_batch, largest in ((9, 4), (None, 4), (3, 3)):
         assert EngineConfig(max_running_requests=4, max_batch=max_batch).largest_batch == largest
     with pytest.raises(ValueError, match="max_batch must be an integer of at least 1"):
         EngineConfig(max_batch=0)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 47, 100])
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_buckets_cover_all_batches(rows, platform):
-    ngrams = make_drafter("NGRAM")
-    buckets = replace(Buckets.build(platform, ngrams, rows=rows, request_pages=700), widths=(1, 4, 12, 60))
-    assert buckets.batches == tuple(sorted(set(buckets.batches))) and buckets.batches[-1] == rows
-    assert len(buckets.batches) + len(buckets.chunks) < 16
-    for count in range(1, rows + 1):
-        assert buckets.batch(count) >= count
-        assert buckets.batch(buckets.batch(count)) == buckets.batch(count)
-    for pages in (1, 512, 513, 700):
-        assert buckets.tables_for(pages)[0] >= pages
-    for batch in buckets.batches:
-        fitting = [w for w in (1, 4, 12, 60) if w == 1 or w * batch <= BLOCK_TOKENS[platform]]
-        as_many = min(60, BLOCK_TOKENS[platform] // batch)
-        assert buckets.tree_widths(batch) == (tuple(fitting) if platform == "cpu" else (as_many,))
-    assert replace(buckets, widths=(1, 2000)).tree_widths(1)[-1] == 2000, "a single request uses the full width"
-    if rows == 100:
-        assert replace(buckets, widths=(1, 60)).most_drafting == {"cpu": 1, "gpu": 100}[platform]
-        assert replace(buckets, widths=(1,)).most_drafting == 1
-        assert replace(buckets, widths=(1, 60), block_tokens=32).most_drafting == {"cpu": 1, "gpu": 16}[platform]
-    heads = Buckets.build(platform, ngrams._replace(features="final"), rows=rows, request_pages=700)
-    heads = replace(heads, widths=(1, 2, 4))
-    for batch in heads.batches:
-        fitting = [w for w in (1, 2, 4) if 1 in (w, batch) or w * batch <= HEAD_BLOCK_TOKENS[platform]]
-        as_many = 4 if batch == 1 else min(4, HEAD_BLOCK_TOKENS[platform] // batch)
-        assert heads.tree_widths(batch) == (tuple(fitting) if platform == "cpu" else (as_many,))
-    asked = Buckets.build(platform, ngrams._replace(explicit_width=True), rows=rows, request_pages=700)
-    asked = replace(asked, widths=(1, 4, 60))
-    for batch in asked.batches:
-        assert asked.tree_widths(batch)[-1] == 60, "an explicit width holds at any batch size"
-    assert asked.most_drafting == rows
-    assert asked.shrinking(rows) == ([*asked.batches[::-1]] if platform == "cpu" else [rows])
-    assert replace(asked, widths=(1,)).shrinking(rows) == [rows], "nothing to draft"
-
-
 def test_warm_up_compiles_all_programs(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
-    sequences = [engine.add([5] * 9, SamplingParams(max_new_tokens=3)) for _ in range(3)]
-    first = engine.buckets.first_keys(sequences, engine.pool.page_size)
+    first = engine.buckets.first_keys([(9, 11)] * 3, engine.pool.page_size)
     assert sorted((key.kind, key.width) for key in first) == [("prefill", 8), ("prefill", 8), ("step", 2)]
     assert sorted(key.rows for key in first) == [1, 1, 2]
-    for sequence in sequences:
-        engine.abort(sequence.id)
     engine.warm_up(progress=True)
     assert engine.programs.compiled() == set(engine.buckets.all_keys())
     assert "Compiling" in capsys.readouterr().err
@@ -550,5 +508,5 @@ def test_last_request_of_a_large_batch_drafts():
     engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)
     params = [SamplingParams(max_new_tokens=40 if i == 19 else 8) for i in range(20)]
     completions = engine.generate([[70, 71, 72] * 3] * 20, params)
-    assert engine.buckets.tree_widths(20) == (1,)
+    assert engine.buckets.trees[20] == 3 and engine.buckets.trees[16] == 4
     assert completions[19].spec_accept_length > 1

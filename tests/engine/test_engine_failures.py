@@ -35,9 +35,9 @@ from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine, SamplingParams
-from specjax.engine import batch as batch_module
+from specjax.engine import collect as collect_module
 from specjax.engine.generation import EngineError, FairLock
-from specjax.engine.programs import Key
+from specjax.engine.plan import Key
 from specjax.engine.sequence import TEXT_FAILED
 from specjax.engine.text import TextStream
 from specjax.serve.errors import NO_PROGRAM, State
@@ -113,8 +113,8 @@ def test_no_program_fits_memory(monkeypatch, engine):
 
 def test_background_compilation_continues_after_a_failure(monkeypatch, engine):
     failing(monkeypatch, engine, lambda key: key == Key("step", 1, key.table))
-    engine.warm_up_in_background(progress=False).join(60)
-    assert not engine.programs.pending
+    engine.warm_up_in_background()
+    assert engine.programs.wait(60)
     assert engine.programs.compiled() == {k for k in engine.buckets.all_keys() if k != Key("step", 1, k.table)}
     engine.warm_up(progress=False, strict=False)
     with pytest.raises(MemoryError, match="no registers left for 1"):
@@ -131,13 +131,13 @@ def test_bug_in_a_verifier_is_raised_with_its_traceback(caplog):
     """The background compiler logs it; requests that need the program raise it; others are served."""
     engine = make_engine(toy(), verify=broken_verifier, warm=False)
     with caplog.at_level(logging.ERROR, logger="specjax"):
-        engine.warm_up_in_background(progress=False).join(60)
-    assert not engine.programs.pending
+        engine.warm_up_in_background()
+    assert engine.programs.wait(60)
     broken = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.width == 4)
-    assert engine.programs.compile_ahead(broken), "a program that is known to fail is not compiled again"
+    assert broken in engine.programs.ready().compiled, "requests that need it get its error"
     (record,) = caplog.records
     assert record.exc_info is not None and "no verdict for four" in str(record.exc_info[1])
-    assert not engine.programs.has_failed(broken)
+    assert broken not in engine.programs.ready().failed
     frames = []
     for _ in range(3):
         with pytest.raises(EngineError, match="NotImplementedError: no verdict for four") as caught:
@@ -198,10 +198,10 @@ def test_gpu_steps_and_compilation_take_turns(monkeypatch, engine):
     engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=2))
     monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
     monkeypatch.setattr(engine.programs, "get", get)
-    thread = engine.warm_up_in_background(progress=False)
+    engine.warm_up_in_background()
     check_all(engine, [PROMPTS[0]] * 2, SamplingParams(max_new_tokens=60))
-    thread.join(60)
-    assert "specjax-compile" in compiled
+    assert engine.programs.wait(60)
+    assert any(name.startswith("specjax-compile") for name in compiled)
     assert engine.programs.compiled() == set(engine.buckets.all_keys())
 
 
@@ -263,7 +263,7 @@ def test_interrupt_keeps_other_requests_intact(place, monkeypatch):
         monkeypatch.setattr(owner, name, run)
 
     owner, name, call = {
-        "while a step is read": (batch_module, "read_output", 6),
+        "while a step is read": (collect_module, "read_output", 6),
         "during admission": (engine.device, "update", 2),
         "after a launch": (engine.device, "run", 7),
     }[place]
@@ -276,27 +276,27 @@ def test_interrupt_keeps_other_requests_intact(place, monkeypatch):
 
 
 def test_interrupted_compilation_interrupts_no_other_thread(monkeypatch, engine):
-    key, begun, interrupt = engine.buckets.single_request_keys()[0], threading.Event(), threading.Event()
+    """Whoever waits for the program compiles it again."""
+    keys, begun, interrupt = engine.buckets.ready_keys(), threading.Event(), threading.Event()
     compile_ = engine.programs._compile
 
     def interrupted(key: Key) -> Any:
-        if begun.is_set():
+        if threading.current_thread() is not main:
             return compile_(key)
         begun.set()
         assert interrupt.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine.programs, "_compile", interrupted)
-    waiting: list[int] = []
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(engine.programs.get, key)
+        main = threads.submit(threading.current_thread).result()
+        first = threads.submit(lambda: engine.warm_up(keys, progress=False))
         assert begun.wait(60)
-        second = threads.submit(lambda: (waiting.append(threading.get_ident()), engine.programs.get(key))[1])
-        while not (waiting and engine.programs.is_waiting(waiting[0])):
-            time.sleep(0.001)
+        second = threads.submit(lambda: [engine.programs.get(key) for key in keys])
+        time.sleep(0.05)
         interrupt.set()
         assert isinstance(first.exception(60), KeyboardInterrupt)
-        assert second.result(60) is engine.programs.get(key)
+        assert second.result(60) == [engine.programs.get(key) for key in keys]
 
 
 def test_generate_ends_only_its_own_requests():
@@ -305,7 +305,7 @@ def test_generate_ends_only_its_own_requests():
     other = engine.add(PROMPTS[0], params, id=f"request-{number + 2}")
     with pytest.raises(ValueError, match="is running"):
         engine.generate(PROMPTS[1], PARAMS)  # draws the number of the id above
-    assert engine._by_id[other.id] is other
+    assert engine.runtime.sequences[other.id] is other
     assert not engine.end(engine.intake.sequence(PROMPTS[2], PARAMS, id=other.id))
     check_plain(toy(), PROMPTS[0], params, drain(engine)[other.id])
     check_idle(engine)
@@ -434,5 +434,5 @@ def test_fair_lock_passes_to_the_waiting_thread():
         order.append("first")
     with lock:
         order.append("again")
-    thread.join(60)
+    assert engine.programs.wait(60)
     assert order == ["first", "other", "again"]

@@ -66,26 +66,21 @@ class World:
 
     def admit(self) -> None:
         for sequence in self.scheduler.admit():
-            assert sequence.active_slot.prefilled % SIZE == 0 and sequence.active_slot.prefilled < len(sequence.context)
-            assert (
-                self.read(sequence, sequence.active_slot.prefilled)
-                == sequence.context[: sequence.active_slot.prefilled]
-            )
-            self.reused += sequence.active_slot.prefilled
+            assert sequence.active_slot.length % SIZE == 0 and sequence.active_slot.length < len(sequence.context)
+            assert self.read(sequence, sequence.active_slot.length) == sequence.context[: sequence.active_slot.length]
+            self.reused += sequence.active_slot.length
 
     def prefill(self) -> None:
         for sequence in self.scheduler.prefilling()[: self.rng.randrange(1, 3)]:
             count = min(self.rng.randrange(1, 4), sequence.next_left)
             self.advance(sequence, count)
-            self.write(
-                sequence, sequence.active_slot.prefilled, sequence.context[sequence.active_slot.prefilled :][:count]
-            )
-            sequence.active_slot.prefilled += count
+            self.write(sequence, sequence.active_slot.length, sequence.context[sequence.active_slot.length :][:count])
+            sequence.active_slot.length += count
             sequence.active_slot.source = sequence.active_slot.index
-            if sequence.active_slot.prefilled == len(sequence.context):
-                sequence.status, sequence.active_slot.committed = Status.RUNNING, sequence.active_slot.prefilled
+            if sequence.active_slot.length == len(sequence.context):
+                sequence.status = Status.RUNNING
             if self.rng.random() < 0.9:  # otherwise an abort before the chunk is read
-                sequence.active_slot.certain = sequence.active_slot.prefilled
+                sequence.active_slot.certain = sequence.active_slot.length
                 self.scheduler.store(sequence)
             else:
                 self.scheduler.finish(sequence)
@@ -95,7 +90,7 @@ class World:
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """Computes the states of a prefill as a recurrent model does."""
-        start = sequence.active_slot.prefilled
+        start = sequence.active_slot.length
         source, row, length = self.scheduler.snapshot(sequence, count)
         if start and self.scheduler.prefix.snapshots is not None:
             assert self.states[source] == sequence.context[:start], "a prefill continues another text's state"
@@ -112,12 +107,12 @@ class World:
         for sequence in running:
             room = sequence.request.limit - len(sequence.output.tokens)
             tokens = [self.rng.randrange(2) for _ in range(min(self.rng.randrange(1, 4), room))]
-            self.write(sequence, sequence.active_slot.committed, [sequence.output.tokens[-1], *tokens][: len(tokens)])
+            self.write(sequence, sequence.active_slot.length, [sequence.output.tokens[-1], *tokens][: len(tokens)])
             sequence.output.tokens += tokens
-            sequence.active_slot.committed += len(tokens)
-            sequence.active_slot.certain = sequence.active_slot.committed
+            sequence.active_slot.length += len(tokens)
+            sequence.active_slot.certain = sequence.active_slot.length
             whole = sequence.prompt + sequence.output.tokens
-            assert self.read(sequence, sequence.active_slot.committed) == whole[: sequence.active_slot.committed]
+            assert self.read(sequence, sequence.active_slot.length) == whole[: sequence.active_slot.length]
             if len(sequence.output.tokens) == sequence.request.limit:
                 self.scheduler.finish(sequence)
 
@@ -198,8 +193,8 @@ def test_short_prompts_go_first_and_long_ones_get_a_share():
     firsts = []
     while (order := scheduler.prefilling())[1:]:
         firsts.append(order[0].id)
-        order[0].active_slot.prefilled += 10
-        if order[0].active_slot.prefilled >= len(order[0].prompt):
+        order[0].active_slot.length += 10
+        if order[0].active_slot.length >= len(order[0].prompt):
             order[0].status = Status.RUNNING
     assert firsts[:3] == ["3", "3", "2"] and firsts[3] == "0"
     assert firsts.count("0") == len(firsts) // PATIENCE
@@ -209,7 +204,7 @@ def test_lpm_prefers_cached_prompts():
     scheduler = Scheduler(rows=1, pages=64, page_size=2, lookahead=1, policy="lpm")
 
     def run(sequence: Sequence) -> None:
-        sequence.active_slot.prefilled = sequence.active_slot.certain = len(sequence.prompt)
+        sequence.active_slot.length = sequence.active_slot.certain = len(sequence.prompt)
         sequence.status, sequence.output.tokens = Status.RUNNING, [1]
         scheduler.finish(sequence)
 

@@ -13,9 +13,9 @@ from engine_helpers import NGRAM, check_idle, check_plain, check_texts, make_eng
 from server_helpers import SECONDS, wait_until
 
 from specjax.drafters import TreeShape, eagle_drafter, make_drafter
-from specjax.engine import EngineConfig, SamplingParams, buckets
-from specjax.engine.buckets import PLAIN, TREE, Key
+from specjax.engine import EngineConfig, SamplingParams, plan
 from specjax.engine.config import layout
+from specjax.engine.plan import Key
 from specjax.engine.sequence import completion
 
 POSITIONS, POOL_TOKENS = 131072, 400_000  # of Llama-3.1-8B, and of its pool on an H100
@@ -33,16 +33,17 @@ def drafter_of(name: str) -> Any:
 def test_programs_of_an_8b_model_on_a_gpu(name, programs):
     """With the admission of requests, three programs block readiness."""
     _, sizes = layout(EngineConfig(), POSITIONS, POOL_TOKENS, "gpu", drafter_of(name))
-    keys, table = sizes.all_keys(), buckets.TABLE
+    keys, table = sizes.all_keys(), plan.TABLE
     assert sizes.tables == (table, POSITIONS // EngineConfig().page_size)
-    assert sizes.ready_keys() == keys[:2] == [Key("prefill", 256, table), Key("step", 1, table, nodes=TREE)]
+    assert sizes.ready_keys() == keys[:2] == [Key("prefill", 256, table), sizes.step(1)]
     assert len(keys) == len(set(keys)) == programs
     assert {key.table for key in keys} == {table}, "the wide table waits for a request that needs it"
     steps = [(key.width, key.nodes) for key in keys if key.kind == "step"]
-    single, batches = [(1, TREE)], [48, 2, 4, 8, 16, 24, 32]
-    second = [] if name == "NONE" else [(1, PLAIN), *((batch, PLAIN) for batch in batches)]
-    assert steps == [*single, *second[:1], *((batch, TREE) for batch in batches), *second[1:]]
-    at = keys.index(Key("step", 48, table))
+    batches = [48, 2, 4, 8, 16, 24, 32]
+    second = [] if name == "NONE" else [(1, 1), *((batch, 1) for batch in batches)]
+    trees = [(batch, sizes.trees[batch]) for batch in batches]
+    assert steps == [(1, sizes.trees[1]), *second[:1], *trees, *second[1:]]
+    at = keys.index(sizes.step(48))
     assert [(key.kind, key.rows, key.width) for key in keys[at + 1 : at + 3]] == [
         ("prefill", 1, 2048),
         ("prefill", 8, 256),
@@ -71,7 +72,7 @@ def test_requests_run_on_the_programs_of_readiness(monkeypatch, costly):
     engine.warm_up(engine.buckets.ready_keys(), progress=False)
     assert len(engine.programs.compiled()) == 2
     waiting, release = hold(engine, monkeypatch, lambda key: True)
-    thread = engine.warm_up_in_background(progress=False)
+    engine.warm_up_in_background()
     try:
         assert waiting.wait(SECONDS)
         plain = SamplingParams(max_new_tokens=12, speculate=False)
@@ -81,7 +82,7 @@ def test_requests_run_on_the_programs_of_readiness(monkeypatch, costly):
         assert len(engine.programs.compiled()) == 2
     finally:
         release.set()
-    thread.join(SECONDS)
+    assert engine.programs.wait(SECONDS)
     assert engine.programs.compiled() == {*engine.buckets.all_keys()}
 
 
@@ -89,7 +90,8 @@ def test_phases_of_a_start_are_logged(caplog):
     engine = make_engine(toy(), "NONE", warm=False)
     with caplog.at_level("INFO", logger="specjax"):
         engine.warm_up(engine.buckets.ready_keys(), progress=False)
-        engine.warm_up_in_background(progress=False).join(SECONDS)
+        engine.warm_up_in_background()
+        wait_until(lambda: len(caplog.messages) == 2)
     first, last = caplog.messages
     assert first.startswith("Compiled in ") and all(f"{key} (" in first for key in engine.buckets.ready_keys())
     assert last.startswith(f"Compiled {len(engine.buckets.all_keys()) - 2} programs in the background in ")
@@ -113,15 +115,15 @@ def test_pause_between_compilations_on_a_gpu(monkeypatch, ends):
         pause(3600.0)
 
     monkeypatch.setattr(programs, "_pause", long_pause)
-    thread = programs.compile_later([first, second])
+    programs.compile_later([first, second])
     assert paused.wait(SECONDS) and programs.compiled() == {first} and programs.pending == {second}
     if ends == "idle":
         busy.clear()
     elif ends == "wanted":
-        assert not programs.compile_ahead(third)
+        programs.want([third])
         wait_until(lambda: third in programs.compiled())
         assert programs.pending == {second}, "the pause goes on"
-    assert programs.close(SECONDS) if ends != "idle" else not thread.join(SECONDS)
+    assert programs.wait(SECONDS) if ends == "idle" else programs.close(SECONDS)
     assert (second in programs.compiled()) == (ends == "idle")
 
 
@@ -140,13 +142,13 @@ def test_no_pause_on_a_cpu_or_without_requests(monkeypatch):
 
 
 def is_wide(key: Key) -> bool:
-    return key.table > buckets.TABLE
+    return key.table > plan.TABLE
 
 
 @pytest.mark.parametrize("name", ["NONE", "NGRAM"])
 def test_wide_table_compiles_when_a_request_needs_it(monkeypatch, name):
     """Long requests wait for it, others go on. One grows from the narrow table into the wide one."""
-    monkeypatch.setattr(buckets, "TABLE", 8)
+    monkeypatch.setattr(plan, "TABLE", 8)
     engine = make_engine(toy(), {"NONE": "NONE", "NGRAM": NGRAM}[name], adaptive=True, warm=False)
     assert engine.buckets.tables == (8, 32)
     engine.warm_up(progress=False)
@@ -165,7 +167,7 @@ def test_wide_table_compiles_when_a_request_needs_it(monkeypatch, name):
 
     try:
         step_until(lambda: sequences["short"].output.finish_reason is not None and waiting.is_set())
-        step_until(lambda: len(sequences["grows"].active_slot.pages) > buckets.TABLE)
+        step_until(lambda: len(sequences["grows"].active_slot.pages) > plan.TABLE)
         assert not sequences["long"].output.tokens
     finally:
         release.set()

@@ -41,7 +41,7 @@ def alone() -> list:
 @pytest.mark.parametrize("pool", PAGES)
 def test_texts_with_arrivals_aborts_and_retractions(pool):
     here, rng = engine(pool), np.random.default_rng(6)
-    assert here.buckets.tree_widths(16) == (1, 4), "this batch drafts"
+    assert here.buckets.trees[16] == 4, "this batch drafts"
     before = here.scheduler.retractions
     arrivals, ids, done, aborted = list(enumerate(requests())), {}, {}, set()
     resumed: set[int] = set()  # retracted with output

@@ -19,6 +19,7 @@ from engine_helpers import (
     byte_ids,
     check_idle,
     check_plain,
+    force_drafts,
     make_engine,
     tokenizer,
     toy,
@@ -31,9 +32,9 @@ from toy_models import tiny_llama
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.buckets import PLAIN, TREE, Key
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
+from specjax.engine.plan import Key
 from specjax.models.draft_head import init_head_params
 
 EOS = (END,)
@@ -104,7 +105,8 @@ ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
 def test_random_choices_and_retractions(monkeypatch):
     engine = engine_of("eagle3", **ADAPTIVE)
     rng = np.random.default_rng(1)
-    monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: TREE if rng.random() < 0.5 else PLAIN)
+    monkeypatch.setattr(engine.policy, "choose", None)  # restored at the end
+    force_drafts(engine, lambda: rng.random() < 0.5)
     batch = requests(9, longest=40)
     before = engine.scheduler.retractions
     check(engine, llama(), batch)
@@ -232,14 +234,15 @@ def test_constrained_steps_do_not_overlap(monkeypatch):
 def test_no_drafter_runs_for_forced_tokens(monkeypatch):
     """Steps without drafts and forced tokens use the plain program."""
     engine, keys = engine_of("NGRAM", adaptive=True), list[Key]()
-    monkeypatch.setattr(engine.policy, "choose", lambda batch, requests: PLAIN)
+    monkeypatch.setattr(engine.policy, "choose", None)  # restored at the end
+    force_drafts(engine, lambda: False)
     run = engine.device.run
     monkeypatch.setattr(engine.device, "run", lambda key, *arguments: keys.append(key) or run(key, *arguments))
     params = SamplingParams(max_new_tokens=64, grammar=Grammar("regex", "[xy]abcdefgh ijkl[xy]"))
     done = engine.generate(HELLO, params)
     check_masked(toy(), HELLO, params, done)
     assert done.spec_accept_length > 1
-    assert {key.nodes for key in keys if key.kind == "constrained"} == {0, PLAIN}
+    assert {key.nodes for key in keys if key.kind == "constrained"} == {1, 4}
     assert not [key for key in keys if key.kind == "propose"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
-from specjax.engine.programs import Key
+from specjax.engine.plan import Key
 from specjax.engine.sequence import Request, Sequence, SequenceOutput, Status, completion
 from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
@@ -31,7 +32,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NGRAM = Ngram(nodes=4, max_match=4, capacity=4096)
-"""Small, and with two widths instead of three: each width is seconds of compilation."""
+"""Small."""
 
 DRAFTS = {"NONE": NoDraft(), "NGRAM": NGRAM}
 
@@ -121,8 +122,31 @@ def make_engine(
     if retract_every is not None:
         _retract(engine, retract_every)
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
-        engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+        engine.warm_up([largest_step(engine)], progress=False)
     return engine
+
+
+def largest_step(engine: Engine) -> Key:
+    """The step that runs any requests."""
+    return engine.buckets.step(engine.buckets.batches[-1])._replace(table=engine.buckets.tables[-1])
+
+
+def force_drafts(engine: Engine, drafts: Callable[[], bool]) -> list[int]:
+    """Lets `drafts` decide which steps draft. Returns a list that grows by the nodes of each choice."""
+    chosen = list[int]()
+
+    def choose(batch: int, trees: int, requests: int, acceptance: Any) -> tuple[int, bool]:
+        chosen.append(trees if drafts() else 1)
+        return chosen[-1], False
+
+    assert engine.policy is not None
+    engine.policy.choose = choose
+    return chosen
+
+
+def text_parity(engine: Engine) -> bool:
+    """A choice that depends only on the texts."""
+    return sum(sum(sequence.output.tokens[-2:]) for sequence in engine.scheduler.running()) % 2 == 0
 
 
 def _retract(engine: Engine, every: int) -> None:
@@ -144,10 +168,8 @@ def warm_grammars(engine: Engine) -> Engine:
     """Compiles the largest batch's steps, with and without grammars; it serves smaller batches, too."""
     buckets = engine.buckets
     batch, table = buckets.batches[-1], buckets.tables[-1]
-    choices = {"step": buckets.choices(batch), "constrained": buckets.constrained_choices(batch)}
-    keys = [Key(kind, batch, table, nodes=nodes) for kind, widths in choices.items() for nodes in widths]
-    keys += [Key("propose", batch, table)] if buckets.drafts(batch) else []
-    engine.warm_up(keys, progress=False)
+    keys = [Key(kind, batch, table, nodes=n) for kind in ("step", "constrained") for n in buckets.sizes(batch)]
+    engine.warm_up({half: None for key in keys for half in key.halves}, progress=False)
     return engine
 
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from engine_helpers import tokenizer
+from engine_helpers import force_drafts, text_parity, tokenizer
 from mesh_program import BIAS, CASES, settings, target, weights
 
 from specjax.drafters import Params
@@ -33,17 +33,7 @@ def run(case: str, count: int, adaptive: bool) -> dict[str, Any]:
     config = replace(settings(count), max_running_requests=2, adaptive=adaptive)
     params = Params(weights, draft)
     engine = Engine(target, params, tokenizer(), drafter, config=config, draft_model=description)
-    chosen = []
-    if adaptive:
-        assert engine.policy is not None
-
-        def choose(batch: int, requests: Any) -> int:
-            """A choice that depends only on the text."""
-            options = engine.buckets.choices(batch)
-            chosen.append(options[sum(sum(sequence.output.tokens[-2:]) for sequence in requests) % len(options)])
-            return chosen[-1]
-
-        engine.policy.choose = choose
+    chosen = force_drafts(engine, lambda: text_parity(engine)) if adaptive else []
     prompts, sampling = zip(*REQUESTS, strict=True)
     # The other requests reuse pages of the first.
     done = [engine.generate(prompts[0], sampling[0]), *engine.generate([*prompts[1:]], [*sampling[1:]])]

@@ -153,7 +153,7 @@ def run(engine: Engine) -> dict[str, Any]:
     state = engine.device.state
     leaves = jax.tree.leaves((state.decode.cache, state.decode.draft))
     pools = [leaf for leaf in leaves if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
-    (program,) = [program for key, program in engine.programs._programs.items() if key.kind == "step"]
+    (program,) = [engine.programs.get(key) for key in engine.programs.compiled() if key.kind == "step"]
     return {
         "algorithm": engine.drafter.name,
         "texts": [completion.output_ids for completion in done],

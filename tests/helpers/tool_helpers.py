@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import numpy as np
-from engine_helpers import END, NGRAM, SPECIAL
+from engine_helpers import END, NGRAM, SPECIAL, largest_step
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model, table_row
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.programs import Key
 from specjax.serve.calls import Harmony
 from specjax.serve.message_format import PARSERS, Reply
 
@@ -153,7 +152,7 @@ def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Eng
     engine = Engine(
         model.target, Params(model.params, None), tokenizer, make_drafter(NGRAM), config=config, eos_ids=eos_ids
     )
-    engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+    engine.warm_up([largest_step(engine)], progress=False)
     return engine
 
 

@@ -193,7 +193,7 @@ class Seen(NamedTuple):
     times: Array
 
 
-def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int = 128, widths=(), scored=False):
+def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int = 128, scored=False):
     """Proposes tree ``prefix_length % len(trees)`` with the root replaced, and records its observations.
 
     So the tree depends on the request's own progress alone, and ``trees[n % len(trees)]`` is the oracle's proposal.
@@ -209,7 +209,7 @@ def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int
         tree = jax.tree.map(lambda leaf: leaf[context.prefix_length % len(trees)], listed)
         return tree._replace(tokens=tree.tokens.at[:, 0].set(context.root)), state
 
-    return Drafter("LISTED", None, width, depth, init, propose, _write_down(length), widths)
+    return Drafter("LISTED", None, width, depth, init, propose, _write_down(length))
 
 
 @functools.cache

@@ -404,8 +404,8 @@ def test_estimated_temporaries(
     from gpu_compile import Shapes, compiled, programs
 
     from specjax import PoolShape, make_target
-    from specjax.engine.buckets import Buckets
     from specjax.engine.memory import temporary_bytes
+    from specjax.engine.plan import Buckets
 
     algorithm, tree = TREES[shape]
     config = getattr(model_shapes, model)(layers)
@@ -417,7 +417,7 @@ def test_estimated_temporaries(
     # Buckets with this program alone; the other kind is small.
     buckets = Buckets(
         (1,) if prefill else (batch,), (prefill[1],) if prefill else (1,), 1, prefill and (*prefill, 0), (512,),
-        (1,) if prefill else (1, width), None, several_widths=False,
+        {1 if prefill else batch: 1 if prefill else width}, {},
     )  # fmt: skip
     estimate = temporary_bytes(make_target(config), features, buckets, "gpu")
     print(f"{model}, {layers} layers, {shape}, batch {batch}, prefill {prefill}: {record['temp_bytes'] / 1e6:.1f} MB, "

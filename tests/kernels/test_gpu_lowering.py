@@ -14,7 +14,7 @@ from specjax.config import HeadConfig
 from specjax.drafters.options import options_of
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
+from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step
 
 ROWS, BATCH, TABLE, POOL = 2, 2, 4, PoolShape(pages=4096, page_size=4)
 TREES = {"tree": (3, 2, 6), "chain": (3, 1, 4)}
@@ -51,7 +51,7 @@ def tiny(shape: str):
     state = jax.eval_shape(partial(init_state, target=target, drafter=drafter, rows=ROWS, pool=POOL), params)
     shapes = (((BATCH,), jnp.int32), ((BATCH, TABLE), jnp.int32), ((BATCH,), jnp.bool_))
     inputs = StepInput(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-    fixed = {"drafter": drafter, "config": StepConfig(tree_widths(drafter))}
+    fixed = {"drafter": drafter, "config": StepConfig()}
     draft = partial(draft_phase, **fixed)
     check = partial(check_phase, target=target, **fixed)
     tree, _ = jax.eval_shape(draft, params, state, inputs)

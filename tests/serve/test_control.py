@@ -16,7 +16,7 @@ from server_helpers import SECONDS, Running, braked, check_error, in_background,
 
 from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings
-from specjax.engine.batch import Counters
+from specjax.engine.runtime import Counters
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies
 from specjax.serve.server_settings import MOST_TRACED

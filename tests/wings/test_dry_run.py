@@ -21,10 +21,10 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import serve as command
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.buckets import Key
 from specjax.engine.config import layout
 from specjax.engine.device import Resident
 from specjax.engine.memory import pool_tokens, temporary_bytes
+from specjax.engine.plan import Key
 from specjax.engine.programs import Programs
 from specjax.gpu import DEVICES, SHARE_VARIABLES
 from specjax.hardware.dry_run import Case, make_plan, outline
