@@ -102,6 +102,7 @@ class Programs:
         self._admit: dict[bool, Callable[..., Resident]] = {}
         self._futures: dict[Key, Future[Program | Failure]] = {}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="specjax-compile")
+        self._working = False  # the background thread is to fulfil futures
         self._wanted: set[Key] = set()  # requests wait for these
         self._seconds: dict[Key, float] = {}  # of each compilation
         self._lock = threading.Lock()  # for changes of these two
@@ -151,7 +152,7 @@ class Programs:
             self.want([key])
             try:
                 result = self._futures[key].result()
-            except (CancelledError, KeyError):  # another key was wanted, or `warm_up` tries again
+            except (CancelledError, KeyError):  # closed or interrupted, or `warm_up` tries again
                 continue
             if isinstance(result, Failure):
                 raise result.again()
@@ -163,28 +164,16 @@ class Programs:
         The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
         survive the exit, and for no further one.
         """
-        keys, begun = list(keys), time.monotonic()
         with self._lock:
-            new = [key for key in keys if not self._has(key)]
-            self._submit(new)
-        self._executor.submit(self._report, new, begun)
-
-    def _report(self, keys: list[Key], begun: float) -> None:
-        count = len(self.compiled().intersection(keys))
-        logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
+            self._submit(keys)
 
     def want(self, keys: Iterable[Key]) -> None:
         """Compiles these before all others that are not begun: requests wait for them."""
         with self._lock:
-            keys = [key for key in keys if not self._has(key, begun=key not in self._wanted)]
-            if not keys:
-                return
-            self._wanted |= set(keys)
-            queued = [key for key, future in self._futures.items() if not future.cancelled() and future.cancel()]
-            queued.sort(key=lambda key: key not in self._wanted)
-            self._submit([*keys, *queued])
+            self._wanted |= {key for key in keys if not self._has(key) or not self._futures[key].done()}
+            self._submit(keys)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | int | None = None) -> bool:
         """Waits until nothing is pending. Returns True if nothing is."""
         end = None if timeout is None else time.monotonic() + timeout
         while futures := [future for _, future in self._copy() if not future.done()]:
@@ -193,7 +182,7 @@ class Programs:
             wait(futures[:1], None if end is None else max(end - time.monotonic(), 0.0))
         return True
 
-    def close(self, timeout: float | None = None) -> bool:
+    def close(self, timeout: float | int | None = None) -> bool:
         """Cancels what is not begun, and waits for the rest. Returns True if nothing is being compiled."""
         with self._lock:
             for future in self._futures.values():
@@ -225,6 +214,7 @@ class Programs:
             here = {key: self._future(key) for key in ([] if self._exclusive else missing[::2])}
             for future in here.values():
                 future.set_running_or_notify_cancel()
+            self._wanted |= set(missing)
             self._submit(missing)
         begun = time.monotonic()
         try:
@@ -254,11 +244,9 @@ class Programs:
             if all(self._failed(key) for key in keys if key.kind == kind):
                 self.get(next(key for key in keys if key.kind == kind))
 
-    def _has(self, key: Key, *, begun: bool = False, failures: bool = True) -> bool:
-        """True if a key has a future that is not cancelled; that is running or done; whose result is a program."""
+    def _has(self, key: Key, *, failures: bool = True) -> bool:
+        """True if a key has a future that is not cancelled and, unless `failures`, whose result is a program."""
         if (future := self._futures.get(key)) is None or future.cancelled():
-            return False
-        if begun and not (future.running() or future.done()):
             return False
         return failures or not (future.done() and isinstance(future.result(), Failure))
 
@@ -274,17 +262,30 @@ class Programs:
         self._changes += 1
 
     def _submit(self, keys: Iterable[Key]) -> None:
-        """Queues what has no future; with `_lock` held."""
+        """Makes futures for what has none, and lets the background thread fulfil them; with `_lock` held."""
         for key in keys:
             if not self._has(key):
-                self._executor.submit(self._work, key, self._future(key))
+                self._future(key)
+        if self._next() is not None and not self._working:
+            self._working = True
+            self._executor.submit(self._work, time.monotonic(), 0)
 
-    def _work(self, key: Key, future: Future[Program | Failure]) -> None:
-        if not threading.main_thread().is_alive():
-            future.cancel()
-        if not future.set_running_or_notify_cancel():
-            return
-        waits = key in self._wanted
+    def _next(self) -> Key | None:
+        """The next key that is to be compiled: one that requests wait for, else the oldest."""
+        queued = [key for key, future in self._futures.items() if not future.running() and not future.done()]
+        return min(queued, key=lambda key: key not in self._wanted, default=None)
+
+    def _work(self, begun: float, count: int) -> None:
+        """Compiles the next program in the background thread. `begun`, `count`: of those that no
+        request waited for, since it last had nothing to do."""
+        with self._lock:
+            if (key := self._next()) is None:
+                self._working = False
+                if count:
+                    logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
+                return
+            (future := self._futures[key]).set_running_or_notify_cancel()
+            waits = key in self._wanted
         try:
             with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=self.progress and waits) as bar:
                 result = self._try(key)
@@ -292,10 +293,14 @@ class Programs:
         except BaseException:
             future.set_exception(CancelledError())  # for threads that wait, which try again
             raise
-        if isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
-            logger.error("A program could not be compiled; requests that need it will fail", exc_info=result.error)
-        future.set_result(result)
-        self._pause(self._seconds[key])
+        else:
+            if isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
+                logger.error("A program could not be compiled; requests that need it will fail", exc_info=result.error)
+            future.set_result(result)
+            self._pause(self._seconds[key])
+        finally:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                self._executor.submit(self._work, begun, count + (not waits))
 
     def _try(self, key: Key) -> Program | Failure:
         """Remembers an error, but no interrupt."""
@@ -316,7 +321,7 @@ class Programs:
         early if no request runs, or one waits for a program."""
         end = time.monotonic() + seconds
         while self._exclusive and self.busy() and time.monotonic() < end and threading.main_thread().is_alive():
-            if self._wanted or not self.pending:
+            if self._wanted & (pending := self.pending) or not pending:
                 return
             time.sleep(PAUSE_SECONDS)
 

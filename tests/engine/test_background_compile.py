@@ -59,6 +59,7 @@ def counted(engine, monkeypatch) -> list[float]:
 
 def test_requests_run_while_a_grammar_program_compiles(monkeypatch):
     engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(END,), context_length=256, max_running_requests=2)
+    engine.warm_up(engine.buckets.ready_keys(), progress=False)
     gate, steps = Gate(engine, monkeypatch, "constrained", "propose"), counted(engine, monkeypatch)
     with running(engine) as server, ThreadPoolExecutor(3) as clients:
         try:
@@ -80,6 +81,7 @@ def test_requests_run_while_a_grammar_program_compiles(monkeypatch):
 
 def test_requests_run_while_a_scoring_program_compiles(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,))
+    engine.warm_up(engine.buckets.ready_keys(), progress=False)
     gate = Gate(engine, monkeypatch, "scoring")
     with running(engine) as server, ThreadPoolExecutor(1) as clients:
         try:

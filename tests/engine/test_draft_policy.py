@@ -208,6 +208,7 @@ def test_text_for_any_choice(kind, sizes, follows):
 def test_plain_steps_leave_no_hole_in_a_heads_cache():
     """The head's slots and feature equal a prefill of the whole text."""
     engine = engine_of("eagle3", overlap=False, max_total_tokens=160)
+    engine.warm_up(progress=False)
     draft_at_random(engine, 8, usual=0.4)
     rng = np.random.default_rng(2)
     checked = shared = 0
