@@ -12,7 +12,6 @@ A drafter supplies the forward as a function. Keys of tree nodes are never writt
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -22,7 +21,7 @@ from jax import Array
 from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import largest, pack_bits
 
-from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
+from specjax.drafters.base import Context, DraftState, Params
 from specjax.drafters.coupling import with_noise
 from specjax.drafters.options import Coupling, TreeShape
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
@@ -39,48 +38,21 @@ class Read(NamedTuple):
 
 ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#B k words"], Any], Read]
 """(level from 1, target ids, the parents' carry, packed mask over earlier and new keys, earlier keys) -> Read."""
+Propose: TypeAlias = Callable[[Params, Any, Context], tuple[DraftTree, DraftState]]
+"""`Drafter.propose`."""
 
 
-def growing_drafter(
-    name: str, features: Features, shape: TreeShape, *, init: Any, propose: Any, observe: Any, explicit_width: bool,
-    note: str, positions: int | None = None, coupling: Coupling = "none", costly_observe: bool = False,
-    passes: int | None = None,
-) -> Drafter:  # fmt: skip
-    """Makes a drafter that runs a model and proposes trees of this shape, or of a smaller one (`Drafter.resize`).
+def until(positions: int | None, shape: TreeShape, propose: Propose) -> Propose:
+    """`propose`, with the root alone where the tree would reach beyond a maximum position. None: no limit."""
+    if positions is None:
+        return propose
 
-    Args:
-        propose: `Drafter.propose` with the shape as its first argument.
-        positions: maximum position; a tree that would reach beyond it is not proposed. None: no limit.
-    """
+    def limited(params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
+        tree, state = propose(params, state, context)
+        fits = context.prefix_length + shape.steps <= positions
+        return best_nodes(tree, jnp.where(fits, shape.nodes, 1)), state
 
-    def limited(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
-        tree, state = propose(shape, params, state, context)
-        if positions is not None:
-            fits = context.prefix_length + shape.steps <= positions
-            tree = best_nodes(tree, jnp.where(fits, shape.nodes, 1))
-        return tree, state
-
-    limit = "" if positions is None else f"; within the first {positions} tokens of a text"
-
-    def with_shape(shape: TreeShape) -> Drafter:
-        return Drafter(
-            name,
-            features,
-            width=shape.nodes,
-            depth=shape.depth,
-            init=init,
-            propose=partial(limited, shape),
-            observe=observe,
-            explicit_width=explicit_width,
-            topk=shape.topk,
-            resize=lambda nodes: with_shape(shape.within(nodes)),
-            costly_observe=costly_observe,
-            passes=passes,
-            coupling=coupling,
-            note=note + limit,
-        )
-
-    return with_shape(shape)
+    return limited
 
 
 class _Level(NamedTuple):

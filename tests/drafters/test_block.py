@@ -23,7 +23,7 @@ from toy_models import Runner, Toy, sampling_rows, tiny_llama
 from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
 from specjax.config import BlockConfig, RopeConfig
-from specjax.drafters import Block, Context, Observation, Params, TreeShape, block_drafter, make_drafter
+from specjax.drafters import Block, Context, Observation, Params, TreeShape, block_drafter, make_speculation
 from specjax.drafters.block import best_prefixes
 from specjax.limits import ParameterError
 from specjax.models.block_head import BlockHead
@@ -244,7 +244,7 @@ def test_window_option(heads):
     """`window` limits all layers; layers with a smaller window keep it."""
     driven, option = Driven(heads("dflash-sliding"), seed=4), 5
     driven.feed([3, 12, 21])
-    drafter = make_drafter(Block(window=option), target=target().target, head=driven.head.config)
+    drafter = make_speculation(Block(window=option), target=target().target, head=driven.head.config).drafter
     tree = drafter.propose(driven.params, driven.state, driven.context([True] * ROWS))[0]
     saved = driven.head.saved
     driven.head = copy.copy(driven.head)
@@ -359,7 +359,7 @@ def test_slot_conventions(from_anchor):
     params["layers_0"] = {
         name: leaf * (0 if name in ("output", "down") else 1) for name, leaf in params["layers_0"].items()
     }
-    drafter = make_drafter(Block(), target=toy.target, head=config)
+    drafter = make_speculation(Block(), target=toy.target, head=config).drafter
     assert (drafter.width, drafter.depth) == ((BLOCK + 1, BLOCK) if from_anchor else (BLOCK, BLOCK - 1))
     done = Runner(toy, drafter, rows=1, draft=params).generate([([3, 7, 7], Sampling(max_tokens=21))])[0]
     assert done.tokens == [7] * 21
@@ -369,15 +369,15 @@ def test_slot_conventions(from_anchor):
 def test_sizes_are_refused(heads):
     config, model = heads("dflash").config, target().target
     with pytest.raises(ParameterError, match="block is 6, and the head was trained on blocks of 5 slots"):
-        make_drafter(Block(block=6), target=model, head=config)
+        make_speculation(Block(block=6), target=model, head=config)
     with pytest.raises(ParameterError, match="which draft 4 tokens; give at most 4 steps, or 5 draft tokens"):
-        make_drafter(Block(nodes=6), target=model, head=config)
+        make_speculation(Block(nodes=6), target=model, head=config)
     with pytest.raises(ParameterError, match="a block has 3 slots, which draft 2 tokens"):
-        make_drafter(Block(nodes=5, block=3), target=model, head=config)
+        make_speculation(Block(nodes=5, block=3), target=model, head=config)
     with pytest.raises(ValueError, match="got a head of kind 'block'"):
-        make_drafter("EAGLE3", target=model, head=config)
-    drafter = make_drafter(Block(topk=4, nodes=16), target=model, head=config)
-    assert (drafter.width, drafter.depth, drafter.topk, drafter.passes) == (16, 4, 4, 1)
-    smaller = drafter.within(4)
+        make_speculation("EAGLE3", target=model, head=config)
+    speculation = make_speculation(Block(topk=4, nodes=16), target=model, head=config)
+    drafter, smaller = speculation.drafter, speculation.within(4)
+    assert (drafter.width, drafter.depth, drafter.topk, speculation.passes) == (16, 4, 4, 1)
     assert (smaller.width, smaller.depth) == (4, 3)
-    assert make_drafter("dspark", target=model, head=config).width == 5
+    assert make_speculation("dspark", target=model, head=config).drafter.width == 5

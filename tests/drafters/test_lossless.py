@@ -31,6 +31,7 @@ from specjax.config import BlockConfig
 from specjax.drafters import (
     Drafter,
     DraftOptions,
+    Speculation,
     StandaloneParams,
     TreeShape,
     block_drafter,
@@ -78,7 +79,7 @@ class Model(NamedTuple):
     folder: str = ""
 
 
-Drafting = tuple[Drafter | DraftOptions | str, Any]
+Drafting = tuple[Drafter | Speculation | DraftOptions | str, Any]
 """A drafter, and its parameters."""
 
 
@@ -142,7 +143,8 @@ def with_model(family: str | None) -> Callable[..., Drafting]:
 
     def make(model: Model, models: Any) -> Drafting:
         draft = models(family, model.toy.vocab).toy if family else model.toy
-        return standalone_drafter(model.toy.target, draft.target, TREE), StandaloneParams(draft.params)
+        drafter = standalone_drafter(model.toy.target, draft.target, TREE)
+        return Speculation(drafter, costly_observe=True), StandaloneParams(draft.params)
 
     return make
 

@@ -15,7 +15,7 @@ from oracle import NO_PARENT, Sampling
 from toy_models import Runner, as_tree, random_table, table_model
 
 from specjax.cache import PoolShape
-from specjax.drafters import Ngram, factories, make_drafter, ngram_drafter
+from specjax.drafters import Ngram, make_speculation, ngram, ngram_drafter
 from specjax.drafters.base import Context, Observation, PageSize, Params
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig, tree_widths
@@ -348,21 +348,20 @@ def test_match_at_the_end_of_a_text():
 def test_default_on_a_cpu(monkeypatch):
     made = []
 
-    def recorded(config: Ngram, **options: int):
-        made.append((config.width, config.min_match, options))
-        return ngram_drafter(config, **options)
+    def recorded(config: Ngram, *, weak_nodes: int | None):
+        made.append((config.width, config.min_match, weak_nodes))
+        return ngram_drafter(config, weak_nodes=weak_nodes)
 
-    monkeypatch.setattr(factories, "ngram_drafter", recorded)
+    monkeypatch.setattr(ngram, "ngram_drafter", recorded)
     for options in (Ngram(), Ngram(max_match=1), Ngram(min_match=3), Ngram(nodes=6)):
-        assert make_drafter(options, platform="cpu").explicit_width == (options.nodes is not None)
-    weak = {"weak_nodes": 4}
-    assert made == [(8, 2, weak), (8, 1, weak), (8, 3, weak), (6, 1, {})]
+        assert make_speculation(options, platform="cpu").explicit_width == (options.nodes is not None)
+    assert made == [(8, 2, 4), (8, 1, 4), (8, 3, 4), (6, 1, None)]
 
 
 def test_tree_widths():
     for config, expected in {Ngram(): (1, 4, 8), Ngram(nodes=6): (1, 4, 6), Ngram(nodes=2): (1, 2)}.items():
-        assert tree_widths(make_drafter(config, platform="cpu")) == expected
-    assert tree_widths(make_drafter("NGRAM", platform="gpu")) == (1, 4, 12)
+        assert tree_widths(make_speculation(config, platform="cpu").drafter) == expected
+    assert tree_widths(make_speculation("NGRAM", platform="gpu").drafter) == (1, 4, 12)
 
 
 def test_max_breadth():

@@ -24,7 +24,7 @@ from engine_helpers import (
     wanted,
 )
 
-from specjax import make_drafter
+from specjax import make_speculation
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.buckets import BLOCK_TOKENS, HEAD_BLOCK_TOKENS, Buckets
 from specjax.engine.intake import with_sampling
@@ -474,7 +474,7 @@ def test_requests_above_max_batch_are_decoded_in_parts():
 @pytest.mark.parametrize("rows", [1, 3, 47, 100])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_buckets_cover_all_batches(rows, platform):
-    ngrams = make_drafter("NGRAM")
+    ngrams = make_speculation("NGRAM")
     buckets = replace(Buckets.build(platform, ngrams, rows=rows, request_pages=700), widths=(1, 4, 12, 60))
     assert buckets.batches == tuple(sorted(set(buckets.batches))) and buckets.batches[-1] == rows
     assert len(buckets.batches) + len(buckets.chunks) < 16
@@ -492,7 +492,8 @@ def test_buckets_cover_all_batches(rows, platform):
         assert replace(buckets, widths=(1, 60)).most_drafting == {"cpu": 1, "gpu": 100}[platform]
         assert replace(buckets, widths=(1,)).most_drafting == 1
         assert replace(buckets, widths=(1, 60), block_tokens=32).most_drafting == {"cpu": 1, "gpu": 16}[platform]
-    heads = Buckets.build(platform, ngrams._replace(features="final"), rows=rows, request_pages=700)
+    reading = ngrams._replace(drafter=ngrams.drafter._replace(features="final"))
+    heads = Buckets.build(platform, reading, rows=rows, request_pages=700)
     heads = replace(heads, widths=(1, 2, 4))
     for batch in heads.batches:
         fitting = [w for w in (1, 2, 4) if 1 in (w, batch) or w * batch <= HEAD_BLOCK_TOKENS[platform]]

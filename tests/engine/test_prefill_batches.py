@@ -10,7 +10,7 @@ import pytest
 from engine_helpers import DRAFTS, VOCABULARY, check_texts, make_engine, toy
 from toy_models import tiny_llama
 
-from specjax.drafters import make_drafter
+from specjax.drafters import make_speculation
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import Buckets, Key
 from specjax.engine.sequence import Status
@@ -19,7 +19,7 @@ from specjax.models.blocks import Ragged
 
 def buckets(platform: str = "cpu", algorithm: str = "NONE", **changes: Any) -> Buckets:
     sizes: dict[str, Any] = {"rows": 48, "request_pages": 64} | changes
-    return Buckets.build(platform, make_drafter(algorithm), **sizes)
+    return Buckets.build(platform, make_speculation(algorithm), **sizes)
 
 
 def shapes(sizes: Buckets) -> list[tuple[int, int]]:
