@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Speculation
 from specjax.step import tree_widths
 
 if TYPE_CHECKING:
@@ -113,13 +113,13 @@ class Buckets:
 
     @classmethod
     def build(
-        cls, platform: str, drafter: Drafter, *, rows: int, request_pages: int, chunk: int | None = None,
+        cls, platform: str, speculation: Speculation, *, rows: int, request_pages: int, chunk: int | None = None,
         prefill: int | None = None, adaptive: bool = False, ragged: bool = False,
     ) -> Buckets:  # fmt: skip
         """Chooses the sizes for batches of up to `rows` requests of up to `request_pages` pages. `chunk` and `prefill`
         limit the tokens of one prompt and of all prompts; with `ragged` the model can skip padding."""
         kind = "cpu" if platform == "cpu" else "gpu"
-        block_tokens = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
+        block_tokens = (HEAD_BLOCK_TOKENS if speculation.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or LARGE_CHUNK[kind], prefill or LARGE_CHUNK[kind], LARGE_CHUNK[kind])
         small = min(SMALL_CHUNK[kind], largest)
         prompts, tokens = min(PROMPTS, rows), PROMPTS * small
@@ -134,8 +134,8 @@ class Buckets:
             small=small,
             several=(prompts, small, tokens) if prompts > 1 and tokens > small else None,
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
-            widths=tree_widths(drafter),
-            block_tokens=None if drafter.explicit_width else block_tokens,
+            widths=tree_widths(speculation.drafter),
+            block_tokens=None if speculation.explicit_width else block_tokens,
             # On a GPU wide trees cost as much as narrow ones, and a choice would need the host.
             several_widths=kind == "cpu",
             free_tokens=FREE_TOKENS[kind],
@@ -207,7 +207,7 @@ class Buckets:
         """Tree widths of a batch bucket's steps; a single request has all of the drafter's widths.
 
         With `several_widths` these are the drafter's widths that fit `block_tokens`, (1,) if none does. Otherwise it is
-        the largest width that fits, for which the drafter makes a smaller tree (`Drafter.within`).
+        the largest width that fits, for which the drafter makes a smaller tree (`Speculation.within`).
         """
         most, widest = self.block_tokens, self.widths[-1]
         if not self.several_widths:

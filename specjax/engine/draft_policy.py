@@ -10,7 +10,7 @@ The mode in use changes if the other one's rate is higher by `HYSTERESIS`. Now a
 to measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Every emitted token is the target's
 own draw, so the choice changes the speed and never the text.
 
-With `Drafter.costly_observe` the mode is chosen once for each request, at its admission.
+With `Speculation.costly_observe` the mode is chosen once for each request, at its admission.
 
 The rest of the file describes drafting for the log. Plain Python, independent of the device.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Speculation
 from specjax.engine.buckets import PLAIN, TREE, Buckets
 
 if TYPE_CHECKING:
@@ -157,17 +157,18 @@ class DraftPolicy:
 # For the log
 
 
-def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
+def speculation_table(speculation: Speculation, buckets: Buckets) -> dict[str, str]:
     """Describes drafting for the log: algorithm, tree, head, and the steps that draft."""
+    drafter = speculation.drafter
     if drafter.width == 1:
         return {"algorithm": drafter.name}
-    tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
+    tree = f"up to {drafter.width} tokens" + (f"; {speculation.note}" if speculation.note else "")
     drafts, more = "in steps" if buckets.adaptive else "in every step", ""
     if (most := buckets.most_drafting) < buckets.batches[-1]:
         drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
         more = "; larger batches are faster without drafts here, and draft only if the number of draft tokens is set"
     drafts += " where that is measured to be faster" * buckets.adaptive + more
-    head = {"head": drafter.source} if drafter.source else {}
+    head = {"head": speculation.source} if speculation.source else {}
     return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
 
 

@@ -118,7 +118,7 @@ def step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
     choices = engine.buckets.constrained_choices(engine.buckets.batch(count))
     nodes = nodes if nodes in choices else PLAIN
     # The other kind of step would leave a hole in the drafter's state, or change a lossy text.
-    if engine.drafter.costly_observe or not engine.lossless:
+    if engine.speculation.costly_observe or not engine.lossless:
         return keys_of(nodes)
     for choice in sorted(choices, key=lambda choice: choice != nodes):
         # The first call puts a missing program into `pending`; the second then prefers a smaller compiled one.
@@ -145,7 +145,7 @@ def _draft_key(key: Key) -> Key:
 def forced_tokens(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
     """Tokens that must come next, by sequence, at most one path of the batch's trees."""
     nodes = engine.buckets.tree_widths(engine.buckets.batch(len(sequences)))[-1]
-    most, forced = min(nodes - 1, engine.drafter.within(nodes).depth), dict[Sequence, list[int]]()
+    most, forced = min(nodes - 1, engine.speculation.within(nodes).depth), dict[Sequence, list[int]]()
     for sequence in sequences:
         if most and sequence.constraint is not None and sequence.drafts:
             limit = sequence.params.draft_limit

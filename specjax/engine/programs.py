@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
-from specjax.drafters.base import Drafter, Params
+from specjax.drafters.base import Params, Speculation
 from specjax.engine.buckets import PLAIN, Buckets, Key
 from specjax.engine.device import (
     PREFILL_NUMBERS,
@@ -64,7 +64,7 @@ class Programs:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        speculation: Speculation,
         buckets: Buckets,
         params: Params,
         state: Resident,
@@ -75,7 +75,7 @@ class Programs:
         trace: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        self._target, self._drafter, self._trace = target, drafter, trace
+        self._target, self._speculation, self._trace = target, speculation, trace
         self._buckets, self._verify, self._room, self._mesh = buckets, verify, room, mesh
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -378,15 +378,15 @@ class Programs:
     def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """The function of a key's program, the function that unpacks its input, and the input's shape."""
         tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
-        drafter = self._drafter
+        drafter = self._speculation.drafter
         fixed: dict[str, Any] = {"target": self._target}
         if key.kind in ("prefill", "scoring"):
             shape, unpack = (key.rows, PREFILL_NUMBERS + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
             widths = self._buckets.step_widths(key)
-            drafter = drafter.within(widths[-1])
-            if key.nodes == PLAIN and drafter.costly_observe:  # its requests never draft
+            drafter = self._speculation.within(widths[-1])
+            if key.nodes == PLAIN and self._speculation.costly_observe:  # its requests never draft
                 drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)

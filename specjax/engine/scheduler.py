@@ -378,7 +378,9 @@ def _step_keys(engine: Engine, count: int, pages: int, nodes: int) -> list[Key]:
 def _ready_nodes(engine: Engine, count: int, pages: int, nodes: int) -> int:
     """Returns `nodes`, or the other choice while the program for `nodes` compiles in the background."""
     programs, other = engine.programs, PLAIN if nodes == TREE else TREE
-    if engine.policy is None or (nodes == TREE and engine.drafter.costly_observe):  # a plain step would leave a hole
+    if engine.policy is None or (
+        nodes == TREE and engine.speculation.costly_observe
+    ):  # a plain step would leave a hole
         return nodes
 
     def fit(nodes: int) -> int:
@@ -400,7 +402,7 @@ def _nodes(engine: Engine, sequences: list[Sequence], forced: Mapping[Sequence, 
         return TREE
     if not engine.buckets.drafts(batch):
         return PLAIN
-    if engine.drafter.costly_observe:  # chosen at the admission
+    if engine.speculation.costly_observe:  # chosen at the admission
         return TREE if any(sequence.drafts for sequence in sequences) else PLAIN
     pays = forced and engine.policy.pays(batch, len(sequences), sum(map(len, forced.values())))
     return TREE if pays else engine.policy.choose(batch, sequences)
