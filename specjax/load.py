@@ -27,22 +27,10 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
 from specjax.checkpoint.files import default_cache_dir, prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.drafters import (
-    Auto,
-    Drafter,
-    DrafterFactory,
-    DraftOptions,
-    NoDraft,
-    Params,
-    Speculation,
-    StandaloneParams,
-    TreeShape,
-    load_drafter,
-    make_speculation,
-    options_of,
-)
-from specjax.drafters.factories import with_kind
-from specjax.drafters.options import ModelOptions
+from specjax.drafters.base import Drafter, Params, Speculation
+from specjax.drafters.factories import Auto, DrafterFactory, load_drafter, make_speculation, options_of, with_kind
+from specjax.drafters.options import DraftOptions, ModelOptions, NoDraft, TreeShape
+from specjax.drafters.standalone import StandaloneParams
 from specjax.gpu import this_memory, warn_of_problem
 from specjax.limits import ParameterError
 from specjax.models import make_target, table

@@ -26,7 +26,7 @@ from specjax.cache import PerRequest, PoolShape, commit, init_cache
 from specjax.config import BlockConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite
 from specjax.drafters.coupling import with_noise
-from specjax.drafters.grow import Read, grow, until
+from specjax.drafters.grow import Read, grow, tree_drafter
 from specjax.drafters.options import MAX_STEPS, Coupling, ModelOptions, TreeShape, position_limit
 from specjax.limits import ParameterError, documented, setting, setting_of
 from specjax.models.block_head import BlockHead
@@ -84,16 +84,9 @@ def block_drafter(
         entries = finite(model.context(params.draft, seen.features, context.prefix_length[:, None] + offset))
         return commit(state, entries, context.page_table, context.prefix_length, seen.length, after=())
 
-    return Drafter(
-        Block.algorithm,
-        config.features,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=until(position_limit(target, config, positions), shape, propose),
-        observe=observe,
-        topk=shape.topk,
-    )
+    limit = position_limit(target, config, positions)
+    functions = {"init": init, "propose": propose, "observe": observe}
+    return tree_drafter(Block.algorithm, config.features, shape, limit, **functions)
 
 
 @documented

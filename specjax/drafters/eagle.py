@@ -26,7 +26,7 @@ from specjax_kernels import CAUSAL
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite, put_rows, take_rows
-from specjax.drafters.grow import Read, grow, until
+from specjax.drafters.grow import Read, grow, tree_drafter
 from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
 from specjax.limits import ParameterError, documented, setting, shown
 from specjax.models.blocks import Past, joined
@@ -95,16 +95,9 @@ def eagle_drafter(
         last = jnp.take_along_axis(feature, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
         return EagleState(cache, put_rows(state.feature, last, context, seen))
 
-    return Drafter(
-        head_spec(head.kind).algorithm,
-        head.features,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=until(position_limit(target, head, positions), shape, propose),
-        observe=observe,
-        topk=shape.topk,
-    )
+    limit = position_limit(target, head, positions)
+    functions = {"init": init, "propose": propose, "observe": observe}
+    return tree_drafter(head_spec(head.kind).algorithm, head.features, shape, limit, **functions)
 
 
 @documented

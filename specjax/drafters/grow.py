@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import largest, pack_bits
 
-from specjax.drafters.base import Context, DraftState, Params
+from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
 from specjax.drafters.coupling import with_noise
 from specjax.drafters.options import Coupling, TreeShape
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
@@ -38,21 +38,20 @@ class Read(NamedTuple):
 
 ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#B k words"], Any], Read]
 """(level from 1, target ids, the parents' carry, packed mask over earlier and new keys, earlier keys) -> Read."""
-Propose: TypeAlias = Callable[[Params, Any, Context], tuple[DraftTree, DraftState]]
-"""`Drafter.propose`."""
 
 
-def until(positions: int | None, shape: TreeShape, propose: Propose) -> Propose:
-    """`propose`, with the root alone where the tree would reach beyond a maximum position. None: no limit."""
-    if positions is None:
-        return propose
+def tree_drafter(
+    name: str, features: Features, shape: TreeShape, limit: int | None, *, init: Any, propose: Any, observe: Any
+) -> Drafter:
+    """Makes a drafter of trees of this shape. `limit`: maximum position, beyond which a tree is not proposed."""
 
     def limited(params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
         tree, state = propose(params, state, context)
-        fits = context.prefix_length + shape.steps <= positions
+        fits = context.prefix_length + shape.steps <= limit
         return best_nodes(tree, jnp.where(fits, shape.nodes, 1)), state
 
-    return limited
+    functions = {"init": init, "propose": propose if limit is None else limited, "observe": observe}
+    return Drafter(name, features, shape.nodes, shape.depth, **functions, topk=shape.topk)
 
 
 class _Level(NamedTuple):

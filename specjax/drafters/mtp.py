@@ -39,7 +39,7 @@ from specjax.drafters.base import (
     take_rows,
 )
 from specjax.drafters.eagle import Eagle, eagle_drafter
-from specjax.drafters.grow import Read, grow, until
+from specjax.drafters.grow import Read, grow, tree_drafter
 from specjax.drafters.options import Coupling, TreeShape, position_limit
 from specjax.limits import documented
 from specjax.models.blocks import Past
@@ -154,16 +154,9 @@ def mtp_drafter(
         ends = keep_at_page_ends(state.ends, jnp.stack(outs, axis=2), context, seen)
         return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen), ends)
 
-    return Drafter(
-        Mtp.algorithm,
-        config.features,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=until(position_limit(target, config, positions), shape, propose),
-        observe=observe,
-        topk=shape.topk,
-    )
+    limit = position_limit(target, config, positions)
+    functions = {"init": init, "propose": propose, "observe": observe}
+    return tree_drafter(Mtp.algorithm, config.features, shape, limit, **functions)
 
 
 @documented

@@ -284,18 +284,18 @@ def _matches(
         at = _follow(state.previous, state.next, jnp.where(same, at, NOWHERE))
         return at, matched + same.astype(jnp.int32)
 
-    def on_cpu(*walk: Array) -> Array:  # each iteration costs time, and most suffixes are new
+    def on_cpu(at: Array, matched: Array) -> Array:  # each iteration costs time, and most suffixes are new
         def any_left(walk: tuple[Array, tuple[Array, Array]]) -> Array:
             i, (at, _) = walk
             return (i < window) & jnp.any(at != NOWHERE)
 
-        start = jnp.int32(0), walk
+        start = jnp.int32(0), (at, matched)
         return jax.lax.while_loop(any_left, lambda walk: (walk[0] + 1, further(*walk)), start)[1][1]
 
-    def unrolled(*walk: Array) -> Array:
+    def unrolled(at: Array, matched: Array) -> Array:
         for i in range(window):
-            walk = further(i, walk)
-        return walk[1]
+            at, matched = further(i, (at, matched))
+        return matched
 
     return positions, by_platform(positions, jnp.zeros_like(positions), cpu=on_cpu, default=unrolled)
 

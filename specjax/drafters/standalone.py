@@ -24,7 +24,7 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, Hidden, PoolShape, Weights, commit, init_cache, row_states, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
-from specjax.drafters.grow import Read, grow, until
+from specjax.drafters.grow import Read, grow, tree_drafter
 from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
 from specjax.limits import documented
 from specjax.models.blocks import joined
@@ -115,16 +115,9 @@ def standalone_drafter(
         hidden = jnp.take_along_axis(output.hidden, last[:, :, None], axis=1)[:, 0]
         return StandaloneState(cache, *put_rows((state.root, state.hidden), (root, hidden), context, seen))
 
-    return Drafter(
-        Standalone.algorithm,
-        None,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=until(position_limit(target, draft.config, positions), shape, propose),
-        observe=observe,
-        topk=shape.topk,
-    )
+    limit = position_limit(target, draft.config, positions)
+    functions = {"init": init, "propose": propose, "observe": observe}
+    return tree_drafter(Standalone.algorithm, None, shape, limit, **functions)
 
 
 @documented
