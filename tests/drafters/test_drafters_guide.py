@@ -175,29 +175,6 @@ def test_load_drafter(my_drafter):
     assert load_drafter("my_drafter:prompt_lookup")(toy().target).reads_tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("my_drafter:", "write module:function"),
-        ("./my_drafter.py:lossy", "write module:function"),
-        ("no_such_module:make", r"cannot import no_such_module \(No module named 'no_such_module'\).*PYTHONPATH"),
-        ("my_drafter:los", "my_drafter has no function los; it defines: prompt_lookup, likely_enough, lossy"),
-        ("my_drafter:DEPTH", "my_drafter has a int, no function, named DEPTH"),
-    ],
-)
-def test_names_without_a_function(my_drafter, name, problem):
-    with pytest.raises(ValueError, match=f"drafter '{name}': {problem}"):
-        load_drafter(name)
-
-
-def test_factory_with_a_wrong_result():
-    def broken(target):
-        return 7
-
-    with pytest.raises(ValueError, match=r"drafter '.*broken' returned 7; it must return a Drafter or a Speculation"):
-        make_speculation(broken, target=toy().target)
-
-
 SEEN = 16  # tokens of an observation that `recording` keeps
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from dataclasses import replace
 
 import eagle_oracle
 import jax
@@ -214,20 +213,3 @@ def test_trees_of_steps_equal_the_oracle(heads, dialect, shape):
         )  # fmt: skip
 
     assert check_steps(runner, start(runner), expected)[0] >= 6, "of 10"
-
-
-# Refused heads.
-
-
-def test_heads_of_other_targets(heads):
-    _, config, _, _ = heads("eagle3")
-    model, shape = target().target, TreeShape(1, 1, 2)
-    for changes, message in {
-        "feature_size=32": "features of width 32, the target gives 48",
-        "aux_layers=(1, 2, 7)": "output of layer 7, the target has 7 layers",
-        "hidden_size=24": "hidden size is 24, the target's, whose embedding or head it uses, is 16",
-        "own_head=False": "needs an output matrix of its own",
-        "own_head=False, mapped=False": "vocabulary has 11 tokens, the target's 31",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            eagle_drafter(model, replace(config, **eval(f"dict({changes})")), shape)

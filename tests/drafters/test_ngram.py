@@ -1,7 +1,6 @@
 """NGRAM against an oracle of dictionaries: drafts are tokens that followed the request's last tokens before."""
 
 import functools
-import re
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -26,24 +25,6 @@ SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
 NONE = Params(None)
 
 # Settings.
-
-
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
-        ({"nodes": 1}, "Ngram.nodes must be an integer from 2 to 64, got 1"),
-        ({"nodes": 65}, "Ngram.nodes"),
-        ({"min_match": 13}, "Ngram.min_match must be from 1 to max_match, got 13 and 12"),
-        ({"max_match": 65}, "Ngram.max_match"),
-        ({"min_breadth": 11}, "Ngram.min_breadth must be from 1 to max_breadth"),
-        ({"branch_length": 0}, "Ngram.branch_length"),
-        ({"capacity": 1023}, "Ngram.capacity must be an integer from 1024 to"),
-        ({"capacity": 2**24 + 1}, "Ngram.capacity"),
-    ],
-)  # fmt: skip
-def test_refused_settings(changes, flag):
-    with pytest.raises(ValueError, match=re.escape(flag)):
-        Ngram(**changes)
 
 
 @pytest.mark.parametrize(
