@@ -85,8 +85,7 @@ def block_drafter(
         return commit(state, entries, context.page_table, context.prefix_length, seen.length, after=())
 
     limit = position_limit(target, config, positions)
-    functions = {"init": init, "propose": propose, "observe": observe}
-    return tree_drafter(Block.algorithm, config.features, shape, limit, **functions)
+    return tree_drafter(Block.algorithm, config.features, shape, limit, init, propose, observe)
 
 
 @documented
@@ -128,13 +127,8 @@ class Block(ModelOptions):
         drafts = MAX_STEPS if head is None else head.drafts_of(min(self.block or head.block, head.block))
         return TreeShape(drafts, 1, drafts + 1)
 
-    def drafter(
-        self, target: Target, draft: Any, shape: TreeShape, *, largest: TreeShape, backend: str | None
-    ) -> Drafter:
-        return block_drafter(
-            target, draft, shape, block=self.block, window=self.window, backend=backend, positions=self.positions,
-            coupling=self.coupling,
-        )  # fmt: skip
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        return block_drafter(target, draft, shape, block=self.block, window=self.window, **shared)
 
 
 def _check_size(config: BlockConfig, shape: TreeShape, block: int | None) -> None:

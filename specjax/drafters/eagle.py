@@ -96,8 +96,7 @@ def eagle_drafter(
         return EagleState(cache, put_rows(state.feature, last, context, seen))
 
     limit = position_limit(target, head, positions)
-    functions = {"init": init, "propose": propose, "observe": observe}
-    return tree_drafter(head_spec(head.kind).algorithm, head.features, shape, limit, **functions)
+    return tree_drafter(head_spec(head.kind).algorithm, head.features, shape, limit, init, propose, observe)
 
 
 @documented
@@ -123,10 +122,8 @@ class Eagle3(ModelOptions):
             object.__setattr__(self, "aux_layers", _layers(self.aux_layers))
         super().__post_init__()
 
-    def drafter(
-        self, target: Target, draft: Any, shape: TreeShape, *, largest: TreeShape, backend: str | None
-    ) -> Drafter:
-        return eagle_drafter(target, draft, shape, backend=backend, positions=self.positions, coupling=self.coupling)
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        return eagle_drafter(target, draft, shape, **shared)
 
 
 @documented

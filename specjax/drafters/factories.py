@@ -166,12 +166,9 @@ def make_speculation(
 
     Args:
         draft: options, or an algorithm's name for the defaults; not AUTO, which needs a model to choose for.
-        target: required by factories and by algorithms with a draft head or model.
-        head: config of the draft head.
-        model: for STANDALONE; its parameters are `StandaloneParams`.
-        backend: attention implementation of the head.
-        automatic: the tree if the options give no number; None: it depends on the algorithm and the target's family.
-        platform: "cpu" or "gpu"; None: this process's.
+        target, head, model, backend: fields of `Loaded`. Factories and algorithms with a head or model need the target.
+        automatic: `Loaded.tree`.
+        platform: `Loaded.platform`; None: this process's.
 
     Raises:
         ValueError: the algorithm does not exist, its head or model is missing, or a factory returned another type; see

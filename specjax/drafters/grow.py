@@ -41,17 +41,18 @@ ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#
 
 
 def tree_drafter(
-    name: str, features: Features, shape: TreeShape, limit: int | None, *, init: Any, propose: Any, observe: Any
+    name: str, features: Features, shape: TreeShape, limit: int | None, init: Any, propose: Any, observe: Any
 ) -> Drafter:
     """Makes a drafter of trees of this shape. `limit`: maximum position, beyond which a tree is not proposed."""
 
     def limited(params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
         tree, state = propose(params, state, context)
-        fits = context.prefix_length + shape.steps <= limit
-        return best_nodes(tree, jnp.where(fits, shape.nodes, 1)), state
+        if limit is not None:
+            fits = context.prefix_length + shape.steps <= limit
+            tree = best_nodes(tree, jnp.where(fits, shape.nodes, 1))
+        return tree, state
 
-    functions = {"init": init, "propose": propose if limit is None else limited, "observe": observe}
-    return Drafter(name, features, shape.nodes, shape.depth, **functions, topk=shape.topk)
+    return Drafter(name, features, shape.nodes, shape.depth, init, limited, observe, topk=shape.topk)
 
 
 class _Level(NamedTuple):

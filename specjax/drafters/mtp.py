@@ -155,8 +155,7 @@ def mtp_drafter(
         return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen), ends)
 
     limit = position_limit(target, config, positions)
-    functions = {"init": init, "propose": propose, "observe": observe}
-    return tree_drafter(Mtp.algorithm, config.features, shape, limit, **functions)
+    return tree_drafter(Mtp.algorithm, config.features, shape, limit, init, propose, observe)
 
 
 @documented
@@ -169,15 +168,10 @@ class Mtp(Eagle):
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
     trees: ClassVar[Mapping[str, TreeShape]] = {}
 
-    def drafter(
-        self, target: Target, draft: Any, shape: TreeShape, *, largest: TreeShape, backend: str | None
-    ) -> Drafter:
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
         if not isinstance(draft, MtpConfig):
-            return super().drafter(target, draft, shape, largest=largest, backend=backend)
-        return mtp_drafter(
-            target, draft, shape, levels=largest.steps, backend=backend, positions=self.positions,
-            coupling=self.coupling,
-        )  # fmt: skip
+            return eagle_drafter(target, draft, shape, **shared)
+        return mtp_drafter(target, draft, shape, levels=largest.steps, **shared)
 
 
 def _flat(leaf: Array) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
@@ -221,15 +220,13 @@ class ModelOptions(DraftOptions):
         super().__post_init__()
         self.shape()  # raises errors that hold for every target
 
-    def drafter(
-        self, target: Target, draft: Any, shape: TreeShape, *, largest: TreeShape, backend: str | None
-    ) -> Drafter:
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
         """Makes the drafter for trees of a shape.
 
         Args:
             draft: config of the draft head or the MTP layers, or the draft model.
             largest: shape of the largest tree, with whose drafter this one shares its state.
-            backend: attention implementation of a head.
+            shared: positions and coupling; for a head also backend.
         """
         raise NotImplementedError
 
@@ -242,11 +239,13 @@ class ModelOptions(DraftOptions):
         explicit = [number is not None for number in (self.steps, self.topk, self.nodes)]
         origin = "set by options" if all(explicit) else "partly automatic" if any(explicit) else "automatic"
         limit = position_limit(target, draft.config if isinstance(draft, Target) else draft, self.positions)
-        make = partial(self.drafter, target, draft, largest=shape, backend=loaded.backend)
+        shared = {"positions": self.positions, "coupling": self.coupling}
+        if self.kind is not None:
+            shared["backend"] = loaded.backend
         return Speculation(
-            make(shape),
+            self.drafter(target, draft, shape, shape, **shared),
             explicit_width=any(explicit),
-            resize=lambda nodes: make(shape.within(nodes)),
+            resize=lambda nodes: self.drafter(target, draft, shape.within(nodes), shape, **shared),
             costly_observe=self.costly_observe,
             passes=self.passes,
             coupling=self.coupling,

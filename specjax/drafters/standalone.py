@@ -116,8 +116,7 @@ def standalone_drafter(
         return StandaloneState(cache, *put_rows((state.root, state.hidden), (root, hidden), context, seen))
 
     limit = position_limit(target, draft.config, positions)
-    functions = {"init": init, "propose": propose, "observe": observe}
-    return tree_drafter(Standalone.algorithm, None, shape, limit, **functions)
+    return tree_drafter(Standalone.algorithm, None, shape, limit, init, propose, observe)
 
 
 @documented
@@ -129,7 +128,5 @@ class Standalone(ModelOptions):
     needs: ClassVar[str | None] = "a draft model"
     costly_observe: ClassVar[bool] = True
 
-    def drafter(
-        self, target: Target, draft: Any, shape: TreeShape, *, largest: TreeShape, backend: str | None
-    ) -> Drafter:
-        return standalone_drafter(target, draft, shape, positions=self.positions, coupling=self.coupling)
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        return standalone_drafter(target, draft, shape, **shared)
