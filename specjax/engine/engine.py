@@ -33,7 +33,7 @@ from specjax.cache import PoolShape
 from specjax.checkpoint.prompts import Prompt, Prompts
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
-from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params, Speculation, make_speculation
+from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params, Speculation
 from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
@@ -95,7 +95,7 @@ class Engine:
         draft_model: HeadConfig | MtpConfig | Target | None = None,
     ) -> None:
         check_config(config)
-        speculation = make_speculation(speculation)
+        speculation = speculation if isinstance(speculation, Speculation) else Speculation(speculation)
         drafter, verify = speculation.drafter, verify or speculation.verify
         if speculation.params is not None:
             params, speculation = params._replace(draft=speculation.params), speculation._replace(params=None)
