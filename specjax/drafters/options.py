@@ -148,18 +148,12 @@ class NoDraft(DraftOptions):
 @documented
 @dataclass(frozen=True)
 class ModelOptions(DraftOptions):
-    """Base class of the options of algorithms with a draft head or a draft model.
+    """Base class of the options of algorithms with a draft head or a draft model."""
 
-    Attributes:
-        trees: default tree by the target's family; other families have `TreeShape(3, 1, 4)`.
-        head_options: options that override the config of the head.
-        passes, costly_observe: fields of `Speculation`.
-    """
-
-    trees: ClassVar[Mapping[str, TreeShape]] = {}
-    head_options: ClassVar[tuple[str, ...]] = ()
-    passes: ClassVar[int | None] = None
-    costly_observe: ClassVar[bool] = False
+    trees: ClassVar[Mapping[str, TreeShape]] = {}  # default by the target's family; for others `TreeShape(3, 1, 4)`
+    head_options: ClassVar[tuple[str, ...]] = ()  # options that override the config of the head
+    passes: ClassVar[int | None] = None  # see `Speculation`
+    costly_observe: ClassVar[bool] = False  # see `Speculation`
 
     path: str | None = setting(
         None,
