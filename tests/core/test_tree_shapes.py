@@ -12,7 +12,7 @@ from distil import pair_model, perfect_head
 from engine_helpers import NGRAM, check_idle, check_plain, make_engine
 
 from specjax.cache import PoolShape
-from specjax.drafters import Eagle3, Params, TreeShape, make_speculation
+from specjax.drafters import Eagle, Params, TreeShape, make_speculation
 from specjax.drafters.options import candidates
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import BATCHES, Buckets, Key
@@ -54,7 +54,7 @@ def test_every_number_of_nodes_has_a_shape(whole):
 
 
 def chain_of(shape: TreeShape, *, explicit: bool = True):
-    speculation = make_speculation(Eagle3("h"), target=pair_model().target, head=head()[0], automatic=shape)
+    speculation = make_speculation(Eagle("h"), target=pair_model().target, head=head()[0], automatic=shape)
     return speculation._replace(explicit_width=explicit)
 
 
@@ -182,7 +182,7 @@ def test_requests_move_between_shapes(like_a_gpu):
     """A perfect head: each step accepts all drafts of its shape, also after steps of other shapes."""
     like_a_gpu(8)
     config, params = perfect_head(pair_model())
-    speculation = make_speculation(Eagle3("h"), target=pair_model().target, head=config, automatic=CHAIN)
+    speculation = make_speculation(Eagle("h"), target=pair_model().target, head=config, automatic=CHAIN)
     engine = make_engine(pair_model(), speculation, draft=params)
     engine.warm_up(progress=False)
     assert [engine.buckets.tree_widths(batch) for batch in (1, 2, 4)] == [(5,), (4,), (2,)]

@@ -12,7 +12,7 @@ from distil import pair_model, perfect_head
 from engine_helpers import NGRAM, check_idle, check_plain, check_texts, make_engine, toy
 from server_helpers import SECONDS, wait_until
 
-from specjax.drafters import Eagle3, TreeShape, make_speculation
+from specjax.drafters import Eagle, TreeShape, make_speculation
 from specjax.engine import EngineConfig, SamplingParams, buckets
 from specjax.engine.buckets import PLAIN, TREE, Key
 from specjax.engine.config import layout
@@ -24,7 +24,7 @@ POSITIONS, POOL_TOKENS = 131072, 400_000  # of Llama-3.1-8B, and of its pool on 
 def drafter_of(name: str) -> Any:
     if name == "EAGLE3":
         head, _ = perfect_head(pair_model())
-        return make_speculation(Eagle3("h"), target=pair_model().target, head=head, automatic=TreeShape(7, 1, 8))
+        return make_speculation(Eagle("h"), target=pair_model().target, head=head, automatic=TreeShape(7, 1, 8))
     return make_speculation(name, platform="gpu")
 
 
