@@ -162,7 +162,7 @@ class _Speculation:
 
 
 def with_draft_options(table: Mapping[str, type[DraftOptions]]) -> type[_Speculation]:
-    """Settings of speculation, with those of the algorithms in a table.
+    """Settings of speculation, with the options of every algorithm of a table.
 
     `Setting.flag` names an option's setting; without it the name is speculative_<algorithm>_<option>. Options of the
     same name are one setting, with the default of the first algorithm. Each algorithm checks its own ranges.

@@ -127,7 +127,7 @@ DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
 
 def with_kind(options: DraftOptions, kind: str) -> DraftOptions:
     """The options of the algorithm with heads of another kind, such as MTP's for EAGLE's."""
-    other = next(each for each in DRAFTERS.values() if each.kind == kind)
+    other = {each.kind: each for each in DRAFTERS.values()}[kind]
     return other(**{name: getattr(options, name) for name in options.names() if name in other.names()})
 
 
