@@ -66,8 +66,7 @@ from specjax_kernels.specs import SPECS, Spec, tagged
 from timing import CACHE_BYTES, copy_bandwidth, interleaved, rotating
 
 from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, RopeConfig, SamplingParams, gpu
-from specjax.drafters import make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters import make_speculation, options_of
 from specjax.engine.memory import temporary_bytes
 from specjax.engine.sequence import completion
 from specjax.gpu import IN_GRAPHS, LOOPS, SCHEDULING
@@ -199,11 +198,11 @@ def engine_tokens(algorithm: str, *, retract_every: int | None = None, **config:
     weights |= {"head": weights["head"].at[:, DRAFT_VOCABULARY:].multiply(0.2)}
     draft = jax.tree.map(random, jax.eval_shape(partial(init_head_params, head, target), key))
     prompts = [rng.integers(0, model.vocab_size, 5).tolist() * (row + 1) for row in range(len(SAMPLING))]
-    drafter = make_drafter(options_of(algorithm, **DRAFTS[algorithm]), target=target, head=head)
+    speculation = make_speculation(options_of(algorithm, **DRAFTS[algorithm]), target=target, head=head)
     params = Params(weights, draft if algorithm == "EAGLE3" else ())
     sizes = {"max_total_tokens": 2048, "context_length": 256}
     options = EngineConfig(len(SAMPLING), random_seed=0, **sizes | config)
-    engine = Engine(target, params, TokenIds(), drafter, config=options)
+    engine = Engine(target, params, TokenIds(), speculation, config=options)
     engine.warm_up([engine.buckets.step(engine.buckets.batches[-1])], progress=False)
     requests = [SamplingParams(max_new_tokens=24, ignore_eos=True, seed=i, **way) for i, way in enumerate(SAMPLING)]
     texts = []
@@ -399,11 +398,11 @@ def engine(report: Report) -> None:
     model = Model(llama_8b, tiny=report.tiny)
     head, drafts = model.head("EAGLE3")
     begun = time.perf_counter()
-    drafter = make_drafter(Eagle3(), target=model.target, head=head)
+    speculation = make_speculation(Eagle3(), target=model.target, head=head)
     sizes = {"max_running_requests": 4, "max_total_tokens": 1024} if report.tiny else {}
     options = EngineConfig(context_length=256 if report.tiny else 8192, adaptive=True, **sizes)
     params = Params(model.params.target, drafts)
-    running = Engine(model.target, params, TokenIds(), drafter, config=options)
+    running = Engine(model.target, params, TokenIds(), speculation, config=options)
     running.warm_up(running.buckets.ready_keys(), progress=False)
     ready = round(time.perf_counter() - begun, 2)
     say(f"READY after {ready} s, with {len(running.programs.compiled())} programs")
@@ -440,7 +439,7 @@ def engine(report: Report) -> None:
         add_gaps("streams after compilation", gaps())
     running.programs.close(5)
     stats = jax.devices()[0].memory_stats() or {}
-    temporary = temporary_bytes(model.target, drafter.features, running.buckets, running.platform)
+    temporary = temporary_bytes(model.target, running.drafter.features, running.buckets, running.platform)
     estimate = nbytes(params) + nbytes(running.state) + temporary
     report.add("memory", estimated_bytes=estimate, estimated_temporary_bytes=temporary,
                peak_bytes=stats.get("peak_bytes_in_use"), limit_bytes=stats.get("bytes_limit"))  # fmt: skip

@@ -46,11 +46,12 @@ from specjax import (
     PoolShape,
     StepInput,
     init_state,
-    make_drafter,
+    make_speculation,
     make_target,
 )
 from specjax.costs import estimated_seconds
-from specjax.drafters.options import candidates, options_of
+from specjax.drafters import options_of
+from specjax.drafters.options import candidates
 from specjax.engine.config import layout
 from specjax.engine.device import Resident, packed
 from specjax.engine.programs import Programs
@@ -108,10 +109,11 @@ def programs(
     target = make_target(config, backend=shapes.backend)
     head = (block_head if algorithm == "DFLASH" else eagle3_head)(config)
     if algorithm == "NONE":
-        drafter = make_drafter("NONE")
+        speculation = make_speculation("NONE")
     else:
         tree = options_of(algorithm, steps=shapes.steps, topk=shapes.topk, nodes=shapes.draft_tokens)
-        drafter = make_drafter(tree, target=target, head=head, backend=shapes.backend)
+        speculation = make_speculation(tree, target=target, head=head, backend=shapes.backend)
+    drafter = speculation.drafter
 
     weights = jax.eval_shape(partial(init_params, config), jax.eval_shape(lambda: jax.random.key(0)))
     drafts = None if algorithm == "NONE" else head_shapes(head, config, shapes.head_weights)
@@ -123,7 +125,7 @@ def programs(
     inputs = place(StepInput(*(jax.ShapeDtypeStruct((shapes.batch, *shape), kind) for shape, kind in fields)))
 
     if nodes is not None:
-        drafter = drafter.within(nodes)
+        drafter = speculation.within(nodes)
     step = StepConfig(nodes or drafter.width)
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
@@ -196,8 +198,9 @@ def started(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any
     """Processor seconds to trace and to compile what blocks readiness, then the first programs of the background."""
     config, settings = llama_8b(shapes.layers), EngineConfig()
     target, head, rows = make_target(config, backend=shapes.backend), eagle3_head(config), settings.max_running_requests
-    drafter = make_drafter(Eagle3(), target=target, head=head, backend=shapes.backend, platform="gpu")
-    pool, buckets = layout(settings, config.max_positions, POOL_TOKENS, "gpu", drafter)
+    speculation = make_speculation(Eagle3(), target=target, head=head, backend=shapes.backend, platform="gpu")
+    drafter = speculation.drafter
+    pool, buckets = layout(settings, config.max_positions, POOL_TOKENS, "gpu", speculation)
     weights = jax.eval_shape(partial(init_params, config), jax.eval_shape(lambda: jax.random.key(0)))
     params = Params(weights, head_shapes(head, config, shapes.head_weights))
 
@@ -206,9 +209,9 @@ def started(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any
         return Resident(init_state(params, target, drafter, rows=rows, pool=pool), tables)
 
     state, new_pages = jax.eval_shape(empty, params), -(-2 * (drafter.depth + 1) // pool.page_size)
-    programs = Programs(target, drafter, params, state, new_pages=new_pages, verify=STRAIGHT)
+    programs = Programs(target, speculation, params, state, new_pages=new_pages, verify=STRAIGHT)
     ready, keys = buckets.ready_keys(), buckets.all_keys()
-    document |= {"programs": len(keys), "tree": drafter.note, "tables": buckets.tables, "results": []}
+    document |= {"programs": len(keys), "tree": speculation.note, "tables": buckets.tables, "results": []}
     for key in keys[:5]:
         function, unpack, shape = programs._function(key)
 
@@ -247,9 +250,9 @@ def blocks(shapes: Shapes, place: Callable[[Any], Any], device: str, document: d
     weights = jax.eval_shape(partial(init_params, model), jax.eval_shape(lambda: jax.random.key(0)))
     for algorithm, tree, head in (("DFLASH", (15, 1, 16), block_head), ("EAGLE3", (7, 1, 8), eagle3_head)):
         options = options_of(algorithm, **dict(zip(("steps", "topk", "nodes"), tree, strict=True)))
-        drafter = make_drafter(options, target=target, head=head(model))
+        speculation = make_speculation(options, target=target, head=head(model))
         params = Params(weights, head_shapes(head(model), model, shapes.head_weights))
-        milliseconds = 1e3 * estimated_seconds(1, target, drafter, params, gpu)[0]
+        milliseconds = 1e3 * estimated_seconds(1, target, speculation, params, gpu)[0]
         document[f"estimated ms of {algorithm} {tree}"] = round(milliseconds, 2)
         print(f"{algorithm} {tree}, one request, {device}: {milliseconds:.2f} ms a step (estimated)")
 

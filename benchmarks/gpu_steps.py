@@ -17,9 +17,8 @@ import numpy as np
 from model_shapes import block_head, eagle3_head, kv_bytes, least_bytes, nbytes, qwen3_8b, random_head, random_target
 from timing import WARMUP, Trace
 
-from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, SamplingParams, make_drafter, make_target
-from specjax.drafters import Drafter
-from specjax.drafters.options import options_of
+from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, SamplingParams, make_speculation, make_target
+from specjax.drafters import Speculation, options_of
 
 
 class TokenIds:
@@ -80,16 +79,16 @@ class Model:
             self._head = algorithm, config, jax.block_until_ready(params)
         return self._head[1:]
 
-    def drafter(self, case: Case) -> Drafter:
+    def speculation(self, case: Case) -> Speculation:
         if case.tree is None:
-            return make_drafter(case.algorithm)
+            return make_speculation(case.algorithm)
         options = options_of(case.algorithm, **dict(zip(("steps", "topk", "nodes"), case.tree, strict=True)))
-        return make_drafter(options, target=self.target, head=self.head(case.algorithm)[0])
+        return make_speculation(options, target=self.target, head=self.head(case.algorithm)[0])
 
     def roofline_bytes(self, case: Case, cached_tokens: int) -> float:
         """Bytes that a step must read: weights, keys and values, once for each forward. A block head runs once."""
         head, params = self.head(case.algorithm)
-        levels = 0 if head is None else 1 if case.algorithm == "DFLASH" else self.drafter(case).depth
+        levels = 0 if head is None else 1 if case.algorithm == "DFLASH" else self.speculation(case).drafter.depth
         own = head if case.algorithm == "EAGLE3" else None
         weights = sum(least_bytes(self.config, own, levels, quantization=HEAD_WEIGHTS).values())
         if case.algorithm == "DFLASH":  # with the target's output layer
@@ -98,14 +97,14 @@ class Model:
 
     def measure_steps(self, case: Case, batch: int) -> dict[str, Any]:
         """Times of an engine's steps, which do not depend on the number of accepted drafts."""
-        drafter = self.drafter(case)
+        speculation = self.speculation(case)
         context, count = (24, 4) if self.tiny else (1024, 32)
         # The first requests decode while the prompts of the others are read, 256 tokens an iteration.
         limit = 3 * (2 * count + WARMUP + batch * context // 256)
-        room = context + limit + 2 * (drafter.depth + 1)
+        room = context + limit + 2 * (speculation.drafter.depth + 1)
         config = EngineConfig(batch, context_length=room, max_total_tokens=batch * (room + 16), prefix_cache=False)
         params = Params(self.params.target, self.head(case.algorithm)[1])
-        engine = Engine(self.target, params, TokenIds(), drafter, config=config)
+        engine = Engine(self.target, params, TokenIds(), speculation, config=config)
         begun = time.perf_counter()
         engine.warm_up([engine.buckets.step(engine.buckets.batches[-1])], progress=False)
         compile_seconds = round(time.perf_counter() - begun, 1)

@@ -163,7 +163,7 @@ def bucket_steps(report: Report) -> None:
         params = model.params._replace(draft=model.head(case.algorithm)[1])
         for row in report.rows:
             if row["kind"] == "step" and row["tree"] == case.tree:
-                ratio = estimated_ratio(row["batch"], model.target, model.drafter(case), params, device)
+                ratio = estimated_ratio(row["batch"], model.target, model.speculation(case), params, device)
                 row["estimated_ratio"] = round(ratio, 4)
                 say(f"batch {row['batch']:2} {case!s:10} {row['ratio_to_plain']:.3f} of plain, estimated {ratio:.3f}")
     report.write()

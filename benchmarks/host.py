@@ -36,7 +36,7 @@ import numpy as np
 from model_shapes import eagle3_head, llama_8b
 from records import DATA, finish, machine
 
-from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
+from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_speculation, make_target
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
 from specjax.engine import batch as batches
@@ -97,12 +97,12 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
         lambda key: Params(init_params(config, key), init_head_params(head, target, key)), jax.random.key(0)
     )
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    drafter = make_drafter(Eagle3(steps=7, topk=1, nodes=8), target=target, head=head)
-    fake = partial(fake_step, text=text, accepted=accepted, depth=drafter.depth)
+    speculation = make_speculation(Eagle3(steps=7, topk=1, nodes=8), target=target, head=head)
+    fake = partial(fake_step, text=text, accepted=accepted, depth=speculation.drafter.depth)
     programs.speculate_step = programs.prefill_step = fake
     sizes = {"max_total_tokens": 2048 * rows, "context_length": CONTEXT, "chunked_prefill_size": 256}
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
-    engine = Engine(target, params, tokenizer, drafter, config=options)
+    engine = Engine(target, params, tokenizer, speculation, config=options)
     if engine.policy is not None:
         engine.policy._ratio = lambda batch: 1.0  # drafts cost nothing here
     return engine

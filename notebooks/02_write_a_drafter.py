@@ -146,7 +146,6 @@ def bigrams(topk: int, depth: int, nodes: int):
         features=None,  # of the target, which `observe` would read
         width=nodes,
         depth=depth,
-        explicit_width=True,
         init=lambda params, rows, pool: (),  # no state
         propose=propose,
         observe=lambda params, state, context, observation: state,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
     from specjax.drafters import DRAFTERS, Auto, Block, Context, Drafter, Eagle, Eagle3, Mtp, Ngram, NoDraft
     from specjax.drafters import Observation, Params, Speculation, Standalone, StandaloneParams, TreeShape
-    from specjax.drafters import block_drafter, eagle_drafter, load_drafter, make_drafter, standalone_drafter
+    from specjax.drafters import block_drafter, eagle_drafter, load_drafter, make_speculation, standalone_drafter
     from specjax.drafters.check import DrafterError, check_drafter
     from specjax.engine import Completion, Engine, EngineConfig, Grammar, SamplingParams, StreamChunk
     from specjax.models import make_target
@@ -34,7 +34,7 @@ _NAMES = {
     "specjax.config": "HeadConfig ModelConfig RopeConfig",
     "specjax.drafters": (
         "DRAFTERS Auto Block Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation Standalone "
-        "StandaloneParams TreeShape block_drafter eagle_drafter load_drafter make_drafter standalone_drafter"
+        "StandaloneParams TreeShape block_drafter eagle_drafter load_drafter make_speculation standalone_drafter"
     ),
     "specjax.drafters.check": "DrafterError check_drafter",
     "specjax.engine": "Completion Engine EngineConfig Grammar SamplingParams StreamChunk",

@@ -332,6 +332,7 @@ class MtpConfig:
 
     kind: ClassVar[str] = "mtp"
     features: ClassVar[Literal["final"]] = "final"
+    max_positions: ClassVar[None] = None  # the target's
 
     @property
     def hidden_size(self) -> int:

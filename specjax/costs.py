@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from specjax_kernels import Quantised
 
-from specjax.drafters.base import Drafter, Params
+from specjax.drafters.base import Params, Speculation
 from specjax.gpu import Device
 from specjax.models.target import Target
 
@@ -33,24 +33,26 @@ LAYER_KERNELS, STEP_KERNELS, LEVEL_KERNELS = 14, 23, 30
 layers, compiled for an H200, has 471, a level of a tree 30 (benchmarks/results/gpu-compile-2026-11-21.json)."""
 
 
-def estimated_ratio(batch: int, target: Target, drafter: Drafter, params: Params, device: Device | None) -> float:
+def estimated_ratio(
+    batch: int, target: Target, speculation: Speculation, params: Params, device: Device | None
+) -> float:
     """Estimates the duration of a step of `batch` requests with drafts relative to a plain step.
 
     `device`: GPU of the table; None: `CPU_STEP` and the bytes that a draft model reads.
     """
     if device is not None:
-        drafted, plain = estimated_seconds(batch, target, drafter, params, device)
+        drafted, plain = estimated_seconds(batch, target, speculation, params, device)
         return drafted / plain
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
-    plain, checked = np.interp([batch, batch * drafter.width], tokens, durations).tolist()
-    if not drafter.runs_model:
+    plain, checked = np.interp([batch, batch * speculation.drafter.width], tokens, durations).tolist()
+    if not speculation.runs_model:
         return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
-    forwards, read, _ = _draft_forwards(drafter, params)
+    forwards, read, _ = _draft_forwards(speculation, params)
     return checked / plain + CPU_LEVEL * forwards * read / _size(params.target)[0]
 
 
 def estimated_seconds(
-    batch: int, target: Target, drafter: Drafter, params: Params, device: Device
+    batch: int, target: Target, speculation: Speculation, params: Params, device: Device
 ) -> tuple[float, float]:
     """Estimates the seconds of a step of `batch` requests on a GPU of the table, with drafts and without."""
     read, weights = _size(params.target)
@@ -60,23 +62,23 @@ def estimated_seconds(
         multiplying = 2 * rows * weights / device.speed(target.config.dtype)
         return max(read / device.bandwidth, multiplying) + kernels
 
-    forwards, draft_read, draft_kernels = _draft_forwards(drafter, params)
+    forwards, draft_read, draft_kernels = _draft_forwards(speculation, params)
     draft = forwards * (draft_read / device.bandwidth + draft_kernels * KERNEL)
-    return seconds(batch * drafter.width) + draft, seconds(batch)
+    return seconds(batch * speculation.drafter.width) + draft, seconds(batch)
 
 
-def _draft_forwards(drafter: Drafter, params: Params) -> tuple[int, int, int]:
+def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int, int]:
     """The draft's forwards in a step, the bytes that each reads, and its kernels; zeros without a model."""
-    if not drafter.runs_model:
+    if not speculation.runs_model:
         return 0, 0, 0
     read = _size(params.draft)[0]
-    if drafter.passes is None:
-        return drafter.depth, read, LEVEL_KERNELS
+    if speculation.passes is None:
+        return speculation.drafter.depth, read, LEVEL_KERNELS
     # A block head has several layers, and may use the target's output layer.
     if "head" not in params.draft:
         read += _size(params.target.get("head", params.target["embed"]))[0]
     layers = sum(name.startswith("layers_") for name in params.draft)
-    return drafter.passes, read, LEVEL_KERNELS + LAYER_KERNELS * (layers - 1)
+    return speculation.passes, read, LEVEL_KERNELS + LAYER_KERNELS * (layers - 1)
 
 
 def _size(params: Any) -> tuple[int, int]:

@@ -93,6 +93,7 @@ class Setting:
     digits: bool = False  # True for strings that may be numbers, which a file may hold without quotes
     alone: bool = False  # True for a list of strings that a file may replace by one string
     sets: str = ""  # library option that the flag sets
+    flag: str = ""  # field of a command's settings that sets this option of the library
     instead: str = ""  # explains why the flag has no effect; "" for flags with an effect
 
 

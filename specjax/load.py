@@ -27,9 +27,10 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
 from specjax.checkpoint.files import default_cache_dir, prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
-from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
-from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
+from specjax.drafters.base import Drafter, Params, Speculation
+from specjax.drafters.factories import Auto, DrafterFactory, load_drafter, make_speculation, options_of, with_kind
+from specjax.drafters.options import DraftOptions, ModelOptions, NoDraft, TreeShape
+from specjax.drafters.standalone import StandaloneParams
 from specjax.gpu import this_memory, warn_of_problem
 from specjax.limits import ParameterError
 from specjax.models import make_target, table
@@ -52,8 +53,7 @@ class LoadedModel(NamedTuple):
         target: functions and config of the target.
         params: parameters of the target and of the draft model.
         tokenizer: fast tokenizer of transformers.
-        drafter: drafting algorithm.
-        verify: decides which drafts are accepted.
+        speculation: the drafter, the verifier and facts about them; its `params` are in `params.draft`.
         eos_ids: ids of tokens that end a text.
         sampling_defaults: defaults for fields of `SamplingParams`.
         draft_model: config of the draft head or MTP layers, or the draft model; None without one.
@@ -62,11 +62,14 @@ class LoadedModel(NamedTuple):
     target: Target
     params: Params
     tokenizer: Any
-    drafter: Drafter
-    verify: Verifier
+    speculation: Speculation
     eos_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]
     draft_model: HeadConfig | MtpConfig | Target | None = None
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.speculation.drafter
 
 
 def load(
@@ -134,16 +137,16 @@ def load(
         loaded = loaded._replace(head=head, params=draft_params)
     if drafter is None:
         shared: Any = {"model": loaded.model, "backend": backend, "quantization": loaded.quantization}
-        speculation = Speculation(chosen.drafter(target, loaded.head, **shared), loaded.params)
+        speculation = chosen.speculation(target, loaded.head, **shared)._replace(params=loaded.params)
     else:
-        loaded, speculation = _Draft(), make_speculation(drafter, target)
+        loaded, speculation = _Draft(), make_speculation(drafter, target=target)
     if drafter is not None or verify is not None:
         # What the caller passes drafts in every step, unless `EngineConfig.adaptive` is True.
-        speculation = speculation._replace(drafter=speculation.drafter._replace(explicit_width=True, every_step=True))
+        speculation = speculation._replace(explicit_width=True, every_step=True, verify=verify or speculation.verify)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    params, verify = Params(weights, speculation.params), verify or speculation.verify
+    params, speculation = Params(weights, speculation.params), speculation._replace(params=None)
     draft_model = loaded.head or loaded.model
-    return LoadedModel(target, params, tokenizer, speculation.drafter, verify, eos, sampled, draft_model)
+    return LoadedModel(target, params, tokenizer, speculation, eos, sampled, draft_model)
 
 
 def use_compilation_cache() -> None:
@@ -191,7 +194,7 @@ def requested(
         drafter = load_drafter(draft)
     options = options_of(draft) if drafter is None else NoDraft()
     shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
-    inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # may hold MTP layers
+    inside = options.reads_mtp_layers and model != checkpoint.BUILT_IN_MODEL  # may hold MTP layers
     if options.needs and not _path(options) and not shipped and not inside:
         raise _no_path(options)
     return options, drafter
@@ -203,13 +206,13 @@ class Chosen(NamedTuple):
     head: ShippedHead | None = None  # shipped head at `options.path`
     mtp: MtpConfig | None = None  # the target's MTP layers, if they draft
 
-    def drafter(
+    def speculation(
         self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
         backend: str | None = None, platform: str | None = None, quantization: str = "none",
-    ) -> Drafter:  # fmt: skip
+    ) -> Speculation:  # fmt: skip
         """Makes the drafter for a loaded `head` or `model`. `quantization` of its weights appears in the log."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
-        drafter = make_drafter(self.options, target=target, head=head, model=model, **shared)
+        speculation = make_speculation(self.options, target=target, head=head, model=model, **shared)
         source = _path(self.options) or ""
         if self.head is not None:
             source = f"{self.head.name}, which comes with specjax"
@@ -217,7 +220,7 @@ class Chosen(NamedTuple):
             source = f"{self.mtp.count} MTP layer{'s' if self.mtp.count > 1 else ''} of the model"
         if quantization in KINDS:
             source = f"{source}, weights in {quantization}"
-        return drafter._replace(source=source)
+        return speculation._replace(source=source)
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
@@ -231,7 +234,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     shipped = inside = None
     if not _path(options):
         shipped = checkpoint.shipped_head(files, config, options.kind)
-        if isinstance(options, Auto | Eagle) and shipped is None:
+        if options.reads_mtp_layers and shipped is None:
             inside = checkpoint.mtp_config(files, config)
     head, requested_algorithm = shipped or inside, options.algorithm
     options, unused = options.choose(head.kind if head else None)
@@ -240,12 +243,13 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         logger.warning("no effect with %s, which %s chose: %s", options.algorithm, requested_algorithm, names)
     if options.needs is None or _path(options):
         return Chosen(options)
-    if shipped is None or options.kind != shipped.kind:
-        if inside is None or not isinstance(options, Eagle):
-            raise _no_path(options)
-        if not isinstance(options, Mtp):
+    if inside is not None:
+        if options.kind != inside.kind:
             logger.info("%s without a head: the model's MTP layers draft (MTP)", options.algorithm)
-        return Chosen(options.as_mtp(), mtp=inside)
+            options = with_kind(options, inside.kind)
+        return Chosen(options, mtp=inside)
+    if shipped is None or options.kind != shipped.kind:
+        raise _no_path(options)
     options = replace(cast(ModelOptions, options), path=str(shipped.folder))
     return Chosen(options, TreeShape(**shipped.serving("cpu" if platform == "cpu" else "gpu")), shipped)
 
@@ -313,8 +317,7 @@ def _load_head(
                 quantization=quantization,
                 mesh=mesh,
                 target_embedding=lambda: checkpoint.matrices(files)[EMBED_TENSOR].read(),
-                sample_from_anchor=getattr(options, "sample_from_anchor", None),
-                aux_layers=getattr(options, "aux_layers", None),
+                **{name: getattr(options, name) for name in options.head_options},
             )
     else:
         params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress, mesh=mesh)
@@ -342,9 +345,8 @@ def _load_model(
     """Loads the draft model, if the options name one. Vocabularies are compared before its weights are read."""
     if (path := _path(options)) is None:
         return _Draft()
-    standalone = cast(Standalone, options)
     with naming(options, "path"), prefixed(path):
-        files = checkpoint.resolve(path, revision=standalone.revision, progress=progress)
+        files = checkpoint.resolve(path, revision=cast(ModelOptions, options).revision, progress=progress)
         draft = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
         tokenizers = tokenizer.result(), checkpoint.load_tokenizer(files)
         ids = checkpoint.match_vocabularies(*tokenizers, config.vocab_size, draft.vocab_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import functools
 import gc
 import importlib.metadata
 import inspect
@@ -147,8 +146,6 @@ def _shared(self: Programs, key: Any) -> Any:
         return _compile(self, key)
     try:
         function, unpack, shape = self._function(key)
-        drafter = function.keywords["drafter"]._replace(resize=None, source="")
-        function = functools.partial(function, drafter=drafter)
         fixed = self._room, sorted(jax.config.values.items(), key=str), dict(os.environ)
         name = name_of((key.kind, function, unpack, shape, self._params, self._state, fixed))
     except (Unknown, RecursionError):

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
-from specjax.drafters.factories import load_drafter, make_drafter
-from specjax.drafters.options import CHOICES, algorithm, algorithms
+from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft, load_drafter, make_speculation
+from specjax.drafters.factories import CHOICES, algorithm, algorithms
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.limits import check_value
@@ -217,8 +216,9 @@ class Source:
                 loaded = loaded._replace(params=loaded.params._replace(draft=None), draft_model=None)
             weights = loaded.draft_model
             head, model = (None, weights) if isinstance(weights, Target) else (weights, None)
-            drafter = make_drafter(draft, target=loaded.target, head=head, model=model)
-            self._loaded[method.text] = loaded._replace(drafter=drafter)
+            made = make_speculation(draft, target=loaded.target, head=head, model=model)
+            # The verifier is the base's.
+            self._loaded[method.text] = loaded._replace(speculation=made._replace(verify=loaded.speculation.verify))
         return self._loaded[method.text]
 
     def engine(self, method: Method, config: EngineConfig) -> Engine:

@@ -1,23 +1,25 @@
 """The flags of `generate` and the server, with SGLang's names, and the keys of their TOML file.
 
 A field's name gives the flag and the key; `configs/` holds complete files. A flag for a library option takes the
-option's default, range and help. `named_as_flags` replaces the option's name by the flag's name in errors.
+option's default, range and help; the flags of drafters follow from their options. `named_as_flags` replaces the
+option's name by the flag's name in errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
-from specjax.drafters import DRAFTERS, Auto
-from specjax.drafters.options import algorithm, algorithms
+from specjax.drafters import DRAFTERS, Auto, DraftOptions
+from specjax.drafters.factories import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
@@ -34,13 +36,6 @@ def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:
 
 
 _engine = partial(_option, EngineConfig)
-
-
-def _draft(name: str, help: str = "", **more: Any) -> Any:
-    """Declares a drafter option. Its range depends on the algorithm, which checks it."""
-    owners = {key: options for key, options in DRAFTERS.items() if name in options.names()}
-    owner = next(iter(owners.values()))
-    return _option(owner, name, help or f"{', '.join(owners)}: {setting_of(owner, name).help}", range=ANY, **more)
 
 
 def _threshold(name: str) -> Any:
@@ -130,7 +125,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class SpeculativeSettings:
+class _Speculation:
     """Speculation never changes the text, unless --allow-lossy-speculation comes with a threshold below 1."""
 
     speculative_algorithm: str = setting(
@@ -140,40 +135,10 @@ class SpeculativeSettings:
         "layers), or module:function for a user-defined drafter",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
-    speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
-    speculative_draft_model_revision: str | None = _draft("revision")
-    speculative_num_steps: int | None = _draft(
-        "steps",
-        "EAGLE, EAGLE3, MTP, STANDALONE: levels of the draft tree, each a forward of the draft; defaults of steps, "
-        "top-k and draft tokens if none is set: measured values of a shipped head, else 5, 4, 8 for heads of Llama, "
-        "3, 1, 4 for other heads, MTP and STANDALONE",
-    )
-    speculative_eagle_topk: int | None = _draft("topk")
-    speculative_num_draft_tokens: int | None = _draft(
-        "nodes",
-        "nodes of a draft tree, including the root; default: for EAGLE steps + 1, with a top-k the smaller of "
-        "1 + steps * top-k and 64; for NGRAM 12, on a CPU 8 after long matches, else fewer; if steps, top-k and this "
-        "are unset, large batches have smaller trees on a GPU, or do not draft",
-    )
-    speculative_aux_layers: tuple[str, ...] | None = _draft("aux_layers", metavar="LAYER", digits=True)
-    speculative_dflash_block_size: int | None = _draft("block")
-    speculative_dflash_draft_window_size: int | None = _draft("window")
-    speculative_sample_from_anchor: bool | None = _draft("sample_from_anchor")
-    speculative_draft_context_length: int | None = _draft("positions")
-    speculative_draft_quantization: str | None = _draft("quantization", parse=str.lower)
-    speculative_coupling: str = _draft("coupling", parse=str.lower)
-    speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
-    speculative_ngram_min_match_window_size: int = _draft("min_match")
-    speculative_ngram_max_match_window_size: int = _draft("max_match")
-    speculative_ngram_min_bfs_breadth: int = _draft("min_breadth")
-    speculative_ngram_max_bfs_breadth: int = _draft("max_breadth")
-    speculative_ngram_branch_length: int = _draft("branch_length")
-    speculative_ngram_capacity: int = _draft("capacity")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
         "NGRAM: draft from texts of other requests only if they have the same cache_salt; else timing may reveal texts",
     )
-    speculative_ngram_match_type: str = _draft("match_type", parse=str.upper)
     speculative_adaptive: bool | None = setting(
         None,
         "draft only if measurements show a gain, with the fastest tree; off = draft in every step, except in very "
@@ -196,13 +161,45 @@ class SpeculativeSettings:
     )  # fmt: skip
 
 
+def with_draft_options(table: Mapping[str, type[DraftOptions]]) -> type[_Speculation]:
+    """Settings of speculation, with the options of every algorithm of a table.
+
+    `Setting.flag` names an option's setting; without it the name is speculative_<algorithm>_<option>. Options of the
+    same name are one setting, with the default of the first algorithm. Each algorithm checks its own ranges.
+    """
+    members: list[tuple[str, Any, Any]] = []
+    for option in dict.fromkeys(name for options in table.values() for name in options.names()):
+        owners = {name: options for name, options in table.items() if option in options.names()}
+        (first, owner), helps = next(iter(owners.items())), dict[str, list[str]]()
+        for name, options in owners.items():
+            helps.setdefault(setting_of(options, option).help, []).append(name)
+        declared, hint = setting_of(owner, option), get_type_hints(owner)[option]
+        about = "; ".join(f"{', '.join(names)}: {help}" for help, names in helps.items())
+        declared = replace(declared, help=about, range=ANY, choices=choices_of(hint), sets=option)
+        name = declared.flag or f"speculative_{first.lower()}_{option}"
+        members.append((name, _read_as(hint), field(default=getattr(owner, option), metadata={"setting": declared})))
+    namespace = {"__doc__": _Speculation.__doc__, "__module__": __name__}
+    return make_dataclass("SpeculativeSettings", members, bases=(_Speculation,), namespace=namespace, frozen=True)
+
+
+def _read_as(hint: Any) -> Any:
+    """Type of the setting for an option: texts for a list or for a value that may be a text, else the option's own."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    origins = {get_origin(kind) or kind for kind in kinds} - {NoneType}
+    kind = tuple[str, ...] if tuple in origins else str if origins & {str, Literal} else origins.pop()
+    return kind | None if NoneType in kinds else kind
+
+
+SpeculativeSettings = with_draft_options(DRAFTERS)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The tables of a file. The server uses all; `generate` all but the last."""
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
-    speculative: SpeculativeSettings = SpeculativeSettings()
+    speculative: _Speculation = SpeculativeSettings()  # noqa: RUF009 - frozen
     server: ServerSettings = field(default_factory=ServerSettings)
 
 

@@ -233,7 +233,7 @@ def run(
         "verify_steps": count["steps"],
         "drafted_steps": drafted_steps,
         "algorithm": engine.drafter.name,
-        "draft": "; ".join(filter(None, (engine.drafter.note, engine.drafter.source))),
+        "draft": "; ".join(filter(None, (engine.speculation.note, engine.speculation.source))),
         "device": engine.device_name,
         **({"replicas": len(engines)} if others else {}),
         **marks,
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
         build.claim_gpu(chosen)
         engine, *others = build.make_engines(chosen, progress=progress)
         if progress:
-            print(f"Speculation:{as_lines(speculation_table(engine.drafter, engine.buckets))}", file=sys.stderr)
+            print(f"Speculation:{as_lines(speculation_table(engine.speculation, engine.buckets))}", file=sys.stderr)
         requests, defaults = [], {**engine.sampling_defaults, **sampling}
         for raw in lines:
             line = raw.problem or parse_line(raw.number, raw.data, defaults, raw.place)

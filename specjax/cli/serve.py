@@ -104,7 +104,7 @@ def load(
     pool += f", {target / 1e9:.2f} GB for the target, {draft / 1e9:.2f} GB for the draft"
     requests = engine.config.max_running_requests
     logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, requests)
-    logger.info("Speculation:%s", as_lines(speculation_table(engine.drafter, engine.buckets)))
+    logger.info("Speculation:%s", as_lines(speculation_table(engine.speculation, engine.buckets)))
     return engine
 
 

@@ -1,4 +1,6 @@
-"""The interface of a drafter: a NamedTuple of pure functions. Guide: docs/drafters.md.
+"""The interface of a drafter: `Drafter`, what its writer fills in, and `Speculation`, which holds the facts around it.
+
+Guide: docs/drafters.md.
 
 The step calls `propose` for a tree and `observe` with the committed tokens. The text does not depend on the proposed
 trees: the step writes node 0 and leaves out nodes that cannot be verified. `specjax.drafters.check` finds such nodes.
@@ -18,6 +20,7 @@ from specjax_kernels import INACTIVE
 from specjax.cache import Active, PageTable, PerRequest, PoolShape
 from specjax.sampling import SamplingRows
 from specjax.tree import NO_TOKEN, DraftTree, root_only
+from specjax.verify import Verifier, verify_tree
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
 """Target features for `observe`: the concatenated residual streams after these layers (auxiliary hidden states),
@@ -187,21 +190,10 @@ class Drafter(NamedTuple):
         propose: (params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come
             before children, siblings differ, valid nodes come first.
         observe: (params, state, context, observation) -> state. Called after each commit, including prompts and steps
-            without drafts (except with `costly_observe`).
-        explicit_width: width set explicitly, as by the writer of a drafter. Large batches do not reduce it.
-        every_step: whether by default every step drafts; else only steps where that is measured to be faster
-            (`EngineConfig.adaptive`).
+            without drafts (except with `Speculation.costly_observe`).
         reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
-        topk: nodes per level. 1: each tree is one path (`specjax.tree.chain`), whose first nodes are the best, so
-            scores are computed only for traces. None: trees of any form.
-        resize: number of nodes (at least 2) -> drafter of smaller trees with the same `init` and `observe`, so that
-            steps of several shapes share a state. None: larger trees are cut to their best nodes.
-        costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
-            or in none, and steps in which no request drafts skip `observe`.
-        passes: forwards of the draft that a proposal runs, for estimates of its time. None: one for each level.
-        coupling: "noise" if drafts of sampled requests use the target's noise, else "none".
-        note: description of the tree for the log.
-        source: name of the head, layers or model for the log.
+        topk: nodes per level, where scores order the tree. 1: each tree is one path (`specjax.tree.chain`), whose
+            first nodes are the best, so scores are computed only for traces. None: trees of any form.
     """
 
     name: str
@@ -211,10 +203,35 @@ class Drafter(NamedTuple):
     init: Callable[[Params, int, PoolShape], DraftState]
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
-    explicit_width: bool = True
-    every_step: bool = True
     reads_tokens: bool = False
     topk: int | None = None
+
+
+class Speculation(NamedTuple):
+    """A drafter with its parameters, a verifier, and what an engine, a cost model or a log reads beside it.
+
+    Attributes:
+        drafter: proposes draft trees.
+        params: `Params.draft` of its functions; None: it has no parameters.
+        verify: decides which drafts are accepted; the default is lossless.
+        explicit_width: the width was set by a user or by the writer of a drafter. Large batches do not reduce it.
+        every_step: by default every step drafts; else only steps where that is measured to be faster
+            (`EngineConfig.adaptive`).
+        resize: number of nodes (at least 2) -> drafter of smaller trees with the same state, so that steps of several
+            shapes share it. None: larger trees are cut to their best nodes.
+        costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
+            or in none, and steps in which no request drafts skip `observe`.
+        passes: forwards of the draft that a proposal runs, for estimates of its time. None: one for each level.
+        coupling: "noise" if drafts of sampled requests use the target's noise, else "none".
+        note: description of the tree for the log.
+        source: name of the head, layers or model for the log.
+    """
+
+    drafter: Drafter
+    params: Any = None
+    verify: Verifier = verify_tree
+    explicit_width: bool = True
+    every_step: bool = True
     resize: Callable[[int], Drafter] | None = None
     costly_observe: bool = False
     passes: int | None = None
@@ -225,12 +242,12 @@ class Drafter(NamedTuple):
     @property
     def runs_model(self) -> bool:
         """True if drafts need a model: `observe` reads features or runs a model itself."""
-        return self.features is not None or self.costly_observe
+        return self.drafter.features is not None or self.costly_observe
 
     def within(self, nodes: int) -> Drafter:
         """Returns the drafter for trees of at most `nodes` nodes."""
-        if self.resize is None or not 1 < nodes < self.width:
-            return self
+        if self.resize is None or not 1 < nodes < self.drafter.width:
+            return self.drafter
         return self.resize(nodes)
 
 
@@ -244,6 +261,4 @@ def none_drafter() -> Drafter:
         init=lambda params, rows, pool: (),
         propose=lambda params, state, context: (root_only(context.root), state),
         observe=lambda params, state, context, observation: state,
-        explicit_width=False,
-        every_step=False,
     )

@@ -12,9 +12,9 @@ without further forwards. docs/algorithms.md has the alignment.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from specjax.cache import PerRequest, PoolShape, commit, init_cache
 from specjax.config import BlockConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite
 from specjax.drafters.coupling import with_noise
-from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Block, Coupling, TreeShape
-from specjax.limits import ParameterError
+from specjax.drafters.grow import Read, grow, tree_drafter
+from specjax.drafters.options import MAX_STEPS, Coupling, ModelOptions, TreeShape, position_limit
+from specjax.limits import ParameterError, documented, setting, setting_of
 from specjax.models.block_head import BlockHead
 from specjax.models.draft_head import check_fit
 from specjax.models.target import Target
@@ -37,15 +37,14 @@ from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, t
 
 def block_drafter(
     target: Target, config: BlockConfig, shape: TreeShape, *, block: int | None = None, window: int | None = None,
-    backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
-    coupling: Coupling = "noise",
+    backend: str | None = None, positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a block head whose parameters are `Params.draft`. The state is a pair of page leaves for each layer.
 
     Args:
         block: slots of the forward, the anchor included; None: as many as the tree's levels need.
         window: most keys that a slot sees, itself included; None: the windows of `config`.
-        backend, explicit_width, note, positions: see `eagle_drafter`.
+        backend, positions, coupling: see `eagle_drafter`.
 
     Raises:
         ParameterError: the block or the tree is longer than the head's blocks.
@@ -55,13 +54,13 @@ def block_drafter(
     _check_size(config, shape, block)
     if window is not None:
         config = replace(config, windows=tuple(min(window, own or window) for own in config.windows))
-    model, limit = BlockHead(config, target, backend), positions or config.max_positions
+    model = BlockHead(config, target, backend)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params, rows
         return init_cache(model.pages, pool)
 
-    def propose(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
+    def propose(params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
         width = block or shape.steps + (0 if config.from_anchor else 1)
         outputs = model.block(
             params.target, params.draft, context.root, width, state, context.page_table, context.prefix_length,
@@ -85,11 +84,51 @@ def block_drafter(
         entries = finite(model.context(params.draft, seen.features, context.prefix_length[:, None] + offset))
         return commit(state, entries, context.page_table, context.prefix_length, seen.length, after=())
 
-    return growing_drafter(
-        Block.algorithm, config.features, shape, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note, coupling=coupling, passes=1,
-        positions=limit if limit and limit < target.config.max_positions else None,
+    limit = position_limit(target, config, positions)
+    return tree_drafter(Block.algorithm, config.features, shape, limit, init, propose, observe)
+
+
+@documented
+@dataclass(frozen=True)
+class Block(ModelOptions):
+    """A head that drafts a block of tokens in one forward: DFlash, DSpark, DFlash2 or JetSpec, as its files say.
+    By default the draft is a chain of the whole block."""
+
+    algorithm: ClassVar[str] = "DFLASH"
+    needs: ClassVar[str | None] = "a draft head"
+    kind: ClassVar[str | None] = "block"
+    head_options: ClassVar[tuple[str, ...]] = ("sample_from_anchor",)
+    passes: ClassVar[int | None] = 1
+
+    steps: int | None = setting(
+        None,
+        "levels D of the draft tree, each a token of the block; default: all tokens that the block drafts",
+        range=setting_of(TreeShape, "steps").range,
+        flag="speculative_num_steps",
+    )
+    _: KW_ONLY
+    block: int | None = setting(
+        None, "slots of the block that the head runs on, including the root, at most as many as in its training; "
+        "default: as many as the tree's levels need", minimum=2, maximum=MAX_STEPS,
+        flag="speculative_dflash_block_size",
     )  # fmt: skip
+    window: int | None = setting(
+        None, "most tokens that a slot of the block attends to, itself included, in all layers of the head; default: "
+        "the windows in the head's config", minimum=1, flag="speculative_dflash_draft_window_size",
+    )  # fmt: skip
+    sample_from_anchor: bool | None = setting(
+        None, "whether the block's first slot, the root, drafts the next token; overrides the head's config; required "
+        "if that does not say. A wrong value gives an accept length of about 1",
+        flag="speculative_sample_from_anchor",
+    )  # fmt: skip
+
+    def automatic(self, family: str = "llama", head: BlockConfig | None = None) -> TreeShape:
+        """A chain of all tokens that the head's block drafts; without a head, of the longest block."""
+        drafts = MAX_STEPS if head is None else head.drafts_of(min(self.block or head.block, head.block))
+        return TreeShape(drafts, 1, drafts + 1)
+
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        return block_drafter(target, draft, shape, block=self.block, window=self.window, **shared)
 
 
 def _check_size(config: BlockConfig, shape: TreeShape, block: int | None) -> None:

@@ -13,8 +13,10 @@ docs/algorithms.md has the alignment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import Array
@@ -24,11 +26,12 @@ from specjax_kernels import CAUSAL
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite, put_rows, take_rows
-from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Coupling, TreeShape
+from specjax.drafters.grow import Read, grow, tree_drafter
+from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
+from specjax.limits import ParameterError, documented, setting, shown
 from specjax.models.blocks import Past, joined
 from specjax.models.draft_head import draft_head
-from specjax.models.head_spec import head_spec
+from specjax.models.head_spec import ALGORITHMS, head_spec
 from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
 from specjax.tree import DraftTree
@@ -41,27 +44,25 @@ class EagleState(NamedTuple):
 
 def eagle_drafter(
     target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, backend: str | None = None,
-    explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
+    positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. All nodes of a tree are valid, unless the head's
     vocabulary has too few tokens for it.
 
     Args:
         backend: attention implementation, as for the target.
-        explicit_width, note: fields of `Drafter`.
-        positions: maximum position, default the head's.
+        positions: maximum position; a tree that would reach beyond it is not proposed. Default: the head's.
+        coupling: see `specjax.drafters.coupling`.
     """
-    if isinstance(head, MtpConfig):
-        model, limit = MtpHead(head, target, backend), positions
-    else:
-        model, limit = draft_head(head, target, backend=backend), positions or head.max_positions
+    is_mtp = isinstance(head, MtpConfig)
+    model = MtpHead(head, target, backend) if is_mtp else draft_head(head, target, backend=backend)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
         feature = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
         return EagleState(init_cache(model.pages, pool), feature)
 
-    def propose(shape: TreeShape, params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
+    def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
         def run(tokens: Array, feature: Array, positions: Array, mask: Any, attended: Array, before: Any) -> Read:
             embedded = model.embed(params.target, params.draft, tokens)
             past = Past(state.cache, context.page_table, attended, before)
@@ -94,8 +95,65 @@ def eagle_drafter(
         last = jnp.take_along_axis(feature, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
         return EagleState(cache, put_rows(state.feature, last, context, seen))
 
-    return growing_drafter(
-        head_spec(head.kind).algorithm, head.features, shape, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note, coupling=coupling,
-        positions=limit if limit and limit < target.config.max_positions else None,
+    limit = position_limit(target, head, positions)
+    return tree_drafter(head_spec(head.kind).algorithm, head.features, shape, limit, init, propose, observe)
+
+
+@documented
+@dataclass(frozen=True)
+class Eagle3(ModelOptions):
+    """EAGLE-3: a draft head that reads hidden states of three of the target's layers."""
+
+    algorithm: ClassVar[str] = "EAGLE3"
+    needs: ClassVar[str | None] = "a draft head"
+    kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
+    trees: ClassVar[Mapping[str, TreeShape]] = {"llama": TreeShape(5, 4, 8)}
+    head_options: ClassVar[tuple[str, ...]] = ("aux_layers",)
+
+    _: KW_ONLY
+    aux_layers: tuple[int, ...] | tuple[str, ...] | None = setting(
+        None, "layers of the target whose outputs the head reads, counted from 0, in the order of training; overrides "
+        "the ids in the head's config, which some files count from the layers' inputs: the output of layer 1 is then 2",
+        flag="speculative_aux_layers", metavar="LAYER", digits=True,
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.aux_layers is not None:
+            object.__setattr__(self, "aux_layers", _layers(self.aux_layers))
+        super().__post_init__()
+
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        return eagle_drafter(target, draft, shape, **shared)
+
+
+@documented
+@dataclass(frozen=True)
+class Eagle(ModelOptions):
+    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. Without a head, the model's own
+    MTP layers draft, which are such heads."""
+
+    algorithm: ClassVar[str] = "EAGLE"
+    needs: ClassVar[str | None] = "a draft head"
+    kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
+    reads_mtp_layers: ClassVar[bool] = True
+    trees: ClassVar[Mapping[str, TreeShape]] = Eagle3.trees
+
+    token_map: str | int | None = setting(
+        None,
+        "tokens that the draft may propose (FR-Spec): a .pt or .json file, repo/file on the hub, "
+        "or a number of tokens of the map that comes with specjax for the model; default: all",
+        flag="speculative_token_map",
+        metavar="MAP",
+        digits=True,
+    )
+
+    drafter = Eagle3.drafter
+
+
+def _layers(given: object) -> tuple[int, ...]:
+    """`Eagle3.aux_layers`, which a flag or a file gives as text. Raises ParameterError unless they are different."""
+    texts = [str(layer) for layer in given if not isinstance(layer, bool)] if isinstance(given, tuple | list) else []
+    if not texts or not all(text.isdecimal() for text in texts) or len({*map(int, texts)}) < len(cast(Any, given)):
+        problem = f"must be different layers of the target, counted from 0, got {shown(given)}"
+        raise ParameterError("aux_layers", problem, "Eagle3")
+    return tuple(map(int, texts))

@@ -1,116 +1,134 @@
-"""Makes drafters from options, or from functions outside of this package (docs/drafters.md)."""
+"""The table of algorithms, and what makes their drafters or those of functions outside of this package.
+
+A drafter is a file with its options and its functions, and a row of `DRAFTERS`. Guide: docs/drafters.md.
+"""
 
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
 
-from specjax.config import BlockConfig, HeadConfig, MtpConfig
-from specjax.drafters.base import Drafter, none_drafter
-from specjax.drafters.block import block_drafter
-from specjax.drafters.eagle import eagle_drafter
-from specjax.drafters.mtp import mtp_drafter
-from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import Block, DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
-from specjax.drafters.standalone import standalone_drafter
+from specjax.config import HeadConfig, MtpConfig
+from specjax.drafters.base import Drafter, Speculation
+from specjax.drafters.block import Block
+from specjax.drafters.eagle import Eagle, Eagle3
+from specjax.drafters.mtp import Mtp
+from specjax.drafters.ngram import Ngram
+from specjax.drafters.options import DraftOptions, Loaded, NoDraft, TreeShape
+from specjax.drafters.standalone import Standalone
+from specjax.limits import shown
 from specjax.models.target import Target
-from specjax.verify import Verifier, verify_tree
 
-logger = logging.getLogger(__name__)
-
-
-def make_drafter(
-    draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | MtpConfig | None = None,
-    model: Target | None = None, backend: str | None = None, automatic: TreeShape | None = None,
-    platform: str | None = None,
-) -> Drafter:  # fmt: skip
-    """Makes the drafter of an algorithm.
-
-    Args:
-        draft: options, or an algorithm's name for the defaults; not AUTO, which needs a model to choose for.
-        target, head: for algorithms with a draft head, whose parameters go into `Params.draft`.
-        model: for STANDALONE, with `target`; its `StandaloneParams` go into `Params.draft`.
-        backend: attention implementation of the head.
-        automatic: the tree if the options give no number; None: it depends on the algorithm and the target's family.
-        platform: "cpu" or "gpu"; None: this process's.
-
-    Raises:
-        ValueError: the algorithm does not exist, or its head or model is missing.
-    """
-    options, platform = options_of(draft), platform or jax.default_backend()
-    if isinstance(options, NoDraft):
-        return none_drafter()
-    if isinstance(options, Ngram):
-        if options.nodes is None and platform == "cpu":
-            # On a CPU each node costs time, which four nodes mostly gain back after two matched tokens. A GPU verifies
-            # twelve tokens in the time of one.
-            least = max(options.min_match, min(2, options.max_match))
-            drafter = ngram_drafter(replace(options, nodes=4, min_match=least))
-        else:
-            drafter = ngram_drafter(options)
-        # Where nothing matches, a step with drafts would compute its nodes for nothing.
-        return drafter._replace(explicit_width=options.nodes is not None, every_step=False)
-    if not isinstance(options, ModelOptions):
-        raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
-    if options.kind is None:
-        if target is None or model is None:
-            missing = " and ".join(name for name, value in (("target", target), ("model", model)) if value is None)
-            raise ValueError(f"{options.algorithm} needs a target and {options.needs}; missing: {missing}")
-        return standalone_drafter(target, model, **_tree_arguments(options, target, automatic))
-    if target is None or head is None or options.kind != head.kind:
-        stated = "no head" if head is None else f"a head of kind {head.kind!r}"
-        stated += " and no target" if target is None else ""
-        needed = f"a target and a draft head of kind {options.kind!r}"
-        raise ValueError(f"{options.algorithm} needs {needed}, got {stated}")
-    if isinstance(options, Block) and isinstance(head, BlockConfig):
-        drafts = head.drafts_of(min(options.block or head.block, head.block))
-        arguments = _tree_arguments(options, target, automatic or TreeShape(drafts, 1, drafts + 1))
-        arguments |= {"block": options.block, "window": options.window}
-        return block_drafter(target, head, backend=backend, **arguments)
-    arguments = _tree_arguments(options, target, automatic)
-    if isinstance(head, MtpConfig):
-        return mtp_drafter(target, head, backend=backend, **arguments)
-    return eagle_drafter(target, head, backend=backend, **arguments)
+CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
+"""Algorithms that `Auto` chooses from; the last if the model has no draft head."""
 
 
-def _tree_arguments(options: ModelOptions, target: Target, automatic: TreeShape | None) -> dict[str, Any]:
-    """The arguments that all drafters with a draft model share."""
-    shape = options.shape(automatic or options.automatic(target.config.family))
-    if options.nodes not in (None, shape.nodes):
-        words = "%d draft tokens, not %d: with top-k 1 the draft is a chain of steps + 1 tokens"
-        logger.warning(words, shape.nodes, options.nodes)
-    explicit = [number is not None for number in (options.steps, options.topk, options.nodes)]
-    origin = "set by options" if all(explicit) else "partly automatic" if any(explicit) else "automatic"
-    return {
-        "shape": shape,
-        "explicit_width": any(explicit),
-        "note": f"{shape} ({origin})",
-        "positions": options.positions,
-        "coupling": options.coupling,
-    }
+@dataclass(frozen=True, init=False)
+class Auto(DraftOptions):
+    """The draft head that ships for the model, else the model's MTP layers, else n-grams.
 
-
-class Speculation(NamedTuple):
-    """A drafter with its parameters and a verifier.
+    Takes the options of these algorithms, except for `path` and `revision`: `Auto(steps=3)`. A warning names options
+    that the chosen algorithm does not have.
 
     Attributes:
-        drafter: proposes draft trees.
-        params: `Params.draft` of its functions; None: it has no parameters.
-        verify: decides which drafts are accepted; the default is lossless.
+        given: values of options by name.
+
+    Raises:
+        TypeError: no algorithm has the option.
+        ValueError: the values are wrong for every algorithm that has one of the options.
     """
 
-    drafter: Drafter
-    params: Any = None
-    verify: Verifier = verify_tree
+    algorithm: ClassVar[str] = "AUTO"
+    reads_mtp_layers: ClassVar[bool] = True
+
+    given: Mapping[str, str | int | float | tuple[int, ...] | tuple[str, ...]]
+
+    def __init__(self, **given: str | int | float | tuple[int, ...] | tuple[str, ...] | None) -> None:
+        object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
+        if unknown := self.given.keys() - self.names():
+            raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")
+        affected = [options for options in CHOICES if self._given_of(options)]
+        problems: list[ValueError] = []
+        for options in affected:
+            try:
+                options(**self._given_of(options))
+            except ValueError as error:
+                problems.append(error)
+        if problems and len(problems) == len(affected):
+            raise problems[-1]
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.given.items()))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        names = dict.fromkeys(name for options in CHOICES for name in options.names())
+        return tuple(name for name in names if name not in ("path", "revision"))
+
+    def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
+        chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
+        effective = self._given_of(chosen)
+        return chosen(**effective), [name for name in self.given if name not in effective]
+
+    def speculation(self, loaded: Loaded) -> Speculation:
+        raise ValueError(f"{self.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
+
+    def _given_of(self, options: type[DraftOptions]) -> dict[str, Any]:
+        return {name: value for name, value in self.given.items() if name in options.names()}
+
+
+DRAFTERS: dict[str, type[DraftOptions]] = {
+    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Block, Standalone)
+}
+"""The options of each algorithm by name. A row adds a drafter, with its flags and its keys of a configuration file."""
+ALIASES = {"NEXTN": Mtp.algorithm, "DSPARK": Block.algorithm}
+"""SGLang's other names of algorithms."""
+
+
+def algorithm(name: str) -> str | None:
+    """The key of `DRAFTERS`, or AUTO, for a name or alias in any case; None: there is no such algorithm."""
+    name = name.upper()
+    name = ALIASES.get(name, name)
+    return name if name in (Auto.algorithm, *DRAFTERS) else None
+
+
+def algorithms() -> str:
+    """All names and aliases, for messages."""
+    return ", ".join((Auto.algorithm, *DRAFTERS, *ALIASES))
+
+
+def options_of(draft: object, **given: Any) -> DraftOptions:
+    """Returns options unchanged, or creates the options of an algorithm from its name.
+
+    Args:
+        draft: options, or a name or alias in any case, including AUTO.
+        given: with a name, options that differ from the defaults.
+
+    Raises:
+        ValueError: no algorithm has the name; lists all names.
+        TypeError: neither options nor a name.
+    """
+    if isinstance(draft, DraftOptions):
+        return draft
+    if not isinstance(draft, str):
+        raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {shown(draft)}")
+    if (name := algorithm(draft)) is None:
+        raise ValueError(f"no algorithm draft={shown(draft)}; there are: {algorithms()}")
+    return {Auto.algorithm: Auto, **DRAFTERS}[name](**given)
 
 
 DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
 """Makes a drafter for a target."""
+
+
+def with_kind(options: DraftOptions, kind: str) -> DraftOptions:
+    """The options of the algorithm with heads of another kind, such as MTP's for EAGLE's."""
+    other = {each.kind: each for each in DRAFTERS.values()}[kind]
+    return other(**{name: getattr(options, name) for name in options.names() if name in other.names()})
 
 
 def load_drafter(name: str) -> DrafterFactory:
@@ -138,19 +156,36 @@ def load_drafter(name: str) -> DrafterFactory:
     return cast(DrafterFactory, factory)
 
 
-def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> Speculation:
-    """Makes the speculation of a drafter, a factory or a factory's name.
+def make_speculation(
+    draft: DraftOptions | Drafter | Speculation | DrafterFactory | str, *, target: Target | None = None,
+    head: HeadConfig | MtpConfig | None = None, model: Target | None = None, backend: str | None = None,
+    automatic: TreeShape | None = None, platform: str | None = None,
+) -> Speculation:  # fmt: skip
+    """Makes the speculation of an algorithm, a drafter, a factory or a factory's name. Parameters of a head or a model
+    go into `Params.draft`.
+
+    Args:
+        draft: options, or an algorithm's name for the defaults; not AUTO, which needs a model to choose for.
+        target, head, model, backend: fields of `Loaded`. Factories and algorithms with a head or model need the target.
+        automatic: `Loaded.tree`.
+        platform: `Loaded.platform`; None: this process's.
 
     Raises:
-        ValueError: see `load_drafter`, or the factory returned another type.
+        ValueError: the algorithm does not exist, its head or model is missing, or a factory returned another type; see
+            also `load_drafter`.
     """
-    if isinstance(given, Drafter):
-        return Speculation(given)
-    result = (load_drafter(given) if isinstance(given, str) else given)(target)
+    if isinstance(draft, Drafter):
+        return Speculation(draft)
+    if isinstance(draft, Speculation):
+        return draft
+    if isinstance(draft, DraftOptions) or (isinstance(draft, str) and ":" not in draft):
+        loaded = Loaded(target, head, model, automatic, backend, platform or jax.default_backend())
+        return options_of(draft).speculation(loaded)
+    result = (load_drafter(draft) if isinstance(draft, str) else draft)(cast(Target, target))
     if isinstance(result, Drafter):
         return Speculation(result)
     if not isinstance(result, Speculation):
-        module, name = (getattr(given, key, None) for key in ("__module__", "__qualname__"))
-        name = given if isinstance(given, str) else f"{module}:{name}" if module and name else repr(given)
+        module, name = (getattr(draft, key, None) for key in ("__module__", "__qualname__"))
+        name = draft if isinstance(draft, str) else f"{module}:{name}" if module and name else repr(draft)
         raise ValueError(f"drafter {name!r} returned {result!r:.80}; it must return a Drafter or a Speculation")
     return result

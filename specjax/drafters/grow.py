@@ -12,7 +12,6 @@ A drafter supplies the forward as a function. Keys of tree nodes are never writt
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -41,47 +40,19 @@ ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#
 """(level from 1, target ids, the parents' carry, packed mask over earlier and new keys, earlier keys) -> Read."""
 
 
-def growing_drafter(
-    name: str, features: Features, shape: TreeShape, *, init: Any, propose: Any, observe: Any, explicit_width: bool,
-    note: str, positions: int | None = None, coupling: Coupling = "none", costly_observe: bool = False,
-    passes: int | None = None,
-) -> Drafter:  # fmt: skip
-    """Makes a drafter that runs a model and proposes trees of this shape, or of a smaller one (`Drafter.resize`).
+def tree_drafter(
+    name: str, features: Features, shape: TreeShape, limit: int | None, init: Any, propose: Any, observe: Any
+) -> Drafter:
+    """Makes a drafter of trees of this shape. `limit`: maximum position, beyond which a tree is not proposed."""
 
-    Args:
-        propose: `Drafter.propose` with the shape as its first argument.
-        positions: maximum position; a tree that would reach beyond it is not proposed. None: no limit.
-    """
-
-    def limited(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
-        tree, state = propose(shape, params, state, context)
-        if positions is not None:
-            fits = context.prefix_length + shape.steps <= positions
+    def limited(params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
+        tree, state = propose(params, state, context)
+        if limit is not None:
+            fits = context.prefix_length + shape.steps <= limit
             tree = best_nodes(tree, jnp.where(fits, shape.nodes, 1))
         return tree, state
 
-    limit = "" if positions is None else f"; within the first {positions} tokens of a text"
-
-    def with_shape(shape: TreeShape) -> Drafter:
-        return Drafter(
-            name,
-            features,
-            width=shape.nodes,
-            depth=shape.depth,
-            init=init,
-            propose=partial(limited, shape),
-            observe=observe,
-            explicit_width=explicit_width,
-            every_step=explicit_width,
-            topk=shape.topk,
-            resize=lambda nodes: with_shape(shape.within(nodes)),
-            costly_observe=costly_observe,
-            passes=passes,
-            coupling=coupling,
-            note=note + limit,
-        )
-
-    return with_shape(shape)
+    return Drafter(name, features, shape.nodes, shape.depth, init, limited, observe, topk=shape.topk)
 
 
 class _Level(NamedTuple):

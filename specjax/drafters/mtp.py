@@ -14,8 +14,10 @@ so nodes share no keys. With one head this is `eagle`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +38,12 @@ from specjax.drafters.base import (
     put_rows,
     take_rows,
 )
-from specjax.drafters.eagle import eagle_drafter
-from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Coupling, Mtp, TreeShape
+from specjax.drafters.eagle import Eagle, eagle_drafter
+from specjax.drafters.grow import Read, grow, tree_drafter
+from specjax.drafters.options import Coupling, TreeShape, position_limit
+from specjax.limits import documented
 from specjax.models.blocks import Past
+from specjax.models.head_spec import ALGORITHMS
 from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
 from specjax.tree import DraftTree
@@ -60,16 +64,14 @@ class _Path(NamedTuple):
 
 
 def mtp_drafter(
-    target: Target, config: MtpConfig, shape: TreeShape, *, backend: str | None = None,
-    explicit_width: bool = True, note: str = "", positions: int | None = None, coupling: Coupling = "noise",
+    target: Target, config: MtpConfig, shape: TreeShape, *, levels: int | None = None, backend: str | None = None,
+    positions: int | None = None, coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
-    """Drafts with the heads of `Params.draft`; heads beyond the tree's steps are not run. See `eagle_drafter`."""
-    heads = [MtpHead(config, target, backend, i) for i in range(min(config.count, shape.steps))]
+    """Drafts with the heads of `Params.draft`; those beyond `levels`, by default the tree's steps, are not run. See
+    `eagle_drafter`."""
+    heads = [MtpHead(config, target, backend, i) for i in range(min(config.count, levels or shape.steps))]
     if len(heads) == 1:
-        return eagle_drafter(
-            target, config, shape, backend=backend, explicit_width=explicit_width, note=note, positions=positions,
-            coupling=coupling,
-        )  # fmt: skip
+        return eagle_drafter(target, config, shape, backend=backend, positions=positions, coupling=coupling)
     final = len(heads) - 1
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
@@ -84,7 +86,7 @@ def mtp_drafter(
         slots = context._replace(prefix_length=jnp.maximum(context.prefix_length - head, 0))
         return Past(state.caches[head], context.page_table, slots.attended, before)
 
-    def propose(shape: TreeShape, params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
+    def propose(params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
         last = take_rows(state.last, context)
 
         def read(
@@ -152,11 +154,24 @@ def mtp_drafter(
         ends = keep_at_page_ends(state.ends, jnp.stack(outs, axis=2), context, seen)
         return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen), ends)
 
-    return growing_drafter(
-        Mtp.algorithm, config.features, shape, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note, coupling=coupling,
-        positions=positions if positions and positions < target.config.max_positions else None,
-    )  # fmt: skip
+    limit = position_limit(target, config, positions)
+    return tree_drafter(Mtp.algorithm, config.features, shape, limit, init, propose, observe)
+
+
+@documented
+@dataclass(frozen=True)
+class Mtp(Eagle):
+    """Multi-token prediction layers of the model's own checkpoint, or a head such as MiMo's in a folder."""
+
+    algorithm: ClassVar[str] = "MTP"
+    needs: ClassVar[str | None] = "MTP layers in the model, or a draft head"
+    kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
+    trees: ClassVar[Mapping[str, TreeShape]] = {}
+
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        if not isinstance(draft, MtpConfig):
+            return eagle_drafter(target, draft, shape, **shared)
+        return mtp_drafter(target, draft, shape, levels=largest.steps, **shared)
 
 
 def _flat(leaf: Array) -> Array:

@@ -17,15 +17,16 @@ acceptance: every match is checked against the ring.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32, UInt32
+from specjax_kernels.platforms import by_platform
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import (
@@ -34,15 +35,100 @@ from specjax.drafters.base import (
     DraftState,
     Observation,
     Params,
+    Speculation,
     keep_at_page_ends,
     kept_at_page_end,
     take_rows,
 )
-from specjax.drafters.options import Ngram
+from specjax.drafters.options import DraftOptions, Loaded
+from specjax.limits import ParameterError, documented, setting
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank, roots
 
 NOWHERE = -1  # no ring position: an empty table entry or the end of a text; never an index to write at
 WAYS = 8  # positions in a bucket of the table
+
+
+@documented
+@dataclass(frozen=True)
+class Ngram(DraftOptions):
+    """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's."""
+
+    algorithm: ClassVar[str] = "NGRAM"
+
+    nodes: int | None = setting(
+        None,
+        "nodes N of a tree, including the root; default: 12; on a CPU 8 after long matches, else fewer",
+        minimum=2,
+        maximum=64,
+        flag="speculative_num_draft_tokens",
+    )
+    min_match: int = setting(
+        1,
+        "fewest tokens of a match; at most `max_match`",
+        minimum=1,
+        maximum=64,
+        flag="speculative_ngram_min_match_window_size",
+    )
+    max_match: int = setting(
+        12, "most tokens of a match", minimum=1, maximum=64, flag="speculative_ngram_max_match_window_size"
+    )
+    min_breadth: int = setting(
+        1,
+        "fewest children of a node; at most `max_breadth`",
+        minimum=1,
+        maximum=64,
+        flag="speculative_ngram_min_bfs_breadth",
+    )
+    max_breadth: int = setting(
+        10,
+        "most children of a node; fewer for longer matches and deeper nodes",
+        minimum=1,
+        maximum=64,
+        flag="speculative_ngram_max_bfs_breadth",
+    )
+    branch_length: int = setting(18, "tokens of the longest continuation", minimum=1, maximum=64)
+    capacity: int = setting(1_000_000, "tokens to remember, of all requests", minimum=1024, maximum=2**24)
+    match_type: Literal["BFS", "PROB"] = setting(
+        "BFS",
+        "order of continuations: the most recent first (BFS), or the most frequent first (PROB)",
+        parse=str.upper,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for low, high in (("min_match", "max_match"), ("min_breadth", "max_breadth")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise ParameterError(low, f"must be from 1 to {high}, got {least} and {most}", "Ngram")
+
+    @property
+    def width(self) -> int:
+        """N; on a CPU `speculation` has another default."""
+        return self.nodes or 12
+
+    @property
+    def depth(self) -> int:
+        """D: the depth of a chain of all nodes, or of a whole branch."""
+        return min(self.width - 1, self.branch_length)
+
+    @property
+    def branches(self) -> int:
+        """Number of continuations that a proposal merges."""
+        return max(16, self.max_breadth)
+
+    def speculation(self, loaded: Loaded) -> Speculation:
+        options = self
+        if self.nodes is None and loaded.platform == "cpu":
+            # On a CPU each node costs time, which four nodes mostly gain back after two matched tokens. A GPU verifies
+            # twelve tokens in the time of one.
+            options = replace(self, nodes=4, min_match=max(self.min_match, min(2, self.max_match)))
+        return Speculation(
+            ngram_drafter(options),
+            explicit_width=self.nodes is not None,
+            every_step=False,  # where nothing matches, nodes are computed for nothing
+            resize=lambda nodes: ngram_drafter(replace(options, nodes=nodes)),
+            note=f"remembers the last {self.capacity:,} tokens of all requests",
+        )
 
 
 class NgramState(NamedTuple):
@@ -90,7 +176,7 @@ def ngram_drafter(config: Ngram) -> Drafter:
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
         positions, agreeing = _matches(state, suffix, context.salt, config)
 
-        def merged() -> DraftTree:
+        def merged(*_: Array) -> DraftTree:
             continues = _follow(state.next, state.previous, positions) != NOWHERE
             matched = jnp.where((agreeing >= config.min_match) & continues, agreeing, 0)
             pool = jax.vmap(partial(_candidates, state, config))(positions, matched, context.salt)
@@ -100,10 +186,11 @@ def ngram_drafter(config: Ngram) -> Drafter:
             scores = jnp.where(context.active[:, None], scores, -jnp.inf)
             return rerank(context.root, pool._replace(scores=scores), config.width)
 
-        if jax.default_backend() != "cpu":  # a branch may cost more than it saves
-            return merged(), state
+        def on_cpu(some: Array) -> DraftTree:  # elsewhere a branch may cost more than it saves
+            return jax.lax.cond(some, merged, lambda: roots(context.root, config.width))
+
         some = jnp.any(context.active[:, None] & (agreeing >= config.min_match))
-        return jax.lax.cond(some, merged, lambda: roots(context.root, config.width)), state
+        return by_platform(some, cpu=on_cpu, default=merged), state
 
     return Drafter(
         "NGRAM",
@@ -113,8 +200,6 @@ def ngram_drafter(config: Ngram) -> Drafter:
         init=init,
         propose=propose,
         observe=lambda params, state, context, seen: _append(state, context, seen, config),
-        note=f"remembers the last {config.capacity:,} tokens of all requests",
-        resize=lambda nodes: ngram_drafter(replace(config, nodes=nodes)),
     )
 
 
@@ -126,16 +211,17 @@ def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"]
     end, there = kept_at_page_end(state.ends, context)
     recent = jnp.where(continued[:, None], recent, jnp.where(there[:, None], end[:, 1:], NO_TOKEN))
 
-    def with_new_requests() -> Int32[Array, "B"]:
+    def with_new_requests(*_: Array) -> Int32[Array, "B"]:
         at = jnp.maximum(end[:, 0], 0)
         same = (state.salt[at] == context.salt) & (end[:, 0] != NOWHERE)
         if recent.shape[1]:
             same &= state.tokens[at] == end[:, -1]
         return jnp.where(continued, tail, jnp.where(there & same, end[:, 0], NOWHERE))
 
-    if jax.default_backend() != "cpu":
-        return recent, with_new_requests()
-    return recent, jax.lax.cond(jnp.all(continued), lambda: tail, with_new_requests)
+    def on_cpu(continues: Array) -> Int32[Array, "B"]:
+        return jax.lax.cond(continues, lambda: tail, with_new_requests)
+
+    return recent, by_platform(jnp.all(continued), cpu=on_cpu, default=with_new_requests)
 
 
 def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:
@@ -155,7 +241,8 @@ def _scan(
 ) -> tuple[Any, Any]:
     """A loop on a CPU, which XLA compiles faster than its unrolled iterations. Unrolled on a GPU, where the host or a
     graph node would launch a loop."""
-    return jax.lax.scan(step, start, xs, length, unroll=jax.default_backend() != "cpu")
+    unrolled = partial(jax.lax.scan, step, length=length, unroll=True)
+    return by_platform(start, xs, cpu=partial(jax.lax.scan, step, length=length), default=unrolled)
 
 
 def _shifted(text: Int32[Array, "X"], window: int) -> Int32[Array, "W Y"]:
@@ -186,18 +273,20 @@ def _matches(
         at = _follow(state.previous, state.next, jnp.where(same, at, NOWHERE))
         return at, matched + same.astype(jnp.int32)
 
-    walk = positions, jnp.zeros_like(positions)
-    if jax.default_backend() == "cpu":  # each iteration costs time, and most suffixes are new
-
+    def on_cpu(at: Array, matched: Array) -> Array:  # each iteration costs time, and most suffixes are new
         def any_left(walk: tuple[Array, tuple[Array, Array]]) -> Array:
             i, (at, _) = walk
             return (i < window) & jnp.any(at != NOWHERE)
 
-        _, walk = jax.lax.while_loop(any_left, lambda walk: (walk[0] + 1, further(*walk)), (jnp.int32(0), walk))
-    else:
+        start = jnp.int32(0), (at, matched)
+        return jax.lax.while_loop(any_left, lambda walk: (walk[0] + 1, further(*walk)), start)[1][1]
+
+    def unrolled(at: Array, matched: Array) -> Array:
         for i in range(window):
-            walk = further(i, walk)
-    return positions, walk[1]
+            at, matched = further(i, (at, matched))
+        return matched
+
+    return positions, by_platform(positions, jnp.zeros_like(positions), cpu=on_cpu, default=unrolled)
 
 
 def _candidates(

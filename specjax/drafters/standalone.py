@@ -14,7 +14,8 @@ alone, so reused pages are exact.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,8 +24,9 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, Hidden, PoolShape, Weights, commit, init_cache, row_states, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
-from specjax.drafters.grow import Read, grow, growing_drafter
-from specjax.drafters.options import Coupling, Standalone, TreeShape
+from specjax.drafters.grow import Read, grow, tree_drafter
+from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
+from specjax.limits import documented
 from specjax.models.blocks import joined
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree
@@ -50,9 +52,8 @@ class StandaloneState(NamedTuple):
 
 
 def standalone_drafter(
-    target: Target, draft: Target, shape: TreeShape, *, explicit_width: bool = True, note: str = "",
-    positions: int | None = None, coupling: Coupling = "noise",
-) -> Drafter:  # fmt: skip
+    target: Target, draft: Target, shape: TreeShape, *, positions: int | None = None, coupling: Coupling = "noise"
+) -> Drafter:
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. All nodes of a tree are valid, unless the draft
     has too few tokens for it, or the tree would reach beyond the draft's maximum position (see `eagle_drafter`)."""
     if row_states(draft.pages):
@@ -61,7 +62,6 @@ def standalone_drafter(
             "each request, and the levels of a tree need one for each node; draft with a model whose layers all have "
             "attention, a draft head, the target's MTP layers or n-grams"
         )
-    limit = positions or draft.config.max_positions
 
     def unembed(params: StandaloneParams, hidden: Hidden) -> Float32[Array, "B k W"]:
         logits = draft.unembed(params.model, hidden)
@@ -75,9 +75,7 @@ def standalone_drafter(
         hidden = jnp.zeros((rows, draft.config.hidden_size), jnp.dtype(draft.config.dtype))
         return StandaloneState(init_cache(draft.pages, pool), root, hidden)
 
-    def propose(
-        shape: TreeShape, params: Params, state: StandaloneState, context: Context
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(params: Params, state: StandaloneState, context: Context) -> tuple[DraftTree, DraftState]:
         draft_params, start = params.draft, context.prefix_length[:, None]
 
         def read(
@@ -117,8 +115,18 @@ def standalone_drafter(
         hidden = jnp.take_along_axis(output.hidden, last[:, :, None], axis=1)[:, 0]
         return StandaloneState(cache, *put_rows((state.root, state.hidden), (root, hidden), context, seen))
 
-    return growing_drafter(
-        Standalone.algorithm, None, shape, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note, coupling=coupling, costly_observe=True,
-        positions=limit if limit < target.config.max_positions else None,
-    )  # fmt: skip
+    limit = position_limit(target, draft.config, positions)
+    return tree_drafter(Standalone.algorithm, None, shape, limit, init, propose, observe)
+
+
+@documented
+@dataclass(frozen=True)
+class Standalone(ModelOptions):
+    """A smaller model drafts."""
+
+    algorithm: ClassVar[str] = "STANDALONE"
+    needs: ClassVar[str | None] = "a draft model"
+    costly_observe: ClassVar[bool] = True
+
+    def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
+        return standalone_drafter(target, draft, shape, **shared)

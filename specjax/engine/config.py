@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from specjax.cache import PoolShape, row_states
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Speculation
 from specjax.engine.plan import Buckets
 from specjax.limits import ParameterError, check, documented, setting
 from specjax.models.target import Target
@@ -110,10 +110,10 @@ class EngineConfig:
     def largest_batch(self) -> int:
         return min(self.max_running_requests, self.max_batch or self.max_running_requests)
 
-    def chooses(self, drafter: Drafter) -> bool:
+    def chooses(self, speculation: Speculation) -> bool:
         """True if `DraftPolicy` decides which steps draft. Tracing needs drafts in every step."""
-        adaptive = not drafter.every_step if self.adaptive is None else self.adaptive
-        return adaptive and drafter.width > 1 and not self.trace
+        adaptive = not speculation.every_step if self.adaptive is None else self.adaptive
+        return adaptive and speculation.drafter.width > 1 and not self.trace
 
 
 def check_config(config: object) -> None:
@@ -140,7 +140,13 @@ def snapshot_rows(target: Target, config: EngineConfig) -> int | None:
 
 
 def layout(
-    config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter, *, ragged: bool = False
+    config: EngineConfig,
+    context_length: int,
+    tokens: int,
+    platform: str,
+    speculation: Speculation,
+    *,
+    ragged: bool = False,
 ) -> tuple[PoolShape, Buckets]:
     """Sizes of the compiled programs. Rounds a pool of `tokens` tokens down to pages, at least one."""
     size = config.page_size
@@ -149,5 +155,5 @@ def layout(
     rows, chunk = config.largest_batch, config.chunked_prefill_size
     sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
     # `attention` splits a block over devices by heads, which ragged rows do not support.
-    sizes |= {"adaptive": config.chooses(drafter), "ragged": ragged and config.tensor_parallel == 1}
-    return pool, Buckets.build(platform, drafter, rows=rows, **sizes)
+    sizes |= {"adaptive": config.chooses(speculation), "ragged": ragged and config.tensor_parallel == 1}
+    return pool, Buckets.build(platform, speculation, rows=rows, **sizes)

@@ -32,7 +32,7 @@ from specjax.cache import PoolShape
 from specjax.checkpoint.prompts import Prompt, Prompts
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
-from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
+from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params, Speculation
 from specjax.drafters.check import check_custom
 from specjax.engine.collect import collect_all_but
 from specjax.engine.config import EngineConfig, check_config, context_length, layout, snapshot_rows
@@ -61,7 +61,7 @@ from specjax.load import load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
 from specjax.state import DecodeState, init_state
-from specjax.verify import Verifier, is_lossless, verify_tree
+from specjax.verify import Verifier, is_lossless
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,13 @@ Samplings: TypeAlias = Sampling | List[Sampling | None] | None
 class Engine:
     """Continuous batching over one target and one drafter. Thread-safe: requests of several threads share batches.
 
+    Args:
+        speculation: a drafter, or one with its verifier and other facts.
+        verify: overrides the verifier of `speculation`.
+
     Attributes:
+        speculation: the drafter, and facts around it; its `params` are in `params.draft`.
+        drafter: proposes draft trees.
         verify: decides which drafts are accepted.
         lossless: the verifier does not change the text. Otherwise the text depends on the drafts, so every step drafts
             the same tree, whatever else runs.
@@ -87,20 +93,25 @@ class Engine:
         target: Target,
         params: Params,
         tokenizer: Any,
-        drafter: Drafter,
+        speculation: Speculation | Drafter,
         *,
-        verify: Verifier = verify_tree,
+        verify: Verifier | None = None,
         config: EngineConfig = DEFAULT_CONFIG,
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         draft_model: HeadConfig | MtpConfig | Target | None = None,
     ) -> None:
         check_config(config)
+        speculation = speculation if isinstance(speculation, Speculation) else Speculation(speculation)
+        drafter, verify = speculation.drafter, verify or speculation.verify
+        if speculation.params is not None:
+            params, speculation = params._replace(draft=speculation.params), speculation._replace(params=None)
         self.lossless = is_lossless(verify)
         if not self.lossless:
             if config.adaptive:
                 logger.warning("adaptive has no effect: with a verifier that changes the text every step drafts")
-            drafter, config = drafter._replace(explicit_width=True, every_step=True), replace(config, adaptive=False)
+            speculation = speculation._replace(explicit_width=True, every_step=True)
+            config = replace(config, adaptive=False)
         gpu.warn_of_problem()
         check_custom(drafter, target, params)
         self.lock = FairLock()
@@ -109,7 +120,7 @@ class Engine:
             check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
         self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
-        self.verify, self._draft_model = verify, draft_model
+        self.speculation, self.verify, self._draft_model = speculation, verify, draft_model
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = context_length(target, config)
@@ -118,20 +129,20 @@ class Engine:
         if self.platform == "cpu":
             keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
-        sizes = config, self.context_length, self.fitting_tokens(), self.platform, drafter
+        sizes = config, self.context_length, self.fitting_tokens(), self.platform, speculation
         self.pool, self.buckets = layout(*sizes, ragged=target.ragged)
         check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
             reuse=config.prefix_cache and self.snapshots != 0, policy=config.schedule_policy, snapshots=self.snapshots,
-            recomputed=drafter.depth if drafter.runs_model and not self.lossless else 0,
+            recomputed=drafter.depth if speculation.runs_model and not self.lossless else 0,
         )  # fmt: skip
         shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
         self.programs = Programs(
-            target, drafter, params, shapes, new_pages=-(-lookahead // size), verify=verify,
+            target, speculation, params, shapes, new_pages=-(-lookahead // size), verify=verify,
             trace=config.trace, room=room_beside(shapes, self.mesh), mesh=self.mesh,
         )  # fmt: skip
         self.device = self.new_device()
@@ -146,11 +157,11 @@ class Engine:
             pool_tokens=self.pool.pages * size,
             eos_ids=eos_ids,
             depth=drafter.depth,
-            salts=Salts(isolate=config.isolate_ngrams, unique=not (self.lossless or drafter.runs_model)),
+            salts=Salts(isolate=config.isolate_ngrams, unique=not (self.lossless or speculation.runs_model)),
             late=not config.trace,  # a stream delta belongs to the tree of its step
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
-        policy = DraftPolicy(self._estimated_ratio, GUESSES[drafter.runs_model]) if self.buckets.chooses else None
+        policy = DraftPolicy(self._estimated_ratio, GUESSES[speculation.runs_model]) if self.buckets.chooses else None
         self.runtime = Runtime(
             self.device, self.programs, self.buckets, self.scheduler, self.flights, self.counters, rows,
             self.pool.pages, self.vocab_size, lossless=self.lossless, policy=policy,
@@ -345,7 +356,7 @@ class Engine:
         view = self.scheduler.view(
             unread, chunk=self.buckets.chunks[-1], depth=self.drafter.depth, prefilling=max(prefills, default=0)
         )
-        drafting = Drafting(self.policy, always=self.drafter.costly_observe or not self.lossless)
+        drafting = Drafting(self.policy, always=self.speculation.costly_observe or not self.lossless)
         return plan(view, self.programs.ready(), self.buckets, drafting)
 
     def _dispatch(self, batch: Batch) -> bool:
@@ -405,7 +416,7 @@ class Engine:
     def _admit(self) -> None:
         """Puts sequences that fit into rows of the state."""
         for sequence in self.scheduler.admit():
-            if self.policy is not None and self.drafter.costly_observe and not sequence.output.tokens:
+            if self.policy is not None and self.speculation.costly_observe and not sequence.output.tokens:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
                 sequence.drafts = sequence.drafts and self.policy.admit(batch, sequence.request.limit)
             resumed = bool(sequence.output.tokens)
@@ -415,9 +426,9 @@ class Engine:
             self.counters.cached_tokens += sequence.active_slot.length
 
     def _estimated_ratio(self, batch: int) -> float:
-        drafter = self.drafter.within(self.buckets.trees[batch])
+        resized = self.speculation.within(self.buckets.trees[batch])
         device = None if self.platform == "cpu" else gpu.named(self.device_name)
-        return estimated_ratio(batch, self.target, drafter, self.params, device)
+        return estimated_ratio(batch, self.target, self.speculation._replace(drafter=resized), self.params, device)
 
     # State and programs
 
@@ -434,7 +445,7 @@ class Engine:
     def fitting_tokens(self) -> int:
         """Number of tokens in the KV pool."""
         return pool_tokens(
-            self.target, self.config, self.context_length, self.platform, self.drafter, self._params, self.mesh
+            self.target, self.config, self.context_length, self.platform, self.speculation, self._params, self.mesh
         )
 
     def new_device(self) -> Device:

@@ -23,7 +23,7 @@ from specjax_kernels.xla import GPU_TOKENS
 
 from specjax.cache import PoolShape, row_states
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.drafters.base import Drafter, Features, Params
+from specjax.drafters.base import Features, Params, Speculation
 from specjax.drafters.standalone import StandaloneParams
 from specjax.engine.config import EngineConfig, layout, snapshot_rows
 from specjax.engine.plan import Buckets
@@ -145,19 +145,19 @@ ROUNDING = 1.03  # of what a GPU's program holds; XLA aligns arrays and adds sma
 
 
 def pool_tokens(
-    target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params,
-    mesh: Mesh | None = None,
+    target: Target, config: EngineConfig, context_length: int, platform: str, speculation: Speculation,
+    params: Params, mesh: Mesh | None = None,
 ) -> int:  # fmt: skip
     """`fitting_tokens` for this process's device, or for each device of a mesh. The weights are already there."""
     memory = None if platform == "cpu" else this_memory(sharding.first_device(mesh))
     if memory is None:
-        return fitting_tokens(target, config, context_length, drafter)
+        return fitting_tokens(target, config, context_length, speculation)
 
     rows, kept = config.max_running_requests, snapshot_rows(target, config) or 0
 
     def init(pages: int, rows: int = rows, snapshots: int = kept) -> DecodeState:
         pool = PoolShape(pages, config.page_size)
-        return init_state(params, target, drafter, rows=rows, pool=pool, snapshots=snapshots)
+        return init_state(params, target, speculation.drafter, rows=rows, pool=pool, snapshots=snapshots)
 
     one, two = (jax.eval_shape(partial(init, pages)) for pages in (1, 2))
     if mesh is not None:
@@ -167,14 +167,14 @@ def pool_tokens(
     token_bytes = (sizes[1] - sizes[0]) // config.page_size
     rest = sizes[0] - token_bytes * config.page_size
     devices = 1 if mesh is None else mesh.size
-    return fitting_tokens(target, config, context_length, drafter, memory, token_bytes, devices, rest)
+    return fitting_tokens(target, config, context_length, speculation, memory, token_bytes, devices, rest)
 
 
 def fitting_tokens(
     target: Target,
     config: EngineConfig,
     context_length: int,
-    drafter: Drafter,
+    speculation: Speculation,
     memory: Memory | None = None,
     token_bytes: int = 0,
     devices: int = 1,
@@ -196,11 +196,11 @@ def fitting_tokens(
     wanted = rows * context_length
     if memory is None:
         return requested or min(wanted, DEFAULT_POOL_TOKENS)
-    _, buckets = layout(config, context_length, wanted, "gpu", drafter)
-    reserved = temporary_bytes(target, drafter.features, buckets, "gpu", devices, memory.before_ampere)
+    _, buckets = layout(config, context_length, wanted, "gpu", speculation)
+    reserved = temporary_bytes(target, speculation.drafter.features, buckets, "gpu", devices, memory.before_ampere)
     total, limit, used, _ = memory
     batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"
-    tree = f" or draft tokens ({drafter.width})" if drafter.explicit_width else ""
+    tree = f" or draft tokens ({speculation.drafter.width})" if speculation.explicit_width else ""
     fewer = f"{batch}{tree}"
     room = limit - used - reserved - rest
     if requested is not None:

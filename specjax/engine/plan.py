@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Speculation
 from specjax.engine.draft_policy import DraftPolicy, Mean
 
 BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
@@ -125,7 +125,7 @@ class Buckets:
 
     @classmethod
     def build(
-        cls, platform: str, drafter: Drafter, *, rows: int, request_pages: int, chunk: int | None = None,
+        cls, platform: str, speculation: Speculation, *, rows: int, request_pages: int, chunk: int | None = None,
         prefill: int | None = None, adaptive: bool = False, ragged: bool = False,
     ) -> Buckets:  # fmt: skip
         """Chooses the sizes for batches of up to `rows` requests of up to `request_pages` pages. `chunk` and `prefill`
@@ -140,9 +140,9 @@ class Buckets:
             prompts = min(prompts, (prefill or tokens) // small)
             tokens = prompts * small
         batches = (*(b for b in BATCHES[kind] if b < rows), rows)
-        most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
-        unlimited = drafter.explicit_width
-        trees = {b: drafter.width if unlimited or b == 1 else max(min(drafter.width, most // b), 1) for b in batches}
+        most = (HEAD_BLOCK_TOKENS if speculation.runs_model else BLOCK_TOKENS)[kind]
+        unlimited, width = speculation.explicit_width, speculation.drafter.width
+        trees = {b: width if unlimited or b == 1 else max(min(width, most // b), 1) for b in batches}
         return cls(
             batches=batches,
             chunks=tuple(sorted({min(FINE_CHUNK[kind], small), small, largest})),
@@ -150,9 +150,9 @@ class Buckets:
             several=(prompts, small, tokens) if prompts > 1 and tokens > small else None,
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             trees=trees,
-            depths={nodes: min(drafter.within(nodes).depth, nodes - 1) for nodes in {1, *trees.values()}},
+            depths={nodes: min(speculation.within(nodes).depth, nodes - 1) for nodes in {1, *trees.values()}},
             chooses=adaptive,
-            idle_rows=not (kind == "cpu" and unlimited and drafter.width > 1),
+            idle_rows=not (kind == "cpu" and unlimited and width > 1),
             ahead=kind == "gpu",
             free_tokens=FREE_TOKENS[kind],
         )
@@ -485,17 +485,18 @@ def _nodes(requests: list[Running], buckets: Buckets, drafting: Drafting) -> tup
 # For the log
 
 
-def speculation_table(drafter: Drafter, buckets: Buckets) -> dict[str, str]:
+def speculation_table(speculation: Speculation, buckets: Buckets) -> dict[str, str]:
     """Describes drafting: algorithm, tree, head, and the steps that draft."""
+    drafter = speculation.drafter
     if drafter.width == 1:
         return {"algorithm": drafter.name}
-    tree = f"up to {drafter.width} tokens" + (f"; {drafter.note}" if drafter.note else "")
+    tree = f"up to {drafter.width} tokens" + (f"; {speculation.note}" if speculation.note else "")
     drafts, more = "in steps" if buckets.chooses else "in every step", ""
     if (most := buckets.most_drafting) < buckets.batches[-1]:
         drafts = "in steps of one request" if most == 1 else f"in steps of up to {most} requests"
         more = "; larger batches are faster without drafts here, and draft only if the number of draft tokens is set"
     drafts += " where that is measured to be faster" * buckets.chooses + more
-    head = {"head": drafter.source} if drafter.source else {}
+    head = {"head": speculation.source} if speculation.source else {}
     return {"algorithm": drafter.name, "tree": tree, **head, "drafts": drafts}
 
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
-from specjax.drafters.base import Drafter, Params
+from specjax.drafters.base import Params, Speculation
 from specjax.engine.device import (
     PREFILL_NUMBERS,
     Program,
@@ -78,7 +78,7 @@ class Programs:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        speculation: Speculation,
         params: Params,
         state: Resident,
         *,
@@ -88,7 +88,7 @@ class Programs:
         trace: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        self._target, self._drafter, self._trace = target, drafter, trace
+        self._target, self._speculation, self._trace = target, speculation, trace
         self._verify, self._room, self._mesh = verify, room, mesh
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -396,14 +396,14 @@ class Programs:
     def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """The function of a key's program, the function that unpacks its input, and the input's shape."""
         tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
-        drafter = self._drafter
+        drafter = self._speculation.drafter
         fixed: dict[str, Any] = {"target": self._target}
         if key.kind in ("prefill", "scoring"):
             shape, unpack = (key.rows, PREFILL_NUMBERS + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
-            drafter = drafter.within(key.nodes)
-            if key.nodes == 1 and drafter.costly_observe:  # its requests never draft
+            drafter = self._speculation.within(key.nodes)
+            if key.nodes == 1 and self._speculation.costly_observe:  # its requests never draft
                 drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)

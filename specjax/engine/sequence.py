@@ -250,7 +250,7 @@ class Sequence:
     budget: ThinkingBudget | None = None  # of its thoughts; None: no limit
     status: Status = Status.WAITING
     slot: Slot | None = None  # None while it waits and after it has finished
-    drafts: bool = True  # may draft; see `Drafter.costly_observe`
+    drafts: bool = True  # may draft; see `Speculation.costly_observe`
     acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
     texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
 

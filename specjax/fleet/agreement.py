@@ -15,7 +15,7 @@ import specjax_kernels
 
 import specjax
 from specjax.checkpoint import ModelFiles
-from specjax.drafters.base import Drafter, Params
+from specjax.drafters.base import Params, Speculation
 from specjax.engine.config import EngineConfig
 from specjax.models.target import Target
 
@@ -26,14 +26,15 @@ SAMPLE = 4096  # maximum number of compared bytes of a tensor
 
 
 def engine_facts(
-    target: Target, drafter: Drafter, params: Params, config: EngineConfig, context_length: int
+    target: Target, speculation: Speculation, params: Params, config: EngineConfig, context_length: int
 ) -> dict[str, str]:  # fmt: skip
     """Maps names of properties, for errors, to their values."""
     source = hash_of(source_files())[:16]
     facts = {"version of specjax": f"{specjax.__version__} (source {source})"}
     facts["version of jax"] = jax.__version__
     facts["model"] = repr(target.config)
-    facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
+    drafter = speculation.drafter
+    facts["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({speculation.note})"
     facts["context length"] = str(context_length)
     facts |= {f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in PER_PROCESS}
     leaves, tree = jax.tree.flatten(params)

@@ -65,7 +65,7 @@ class SharedEngine(Engine):
 
     def fitting_tokens(self) -> int:
         """Number of tokens in the smallest KV pool. Ends all processes if the engine of one differs."""
-        facts = engine_facts(self.target, self.drafter, self._params, self.config, self.context_length)
+        facts = engine_facts(self.target, self.speculation, self._params, self.config, self.context_length)
         return self.group.agree(facts, super().fitting_tokens())
 
     def new_device(self) -> Device:

@@ -29,8 +29,7 @@ from specjax import checkpoint
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams
-from specjax.drafters.factories import make_drafter, make_speculation
+from specjax.drafters import Auto, DraftOptions, NoDraft, Params, Speculation, StandaloneParams, make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.config import EngineConfig, context_length, layout, snapshot_rows
 from specjax.engine.memory import fitting_tokens, temporary_bytes
@@ -132,7 +131,7 @@ class Part(NamedTuple):
 class Outline:
     target: Target
     params: Params  # `jax.ShapeDtypeStruct` leaves, or the parameters of a user-defined drafter
-    drafter: Drafter
+    speculation: Speculation
     parts: tuple[Part, ...]  # target, and draft head or model if any
 
 
@@ -180,18 +179,19 @@ def outline(
         parts.append(part(head, kind, stored, inside and config.tied_embeddings))
     weights, *draft_weights = (map_leaves(part.table, part.shape) for part in parts)
     if plugin is None:
-        drafter = chosen.drafter(target, head, model=small, platform=platform, quantization=kind)
+        speculation = chosen.speculation(target, head, model=small, platform=platform, quantization=kind)
         params: Any = draft_weights[0] if draft_weights else None
         params = params if small is None else StandaloneParams(params)
     else:
-        drafter, params, _ = make_speculation(plugin, target)
-    return Outline(target, Params(weights, params), drafter, tuple(parts))
+        speculation = make_speculation(plugin, target=target)
+        params = speculation.params
+    return Outline(target, Params(weights, params), speculation, tuple(parts))
 
 
 def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig:
     with naming(options, "path"):
         named: Any = {"kind": str(options.kind), "revision": options.revision}
-        named |= {key: getattr(options, key, None) for key in ("sample_from_anchor", "aux_layers")}
+        named |= {key: getattr(options, key) for key in options.head_options}
         head = checkpoint.describe_head(str(options.path), config, **named, progress=True)
     if (token_map := getattr(options, "token_map", None)) is None:
         return head
@@ -219,7 +219,7 @@ class Case(NamedTuple):
 def make_plan(case: Case) -> dict[str, Any]:
     """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
     model, config, n = case.outline, case.config, case.config.tensor_parallel
-    target, drafter, rows = model.target, model.drafter, config.max_running_requests
+    target, drafter, rows = model.target, model.speculation.drafter, config.max_running_requests
     context = context_length(target, config)
     snapshots = snapshot_rows(target, config) or 0
     token, fixed = _state_bytes(model, config.page_size, rows, snapshots)
@@ -234,12 +234,12 @@ def make_plan(case: Case) -> dict[str, Any]:
     if case.platform != "cpu":
         memory = Memory(case.device.memory, case.limit, weights + draft_weights, old)
     try:
-        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n, fixed)
+        tokens = fitting_tokens(target, config, context, model.speculation, memory, pages + draft_pages, n, fixed)
     except ValueError as error:
         problems.append(str(flags.with_flag(error)))
         tokens = 0
     size = tokens or rows * context
-    pool, buckets = layout(config, context, size, case.platform, drafter, ragged=target.ragged)
+    pool, buckets = layout(config, context, size, case.platform, model.speculation, ragged=target.ragged)
     tokens = prod(pool) if tokens else 0
     sizes = {
         "weights": weights,
@@ -269,7 +269,7 @@ def make_plan(case: Case) -> dict[str, Any]:
         "context_length": context,
         "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
         "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
-        "speculation": speculation_table(drafter, buckets),
+        "speculation": speculation_table(model.speculation, buckets),
         "reads": reads,
         "speeds": {
             batch: batch * case.device.bandwidth / (reads["forward"] + batch * min(CONTEXT, context) * pages)
@@ -314,7 +314,7 @@ def _state_bytes(outline: Outline, page_size: int, rows: int, snapshots: int) ->
     """Computes bytes per token in all pools, and bytes of the remaining state."""
 
     def state(pool: PoolShape) -> Any:
-        arguments = outline.params, outline.target, outline.drafter
+        arguments = outline.params, outline.target, outline.speculation.drafter
         return init_state(*arguments, rows=rows, pool=pool, snapshots=snapshots)
 
     token = bytes_per_token(state, page_size)
@@ -335,8 +335,8 @@ def changes(case: Case) -> Iterator[str]:
 
     batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    none = make_drafter(NoDraft(), target=model.target)
-    plain = replace(model, drafter=none, params=Params(model.params.target, None), parts=model.parts[:1])
+    none = make_speculation(NoDraft())
+    plain = replace(model, speculation=none, params=Params(model.params.target, None), parts=model.parts[:1])
     candidates: dict[str, Iterable[tuple[object, Case]]] = {
         "--max-total-tokens": settings("max_total_tokens", [room] if config.max_total_tokens and room else []),
         "--context-length": settings("context_length", [room] if config.context_length and room else []),
@@ -346,7 +346,7 @@ def changes(case: Case) -> Iterator[str]:
             "tensor_parallel", range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups)
         ),
         "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
-        "--speculative-algorithm": [("NONE", case._replace(outline=plain))] * (model.drafter.width > 1),
+        "--speculative-algorithm": [("NONE", case._replace(outline=plain))] * (model.speculation.drafter.width > 1),
     }
     for flag, cases in candidates.items():
         for value, changed in cases:

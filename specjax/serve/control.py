@@ -167,7 +167,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "page_size": engine.pool.page_size,
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
-        "speculative_coupling": engine.drafter.coupling,
+        "speculative_coupling": engine.speculation.coupling,
         "speculative_lossy": lossy,
         "speculative_synthetic_acceptance": synthetic_rates(engine),
         "speculative_draft_quantization": stored_in(engine.params.draft),

@@ -202,7 +202,10 @@ def test_draft_quantization_changes_no_text(saved, name, kind):
     described = outline(str(saved / model), draft=draft)
     plan = make_plan(Case(described, CONFIG, DEVICES["RTX4090"], "cpu"))
     assert plan["memory"]["draft_weights"] == nbytes(drafting.params.draft)
-    assert f"weights in {kind}" in drafting.drafter.source and drafting.drafter.source == described.drafter.source
+    assert (
+        f"weights in {kind}" in drafting.speculation.source
+        and drafting.speculation.source == described.speculation.source
+    )
     described = [describe(each, "m")["speculative_draft_quantization"] for each in (plain, drafting)]
     assert described == ["none", kind]
 

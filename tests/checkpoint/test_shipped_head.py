@@ -23,8 +23,7 @@ from specjax import checkpoint, load
 from specjax.checkpoint import shipped
 from specjax.checkpoint.hub import resolve
 from specjax.cli import generate
-from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape
-from specjax.drafters.options import options_of
+from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape, options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
@@ -138,8 +137,8 @@ def test_absent_head(row, saved, heads, missing):
 @pytest.mark.parametrize("algorithm", ["auto", "EAGLE3"])
 def test_shipped_head_drafts_by_default(row, saved, algorithm):
     model = loaded(saved / "model", algorithm)
-    assert (model.drafter.name, model.drafter.note, model.drafter.source) == ("EAGLE3", NOTE, SOURCE)
-    assert not model.drafter.explicit_width
+    assert (model.drafter.name, model.speculation.note, model.speculation.source) == ("EAGLE3", NOTE, SOURCE)
+    assert not model.speculation.explicit_width
     np.testing.assert_array_equal(model.params.draft["ids"], LETTERS)
     assert loaded(saved / "model", "NONE").drafter.name == "NONE"
     assert loaded(saved / "model", "NGRAM").drafter.name == "NGRAM"
@@ -148,11 +147,11 @@ def test_shipped_head_drafts_by_default(row, saved, algorithm):
 
 
 def test_auto_without_a_head_is_ngram(row, saved, caplog):
-    drafter = loaded(saved / "sibling").drafter
-    assert drafter.name == "NGRAM" and not drafter.explicit_width
+    model = loaded(saved / "sibling")
+    assert model.drafter.name == "NGRAM" and not model.speculation.explicit_width
     assert not caplog.records
-    drafter = loaded(saved / "sibling", capacity=2048, nodes=5).drafter
-    assert drafter.width == 5 and drafter.explicit_width
+    model = loaded(saved / "sibling", capacity=2048, nodes=5)
+    assert model.drafter.width == 5 and model.speculation.explicit_width
     with pytest.raises(ValueError, match=r"^Eagle3.path is missing: EAGLE3 needs a draft head"):
         loaded(saved / "sibling", "EAGLE3")
 
@@ -161,7 +160,7 @@ def test_each_kind_has_its_head(row, saved, heads, monkeypatch):
     save_head(heads / "second", "eagle", format="safetensors", target_vocab_size=VOCABULARY)
     (heads / "second" / "serving.toml").write_text(SERVING)
     monkeypatch.setattr(shipped, "HEADS", (row, dataclasses.replace(row, name="second", kind="eagle")))
-    sources = [loaded(saved / "model", algorithm).drafter.source for algorithm in ("AUTO", "EAGLE3", "EAGLE")]
+    sources = [loaded(saved / "model", algorithm).speculation.source for algorithm in ("AUTO", "EAGLE3", "EAGLE")]
     assert [source.partition(",")[0] for source in sources] == ["of-letters", "of-letters", "second"]
     with pytest.raises(ValueError, match=r"^Standalone.path is missing: STANDALONE needs a draft model"):
         loaded(saved / "model", "STANDALONE")
@@ -171,8 +170,8 @@ def test_explicit_path_overrides_the_shipped_head(row, saved, tmp_path):
     other = tmp_path / "other"
     save_head(other, "eagle3", target_vocab_size=VOCABULARY)
     model = loaded(saved / "model", "EAGLE3", path=str(other))
-    assert model.drafter.note == "5 steps, top-k 4, 8 draft tokens (automatic)"
-    assert model.drafter.source == str(other) and len(model.params.draft["ids"]) == 11
+    assert model.speculation.note == "5 steps, top-k 4, 8 draft tokens (automatic)"
+    assert model.speculation.source == str(other) and len(model.params.draft["ids"]) == 11
     with pytest.raises(TypeError, match="Auto has no option 'path'"):
         loaded(saved / "model", "AUTO", path=str(other))
 
@@ -188,9 +187,9 @@ def test_explicit_path_overrides_the_shipped_head(row, saved, tmp_path):
 def test_explicit_numbers_of_the_tree(row, saved, options, tree, caplog):
     """Absent numbers follow the rules of any EAGLE tree, except steps, which are the measured ones."""
     caplog.set_level(logging.WARNING)  # another test may have lowered it
-    drafter = loaded(saved / "model", **options).drafter
-    assert drafter.note.startswith(f"{tree[0]} steps, top-k {tree[1]}, {tree[2]} draft tokens (")
-    assert drafter.explicit_width and not caplog.records
+    speculation = loaded(saved / "model", **options).speculation
+    assert speculation.note.startswith(f"{tree[0]} steps, top-k {tree[1]}, {tree[2]} draft tokens (")
+    assert speculation.explicit_width and not caplog.records
 
 
 def test_options_without_effect_are_logged(row, saved, caplog):
@@ -304,7 +303,7 @@ def test_shipped_eagle_head_and_token_map(trim):
         done = engine.generate([{"role": "user", "content": "Why do cats purr?"}], sampling)
         texts[str(draft)] = done.output_ids
         if draft.needs:
-            assert engine.drafter.source.startswith("smollm2-135m-instruct-eagle2, ")
+            assert engine.speculation.source.startswith("smollm2-135m-instruct-eagle2, ")
             assert (len(done.output_ids) - 1) / done.spec_verify_ct > 1.2
         del engine
         trim()

@@ -19,7 +19,7 @@ from test_verify import BATCH, DEPTH, VOCABULARY, WIDTH, requests_for, run_verif
 from toy_models import as_arrays, history, random_tree, sampling_rows
 
 from specjax import AcceptAbove, Ngram, SyntheticAcceptance
-from specjax.drafters import TreeShape, eagle_drafter, ngram_drafter
+from specjax.drafters import Speculation, TreeShape, eagle_drafter, ngram_drafter
 from specjax.engine import SamplingParams
 from specjax.sampling import DrawInputs
 from specjax.tree import NO_TOKEN
@@ -160,12 +160,12 @@ def test_one_seed_gives_one_lossy_text(drafts, caplog):
     if drafts == "NGRAM":
         model, drafter, head = (
             toy(),
-            ngram_drafter(Ngram(nodes=6, capacity=1 << 17))._replace(explicit_width=False),
+            Speculation(ngram_drafter(Ngram(nodes=6, capacity=1 << 17)), explicit_width=False),
             None,
         )
     else:
         model, (head_fields, head) = pair_model(), distilled("eagle3")
-        drafter = eagle_drafter(model.target, head_fields, TreeShape(3, 2, 7), explicit_width=False)
+        drafter = Speculation(eagle_drafter(model.target, head_fields, TreeShape(3, 2, 7)), explicit_width=False)
     engine = make_engine(
         model, drafter, draft=head, verify=AcceptAbove(0.02), adaptive=True, retract_every=7, max_total_tokens=512
     )

@@ -148,45 +148,6 @@ def test_wrong_drafter():
     assert done.spec_accept_histogram == [29] + [0] * DEPTH
 
 
-def test_random_trees():
-    engine = make_engine(toy(), random_trees(known_text(60)), max_running_requests=3)
-    prompts = [PROMPT, [5, 6], [40] * 17, PROMPT]
-    params = [
-        SamplingParams(max_new_tokens=50),
-        SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, frequency_penalty=0.4),
-        SamplingParams(max_new_tokens=20, repetition_penalty=1.3),
-        SamplingParams(max_new_tokens=33, stop=["e"]),
-    ]
-    completions = engine.generate(prompts, params)
-    expected = shared_engine("NONE").generate(prompts, params)
-    assert [outcome(done) for done in completions] == [outcome(done) for done in expected]
-    assert completions[0].spec_accept_length > 1.3
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("topk", [None, 1])
-def test_absurd_trees(topk):
-    """Trees that cannot be verified cost acceptance and never change the text."""
-    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"), topk=topk)
-    engine = make_engine(toy(), drafter, draft=jnp.uint32(0), max_running_requests=3)
-    prompts = [PROMPT, [5, 6], [40] * 17, PROMPT]
-    params = [
-        SamplingParams(max_new_tokens=50),
-        SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, frequency_penalty=0.4),
-        SamplingParams(max_new_tokens=20, repetition_penalty=1.3),
-        SamplingParams(max_new_tokens=33, logit_bias={"7": 4.0, "8": 4.0}, temperature=2.0, seed=3),
-    ]
-    expected = [outcome(done) for done in shared_engine("NONE").generate(prompts, params)]
-    accepted = 0
-    for seed in range(6):
-        engine.params = engine.params._replace(draft=jnp.uint32(seed))
-        completions = engine.generate(prompts, params)
-        assert [outcome(done) for done in completions] == expected, f"seed {seed}"
-        accepted += sum(len(done.output_ids) - 1 - done.spec_verify_ct for done in completions)
-    assert accepted > 20
-    check_idle(engine)
-
-
 @pytest.mark.parametrize("topk", [None, 1])
 def test_traces_of_absurd_trees(topk):
     """A trace has the nodes below the root that could be accepted, and can be drawn."""

@@ -11,7 +11,7 @@ from distil import pair_model, perfect_head
 from engine_helpers import NGRAM, check_idle, check_plain, make_engine
 
 from specjax.cache import PoolShape
-from specjax.drafters import Params, TreeShape, eagle_drafter, make_drafter
+from specjax.drafters import Eagle, Params, TreeShape, make_speculation
 from specjax.drafters.options import candidates
 from specjax.engine import SamplingParams, plan
 from specjax.engine.plan import BATCHES, Buckets
@@ -52,7 +52,8 @@ def test_every_number_of_nodes_has_a_shape(whole):
 
 
 def chain_of(shape: TreeShape, *, explicit: bool = True):
-    return eagle_drafter(pair_model().target, head()[0], shape, explicit_width=explicit)
+    speculation = make_speculation(Eagle("h"), target=pair_model().target, head=head()[0], automatic=shape)
+    return speculation._replace(explicit_width=explicit)
 
 
 def test_trees_of_a_cpu():
@@ -64,15 +65,15 @@ def test_trees_of_a_cpu():
 
     assert sizes(given).trees == {1: 8, 4: 8, 16: 8}
     assert sizes(automatic).trees == {1: 8, 4: 1, 16: 1}
-    assert sizes(make_drafter("NGRAM", platform="cpu")).trees == {1: 4, 4: 4, 16: 4}
+    assert sizes(make_speculation("NGRAM", platform="cpu")).trees == {1: 4, 4: 4, 16: 4}
     assert [sizes(drafter).shrinking(16) for drafter in (given, automatic)] == [[16, 4, 1], [16, 1]]
 
 
 def test_shape_of_each_batch_on_a_gpu():
-    def shapes(drafter) -> dict[int, tuple[int, int]]:
-        buckets = Buckets.build("gpu", drafter, rows=256, request_pages=8)
+    def shapes(speculation) -> dict[int, tuple[int, int]]:
+        buckets = Buckets.build("gpu", speculation, rows=256, request_pages=8)
         assert buckets.batches == BATCHES["gpu"]
-        actual = {batch: drafter.within(nodes) for batch, nodes in buckets.trees.items()}
+        actual = {batch: speculation.within(nodes) for batch, nodes in buckets.trees.items()}
         return {batch: (each.width, each.depth) for batch, each in actual.items()}
 
     whole = (8, 7)
@@ -80,23 +81,23 @@ def test_shape_of_each_batch_on_a_gpu():
     assert [automatic[batch] for batch in (1, 2, 4, 8, 16, 24, 32)] == [whole] * 7
     assert [automatic[batch] for batch in (48, 64, 128)] == [(5, 4), (4, 3), (2, 1)]
     assert set(shapes(chain_of(TreeShape(7, 1, 8))).values()) == {whole}
-    assert shapes(make_drafter("NGRAM", platform="gpu"))[48] == (5, 4)
+    assert shapes(make_speculation("NGRAM", platform="gpu"))[48] == (5, 4)
     buckets = Buckets.build("gpu", chain_of(TreeShape(7, 1, 8), explicit=False), rows=256, request_pages=8)
     assert buckets.trees[256] == 1 and buckets.most_drafting == 128
 
 
 def test_resized_drafters_share_their_state():
     target = pair_model().target
-    for drafter in (chain_of(CHAIN), chain_of(TREE), make_drafter(NGRAM)):
-        small = drafter.within(3)
-        assert (small.width, small.depth) == (3, 2) and drafter.within(drafter.width) is drafter
-        assert drafter.within(1) is drafter
+    for speculation in (chain_of(CHAIN), chain_of(TREE), make_speculation(NGRAM)):
+        drafter, small = speculation.drafter, speculation.within(3)
+        assert (small.width, small.depth) == (3, 2) and speculation.within(drafter.width) is drafter
+        assert speculation.within(1) is drafter
         states = [
             jax.eval_shape(lambda each=each: each.init(Params(None), 2, PoolShape(4, 4))) for each in (drafter, small)
         ]
         assert jax.tree.all(jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), *states))
     one_shape = chain_of(CHAIN)._replace(resize=None)
-    assert one_shape.within(3) is one_shape
+    assert one_shape.within(3) is one_shape.drafter
     assert target is pair_model().target
 
 
@@ -150,8 +151,8 @@ def test_requests_move_between_shapes(like_a_gpu):
     """A perfect head: each step accepts all drafts of its shape, also after steps of other shapes."""
     like_a_gpu(8)
     config, params = perfect_head(pair_model())
-    drafter = eagle_drafter(pair_model().target, config, CHAIN, explicit_width=False)
-    engine = make_engine(pair_model(), drafter, draft=params)
+    speculation = make_speculation(Eagle("h"), target=pair_model().target, head=config, automatic=CHAIN)
+    engine = make_engine(pair_model(), speculation, draft=params)
     engine.warm_up(progress=False)
     assert engine.buckets.trees == {1: 5, 2: 4, 4: 2}
     (text, histogram), *others = finished(engine, PROMPTS, [60, 8, 8, 30])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,25 +15,23 @@ import numpy as np
 import pytest
 from block_oracle import best_paths, block_outputs, log_softmax, slot_logits, walker
 from distil import pair_model
+from driven import Driven
 from eagle_oracle import ERROR, check_tree, grow_tree
 from hypothesis import given, settings
 from oracle import Sampling, noise
 from tiny_blocks import BLOCK, DIALECTS, Saved, save_block
 from toy_models import Runner, Toy, sampling_rows, tiny_llama
 
-from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
 from specjax.config import BlockConfig, RopeConfig
-from specjax.drafters import Block, Context, Observation, Params, TreeShape, block_drafter, make_drafter
+from specjax.drafters import Block, Context, Params, TreeShape, block_drafter, make_speculation
 from specjax.drafters.block import best_prefixes
-from specjax.limits import ParameterError
 from specjax.models.block_head import BlockHead
 from specjax.models.draft_head import init_head_params
-from specjax.sampling import sampling_row
 from specjax.tree import DraftTree
 
 WINDOW = 7
-ROWS, PAGE, PAGES = 3, 4, 8
+ROWS = 3
 
 
 @functools.cache
@@ -65,17 +64,6 @@ def heads(tmp_path_factory):
 
 
 @functools.cache
-def compiled(config: BlockConfig, shape: TreeShape, block: int | None = None):
-    drafter = block_drafter(target().target, config, shape, block=block)
-    return drafter, jax.jit(drafter.propose)
-
-
-@functools.cache
-def compiled_observe(config: BlockConfig):
-    return jax.jit(block_drafter(target().target, config, TreeShape(1, 1, 2)).observe)
-
-
-@functools.cache
 def compiled_block(config: BlockConfig, width: int):
     """The outputs of blocks of this width."""
     model = BlockHead(config, target().target)
@@ -87,53 +75,12 @@ def compiled_block(config: BlockConfig, width: int):
     return jax.jit(outputs)
 
 
-class Driven:
-    """A head without a target: random texts and features, observed in pieces of any length."""
+class Head(Driven):
+    """A block head, with the oracle's logits for the same texts."""
 
     def __init__(self, head: Loaded, seed: int = 0):
-        self.head, self.rng = head, np.random.default_rng(seed)
-        self.params = Params(target().params, head.params)
-        pool = PoolShape(ROWS * PAGES + 2, PAGE)
-        self.state = compiled(head.config, TreeShape(1, 1, 2))[0].init(self.params, ROWS + 1, pool)
-        pages = self.rng.permutation(pool.pages)[: ROWS * PAGES].reshape(ROWS, PAGES)
-        self.table = np.concatenate([pages, np.full((1, PAGES), pool.pages)]).astype(np.int32)
-        self.tokens = self.rng.integers(0, target().vocab, (ROWS, PAGE * PAGES + 1))
-        size = (ROWS, PAGE * PAGES, head.config.feature_size)
-        self.features = self.rng.normal(0, 1, size).astype(np.float32)
-        self.done = np.zeros(ROWS, int)
-
-    def context(self, active) -> Context:
-        """The rows and an empty entry."""
-        row = sampling_row(target().vocab)
-        sampling = jax.tree.map(lambda leaf: jnp.broadcast_to(jnp.asarray(leaf), (ROWS + 1, *leaf.shape)), row)
-        return Context(
-            slots=jnp.asarray([*range(ROWS), ROWS + 5], jnp.int32),
-            prefix_length=jnp.asarray([*np.where(active, self.done, 0), 0], jnp.int32),
-            page_table=jnp.asarray(self.table),
-            root=jnp.asarray([*self.tokens[np.arange(ROWS), self.done], 0], jnp.int32),
-            active=jnp.asarray([*active, False]),
-            salt=jnp.zeros(ROWS + 1, jnp.uint32),
-            sampling=sampling,
-        )
-
-    def feed(self, lengths, width: int | None = None) -> None:
-        """Observes `lengths[r]` more tokens of each row. The rest of the block is random, some of it not finite."""
-        lengths = np.asarray(lengths)
-        width = width or max(1, int(lengths.max()))
-        tokens = self.rng.integers(-1, target().vocab, (ROWS + 1, width))
-        features = self.rng.normal(0, 9, (ROWS + 1, width, self.features.shape[2])).astype(np.float32)
-        features[:, -1] = np.where(np.arange(ROWS + 1)[:, None] % 2, np.nan, features[:, -1])
-        for row, length in enumerate(lengths):
-            features[row, :length] = self.features[row, self.done[row] : self.done[row] + length]
-        seen = Observation(*map(jnp.asarray, (np.int32(tokens), np.int32(tokens), features, np.int32([*lengths, 0]))))
-        self.state = compiled_observe(self.head.config)(self.params, self.state, self.context(lengths > 0), seen)
-        self.done += lengths
-
-    def trees(self, shape: TreeShape, block: int | None = None) -> DraftTree:
-        propose = compiled(self.head.config, shape, block)[1]
-        tree, state = propose(self.params, self.state, self.context(np.ones(ROWS, bool)))
-        assert jax.tree.all(jax.tree.map(lambda old, new: bool(jnp.all(old == new)), self.state, state))
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[:ROWS], tree)
+        self.head = head
+        super().__init__(block_drafter, target(), head.config, head.params, seed=seed)
 
     def expected_outputs(self, row: int, width: int) -> np.ndarray:
         n, saved = self.done[row], self.head.saved
@@ -156,15 +103,24 @@ def paths_of(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     return dict(zip(paths, tree.scores[row].tolist(), strict=False))
 
 
-def check(driven: Driven, shape: TreeShape, block: int | None = None) -> int:
-    """Compares the trees with the oracle's. Returns the number of rows whose trees are not near a tie."""
-    tree, config, saved = driven.trees(shape, block), driven.head.config, driven.head.saved
-    width = block or shape.steps + (not config.from_anchor)
-    compared = 0
-    for row in range(ROWS):
-        log_probs = driven.log_probs(row, width)
+def check(
+    driven: Head, shape: TreeShape, block: int | None = None, requests: Sequence[Sampling] = (Sampling(),) * (ROWS + 1)
+) -> int:
+    """Compares the trees with the oracle's, for greedy requests or with the target's noise. Returns the number of rows
+    whose trees are not near a tie."""
+    config, saved, compared = driven.head.config, driven.head.saved, 0
+    context = driven.context()._replace(sampling=sampling_rows(requests, target().vocab))
+    tree = driven.trees(shape, context, block=block)
+    for row, request in enumerate(requests[:ROWS]):
+        n, plain = int(driven.done[row]), driven.log_probs(row, block or shape.steps + (not config.from_anchor))
+
+        def log_probs(path, plain=plain, request=request, n=n):
+            if not request.temperature:
+                return plain(path)
+            drawn = noise(request.seed, n + len(path) + 1, target().vocab)[saved.ids]
+            return log_softmax(plain(path) + request.temperature * drawn)
+
         if config.walk != "none" or shape.topk == 1:
-            n = int(driven.done[row])
             expected = grow_tree(
                 log_probs, int(driven.tokens[row, n]), shape.steps, shape.topk, shape.nodes, prefix_length=n,
                 target_ids=saved.ids,
@@ -183,11 +139,11 @@ def check(driven: Driven, shape: TreeShape, block: int | None = None) -> int:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_outputs(heads, dialect):
     """Blocks at the start of a text, below, at and above the window's width, and at the end of the pages."""
-    driven = Driven(heads(dialect))
+    driven = Head(heads(dialect))
     width = driven.head.config.block
     for lengths in ([0, 1, 2], [3, 5, 0], [4, 0, 6], [1, 1, 1], [20, 2, 15], [0, 18, 3]):
         driven.feed(lengths)
-        outputs = compiled_block(driven.head.config, width)(driven.params, driven.state, driven.context([True] * ROWS))
+        outputs = compiled_block(driven.head.config, width)(driven.params, driven.state, driven.context())
         for row in range(ROWS):
             np.testing.assert_allclose(outputs[row], driven.expected_outputs(row, width), atol=1e-5, rtol=1e-5)
     assert driven.done.tolist() == [28, 27, 27] and WINDOW in (7, *DIALECTS["dflash-sliding"].spec["windows"])
@@ -195,7 +151,7 @@ def test_outputs(heads, dialect):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_trees(heads, dialect):
-    driven = Driven(heads(dialect), seed=1)
+    driven = Head(heads(dialect), seed=1)
     drafts, compared = driven.head.drafts, 0
     shapes = [(drafts, 1, drafts + 1), (drafts, 3, 14), (2, 5, 6)]
     for lengths in ([0, 4, 7], [2, 3, 9], [0, 11, 0]):
@@ -214,38 +170,18 @@ def test_trees(heads, dialect):
 )  # fmt: skip
 def test_drafts_with_the_targets_noise(heads, dialect, shape):
     """Slot d uses the noise of position n + d; a greedy row uses none."""
-    driven, saved = Driven(heads(dialect), seed=5), heads(dialect).saved
+    driven = Head(heads(dialect), seed=5)
     driven.feed([2, 9, 17])
     requests = [Sampling(temperature=t, seed=seed) for t, seed in ((1.0, 3), (0.0, 4), (0.6, -5), (0.0, 0))]
-    context = driven.context([True] * ROWS)._replace(sampling=sampling_rows(requests, target().vocab))
-    drafter, propose = compiled(driven.head.config, TreeShape(*shape))
-    tree = jax.tree.map(np.asarray, propose(driven.params, driven.state, context)[0])
-    compared = 0
-    for row, request in enumerate(requests[:ROWS]):
-        n = int(driven.done[row])
-        plain = driven.log_probs(row, drafter.depth + (not saved.spec.from_anchor))
-
-        def noisy(path, plain=plain, request=request, n=n):
-            drawn = noise(request.seed, n + len(path) + 1, target().vocab)[saved.ids]
-            return log_softmax(plain(path) + request.temperature * drawn)
-
-        if driven.head.config.walk == "none" and shape[1] > 1:
-            chosen, gap = best_paths(noisy, shape[0], shape[1], shape[2] - 1, saved.ids)
-            if gap > ERROR:
-                assert paths_of(tree, row).keys() == {(), *chosen}
-                compared += 1
-        else:
-            root = int(driven.tokens[row, n])
-            compared += check_tree(tree, row, grow_tree(noisy, root, *shape, prefix_length=n, target_ids=saved.ids))
-    assert compared > 1
+    assert check(driven, TreeShape(*shape), requests=requests) > 1
 
 
 def test_window_option(heads):
     """`window` limits all layers; layers with a smaller window keep it."""
-    driven, option = Driven(heads("dflash-sliding"), seed=4), 5
+    driven, option = Head(heads("dflash-sliding"), seed=4), 5
     driven.feed([3, 12, 21])
-    drafter = make_drafter(Block(window=option), target=target().target, head=driven.head.config)
-    tree = drafter.propose(driven.params, driven.state, driven.context([True] * ROWS))[0]
+    drafter = make_speculation(Block(window=option), target=target().target, head=driven.head.config).drafter
+    tree = drafter.propose(driven.params, driven.state, driven.context())[0]
     saved = driven.head.saved
     driven.head = copy.copy(driven.head)
     driven.head.saved = saved._replace(spec=replace(saved.spec, windows=(option, option)))
@@ -260,7 +196,7 @@ def test_chunks_of_any_size(heads):
     """The pages do not depend on the chunks in which a text is observed."""
     states = []
     for sizes in ([29], [1] * 29, [4, 16, 9], [13, 3, 13]):
-        driven = Driven(heads("dflash2"), seed=2)
+        driven = Head(heads("dflash2"), seed=2)
         for size in sizes:
             driven.feed([size] * ROWS, width=32)
         states.append(jax.tree.map(lambda leaf, driven=driven: np.asarray(leaf)[driven.table[:-1]], driven.state))
@@ -271,7 +207,7 @@ def test_chunks_of_any_size(heads):
 @pytest.mark.parametrize("dialect", ["dflash-sliding", "deepspec-rnn"])
 def test_shared_pages(heads, dialect):
     """A request that starts with another's full pages drafts as if it had observed their tokens."""
-    driven = Driven(heads(dialect), seed=3)
+    driven = Head(heads(dialect), seed=3)
     driven.features[1:] = driven.features[0]
     driven.tokens[1:] = driven.tokens[0]
     driven.feed([14, 0, 14])
@@ -304,7 +240,7 @@ def test_any_shape(tmp_path_factory, data):
         every = {"windows": (None,) * spec.layers, "causal": (False,) * spec.layers}
         head.saved = head.saved._replace(spec=replace(spec, **every))
     head.config, head.params = load_head(str(folder), target().target.config, kind="block", progress=False)
-    driven = Driven(head, seed=data.draw(st.integers(0, 99)))
+    driven = Head(head, seed=data.draw(st.integers(0, 99)))
     driven.feed(data.draw(st.lists(st.integers(0, 12), min_size=ROWS, max_size=ROWS)), width=16)
     driven.feed(data.draw(st.lists(st.integers(0, 12), min_size=ROWS, max_size=ROWS)), width=16)
     steps, topk = data.draw(st.integers(1, head.drafts)), data.draw(st.integers(1, 4))
@@ -359,25 +295,17 @@ def test_slot_conventions(from_anchor):
     params["layers_0"] = {
         name: leaf * (0 if name in ("output", "down") else 1) for name, leaf in params["layers_0"].items()
     }
-    drafter = make_drafter(Block(), target=toy.target, head=config)
+    drafter = make_speculation(Block(), target=toy.target, head=config).drafter
     assert (drafter.width, drafter.depth) == ((BLOCK + 1, BLOCK) if from_anchor else (BLOCK, BLOCK - 1))
     done = Runner(toy, drafter, rows=1, draft=params).generate([([3, 7, 7], Sampling(max_tokens=21))])[0]
     assert done.tokens == [7] * 21
     assert set(done.emitted) == ({1} if from_anchor else {BLOCK})
 
 
-def test_sizes_are_refused(heads):
+def test_sizes(heads):
     config, model = heads("dflash").config, target().target
-    with pytest.raises(ParameterError, match="block is 6, and the head was trained on blocks of 5 slots"):
-        make_drafter(Block(block=6), target=model, head=config)
-    with pytest.raises(ParameterError, match="which draft 4 tokens; give at most 4 steps, or 5 draft tokens"):
-        make_drafter(Block(nodes=6), target=model, head=config)
-    with pytest.raises(ParameterError, match="a block has 3 slots, which draft 2 tokens"):
-        make_drafter(Block(nodes=5, block=3), target=model, head=config)
-    with pytest.raises(ValueError, match="got a head of kind 'block'"):
-        make_drafter("EAGLE3", target=model, head=config)
-    drafter = make_drafter(Block(topk=4, nodes=16), target=model, head=config)
-    assert (drafter.width, drafter.depth, drafter.topk, drafter.passes) == (16, 4, 4, 1)
-    smaller = drafter.within(4)
+    speculation = make_speculation(Block(topk=4, nodes=16), target=model, head=config)
+    drafter, smaller = speculation.drafter, speculation.within(4)
+    assert (drafter.width, drafter.depth, drafter.topk, speculation.passes) == (16, 4, 4, 1)
     assert (smaller.width, smaller.depth) == (4, 3)
-    assert make_drafter("dspark", target=model, head=config).width == 5
+    assert make_speculation("dspark", target=model, head=config).drafter.width == 5

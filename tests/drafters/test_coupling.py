@@ -17,10 +17,9 @@ from oracle import Sampling
 from test_gpu_lowering import decisions
 from toy_models import Runner, as_tree, sampling_rows
 
-from specjax.drafters import Context, TreeShape, eagle_drafter
+from specjax.drafters import Context, TreeShape, eagle_drafter, options_of
 from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
-from specjax.drafters.factories import make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters.factories import make_speculation
 from specjax.models.draft_head import with_token_map
 from specjax.serve.control import describe
 from specjax.step import StepConfig
@@ -200,8 +199,8 @@ def test_accepted_drafts_equal_their_expectation():
 def test_option_reaches_drafter_and_report(coupling):
     toy, (config, params) = pair_model(), distilled("eagle3")
     chosen = options_of("eagle3", steps=2, coupling=coupling)
-    drafter = make_drafter(chosen, target=toy.target, head=config)
-    assert drafter.coupling == coupling and drafter.within(2).coupling == coupling
-    engine = make_engine(toy, drafter, draft=params, warm=False)
+    speculation = make_speculation(chosen, target=toy.target, head=config)
+    assert speculation.coupling == coupling
+    engine = make_engine(toy, speculation, draft=params, warm=False)
     assert describe(engine, "m")["speculative_coupling"] == coupling
-    assert make_drafter("NGRAM").coupling == "none"
+    assert make_speculation("NGRAM").coupling == "none"

@@ -13,7 +13,7 @@ from oracle import Sampling
 from toy_models import Runner
 
 from specjax.cache import bytes_per_token
-from specjax.drafters import Drafter, Params, make_drafter
+from specjax.drafters import Drafter, Params, make_speculation
 from specjax.engine import SamplingParams
 from specjax.engine.sequence import Status
 from specjax.step import StepConfig
@@ -116,4 +116,5 @@ def test_bytes_per_token(kind, page_size, layers):
         return bytes_per_token(lambda pool: drafter.init(params, 1, pool), page_size)
 
     assert taken(drafter) == layers * 2 * 2 * 8 * 4
-    assert taken(make_drafter("NGRAM")) == 12 * 4 // page_size and taken(make_drafter("NONE")) == 0
+    assert taken(make_speculation("NGRAM").drafter) == 12 * 4 // page_size
+    assert taken(make_speculation("NONE").drafter) == 0

@@ -16,7 +16,7 @@ from oracle import Sampling
 from test_toy_drafter import known_text, random_trees, replay
 from toy_models import Runner, tiny_llama
 
-from specjax import Drafter, DrafterError, Ngram, Params, chain, check_drafter, make_drafter
+from specjax import Drafter, DrafterError, Ngram, Params, chain, check_drafter, make_speculation
 from specjax.engine import SamplingParams
 from specjax.engine.generation import EngineError
 
@@ -110,8 +110,8 @@ def best_of_the_text(params, state, context):
 GOOD = {
     "replay": REPLAY,
     "random trees": random_trees(range(40)),
-    "none": make_drafter("NONE"),
-    "n-grams": make_drafter(Ngram()),
+    "none": make_speculation("NONE").drafter,
+    "n-grams": make_speculation(Ngram()).drafter,
     "numbers of numpy": REPLAY._replace(width=np.int64(6), depth=np.int32(5)),
     "long texts": REPLAY._replace(reads_tokens=True, propose=best_of_the_text),
     "partial": REPLAY._replace(propose=functools.partial(REPLAY.propose)),
@@ -181,7 +181,7 @@ def test_values_of_trees(lie):
 
 def test_values_of_drafters_that_look_up_tokens():
     """The prompts hold what an n-gram finds, and the check sees trees with drafts."""
-    model, ngrams = toy(), make_drafter(Ngram())
+    model, ngrams = toy(), make_speculation(Ngram()).drafter
 
     def change(tree, state, context):
         return tree._replace(parents=jnp.where(tree.parents == 1, 7, tree.parents)), state

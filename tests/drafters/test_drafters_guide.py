@@ -22,9 +22,8 @@ from toy_models import Runner, table_model
 from train_helpers import environment
 
 import specjax
-from specjax import AcceptAbove, Drafter, Ngram, Params, SamplingParams, load_drafter, make_drafter
+from specjax import AcceptAbove, Drafter, Ngram, Params, SamplingParams, load_drafter, make_speculation
 from specjax.drafters.base import put_rows, take_rows
-from specjax.drafters.factories import make_speculation
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
@@ -91,7 +90,7 @@ def my_drafter(tmp_path, monkeypatch) -> Path:
 )
 def test_what_the_caller_passes_drafts_in_every_step(guide, my_drafter, tmp_path, options, drafts):
     options = dict(options)
-    named = guide | {"built in": make_drafter(Ngram(), platform="cpu")}
+    named = guide | {"built in": make_speculation(Ngram(), platform="cpu").drafter}
     options |= {name: named[options[name]] for name in ("drafter", "verify") if options.get(name) in named}
     config = specjax.EngineConfig(max_running_requests=4, max_total_tokens=1024, adaptive=options.pop("adaptive", None))
     model = saved_model(tmp_path, max_position_embeddings=256)
@@ -122,7 +121,7 @@ def test_in_the_bare_step(guide, medusa):
     def run(drafter, **options):
         return medusa["generate"](model.target, params, drafter, prompt, 60, **options)
 
-    plain, steps = run(make_drafter("NONE"))
+    plain, steps = run(make_speculation("NONE").drafter)
     assert steps == 59
     drafted, fewer = run(guide["prompt_lookup"](model.target))
     assert drafted == plain, "lossless"
@@ -170,32 +169,9 @@ def test_in_the_benchmark(my_drafter, tmp_path):
 
 
 def test_load_drafter(my_drafter):
-    speculation = make_speculation("my_drafter:lossy", toy().target)
+    speculation = make_speculation("my_drafter:lossy", target=toy().target)
     assert speculation.drafter.name == "LOOKUP" and speculation.verify.__name__ == "likely_enough"
     assert load_drafter("my_drafter:prompt_lookup")(toy().target).reads_tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("my_drafter:", "write module:function"),
-        ("./my_drafter.py:lossy", "write module:function"),
-        ("no_such_module:make", r"cannot import no_such_module \(No module named 'no_such_module'\).*PYTHONPATH"),
-        ("my_drafter:los", "my_drafter has no function los; it defines: prompt_lookup, likely_enough, lossy"),
-        ("my_drafter:DEPTH", "my_drafter has a int, no function, named DEPTH"),
-    ],
-)
-def test_names_without_a_function(my_drafter, name, problem):
-    with pytest.raises(ValueError, match=f"drafter '{name}': {problem}"):
-        load_drafter(name)
-
-
-def test_factory_with_a_wrong_result():
-    def broken(target):
-        return 7
-
-    with pytest.raises(ValueError, match=r"drafter '.*broken' returned 7; it must return a Drafter or a Speculation"):
-        make_speculation(broken, toy().target)
 
 
 SEEN = 16  # tokens of an observation that `recording` keeps

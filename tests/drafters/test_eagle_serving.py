@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tiny_heads import DIALECTS, save_head
 
 from specjax.cli import build, flags, generate
 from specjax.cli import serve as command
-from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, NoDraft, make_drafter
+from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_speculation
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.load import LoadedModel, load
 
@@ -109,31 +108,13 @@ def generated(engine: Engine) -> list[Completion]:
     return engine.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS])
 
 
-@functools.cache
-def plain_texts() -> list[Any]:
-    return [outcome(done) for done in generated(make(NoDraft(), max_running_requests=4))]
-
-
-ENGINES: dict[str, tuple[Callable[[], DraftOptions], dict[str, Any]]] = {
-    "EAGLE3 tree": (whole, {"max_running_requests": 4}),
-    "EAGLE chain, token map": (
-        lambda: Eagle(head("eagle-qwen2"), None, 3, token_map=token_map("pt")),
-        {"max_running_requests": 1, "page_size": 1},
-    ),
-    "MTP tree": (lambda: Mtp(head("mtp"), None, 3, 2, 6), {"max_running_requests": 1, "page_size": 16}),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "EAGLE3 tree" else pytest.mark.slow) for name in ENGINES]
-)
-def test_texts_equal_those_without_drafts(name):
-    options, config = ENGINES[name]
-    engine = eagle3() if name == "EAGLE3 tree" else make(options(), **config)
+def test_texts_equal_those_without_drafts():
+    """From files; tests/drafters/test_lossless.py has all kinds of drafts."""
+    engine = eagle3()
     completions = generated(engine)
-    assert [outcome(done) for done in completions] == plain_texts()
-    if options().nodes == WHOLE[2]:
-        assert [done.spec_verify_ct for done in completions[2:4]] == [-(-59 // 3), -(-49 // 3)]
+    plain = generated(make(NoDraft(), max_running_requests=4))
+    assert [outcome(done) for done in completions] == [outcome(done) for done in plain]
+    assert [done.spec_verify_ct for done in completions[2:4]] == [-(-59 // 3), -(-49 // 3)]
     check_idle(engine)
 
 
@@ -159,30 +140,25 @@ def loaded(draft: DraftOptions) -> LoadedModel:
 )
 def test_tree_shape_options(options, steps, topk, tokens, how, caplog):
     caplog.set_level(logging.WARNING)  # another test may have lowered it
-    drafter = loaded(Eagle3(head("eagle3"), **options)).drafter
-    assert drafter.note == f"{steps} steps, top-k {topk}, {tokens} draft tokens ({how})"
+    model = loaded(Eagle3(head("eagle3"), **options))
+    drafter = model.drafter
+    assert model.speculation.note == f"{steps} steps, top-k {topk}, {tokens} draft tokens ({how})"
     assert (drafter.width, drafter.depth) == (tokens, min(steps, tokens - 1))
     assert drafter.name == "EAGLE3"
     assert not caplog.records
 
 
-def test_make_drafter():
+def test_make_speculation():
     toy = pair_model()
     config = small_head("eagle", toy)
-    drafter = make_drafter("EAGLE", target=toy.target, head=config)
-    assert drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)", "the target is no Llama"
-    with pytest.raises(ValueError, match="got a head of kind 'eagle' and no target"):
-        make_drafter("EAGLE", head=config)
-    with pytest.raises(ValueError, match=r"got no head$"):
-        make_drafter("EAGLE3", target=toy.target)
-    with pytest.raises(ValueError, match="MTP needs a target and a draft head of kind 'mtp'"):
-        make_drafter("MTP", target=toy.target, head=config)
+    speculation = make_speculation("EAGLE", target=toy.target, head=config)
+    assert speculation.note == "3 steps, top-k 1, 4 draft tokens (automatic)", "the target is no Llama"
 
 
 def test_warnings(caplog):
     caplog.set_level(logging.WARNING)  # another test may have lowered it
     flags_given = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9, "speculative_token_map": "map.json"}
-    speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"), **flags_given)
+    speculative = flags.SpeculativeSettings("EAGLE3", speculative_draft_model_path=head("eagle3"), **flags_given)
     chosen = flags.Settings(flags.ModelSettings(str(folder() / "model")), speculative=speculative)
     engine = build.make_engine(replace(chosen, engine=flags.EngineSettings(max_total_tokens=128)), progress=False)
     assert engine.drafter.width == 4
@@ -200,7 +176,7 @@ def test_no_drafts_beyond_the_heads_positions(options, limit, tmp_path):
         tmp_path, "eagle3", tensors={"d2t": OFFSETS, "t2d": MASK}, config={"max_position_embeddings": 20}, **SHAPE
     )
     engine = make(Eagle3(str(tmp_path), None, *WHOLE, positions=options), max_running_requests=1, trace=True)
-    assert (f"; within the first {limit} tokens of a text" in engine.drafter.note) == (limit is not None)
+    assert (f"; within the first {limit} tokens of a text" in engine.speculation.note) == (limit is not None)
     done = engine.generate([[20, 21, 22]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
     trees = done.trees
     committed = 3 + np.cumsum([0, *(len(tree.emitted) for tree in trees)])[:-1]
@@ -220,7 +196,7 @@ def test_token_map_selects_columns(dialect):
 
 def test_log_of_a_start(caplog):
     caplog.set_level(logging.INFO, logger="specjax")
-    speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"))
+    speculative = flags.SpeculativeSettings("EAGLE3", speculative_draft_model_path=head("eagle3"))
     model, engine = flags.ModelSettings(str(folder() / "model")), flags.EngineSettings(max_total_tokens=128)
     engine = command.load(flags.Settings(model, engine, speculative))
     table = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation:"))

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from distil import distilled, pair_model
+from draft_helpers import right_often
 from engine_helpers import END, NGRAM, VOCABULARY, byte_ids, check_idle, check_plain, make_engine, warm_grammars
 from family_helpers import FAMILIES, MTP_STYLES, RECURRENT, WINDOW, load_family, save_family
 from grammar_helpers import GRAMMARS, check_masked, follows
@@ -31,6 +32,7 @@ from specjax.config import BlockConfig
 from specjax.drafters import (
     Drafter,
     DraftOptions,
+    Speculation,
     StandaloneParams,
     TreeShape,
     block_drafter,
@@ -45,6 +47,7 @@ from specjax.train.options import DraftSettings
 
 FEW = 40  # tokens of a vocabulary that is small enough for random heads to be right now and then
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(5, 2, 19)  # the tree holds all candidates: paths of all lengths
+LETTERS = byte_ids(b"aeinorst")  # tokens that the table model often writes
 JSON = byte_ids(b'{"ok": true, "n": 1, "color": "red"}abcdex(,)12')
 
 SAMPLING: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -78,7 +81,7 @@ class Model(NamedTuple):
     folder: str = ""
 
 
-Drafting = tuple[Drafter | DraftOptions | str, Any]
+Drafting = tuple[Drafter | Speculation | DraftOptions | str, Any]
 """A drafter, and its parameters."""
 
 
@@ -142,22 +145,36 @@ def with_model(family: str | None) -> Callable[..., Drafting]:
 
     def make(model: Model, models: Any) -> Drafting:
         draft = models(family, model.toy.vocab).toy if family else model.toy
-        return standalone_drafter(model.toy.target, draft.target, TREE), StandaloneParams(draft.params)
+        drafter = standalone_drafter(model.toy.target, draft.target, TREE)
+        return Speculation(drafter, costly_observe=True), StandaloneParams(draft.params)
 
     return make
+
+
+def absurd(topk: int | None) -> Callable[..., Drafting]:
+    def make(model: Model, models: Any) -> Drafting:
+        likely = LETTERS if model.family == "table" else []
+        return absurd_trees(model.toy.vocab, likely, topk=topk), jax.numpy.uint32(7)
+
+    return make
+
+
+def mapped(model: Model, models: Any) -> Drafting:
+    """A head that proposes tokens of a map."""
+    _, params, make = right_often("eagle map")
+    return make(TREE), params
 
 
 DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "NONE": (lambda model, models: ("NONE", None), ("table", *FAMILIES)),
     "random trees": (lambda model, models: (random_trees(JSON), None), ("table",)),
-    "absurd trees": (
-        lambda model, models: (absurd_trees(model.toy.vocab), jax.numpy.uint32(7)),
-        ("table", *FAMILIES),
-    ),
+    "absurd trees": (absurd(None), ("table", *FAMILIES)),
+    "absurd chains": (absurd(1), ("table",)),
     "NGRAM": (lambda model, models: (NGRAM, None), ("table", *FAMILIES)),
     "EAGLE chain": (with_head("EAGLE", CHAIN), ("pairs", *FAMILIES)),
     "EAGLE tree": (with_head("EAGLE", TREE), ("pairs", *FAMILIES)),
     "EAGLE3 tree": (with_head("EAGLE3", TREE), ("pairs", *FAMILIES)),
+    "EAGLE token map": (mapped, ("pairs",)),
     "MTP head": (with_head("MTP", TREE), ("pairs",)),
     "MTP layers": (with_layers, tuple(MTP_STYLES)),
     "DFLASH chain": (with_block("dflash-sliding", TreeShape(4, 1, 5)), tuple(FAMILIES)),
@@ -195,6 +212,7 @@ QUICK = {
     ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"), ("EAGLE3 tree", "qwen3_5"),
     ("MTP layers", "qwen3_5"), ("NGRAM", "qwen3_next"),
     ("NGRAM", "gpt_oss"), ("EAGLE3 tree", "gpt_oss"), ("absurd trees", "table"), ("absurd trees", "llama"),
+    ("absurd chains", "table"), ("EAGLE token map", "pairs"),
     ("absurd trees", "qwen3_5"), ("absurd trees", "deepseek_v3"), ("absurd trees", "gpt_oss"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
@@ -242,5 +260,7 @@ def test_text_equals_plain_decoding(models, case):
         assert any(done.spec_accept_length > 1 for done in completions[len(REQUESTS) :]), "forced tokens are drafted"
     if case.drafter == "STANDALONE itself":
         assert TREE.depth > WINDOW and histogram[TREE.depth] > 0, "paths are longer than a window"
+    if case.drafter.startswith("absurd") and case.family == "table":
+        assert sum(histogram[1:]) > 0, "some of their nodes are right"
     if case.family == "pairs":
         assert all(histogram > 0), "paths of all lengths are accepted"

@@ -24,9 +24,8 @@ from specjax.cache import PoolShape, init_cache
 from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_config, mtp_config, resolve
 from specjax.checkpoint.torch_files import write_torch_list
 from specjax.config import ModelConfig, MtpConfig
-from specjax.drafters import Auto, Eagle, Mtp
-from specjax.drafters.factories import make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters import Auto, Eagle, Mtp, options_of
+from specjax.drafters.factories import make_speculation
 from specjax.load import choose, load
 from specjax.models import make_target
 from specjax.models.blocks import Past
@@ -176,9 +175,9 @@ def test_forward(saved, name):
 
 
 def runner(model: Saved, shape: tuple[int, int, int]) -> Runner:
-    drafter = make_drafter(
+    drafter = make_speculation(
         Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
-    )
+    ).drafter
     assert (drafter.name, drafter.features) == ("MTP", "final")
     config = StepConfig(nodes=drafter.width, trace=True)
     return Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3)
@@ -224,8 +223,8 @@ def test_trees_after_a_reused_page(saved):
 
 def test_layers_share_the_targets_matrices(saved):
     loaded = load(str(saved("deepseek").folder), draft="MTP", progress=False)
-    assert loaded.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
-    assert loaded.drafter.source == "1 MTP layer of the model"
+    assert loaded.speculation.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
+    assert loaded.speculation.source == "1 MTP layer of the model"
     assert loaded.params.draft.keys() == {"layers_0"}
     assert not {"embed", "head"} & loaded.params.draft["layers_0"].keys()
     assert "layers_2" not in loaded.params.target, "the target has two"

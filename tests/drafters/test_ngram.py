@@ -1,7 +1,6 @@
 """NGRAM against an oracle of dictionaries: drafts are tokens that followed the request's last tokens before."""
 
 import functools
-import re
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -15,7 +14,7 @@ from oracle import NO_PARENT, Sampling
 from toy_models import Runner, as_tree, random_table, table_model
 
 from specjax.cache import PoolShape
-from specjax.drafters import Ngram, factories, make_drafter, ngram_drafter
+from specjax.drafters import Ngram, make_speculation, ngram, ngram_drafter
 from specjax.drafters.base import Context, Observation, PageSize, Params
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig
@@ -25,24 +24,6 @@ SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
 NONE = Params(None)
 
 # Settings.
-
-
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
-        ({"nodes": 1}, "Ngram.nodes must be an integer from 2 to 64, got 1"),
-        ({"nodes": 65}, "Ngram.nodes"),
-        ({"min_match": 13}, "Ngram.min_match must be from 1 to max_match, got 13 and 12"),
-        ({"max_match": 65}, "Ngram.max_match"),
-        ({"min_breadth": 11}, "Ngram.min_breadth must be from 1 to max_breadth"),
-        ({"branch_length": 0}, "Ngram.branch_length"),
-        ({"capacity": 1023}, "Ngram.capacity must be an integer from 1024 to"),
-        ({"capacity": 2**24 + 1}, "Ngram.capacity"),
-    ],
-)  # fmt: skip
-def test_refused_settings(changes, flag):
-    with pytest.raises(ValueError, match=re.escape(flag)):
-        Ngram(**changes)
 
 
 @pytest.mark.parametrize(
@@ -349,9 +330,9 @@ def test_default_on_a_cpu(monkeypatch):
         made.append((config.width, config.min_match))
         return ngram_drafter(config)
 
-    monkeypatch.setattr(factories, "ngram_drafter", recorded)
+    monkeypatch.setattr(ngram, "ngram_drafter", recorded)
     for options in (Ngram(), Ngram(max_match=1), Ngram(min_match=3), Ngram(nodes=6)):
-        assert make_drafter(options, platform="cpu").explicit_width == (options.nodes is not None)
+        assert make_speculation(options, platform="cpu").explicit_width == (options.nodes is not None)
     assert made == [(4, 2), (4, 1), (4, 3), (6, 1)]
 
 

@@ -18,9 +18,8 @@ from tiny_checkpoints import save_llama
 from toy_models import Runner, Toy, tiny_llama
 
 from specjax.cli import build, flags
-from specjax.drafters import NoDraft, Standalone, StandaloneParams, TreeShape
-from specjax.drafters.factories import make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters import NoDraft, Standalone, StandaloneParams, TreeShape, options_of
+from specjax.drafters.factories import make_speculation
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.plan import Buckets
@@ -121,7 +120,9 @@ def test_served_from_folders(saved):
     """Equal texts with and without drafts."""
     options = Standalone(str(saved / "same"))
     engine, plain = loaded(str(saved / "model"), options), loaded(str(saved / "model"), NoDraft())
-    assert engine.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic); within the first 64 tokens of a text"
+    assert (
+        engine.speculation.note == "3 steps, top-k 1, 4 draft tokens (automatic); within the first 64 tokens of a text"
+    )
     outcomes = [outcome(done) for done in engine.generate(PROMPTS, WANTED)]
     assert outcomes == [outcome(done) for done in plain.generate(PROMPTS, WANTED)]
     # One request at a time, because large batches do not draft on a CPU.
@@ -153,13 +154,13 @@ def test_refused_drafts(saved, paths, message):
 
 
 def test_flags_and_options():
-    speculative = flags.SpeculativeSettings("STANDALONE", "m", speculative_num_steps=2)
+    speculative = flags.SpeculativeSettings("STANDALONE", speculative_draft_model_path="m", speculative_num_steps=2)
     assert build.draft_options(flags.Settings(speculative=speculative)) == Standalone("m", None, 2)
     assert (Standalone("m").shape(), Standalone("m", topk=2).shape()) == (TreeShape(3, 1, 4), TreeShape(3, 2, 7))
     assert options_of("standalone", path="m") == Standalone("m") and Standalone.kind is None
-    with pytest.raises(ValueError, match="STANDALONE needs a target and a draft model; missing: model"):
-        make_drafter("STANDALONE", target=target().target)
-    drafter = make_drafter(Standalone("m"), target=target().target, model=target().target)
-    assert (drafter.name, drafter.width, drafter.depth, drafter.explicit_width) == ("STANDALONE", 4, 3, False)
-    buckets = Buckets.build("cpu", drafter, rows=4, request_pages=4)
+    speculation = make_speculation(Standalone("m"), target=target().target, model=target().target)
+    drafter = speculation.drafter
+    assert (drafter.name, drafter.width, drafter.depth) == ("STANDALONE", 4, 3)
+    assert speculation.costly_observe and not speculation.explicit_width
+    buckets = Buckets.build("cpu", speculation, rows=4, request_pages=4)
     assert buckets.drafts(1) and not buckets.drafts(4), "as with a draft head"

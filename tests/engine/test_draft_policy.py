@@ -12,8 +12,8 @@ from draft_helpers import LONGEST, cached, drafting, from_scratch, right_often
 from engine_helpers import NGRAM, check_idle, check_texts, force_drafts, make_engine, text_parity, toy
 
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS
+from specjax.drafters import Speculation, TreeShape
 from specjax.drafters.base import Params
-from specjax.drafters.options import TreeShape
 from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.draft_policy import (
     ACCEPTANCE_DECAY,
@@ -244,10 +244,10 @@ def test_plain_steps_leave_no_hole_in_a_heads_cache():
 def test_draft_model_drafts_for_whole_requests():
     """Its cache has no pages of steps that it did not observe."""
     model, params, make = right_often("standalone")
+    speculation = Speculation(make(TreeShape(2, 2, 4)), costly_observe=True)
     engine = make_engine(
-        model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, max_running_requests=3, warm=False,
-        retract_every=5,
-    )  # fmt: skip
+        model, speculation, draft=params, adaptive=True, max_running_requests=3, warm=False, retract_every=5
+    )
     turns = itertools.cycle([True, False, False])
     engine.policy.admit = lambda batch, steps: next(turns)
     prompts = [[(5 * i + j) % model.vocab for j in range(4 + i)] for i in range(9)]
@@ -259,7 +259,9 @@ def test_draft_model_drafts_for_whole_requests():
 
 def test_plain_steps_do_not_run_the_draft_model():
     model, params, make = right_often("standalone")
-    engine = make_engine(model, make(TreeShape(2, 2, 4)), draft=params, adaptive=True, warm=False)
+    engine = make_engine(
+        model, Speculation(make(TreeShape(2, 2, 4)), costly_observe=True), draft=params, adaptive=True, warm=False
+    )
     broken = engine.params._replace(draft=params._replace(model={}))
     key = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.nodes == 1)
     function, unpack, shape = engine.programs._function(key)

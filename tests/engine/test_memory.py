@@ -19,8 +19,7 @@ from toy_models import tiny_llama
 
 from specjax import Params, PoolShape, PrefillInput, StepInput, init_state, make_steps, new_row
 from specjax.config import BlockConfig, HeadConfig, RopeConfig
-from specjax.drafters import make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters import make_speculation, options_of
 from specjax.models.draft_head import init_head_params
 
 POOL = PoolShape(pages=8192, page_size=16)
@@ -54,7 +53,7 @@ def case(algorithm: str, pool: PoolShape = POOL, **options) -> Case:
     toy = tiny_llama(**LLAMA)
     head = KINDS.get(algorithm)
     draft = None if head is None else init_head_params(head, toy.target, jax.random.key(0))
-    drafter = make_drafter(options_of(algorithm, **options), target=toy.target, head=head)
+    drafter = make_speculation(options_of(algorithm, **options), target=toy.target, head=head).drafter
     params = Params(toy.params, draft)
     state = init_state(params, toy.target, drafter, rows=ROWS, pool=pool)
     return Case(params, state, make_steps(toy.target, drafter), toy)

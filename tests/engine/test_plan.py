@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine_helpers import NGRAM
 
-from specjax.drafters import make_drafter
+from specjax.drafters import Speculation, make_speculation
 from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.plan import (
     BATCHES,
@@ -27,7 +27,12 @@ from specjax.engine.plan import (
     plan,
 )
 
-NGRAMS = make_drafter(NGRAM)._replace(explicit_width=False)
+NGRAMS = make_speculation(NGRAM)._replace(explicit_width=False)
+
+
+def with_facts(**facts: Any) -> Speculation:
+    """A drafter that differs in these facts; trees are cut to their best nodes."""
+    return NGRAMS._replace(drafter=NGRAMS.drafter._replace(**facts), resize=None)
 
 
 def buckets(platform: str = "cpu", drafter: Any = NGRAMS, **changes: Any) -> Buckets:
@@ -282,9 +287,10 @@ def test_ragged_programs():
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_buckets_cover_all_batches(rows, platform):
     def sizes(**facts: Any) -> Buckets:
-        return buckets(platform, NGRAMS._replace(width=60, resize=None, **facts), rows=rows, request_pages=700)
+        return buckets(platform, with_facts(width=60, **facts), rows=rows, request_pages=700)
 
-    one, heads, asked = sizes(), sizes(features="final"), sizes(explicit_width=True)
+    one, heads = sizes(), sizes(features="final")
+    asked = buckets(platform, with_facts(width=60)._replace(explicit_width=True), rows=rows, request_pages=700)
     assert one.batches == tuple(sorted(set(one.batches))) and one.batches[-1] == rows
     assert len(one.batches) + len(one.chunks) < 16
     for count in range(1, rows + 1):
@@ -296,14 +302,14 @@ def test_buckets_cover_all_batches(rows, platform):
         assert limited.trees == expected, "a single request has the whole tree"
     assert set(asked.trees.values()) == {60} and asked.most_drafting == rows, "an explicit width holds everywhere"
     assert asked.shrinking(rows) == ([*asked.batches[::-1]] if platform == "cpu" else [rows])
-    assert buckets(platform, NGRAMS._replace(width=1), rows=rows).shrinking(rows) == [rows], "nothing to draft"
+    assert buckets(platform, with_facts(width=1), rows=rows).shrinking(rows) == [rows], "nothing to draft"
     if rows == 100:
         assert one.most_drafting == {"cpu": 16, "gpu": 100}[platform]
 
 
 def test_batches_of_a_gpu():
     """Programs that are compiled before serving, and choices among compiled programs."""
-    head = NGRAMS._replace(width=8, depth=7, features="final", resize=None)
+    head = with_facts(width=8, depth=7, features="final")
     sizes = buckets("gpu", head, rows=64, request_pages=8)
     assert [key.width for key in sizes.all_keys() if key.kind == "step"] == [1, 64, 2, 4, 8, 16, 24, 32, 48]
     assert sizes.shrinking(64) == [64] and sizes.shrinking(20) == [24]

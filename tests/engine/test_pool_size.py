@@ -9,12 +9,16 @@ import pytest
 from toy_models import tiny_llama
 
 from specjax.cache import PoolShape
-from specjax.drafters import Drafter, Ngram, Params, make_drafter
+from specjax.drafters import Ngram, Params, Speculation, make_speculation
 from specjax.engine import EngineConfig
 from specjax.engine.config import layout
 from specjax.engine.memory import pool_tokens, room_beside, temporary_bytes
 from specjax.models.target import Target
 from specjax.state import init_state
+
+
+def with_width(speculation: Speculation, width: int) -> Speculation:
+    return speculation._replace(drafter=speculation.drafter._replace(width=width))
 
 
 def test_pool_leaves_room_for_temporaries(monkeypatch):
@@ -27,23 +31,23 @@ def test_pool_leaves_room_for_temporaries(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     config = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
 
-    def tokens(drafter: Drafter, target: Target = target, config: EngineConfig = config) -> int:
-        return pool_tokens(target, config, 1 << 30, "gpu", drafter, params)
+    def tokens(speculation: Speculation, target: Target = target, config: EngineConfig = config) -> int:
+        return pool_tokens(target, config, 1 << 30, "gpu", speculation, params)
 
-    automatic = make_drafter(Ngram(capacity=1024))._replace(width=64)
+    automatic = with_width(make_speculation(Ngram(capacity=1024)), 64)
     a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4 + 12 * 4 // 16
     assert tokens(automatic) == 80_000_000 // a_token
     # 64 trees of 64 nodes that were asked for; 50 MB beside them are more than half of the device leaves.
     explicit = automatic._replace(explicit_width=True)
     wide = target._replace(config=replace(model, vocab_size=2000))
     _, buckets = layout(config, 1 << 30, 1 << 30, "gpu", explicit)
-    reserved = temporary_bytes(wide, explicit.features, buckets, "gpu")
+    reserved = temporary_bytes(wide, explicit.drafter.features, buckets, "gpu")
     assert reserved > 2.5 * 64 * 64 * 2000 * 4 > 50_000_000
-    state = jax.eval_shape(lambda: init_state(params, wide, explicit, rows=64, pool=PoolShape(1, 16)))
+    state = jax.eval_shape(lambda: init_state(params, wide, explicit.drafter, rows=64, pool=PoolShape(1, 16)))
     rest = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) - 16 * a_token
     assert rest > 64 * 2000 and tokens(explicit, wide) == (130_000_000 - reserved - rest) // a_token
     assert room_beside({"pool": np.zeros(1_000_000, np.int8)}) == 129_000_000
-    large = explicit._replace(width=512)
+    large = with_width(explicit, 512)
     with pytest.raises(
         ValueError,
         match=r"no memory is left .* 0\.02 of 0\.20 GB .*mem_fraction 0\.5; .* program take 0\.\d+ GB; "

@@ -12,7 +12,7 @@ from distil import pair_model, perfect_head
 from engine_helpers import NGRAM, check_idle, check_plain, check_texts, make_engine, toy
 from server_helpers import SECONDS, wait_until
 
-from specjax.drafters import TreeShape, eagle_drafter, make_drafter
+from specjax.drafters import Eagle, TreeShape, make_speculation
 from specjax.engine import EngineConfig, SamplingParams, plan
 from specjax.engine.config import layout
 from specjax.engine.plan import Key
@@ -23,10 +23,9 @@ POSITIONS, POOL_TOKENS = 131072, 400_000  # of Llama-3.1-8B, and of its pool on 
 
 def drafter_of(name: str) -> Any:
     if name == "EAGLE3":
-        return eagle_drafter(
-            pair_model().target, perfect_head(pair_model())[0], TreeShape(7, 1, 8), explicit_width=False
-        )
-    return make_drafter(name, platform="gpu")
+        head, _ = perfect_head(pair_model())
+        return make_speculation(Eagle("h"), target=pair_model().target, head=head, automatic=TreeShape(7, 1, 8))
+    return make_speculation(name, platform="gpu")
 
 
 @pytest.mark.parametrize(("name", "programs"), [("NONE", 11), ("NGRAM", 19), ("EAGLE3", 19)])
@@ -67,7 +66,7 @@ def hold(engine: Any, monkeypatch: Any, held: Callable[[Key], bool]) -> tuple[th
 @pytest.mark.parametrize("costly", [False, True])
 def test_requests_run_on_the_programs_of_readiness(monkeypatch, costly):
     """While the others compile, no request waits for one of them."""
-    drafter = make_drafter(NGRAM)._replace(costly_observe=costly)
+    drafter = make_speculation(NGRAM)._replace(costly_observe=costly)
     engine = make_engine(toy(), drafter, adaptive=True, warm=False, chunked_prefill_size=64)
     engine.warm_up(engine.buckets.ready_keys(), progress=False)
     assert len(engine.programs.compiled()) == 2

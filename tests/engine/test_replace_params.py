@@ -31,7 +31,7 @@ def reciter() -> Drafter:
         return chain(context.root, tokens, length, jnp.zeros(tokens.shape, jnp.float32)), state
 
     return Drafter(
-        "RECITER", features=None, width=DEPTH + 1, depth=DEPTH, explicit_width=True,
+        "RECITER", features=None, width=DEPTH + 1, depth=DEPTH,
         init=lambda params, rows, pool: (), propose=propose, observe=lambda params, state, context, seen: state,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from harmony_helpers import SCRIPTS, harmony_engine, harmony_tokenizer
 from toy_models import Toy
 
 from specjax.checkpoint.prompts import END_THINK, THINK
-from specjax.drafters import TreeShape, make_drafter
+from specjax.drafters import TreeShape, make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
@@ -52,7 +52,7 @@ def engine_of(algorithm: str, **config: Any) -> Engine:
     """An engine over the pair model, for which all drafters are right often."""
     toy, params, make = right_often("eagle3" if algorithm == "EAGLE3" else "mtp" if algorithm == "MTP" else "eagle")
     learned = algorithm in ("EAGLE3", "MTP")
-    drafter = make(TreeShape(3, 2, 6)) if learned else make_drafter(DRAFTS[algorithm])
+    drafter = make(TreeShape(3, 2, 6)) if learned else make_speculation(DRAFTS[algorithm])
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 96}
     settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
     given = Params(toy.params, params if learned else None)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model
 from transformers import PreTrainedTokenizerFast
 
-from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
+from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, Speculation, make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.plan import Key
@@ -103,7 +103,7 @@ def toy(seed: int = 0, rows: int = 61, end: float = 0.0) -> Toy:
 
 def make_engine(
     model: Toy,
-    drafter: Drafter | DraftOptions | str = "NONE",
+    drafter: Drafter | Speculation | DraftOptions | str = "NONE",
     *,
     eos=(),
     warm=True,
@@ -114,11 +114,12 @@ def make_engine(
 ) -> Engine:
     """Four rows, small pages, several chunks a prompt. `draft` are the drafter's parameters; `config` is
     the engine's."""
-    drafter = drafter if isinstance(drafter, Drafter) else make_drafter(drafter)
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
     settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
-    engine = Engine(model.target, params, tokenizer(), drafter, verify=verify, config=options, eos_ids=tuple(eos))
+    engine = Engine(
+        model.target, params, tokenizer(), make_speculation(drafter), verify=verify, config=options, eos_ids=tuple(eos)
+    )
     if retract_every is not None:
         _retract(engine, retract_every)
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several

@@ -21,9 +21,8 @@ from mesh_quantised_program import Warnings, in_few_bits
 from specjax_kernels import Quantised
 
 from specjax.config import Experts, Latent, MtpConfig
-from specjax.drafters import Params
+from specjax.drafters import Params, options_of
 from specjax.drafters.mtp import mtp_drafter
-from specjax.drafters.options import options_of
 from specjax.engine import Engine, EngineConfig
 from specjax.models import init_params, make_target
 from specjax.models.mtp_spec import mtp_sizes, mtp_table

@@ -23,9 +23,17 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, init_cache
 from specjax.config import BlockConfig, DeltaNet, Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
-from specjax.drafters import Params, StandaloneParams, TreeShape, block_drafter, eagle_drafter, make_drafter
+from specjax.drafters import (
+    Params,
+    Speculation,
+    StandaloneParams,
+    TreeShape,
+    block_drafter,
+    eagle_drafter,
+    make_speculation,
+    options_of,
+)
 from specjax.drafters.mtp import mtp_drafter
-from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
@@ -80,11 +88,11 @@ def head(config: HeadConfig) -> dict[str, Any]:
 
 
 def none() -> tuple[Any, ...]:
-    return make_drafter("NONE"), None, None
+    return make_speculation("NONE"), None, None
 
 
 def ngram() -> tuple[Any, ...]:
-    return make_drafter(NGRAM), None, None
+    return make_speculation(NGRAM), None, None
 
 
 def eagle() -> tuple[Any, ...]:
@@ -103,7 +111,8 @@ def token_map() -> tuple[Any, ...]:
 def standalone() -> tuple[Any, ...]:
     rng = np.random.default_rng(2)
     noisy = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.02, leaf.shape).astype(np.float32), weights)
-    return standalone_drafter(target, target, TREE), StandaloneParams(noisy), target
+    drafter = standalone_drafter(target, target, TREE)
+    return Speculation(drafter, costly_observe=True), StandaloneParams(noisy), target
 
 
 def mtp() -> tuple[Any, ...]:

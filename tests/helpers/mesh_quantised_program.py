@@ -20,8 +20,7 @@ from specjax_kernels.quantised import shared, split_axes
 from test_quantised import decoded, leaf_of
 
 from specjax.config import Experts, Latent, ModelConfig
-from specjax.drafters import Params
-from specjax.drafters.options import options_of
+from specjax.drafters import Params, options_of
 from specjax.engine import Engine
 from specjax.engine.memory import place_params
 from specjax.models import init_params, make_target, table

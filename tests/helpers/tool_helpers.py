@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model, table_row
 from transformers import PreTrainedTokenizerFast
 
-from specjax.drafters import make_drafter
+from specjax.drafters import make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
 from specjax.serve.calls import Harmony
@@ -150,7 +150,7 @@ def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Eng
         max_running_requests=4, page_size=16, max_total_tokens=8192, context_length=2048, chunked_prefill_size=256
     )
     engine = Engine(
-        model.target, Params(model.params, None), tokenizer, make_drafter(NGRAM), config=config, eos_ids=eos_ids
+        model.target, Params(model.params, None), tokenizer, make_speculation(NGRAM), config=config, eos_ids=eos_ids
     )
     engine.warm_up([largest_step(engine)], progress=False)
     return engine

@@ -22,7 +22,7 @@ from toy_models import tiny_llama
 
 import specjax
 from specjax.config import HeadConfig, RopeConfig
-from specjax.drafters import Params, TreeShape, eagle_drafter, make_drafter
+from specjax.drafters import Params, TreeShape, eagle_drafter, make_speculation
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.models.draft_head import init_head_params
 from specjax.serve.app import create_app
@@ -51,8 +51,8 @@ def make_engines() -> list[Engine]:
     model = tiny_llama(vocab_size=VOCABULARY)
     target, head = model.target, random_head(model.target)
     drafters = [
-        (make_drafter("NONE"), None, None),
-        (make_drafter(NGRAM), None, None),
+        (make_speculation("NONE"), None, None),
+        (make_speculation(NGRAM), None, None),
         (eagle_drafter(target, HEAD, TreeShape(2, 2, 4)), head, HEAD),
     ]
     return [

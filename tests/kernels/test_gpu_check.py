@@ -13,7 +13,7 @@ import pytest
 from train_helpers import with_kernels
 
 from specjax import gpu
-from specjax.drafters.options import DRAFTERS
+from specjax.drafters import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_drafter
+from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_speculation
 from specjax.config import HeadConfig
-from specjax.drafters.options import options_of
+from specjax.drafters import options_of
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step
@@ -42,7 +42,7 @@ def tiny(shape: str):
     head = HeadConfig("eagle3", 16, 32, 24, 4, 2, 8, 1e-5, RopeConfig(), vocab_size=11, aux_layers=(0, 1),
                       own_head=True, mapped=True)  # fmt: skip
     options = options_of("EAGLE3", **dict(zip(("steps", "topk", "nodes"), TREES[shape], strict=True)))
-    drafter = make_drafter(options, target=target, head=head)
+    drafter = make_speculation(options, target=target, head=head).drafter
 
     def init() -> Params:
         return Params(init_params(config, jax.random.key(0)), init_head_params(head, target, jax.random.key(1)))

@@ -16,7 +16,7 @@ from specjax_kernels import CAUSAL
 from specjax import Engine, EngineConfig, SamplingParams, init_cache
 from specjax.cache import PoolShape
 from specjax.checkpoint import BUILT_IN_MODEL, resolve, save_dequantised
-from specjax.drafters import make_drafter
+from specjax.drafters import make_speculation
 
 pytestmark = pytest.mark.real_model
 
@@ -98,7 +98,7 @@ def plain(expected) -> Engine:  # after `expected`, which has freed its model
 def test_greedy_text_equals_transformers(algorithm, plain, expected):
     engine = plain
     if algorithm != "NONE":
-        engine = Engine(plain.target, plain.params, plain.tokenizer, make_drafter(algorithm), eos_ids=plain.eos_ids)
+        engine = Engine(plain.target, plain.params, plain.tokenizer, make_speculation(algorithm), eos_ids=plain.eos_ids)
     accepted = 0
     for text, reference in zip(PROMPTS, expected, strict=True):
         message = [{"role": "user", "content": text}]

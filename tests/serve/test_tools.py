@@ -17,7 +17,7 @@ from server_helpers import Running, check_error, running
 from tool_helpers import ANTHROPIC, FLAT, NOOP, SCRIPTS, TOOLS, WEATHER, ask, joined, tool_engine, tool_tokenizer
 
 from specjax.cli.flags import ServerSettings
-from specjax.drafters import make_drafter
+from specjax.drafters import make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import GRAMMAR_FAILED
@@ -355,7 +355,7 @@ def test_failed_grammar_of_calls_is_named_tools():
     tokenizer.chat_template = '<tool_call>"arguments"{% for tool in tools %}{{ tool.function.name }}{% endfor %}'
     config = EngineConfig(max_running_requests=2, page_size=16, max_total_tokens=1024, context_length=512)
     engine = Engine(
-        model.target, Params(model.params, None), tokenizer, make_drafter("NONE"), config=config, eos_ids=(END,)
+        model.target, Params(model.params, None), tokenizer, make_speculation("NONE"), config=config, eos_ids=(END,)
     )
     with running(engine) as server:
         bias = {str(byte_ids(b"k")[0]): 90}

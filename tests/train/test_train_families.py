@@ -22,7 +22,7 @@ from train_helpers import arguments
 from specjax import Engine, EngineConfig, SamplingParams
 from specjax.checkpoint import load_head, load_params, model_config, resolve
 from specjax.config import ModelConfig
-from specjax.drafters.options import options_of
+from specjax.drafters import options_of
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, with_token_map
 from specjax.train import generate

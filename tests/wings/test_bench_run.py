@@ -81,10 +81,10 @@ def test_errors_before_a_measurement(bench, tmp_path, capsys):
 
 
 DRAFTER = """
-from specjax.drafters import Ngram, make_drafter
+from specjax.drafters import Ngram, make_speculation
 
 def make(target):
-    return make_drafter(Ngram(nodes=4, capacity={}))
+    return make_speculation(Ngram(nodes=4, capacity={}))
 """
 
 

@@ -230,8 +230,9 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     device = DEVICES["RTX4090"]
     plan = make_plan(Case(described, config, device, "cpu"))
     assert plan["fits"]
-    functions = dict.fromkeys(("init", "propose", "observe", "resize"))
-    assert described.drafter._replace(**functions) == engine.drafter._replace(**functions)
+    functions, facts = dict.fromkeys(("init", "propose", "observe")), {"drafter": None, "resize": None}
+    assert described.speculation.drafter._replace(**functions) == engine.drafter._replace(**functions)
+    assert described.speculation._replace(**facts) == engine.speculation._replace(**facts)
     memory, state, buckets = plan["memory"], engine.programs.state_shapes, engine.buckets
     assert memory["weights"] == nbytes(engine.params.target) and memory["draft_weights"] == nbytes(engine.params.draft)
     assert memory["pool"] == nbytes(state.cache)
@@ -243,7 +244,7 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     used, limit = memory["weights"] + memory["draft_weights"], 6_000_000
     stats = {"bytes_limit": limit, "bytes_in_use": used}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
-    tokens = pool_tokens(engine.target, config, engine.context_length, "gpu", engine.drafter, engine.params)
+    tokens = pool_tokens(engine.target, config, engine.context_length, "gpu", engine.speculation, engine.params)
     monkeypatch.setenv(SHARE_VARIABLES[0], "0.75")
     small = make_plan(Case(described, config, device._replace(memory=limit / 0.75), "gpu"))
     assert small["pool_tokens"] == tokens // 4 * 4 > 0
@@ -256,18 +257,22 @@ def test_temporaries_against_xla(tmp_path, kind):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
     described = outline(str(tmp_path), draft=Ngram(nodes=8, capacity=4096))
-    parts, config = (described.target, described.drafter), EngineConfig(max_running_requests=4)
-    pool, buckets = layout(config, 1024, 1024, "cpu", described.drafter)
+    parts, config = (described.target, described.speculation.drafter), EngineConfig(max_running_requests=4)
+    pool, buckets = layout(config, 1024, 1024, "cpu", described.speculation)
     # The other kind of program is small.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
     buckets = replace(buckets, several=None, **few)
     tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
     state = Resident(jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool)), tables)
-    program: Any = Programs(*parts, buckets, described.params, state, new_pages=1).get(
+    program: Any = Programs(described.target, described.speculation, buckets, described.params, state, new_pages=1).get(
         Key(kind, 4 if kind == "step" else 256, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes
-    assert 0.7 * held < temporary_bytes(described.target, described.drafter.features, buckets, "cpu") < 1.5 * held
+    assert (
+        0.7 * held
+        < temporary_bytes(described.target, described.speculation.drafter.features, buckets, "cpu")
+        < 1.5 * held
+    )
 
 
 def nbytes(tree: Any) -> int:

@@ -16,7 +16,7 @@ from specjax import settings
 from specjax.__main__ import COMMANDS
 from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
-from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_drafter
+from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_speculation
 from specjax.engine import EngineConfig
 from specjax.verify import AcceptAbove, SyntheticAcceptance
 
@@ -106,7 +106,7 @@ def test_defaults():
 def test_adaptive_default(argv, adaptive):
     """An explicit width disables adaptive drafting unless the flag enables it."""
     arguments = build.engine_arguments(ours("--speculative-algorithm", "NGRAM", *argv))
-    drafter = make_drafter(arguments["draft"])
+    drafter = make_speculation(arguments["draft"])
     assert arguments["config"].chooses(drafter) is adaptive
     assert not replace(arguments["config"], trace=True).chooses(drafter), "traced steps draft"
 
