@@ -405,7 +405,7 @@ def test_estimated_temporaries(
 
     from specjax import PoolShape, make_target
     from specjax.engine.buckets import Buckets
-    from specjax.engine.memory import temporary_bytes
+    from specjax.engine.memory import Devices, temporary_bytes, temporary_terms
 
     algorithm, tree = TREES[shape]
     config = getattr(model_shapes, model)(layers)
@@ -419,7 +419,7 @@ def test_estimated_temporaries(
         (1,) if prefill else (batch,), (prefill[1],) if prefill else (1,), 1, prefill and (*prefill, 0), (512,),
         (1,) if prefill else (1, width), None, several_widths=False,
     )  # fmt: skip
-    estimate = temporary_bytes(make_target(config), features, buckets, "gpu")
+    estimate = temporary_bytes(temporary_terms(make_target(config), features, buckets, Devices("gpu")))
     print(f"{model}, {layers} layers, {shape}, batch {batch}, prefill {prefill}: {record['temp_bytes'] / 1e6:.1f} MB, "
           f"estimate {estimate / 1e6:.1f}")  # fmt: skip
     assert record["temp_bytes"] <= estimate <= 1.1 * record["temp_bytes"]
