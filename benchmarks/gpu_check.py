@@ -67,7 +67,6 @@ from timing import CACHE_BYTES, copy_bandwidth, interleaved, rotating
 
 from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, RopeConfig, SamplingParams, gpu
 from specjax.drafters import make_speculation, options_of
-from specjax.engine.memory import temporary_bytes
 from specjax.engine.sequence import completion
 from specjax.gpu import IN_GRAPHS, LOOPS, SCHEDULING
 from specjax.load import use_compilation_cache
@@ -439,7 +438,7 @@ def engine(report: Report) -> None:
         add_gaps("streams after compilation", gaps())
     running.programs.close(5)
     stats = jax.devices()[0].memory_stats() or {}
-    temporary = temporary_bytes(model.target, running.drafter.features, running.buckets, running.platform)
+    temporary = running.memory_plan.temporaries
     estimate = nbytes(params) + nbytes(running.state) + temporary
     report.add("memory", estimated_bytes=estimate, estimated_temporary_bytes=temporary,
                peak_bytes=stats.get("peak_bytes_in_use"), limit_bytes=stats.get("bytes_limit"))  # fmt: skip

@@ -34,8 +34,9 @@ from specjax.drafters.standalone import StandaloneParams
 from specjax.gpu import this_memory, warn_of_problem
 from specjax.limits import ParameterError
 from specjax.models import make_target, table
+from specjax.models.declared import declared
 from specjax.models.draft_head import with_token_map
-from specjax.models.params import EMBED_TENSOR, dimensions, leaves_of
+from specjax.models.params import EMBED_TENSOR, Leaf, Scope, dimensions, leaves_of
 from specjax.models.target import Target
 from specjax.parallel.sharding import check_experts, fitted, group_count, held_bytes
 from specjax.verify import Verifier
@@ -106,7 +107,7 @@ def load(
     devices, groups = 1 if mesh is None else mesh.size, group_count(mesh)
     check_experts(config, groups)
     served = fitted(config, devices, groups=groups)
-    _check_room(files, config, quantization, mem_fraction, devices, groups)
+    _check_room(files, served, quantization, mem_fraction, devices, groups)
     checkpoint.check_tokenizer_paths(tokenizer_path, chat_template)
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
@@ -164,11 +165,11 @@ def _check_room(
     """Raises ValueError if the target's weights alone exceed the memory of each GPU."""
     if (memory := this_memory()) is None:
         return
-    declared, sizes = table(config), dimensions(config)
+    leaves, sizes = [*leaves_of(table(config))], dimensions(config)
 
     def needed(quantization: str) -> int:
         bits = checkpoint.bits_per_weight(files.config, quantization)
-        return held_bytes(leaves_of(declared), sizes, config.dtype, devices, bits, groups)
+        return held_bytes(leaves, sizes, config.dtype, devices, bits, groups)
 
     room, weights = memory.budget(mem_fraction) - memory.used, needed(quantization)
     if weights > room:
@@ -198,6 +199,24 @@ def requested(
     if options.needs and not _path(options) and not shipped and not inside:
         raise _no_path(options)
     return options, drafter
+
+
+def declared_models(target: Target, draft: HeadConfig | MtpConfig | Target | None) -> Params:
+    """Returns the declarations of the parameters of a target and of `LoadedModel.draft_model`."""
+    vocab_size = target.config.vocab_size
+    models = Params(declared(target.config, vocab_size))
+    if draft is None:
+        return models
+    if isinstance(draft, Target):
+        return models._replace(draft=StandaloneParams(cast(Any, declared(draft.config, vocab_size))))
+    head = declared(draft, vocab_size)
+    if isinstance(draft, MtpConfig):
+        head = head._replace(table=(*head.table, MAPPED))
+    return models._replace(draft=head)
+
+
+MAPPED = Scope((Leaf("head", "M -> W"),))
+"""Leaves that a token map adds to MTP layers beside `ids`."""
 
 
 class Chosen(NamedTuple):

@@ -1,7 +1,25 @@
-"""Memory of the devices: placement of parameters, temporaries of programs, and tokens of the KV pool.
+"""Memory of an engine's devices: a plan of what each holds.
 
-On a GPU the pool is allocated at the start. It leaves room for the temporaries of the largest program, so that no step
-runs out of memory when the first large batch comes.
+`plan_memory` computes a `MemoryPlan` once. It adds up a table of terms:
+
+    term            bytes                                                               when
+    weights         parameters of the target                                            always
+    draft_weights   parameters of the draft                                             always
+    other           what else is allocated when the engine starts                       always
+    pool            pages of the target                                                 always
+    draft_pool      pages of the draft, and of committed tokens                         always
+    rows            the state without pages                                             always
+    page_tables     int32 [R, pages of a request]                                       always
+    logits          float32 [L, V], `STEP_COPIES` times                                 in a program
+    layers          of each token: what all layers keep until the end                   in a program
+    layer           of each token: the largest temporaries of one layer                 in a program
+    row_states      states of recurrent layers of each request, `ROW_COPIES` times      in a program
+    widened         before Ampere: one layer's gathered pages in float32, parts of a    in a program
+                    weight (`WIDENED`)
+
+A program is a step or a prefill of T tokens and R requests; L is T in a step, R in a prefill. Of all programs of a kind
+the plan holds the terms of the largest. On a GPU the pool leaves room for it, so that no step runs out of memory when
+the first large batch comes; `Programs` later compares XLA's own figure with that room.
 """
 
 from __future__ import annotations
@@ -9,104 +27,28 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
-from functools import cache, lru_cache, partial
-from math import prod
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, prod
+from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
-from specjax_kernels import Quantised
 from specjax_kernels.quantised import WIDENED
 from specjax_kernels.xla import GPU_TOKENS
 
 from specjax.cache import PoolShape, row_states
-from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Features, Params, Speculation
-from specjax.drafters.standalone import StandaloneParams
-from specjax.engine.config import EngineConfig, layout, snapshot_rows
+from specjax.engine.config import EngineConfig, context_length, layout, snapshot_rows
 from specjax.engine.plan import Buckets
 from specjax.gpu import Memory, this_memory
 from specjax.limits import ParameterError
 from specjax.models import table
-from specjax.models.head_spec import head_sizes, head_table
-from specjax.models.mtp_spec import mtp_sizes, mtp_table
-from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, leaves_of, map_leaves
+from specjax.models.params import dimensions, leaves_of
 from specjax.models.target import Target
-from specjax.parallel import sharding
-from specjax.parallel.sharding import leaf_share, page_bytes, row_bytes, splits_input
-from specjax.state import DecodeState, init_state
-
-# Parameters
-
-AnyModel = HeadConfig | MtpConfig | Target | None
-"""Config or model of `Params.draft`; None: the drafter has neither."""
-
-MAPPED = Scope((Leaf("head", "M -> W"),))
-"""Leaves that a token map adds to MTP layers beside `ids`."""
-
-
-def check_models(target: Target, draft: AnyModel, count: int, groups: int = 1) -> None:
-    """Raises ValueError if the heads of a model or of its draft cannot be split over `count` devices, or their experts
-    over `groups` of these."""
-    sharding.check_experts(target.config, groups)
-    for model, what in ((target, "the model"), (draft, "the draft")):
-        config = model.config if isinstance(model, Target) else model
-        if config is None or sharding.fitted(config, count, what, groups) == config:
-            continue
-        problem = (
-            f"{count}: {what} has fewer key/value heads; load it by Engine.from_pretrained, which makes "
-            f"{sharding.copies_of(config, count)} copies of each"
-        )
-        raise ParameterError("tensor_parallel", problem, "EngineConfig")
-
-
-def place_params(mesh: Mesh, params: Params, target: Target, draft: AnyModel) -> Params:
-    """Places the parameters of both models on the mesh by their tables. Undeclared leaves are on every device."""
-    if mesh.size == 1:
-        return _everywhere(mesh, params)
-    return Params(_model(mesh, params.target, target.config), _draft(mesh, params.draft, draft, target))
-
-
-def _model(mesh: Mesh, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    return _placed(mesh, weights, table(config), dimensions(config), config.dtype, "the model")
-
-
-def _draft(mesh: Mesh, params: Any, draft: AnyModel, target: Target) -> Any:
-    if isinstance(draft, Target) and isinstance(params, StandaloneParams):
-        return StandaloneParams(_model(mesh, params.model, draft.config), _everywhere(mesh, params.ids))
-    if isinstance(draft, HeadConfig):
-        sizes = head_sizes(draft, target.config.vocab_size)
-        return _placed(mesh, params, head_table(draft), sizes, draft.dtype, "the draft")
-    if isinstance(draft, MtpConfig):
-        declared = (*mtp_table(draft), MAPPED)
-        return _placed(mesh, params, declared, mtp_sizes(draft), draft.dtype, "the draft")
-    return _everywhere(mesh, params)
-
-
-def _everywhere(mesh: Mesh, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: sharding.placed(leaf, sharding.everywhere(mesh)), tree)
-
-
-def _placed(
-    mesh: Mesh, weights: Mapping[str, Any], declared: Table, sizes: Sizes, dtype: str, what: str
-) -> dict[str, Any]:
-    widened = sharding.Widened()
-
-    def place(value: Any, leaf: Any) -> Any:
-        if isinstance(value, Mapping):
-            inner = leaf if isinstance(leaf, dict) else {}
-            return {name: place(part, inner.get(name)) for name, part in value.items()}
-        if isinstance(value, Quantised) and leaf is not None:
-            shape = leaf.shape(sizes)
-            return sharding.put_quantised(mesh, value, leaf, lambda floats: floats.reshape(shape), dtype, widened)
-        return sharding.put(mesh, value, leaf)
-
-    placed = place(weights, map_leaves(declared, lambda leaf: leaf))
-    widened.tell(what)
-    return placed
-
+from specjax.parallel.sharding import first_device, held_outputs, local_bytes, page_bytes, row_bytes
+from specjax.state import DecodeState
 
 # Heap
 
@@ -133,9 +75,186 @@ def keep_freed_memory() -> bool:
     )
 
 
-# KV pool
+# The plan
+
+When = Literal["always", "step", "prefill"]
+
+
+class Term(NamedTuple):
+    name: str
+    bytes: int  # on each device
+    when: When
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of an engine.
+
+    Attributes:
+        platform: "cpu", or "gpu" for all others.
+        count: number of devices over which the models are split.
+        memory: memory of each device; None: shared with other processes, as on a CPU.
+    """
+
+    platform: str
+    count: int = 1
+    memory: Memory | None = None
+
+    @classmethod
+    def of(cls, platform: str, mesh: Mesh | None) -> Devices:
+        """Describes this process's device, or the devices of a mesh."""
+        memory = None if platform == "cpu" else this_memory(first_device(mesh))
+        return cls(platform, 1 if mesh is None else mesh.size, memory)
+
+
+class Held(NamedTuple):
+    """Bytes on each device that do not depend on the size of the pool."""
+
+    weights: int  # of the target
+    draft_weights: int
+    token: int  # of a token in the target's pages
+    draft_token: int  # of a token in all other pages
+    rows: int  # the state without pages
+
+
+def held_by(params: Params, state: Callable[[PoolShape], DecodeState], page_size: int) -> Held:
+    """Computes `Held` from arrays, or from shapes with shardings. `state`: shapes of the state with such a pool."""
+    one, two = (state(PoolShape(pages, page_size)) for pages in (1, 2))
+    token, own = (
+        (local_bytes(more) - local_bytes(less)) // page_size for less, more in ((one, two), (one.cache, two.cache))
+    )
+    weights, draft_weights = local_bytes(params.target), local_bytes(params.draft)
+    return Held(weights, draft_weights, own, token - own, local_bytes(one) - token * page_size)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each device of an engine holds, and the sizes that follow.
+
+    Attributes:
+        terms: the table of this module. Of the programs, those of the largest step and of the largest prefill; none
+            where the memory is shared with other processes.
+        pool: size of the KV pool; no pages if the engine does not fit.
+        buckets: sizes of the programs.
+        context_length: maximum number of tokens of a request.
+        snapshots: rows for snapshots of a recurrent model's state; None: the model has no such state.
+        limit: bytes that may be used; None: the memory is shared with other processes.
+        problem: why the engine does not fit, and what would; None: it fits.
+    """
+
+    terms: tuple[Term, ...]
+    pool: PoolShape
+    buckets: Buckets
+    context_length: int
+    snapshots: int | None
+    limit: int | None
+    problem: ValueError | None
+
+    @property
+    def always(self) -> dict[str, int]:
+        return {term.name: term.bytes for term in self.terms if term.when == "always"}
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes that the largest program holds beside its arguments."""
+        return temporary_bytes(self.terms)
+
+    @property
+    def total(self) -> int:
+        return sum(self.always.values()) + self.temporaries
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a program may hold beside its arguments; None: unknown."""
+        return None if self.limit is None else self.limit - sum(self.always.values())
+
+    def checked(self) -> MemoryPlan:
+        """Raises `problem` if there is one."""
+        if self.problem is not None:
+            raise self.problem
+        return self
+
+
+def plan_memory(
+    config: EngineConfig, target: Target, speculation: Speculation, devices: Devices, held: Held
+) -> MemoryPlan:  # fmt: skip
+    """Plans the memory of an engine. The pool has `EngineConfig.max_total_tokens`, else as many tokens as all rows can
+    use or as fit beside the weights and the temporaries of the largest program.
+
+    Raises ParameterError if the context exceeds the model's positions.
+    """
+    context, snapshots, memory = context_length(target, config), snapshot_rows(target, config), devices.memory
+    wanted = config.max_running_requests * context
+
+    def sizes(tokens: int) -> tuple[PoolShape, Buckets]:
+        return layout(config, context, tokens, devices.platform, speculation, ragged=target.ragged)
+
+    programs = (
+        () if memory is None else temporary_terms(target, speculation.drafter.features, sizes(wanted)[1], devices)
+    )
+    weights = held.weights + held.draft_weights
+    fixed = {
+        "weights": held.weights,
+        "draft_weights": held.draft_weights,
+        "other": max(memory.used - weights, 0) if memory is not None else 0,
+        "pool": 0,
+        "draft_pool": 0,
+        "rows": held.rows,
+        "page_tables": 4 * config.max_running_requests * -(-context // config.page_size),
+    }
+    tokens, problem = config.max_total_tokens or min(wanted, DEFAULT_POOL_TOKENS), None
+    if devices.platform != "cpu" and memory is not None:
+        try:
+            tokens = _fitting_tokens(config, speculation, memory, wanted, held, fixed, temporary_bytes(programs))
+        except ValueError as error:
+            tokens, problem = 0, error
+    pool, buckets = sizes(tokens or wanted)
+    pool = pool if tokens else pool._replace(pages=0)
+    fixed |= {"pool": prod(pool) * held.token, "draft_pool": prod(pool) * held.draft_token}
+    terms = (*(Term(name, size, "always") for name, size in fixed.items()), *programs)
+    plan = MemoryPlan(terms, pool, buckets, context, snapshots, memory and memory.limit, problem)
+    if problem is None and plan.limit is not None and plan.total > plan.limit:
+        text = f"{plan.total / 1e9:.2f} GB are needed and there are {plan.limit / 1e9:.2f} GB"
+        return replace(plan, problem=ValueError(text))
+    return plan
+
 
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, which shares its memory with other processes
+
+
+def _fitting_tokens(
+    config: EngineConfig, speculation: Speculation, memory: Memory, wanted: int, held: Held, fixed: dict[str, int],
+    temporaries: int,
+) -> int:  # fmt: skip
+    """Returns the number of tokens in the pool. Raises ValueError if they do not fit the device."""
+    used, token = fixed["weights"] + fixed["draft_weights"] + fixed["other"], held.token + held.draft_token
+    room = memory.limit - sum(fixed.values()) - temporaries
+    most, rows = config.largest_batch, config.max_running_requests
+    fewer = f"max_batch ({most})" if most < rows else f"max_running_requests ({rows})"
+    fewer += f" or draft tokens ({speculation.drafter.width})" if speculation.explicit_width else ""
+    if (requested := config.max_total_tokens) is not None:
+        if requested * token > room:
+            problem = (
+                f"{requested} takes {requested * token / 1e9:.2f} GB and the temporaries of the largest program "
+                f"{temporaries / 1e9:.2f} GB, but {(memory.limit - used) / 1e9:.2f} GB are free; give fewer tokens, or "
+                f"fewer {fewer}"
+            )
+            raise ParameterError("max_total_tokens", problem, "EngineConfig")
+        return requested
+    budget = memory.budget(config.mem_fraction)
+    free = min(budget - used, room)
+    if free < token * config.page_size:
+        raise ValueError(
+            f"no memory is left for the KV pool: {used / 1e9:.2f} of {memory.total / 1e9:.2f} GB are taken, "
+            f"{budget / 1e9:.2f} GB are for weights and pool (mem_fraction {config.mem_fraction:g}; jax has "
+            f"{memory.limit / 1e9:.2f} GB), and the temporaries of the largest program take {temporaries / 1e9:.2f} "
+            f"GB; give a higher fraction, or fewer {fewer}"
+        )
+    return min(wanted, free // token)
+
+
+# Temporaries of programs
+
 STEP_COPIES = {"cpu": 4.2, "gpu": 2.9}
 """float32 arrays of [nodes, vocabulary] that a step holds at once, in XLA's analysis: on a CPU 4.1 for a Llama of 4
 layers and 32,000 tokens with 8 to 128 nodes, on a GPU 2.8 to 2.9 for Llama-3.1-8B and Qwen3-8B."""
@@ -144,141 +263,59 @@ ROW_COPIES = 1.6  # of the state of each request of a batch, over all layers
 ROUNDING = 1.03  # of what a GPU's program holds; XLA aligns arrays and adds small ones
 
 
-def pool_tokens(
-    target: Target, config: EngineConfig, context_length: int, platform: str, speculation: Speculation,
-    params: Params, mesh: Mesh | None = None,
-) -> int:  # fmt: skip
-    """`fitting_tokens` for this process's device, or for each device of a mesh. The weights are already there."""
-    memory = None if platform == "cpu" else this_memory(sharding.first_device(mesh))
-    if memory is None:
-        return fitting_tokens(target, config, context_length, speculation)
-
-    rows, kept = config.max_running_requests, snapshot_rows(target, config) or 0
-
-    def init(pages: int, rows: int = rows, snapshots: int = kept) -> DecodeState:
-        pool = PoolShape(pages, config.page_size)
-        return init_state(params, target, speculation.drafter, rows=rows, pool=pool, snapshots=snapshots)
-
-    one, two = (jax.eval_shape(partial(init, pages)) for pages in (1, 2))
-    if mesh is not None:
-        placed = sharding.empty_state(mesh, lambda: init(1, rows=1, snapshots=0))
-        one, two = (sharding.described(shapes, placed) for shapes in (one, two))
-    sizes = sharding.local_bytes(one), sharding.local_bytes(two)
-    token_bytes = (sizes[1] - sizes[0]) // config.page_size
-    rest = sizes[0] - token_bytes * config.page_size
-    devices = 1 if mesh is None else mesh.size
-    return fitting_tokens(target, config, context_length, speculation, memory, token_bytes, devices, rest)
+def temporary_bytes(terms: Iterable[Term]) -> int:
+    """Bytes that the largest program holds beside its arguments."""
+    terms = list(terms)
+    return max(sum(term.bytes for term in terms if term.when == when) for when in ("step", "prefill"))
 
 
-def fitting_tokens(
-    target: Target,
-    config: EngineConfig,
-    context_length: int,
-    speculation: Speculation,
-    memory: Memory | None = None,
-    token_bytes: int = 0,
-    devices: int = 1,
-    rest: int = 0,
-) -> int:
-    """Tokens of the pool: `max_total_tokens`, else as many as all rows can use or as fit beside the weights and the
-    temporaries of the largest program.
-
-    Args:
-        memory: memory of the device, in use by the weights; None: shared with other processes, as on a CPU.
-        token_bytes: bytes of a token in the pool.
-        devices: number of devices over which the model is split.
-        rest: bytes of the state without the pool.
-
-    Raises:
-        ValueError: the tokens do not fit the device.
-    """
-    requested, rows = config.max_total_tokens, config.max_running_requests
-    wanted = rows * context_length
-    if memory is None:
-        return requested or min(wanted, DEFAULT_POOL_TOKENS)
-    _, buckets = layout(config, context_length, wanted, "gpu", speculation)
-    reserved = temporary_bytes(target, speculation.drafter.features, buckets, "gpu", devices, memory.before_ampere)
-    total, limit, used, _ = memory
-    batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"
-    tree = f" or draft tokens ({speculation.drafter.width})" if speculation.explicit_width else ""
-    fewer = f"{batch}{tree}"
-    room = limit - used - reserved - rest
-    if requested is not None:
-        if requested * token_bytes > room:
-            problem = (
-                f"{requested} takes {requested * token_bytes / 1e9:.2f} GB and the temporaries of the largest program "
-                f"{reserved / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer tokens, or fewer "
-                f"{fewer}"
-            )
-            raise ParameterError("max_total_tokens", problem, "EngineConfig")
-        return requested
-    free = min(memory.budget(config.mem_fraction) - used, room)
-    if free < token_bytes * config.page_size:
-        raise ValueError(
-            f"no memory is left for the KV pool: {used / 1e9:.2f} of {total / 1e9:.2f} GB are taken, "
-            f"{memory.budget(config.mem_fraction) / 1e9:.2f} GB are for weights and pool (mem_fraction "
-            f"{config.mem_fraction:g}; jax has {limit / 1e9:.2f} GB), and the temporaries of the largest program take "
-            f"{reserved / 1e9:.2f} GB; give a higher fraction, or fewer {fewer}"
-        )
-    return min(wanted, free // token_bytes)
-
-
-def room_beside(state: Any, mesh: Mesh | None = None) -> int | None:
-    """Bytes of each device that are free beside the weights, which are there, and a state of these shapes, which is
-    not; None: the memory is shared with other processes, as on a CPU."""
-    if (memory := this_memory(sharding.first_device(mesh))) is None:
-        return None
-    return memory.limit - memory.used - sharding.local_bytes(state)
-
-
-def temporary_bytes(
-    target: Target, features: Features, buckets: Buckets, platform: str, devices: int = 1, before_ampere: bool = False
-) -> int:
-    """Estimates the bytes that the largest program holds beside its arguments, which the pool's size must leave free
-    before the programs of that size are compiled:
-
-        logits of the nodes     `STEP_COPIES`; a prompt's chunk has one token's logits
-        all layers              keys and values, which are committed together at the end: on a GPU in the product with
-                                the queries, which kernels read in place; or, if more, two arrays of zeros for the rows
-                                of the chosen experts; the features
-        one layer               two of its widest output, six of the residual stream; on a CPU, if that is more, the
-                                scores of attention within the chunk, twice [H, tokens, tokens] in float32; on a GPU one
-                                and a half and three, or, if more, the rows of the chosen experts twice; or those of
-                                a delta net (`STATE_COPIES`), whose entries last, too, as do states (`ROW_COPIES`)
-        a GPU before Ampere     the gathered pages of a layer in float32, and a part of a weight twice (`WIDENED`)
+def temporary_terms(
+    target: Target, features: Features, buckets: Buckets, devices: Devices
+) -> tuple[Term, ...]:  # fmt: skip
+    """Estimates the terms of the largest step and of the largest prefill.
 
     At most 10% more than XLA holds on an H200, and never less (`tests/kernels/test_gpu_compile.py`). Another test
     compares programs of a CPU.
     """
-    model, on_cpu = target.config, platform == "cpu"
-    lasting, passing = _activation_bytes(target, features, devices, on_cpu=on_cpu)
+    model, kind = target.config, "cpu" if devices.platform == "cpu" else "gpu"
+    layers, layer = _activation_bytes(target, features, devices.count, on_cpu=kind == "cpu")
+    old = devices.memory is not None and devices.memory.before_ampere
+    pages = page_bytes(target.pages, devices.count) // (model.num_layers * np.dtype(model.dtype).itemsize)
 
-    def size(tokens: int, rows: int, requests: int) -> int:
-        logits = STEP_COPIES["cpu" if on_cpu else "gpu"] * rows * model.vocab_size * 4
-        scores = 8 * model.num_heads * tokens if on_cpu else 0
-        states = ROW_COPIES * requests * row_bytes(target.pages, devices)
-        return int((tokens * (lasting + max(passing, scores)) + logits + states) * (1 if on_cpu else ROUNDING))
+    def program(when: When, tokens: int, rows: int, requests: int) -> list[Term]:
+        # Scores of attention within a block, twice [H, tokens, tokens] in float32, which a GPU's kernels do not hold.
+        scores = 8 * model.num_heads * tokens if kind == "cpu" else 0
+        sizes = {
+            "logits": STEP_COPIES[kind] * rows * model.vocab_size * 4,
+            "layers": tokens * layers,
+            "layer": tokens * max(layer, scores),
+            "row_states": ROW_COPIES * requests * row_bytes(target.pages, devices.count),
+        }
+        terms = [Term(name, ceil(size * (1 if kind == "cpu" else ROUNDING)), when) for name, size in sizes.items()]
+        return [*terms, Term("widened", GPU_TOKENS * 4 * pages + 6 * WIDENED if old else 0, when)]
 
-    nodes = {batch: batch * nodes for batch, nodes in buckets.trees.items()}
-    steps = [(count, count, batch) for batch, count in nodes.items()]
-    prefills = [(key.rows * key.width, key.rows, key.rows) for key in buckets.prefills("prefill", buckets.tables[0])]
-    most = max(size(*program) for program in (*steps, *prefills))
-    if not before_ampere:
-        return most
-    wide = 4 * page_bytes(target.pages, devices) // (model.num_layers * np.dtype(model.dtype).itemsize)
-    return most + GPU_TOKENS * wide + 6 * WIDENED
+    steps = [program("step", batch * nodes, batch * nodes, batch) for batch, nodes in buckets.trees.items()]
+    keys = buckets.prefills("prefill", buckets.tables[0])
+    prefills = [program("prefill", key.rows * key.width, key.rows, key.rows) for key in keys]
+    return (*max(steps, key=temporary_bytes), *max(prefills, key=temporary_bytes))
 
 
-@lru_cache(16)
 def _activation_bytes(target: Target, features: Features, devices: int, *, on_cpu: bool) -> tuple[int, int]:
-    """Bytes per token of all layers, and of one layer; see `temporary_bytes`."""
+    """Estimates the bytes of a token that all layers keep until the end of a program, and of one layer's temporaries.
+
+    layers      the features, and the residual streams of which they are made
+                block entries of delta nets
+                keys and values, which are committed together at the end; on a GPU in the product with the queries,
+                which kernels read in place; or, if more, two arrays for the rows of the chosen experts in all layers
+    layer       the widest outputs of a matrix: on a CPU two and four residual streams, on a GPU one and a half
+                or, if more, two arrays for the rows of the chosen experts
+                or, if more, the systems of equations of a delta net (`STATE_COPIES`)
+    """
     model, sizes = target.config, dimensions(target.config)
     widest = packed = 0
     for leaf in leaves_of(table(model)):
         if leaf.matrix and "vocab" not in leaf.axes:
-            shape, share = leaf.shape(sizes), leaf_share(leaf, sizes, devices)
-            outputs = prod(shape[axis] for axis in leaf.matrix[1])
-            outputs = outputs if splits_input(leaf, sizes, devices) else round(outputs * share)
+            outputs = held_outputs(leaf, sizes, devices)
             widest, packed = max(widest, outputs), packed + outputs * (leaf.name == "qkv")
     size = np.dtype(model.dtype).itemsize
     stream, pages = size * model.hidden_size, page_bytes(target.pages, devices)

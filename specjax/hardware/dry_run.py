@@ -22,26 +22,23 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from specjax_kernels.platforms import before_ampere
 
 from specjax import checkpoint
-from specjax.cache import PoolShape, bytes_per_token
+from specjax.cache import PoolShape
 from specjax.cli import build, flags
-from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import Auto, DraftOptions, NoDraft, Params, Speculation, StandaloneParams, make_speculation
 from specjax.drafters.options import ModelOptions
-from specjax.engine.config import EngineConfig, context_length, layout, snapshot_rows
-from specjax.engine.memory import fitting_tokens, temporary_bytes
+from specjax.engine.config import EngineConfig, snapshot_rows
+from specjax.engine.memory import Devices, Held, held_by, plan_memory
 from specjax.engine.plan import BATCHES, speculation_table
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
-from specjax.models import family, make_target, table
-from specjax.models.blocks import key_value_spec
+from specjax.models import make_target
+from specjax.models.declared import Declared, declared
 from specjax.models.draft_head import with_vocabulary
-from specjax.models.head_spec import head_sizes, head_table
-from specjax.models.mtp_spec import mtp_sizes, mtp_table
-from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves, read_leaves
+from specjax.models.params import Bits, Leaf, leaves_of, read_leaves
 from specjax.models.target import Target
 from specjax.parallel.sharding import check_experts, fitted, held_bytes, page_bytes, row_bytes
 from specjax.settings import Parser, dashed
@@ -114,17 +111,19 @@ def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = Fal
 class Part(NamedTuple):
     """Declared weights of the target, or of the draft head or model."""
 
-    config: ModelConfig | HeadConfig | MtpConfig
-    table: Table
-    sizes: Sizes
-    pages: Any  # pytree of `PageSpec`s
+    declared: Declared
     bits: Bits | None  # sizes of quantised weights
-
-    def shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape(self.sizes), np.dtype(leaf.dtype or self.config.dtype))
+    name: str  # in messages
 
     def bytes(self, leaves: Iterable[Leaf], devices: int, groups: int) -> int:
-        return held_bytes(leaves, self.sizes, self.config.dtype, devices, self.bits, groups)
+        config, sizes = self.declared.config, self.declared.sizes
+        return held_bytes(leaves, sizes, config.dtype, devices, self.bits, groups)
+
+    def on(self, devices: int, groups: int, vocab_size: int) -> Part:
+        """Describes the part as loading fits it to devices. Raises ParameterError if they cannot split it."""
+        config = fitted(self.declared.config, devices, self.name, groups)
+        same = config == self.declared.config
+        return self if same else self._replace(declared=declared(config, vocab_size))
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
@@ -148,20 +147,16 @@ def outline(
     chosen = choose(options, files, config, platform)
     target = make_target(config)
 
-    def part(config: Any, kind: str, hf_config: dict[str, Any], tied: bool) -> Part:
+    def part(config: Any, kind: str, hf_config: dict[str, Any], tied: bool) -> None:
         half = platform == "cpu" and config.dtype == "float32"
         bits = checkpoint.bits_per_weight(hf_config, kind, keeps_half=half)
         # Loading does not quantise an embedding that is only read by rows.
         bits = bits and bits._replace(embed=kind == "auto" or tied)
-        if isinstance(config, MtpConfig):
-            pages = (family(config.layer).layer.page_spec(config.layer),) * config.count
-            return Part(config, mtp_table(config), mtp_sizes(config), pages, bits)
-        if isinstance(config, HeadConfig):
-            sizes = head_sizes(config, target.config.vocab_size)
-            return Part(config, head_table(config), sizes, (key_value_spec(config),) * config.layers, bits)
-        return Part(config, table(config), dimensions(config), make_target(config).pages, bits)
+        name = "the draft" if parts else "the model"
+        parts.append(Part(declared(config, target.config.vocab_size), bits, name))
 
-    parts = [part(config, quantization, {**files.config}, config.tied_embeddings)]
+    parts = list[Part]()
+    part(config, quantization, {**files.config}, config.tied_embeddings)
     kind, head, small = "none", None, None
     options = cast(ModelOptions, chosen.options)
     if options.needs is not None and options.kind is None:
@@ -169,15 +164,15 @@ def outline(
             others = checkpoint.resolve(str(options.path), revision=options.revision, progress=True, outline=True)
             drafts = checkpoint.model_config(others.config, dtype=dtype, platform=platform)
             kind, small = model_quantization(options, others, drafts, platform), make_target(drafts)
-        parts.append(part(drafts, kind, {**others.config}, drafts.tied_embeddings))
+        part(drafts, kind, {**others.config}, drafts.tied_embeddings)
     elif options.needs is not None:
         head = chosen.mtp or _head(options, config)
         kind, inside = head_quantization(chosen, files, config, quantization, platform), chosen.mtp is not None
         stored = {**files.config} if inside else {}
         if inside and checkpoint.mtp_method(files, config) is None:
             stored.pop("quantization_config", None)
-        parts.append(part(head, kind, stored, inside and config.tied_embeddings))
-    weights, *draft_weights = (map_leaves(part.table, part.shape) for part in parts)
+        part(head, kind, stored, inside and config.tied_embeddings)
+    weights, *draft_weights = (part.declared.params() for part in parts)
     if plugin is None:
         speculation = chosen.speculation(target, head, model=small, platform=platform, quantization=kind)
         params: Any = draft_weights[0] if draft_weights else None
@@ -218,40 +213,15 @@ class Case(NamedTuple):
 
 def make_plan(case: Case) -> dict[str, Any]:
     """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
-    model, config, n = case.outline, case.config, case.config.tensor_parallel
-    target, drafter, rows = model.target, model.speculation.drafter, config.max_running_requests
-    context = context_length(target, config)
-    snapshots = snapshot_rows(target, config) or 0
-    token, fixed = _state_bytes(model, config.page_size, rows, snapshots)
-    fixed -= (rows + snapshots) * (row_bytes(target.pages) - row_bytes(target.pages, n))
-    pages, draft_pages = page_bytes(target.pages, n), token - page_bytes(target.pages)
-    for part in model.parts[1:]:
-        draft_pages += page_bytes(part.pages, n) - page_bytes(part.pages)
-    reads = _reads(model, n, config.expert_parallel)
-    weights, draft_weights = reads["weights"], reads["draft_weights"]
-    problems = [problem] if (problem := _split_problem(case)) else []
-    memory, old = None, case.device.before_ampere
-    if case.platform != "cpu":
-        memory = Memory(case.device.memory, case.limit, weights + draft_weights, old)
-    try:
-        tokens = fitting_tokens(target, config, context, model.speculation, memory, pages + draft_pages, n, fixed)
-    except ValueError as error:
-        problems.append(str(flags.with_flag(error)))
-        tokens = 0
-    size = tokens or rows * context
-    pool, buckets = layout(config, context, size, case.platform, model.speculation, ragged=target.ragged)
-    tokens = prod(pool) if tokens else 0
-    sizes = {
-        "weights": weights,
-        "draft_weights": draft_weights,
-        "pool": tokens * pages,
-        "draft_pool": tokens * draft_pages,
-        "rows": fixed,
-        "temporaries": temporary_bytes(target, drafter.features, buckets, case.platform, n, old),
-    }
-    total = sum(sizes.values())
-    if not problems and total > case.limit:
-        problems.append(f"{total / 1e9:.2f} GB are needed and there are {case.limit / 1e9:.2f} GB")
+    model, config, n, groups = case.outline, case.config, case.config.tensor_parallel, case.config.expert_parallel
+    parts, problem = _split(model, n, groups)
+    held, forward = _held(case, parts), _read_bytes(parts[0], n, groups)
+    memory = Memory(case.device.memory, case.limit, 0, case.device.before_ampere)
+    served, drafter = cast(ModelConfig, parts[0].declared.config), model.speculation.drafter
+    target = model.target if served == model.target.config else make_target(served)
+    plan = plan_memory(config, target, model.speculation, Devices(case.platform, n, memory), held)
+    problems = [str(flags.with_flag(error)) for error in (problem, plan.problem) if error is not None]
+    tokens, context, buckets = prod(plan.pool), plan.context_length, plan.buckets
     if not problems and config.context_length and tokens < context:
         problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
     return {
@@ -261,68 +231,72 @@ def make_plan(case: Case) -> dict[str, Any]:
         "replicas": case.replicas,
         "fits": not problems,
         "problems": problems,
-        "memory": sizes | {"total": total, "limit": case.limit},
-        "token_bytes": pages,
-        "draft_token_bytes": draft_pages,
+        "memory": plan.always | {"temporaries": plan.temporaries, "total": plan.total, "limit": case.limit},
+        "terms": [term._asdict() for term in plan.terms],
+        "token_bytes": held.token,
+        "draft_token_bytes": held.draft_token,
         "pool_tokens": tokens,
         "page_size": config.page_size,
         "context_length": context,
         "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
         "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
         "speculation": speculation_table(model.speculation, buckets),
-        "reads": reads,
+        "reads": {"weights": held.weights, "draft_weights": held.draft_weights, "forward": forward},
         "speeds": {
-            batch: batch * case.device.bandwidth / (reads["forward"] + batch * min(CONTEXT, context) * pages)
+            batch: batch * case.device.bandwidth / (forward + batch * min(CONTEXT, context) * held.token)
             for batch in buckets.batches
         },
     }
 
 
-def _split_problem(case: Case) -> str | None:
-    """Returns a reason why the devices cannot split heads or experts."""
-    devices, groups = case.config.tensor_parallel, case.config.expert_parallel
+@lru_cache(16)
+def _split(model: Outline, devices: int, groups: int) -> tuple[tuple[Part, ...], ValueError | None]:
+    """Returns the parts as loading fits them to devices, or unchanged and the reason why that is impossible."""
+    target = model.target.config
     try:
-        check_experts(case.outline.target.config, groups)
-        for part, name in zip(case.outline.parts, ("the model", "the draft"), strict=False):
-            fitted(part.config, devices, name, groups)
+        check_experts(target, groups)
+        return tuple(part.on(devices, groups, target.vocab_size) for part in model.parts), None
     except ValueError as error:
-        return str(flags.with_flag(error))
-    return None
+        return model.parts, error
+
+
+def _held(case: Case, parts: tuple[Part, ...]) -> Held:
+    """Computes the bytes on each device: those of one device, less what the others hold of pages and rows."""
+    model, config, n = case.outline, case.config, case.config.tensor_parallel
+    rows, snapshots = config.max_running_requests, snapshot_rows(model.target, config) or 0
+    one = _held_by_one(model, config.page_size, rows, snapshots)
+    weights, *drafts = (part.bytes(leaves_of(part.declared.table), n, config.expert_parallel) for part in parts)
+    pages, *draft_pages = (page_bytes(part.declared.pages, n) for part in parts)
+    others = sum(draft_pages) - sum(page_bytes(part.declared.pages) for part in model.parts[1:])
+    row = row_bytes(model.target.pages, n) - row_bytes(model.target.pages)
+    return Held(
+        weights=weights,
+        draft_weights=sum(drafts) if drafts else one.draft_weights,  # of a user-defined drafter
+        token=pages,
+        draft_token=one.draft_token + others,
+        rows=one.rows + (rows + snapshots) * row,
+    )
 
 
 @lru_cache(16)
-def _reads(outline: Outline, devices: int, groups: int) -> dict[str, int]:
-    """Computes bytes of parameters on each device, and bytes that a `forward` of one token reads."""
-    target, *drafts = outline.parts
-    experts = outline.target.config.experts
-
-    def active(leaf: Leaf) -> float:  # share that one token reads
-        if experts is None or leaf.dims[0] != "X" or len(leaf.dims) == 1:
-            return 1.0
-        return experts.per_token / experts.count
-
-    draft = _nbytes(outline.params.draft)  # of a user-defined drafter
-    for part in drafts:
-        draft = part.bytes(leaves_of(part.table), devices, groups)
-    forward = sum(int(target.bytes([leaf], devices, groups) * active(leaf)) for leaf in read_leaves(target.table))
-    weights = target.bytes(leaves_of(target.table), devices, groups)
-    return {"weights": weights, "draft_weights": draft, "forward": forward}
-
-
-@lru_cache(16)
-def _state_bytes(outline: Outline, page_size: int, rows: int, snapshots: int) -> tuple[int, int]:
-    """Computes bytes per token in all pools, and bytes of the remaining state."""
-
+def _held_by_one(model: Outline, page_size: int, rows: int, snapshots: int) -> Held:
     def state(pool: PoolShape) -> Any:
-        arguments = outline.params, outline.target, outline.speculation.drafter
-        return init_state(*arguments, rows=rows, pool=pool, snapshots=snapshots)
+        arguments = model.params, model.target, model.speculation.drafter
+        return jax.eval_shape(lambda: init_state(*arguments, rows=rows, pool=pool, snapshots=snapshots))
 
-    token = bytes_per_token(state, page_size)
-    return token, _nbytes(jax.eval_shape(lambda: state(PoolShape(1, page_size)))) - token * page_size
+    return held_by(model.params, state, page_size)
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+def _read_bytes(target: Part, devices: int, groups: int) -> int:
+    """Computes the bytes of parameters that a forward of one token reads on each device."""
+    experts = getattr(target.declared.config, "experts", None)
+    chosen = experts.per_token / experts.count if experts else 1.0
+
+    def read(leaf: Leaf) -> int:
+        stacked = leaf.dims[0] == "X" and len(leaf.dims) > 1
+        return int(target.bytes([leaf], devices, groups) * (chosen if stacked else 1.0))
+
+    return sum(map(read, read_leaves(target.declared.table)))
 
 
 def changes(case: Case) -> Iterator[str]:
@@ -350,7 +324,8 @@ def changes(case: Case) -> Iterator[str]:
     }
     for flag, cases in candidates.items():
         for value, changed in cases:
-            if not _split_problem(changed) and make_plan(changed)["fits"]:
+            splits = _split(changed.outline, changed.config.tensor_parallel, changed.config.expert_parallel)[1] is None
+            if splits and make_plan(changed)["fits"]:
                 yield f"{flag} {value}"
                 break
 
@@ -366,7 +341,8 @@ def report(plan: dict[str, Any]) -> str:
         f"device    {device['name']}, {device['memory'] / 1e9:.0f} GB, {device['bandwidth'] / 1e9:,.0f} GB/s, "
         f"{device['note']}",
         "",
-        *(f"{name:15}{size / 1e9:9.3f} GB" for name, size in memory.items()),
+        *(f"{term['name']:15}{term['bytes'] / 1e9:9.3f} GB  {term['when']}" for term in plan["terms"] if term["bytes"]),
+        *(f"{name:15}{memory[name] / 1e9:9.3f} GB" for name in ("temporaries", "total", "limit")),
         f"pool of {plan['pool_tokens']} tokens in pages of {plan['page_size']}",
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",

@@ -11,7 +11,7 @@ over all).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from specjax.models.params import GATE, UP, Leaf, Part, Tensor
 from specjax.models.params import linear as linear_leaves
 
 
+@cache
 def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
     """Router, stacked experts and the shared MLP of a layer."""
 

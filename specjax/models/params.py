@@ -309,15 +309,6 @@ def is_product(leaf: Leaf) -> bool:
     return leaf.name == "embed" or (leaf.matrix is not None and not leaf.replicated)
 
 
-def head_copies(heads: int, kv_heads: int, devices: int) -> int:
-    """Number of devices that hold a copy of the same key/value head and share its query heads; 0 if the devices cannot
-    share the heads evenly."""
-    if kv_heads % devices == 0:
-        return 1
-    copies = devices // kv_heads
-    return copies if copies * kv_heads == devices and heads % devices == 0 else 0
-
-
 def read_leaves(table: Table) -> Iterator[Leaf]:
     """The leaves that a forward reads as a whole: all except an embedding that is not the output matrix."""
     leaves = [*leaves_of(table)]

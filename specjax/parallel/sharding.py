@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
@@ -31,7 +31,17 @@ from specjax_kernels.quantised import expert_specs, shared, split_axes
 from specjax.cache import PageSpec, RowSpec
 from specjax.config import Experts, HeadConfig, ModelConfig, MtpConfig
 from specjax.limits import ParameterError
-from specjax.models.params import AXES, Bits, Leaf, Sizes, head_copies, input_letters, leaf_bytes, output_major
+from specjax.models.declared import Declared
+from specjax.models.params import (
+    AXES,
+    Bits,
+    Leaf,
+    Sizes,
+    input_letters,
+    leaf_bytes,
+    map_leaves,
+    output_major,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -143,17 +153,29 @@ def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int =
     return config if copies == 1 else cast(AnyConfig, replace(config, num_kv_heads=config.num_kv_heads * copies))
 
 
+def check_fitted(config: ModelConfig | HeadConfig | MtpConfig, count: int, what: str, groups: int = 1) -> None:
+    """Raises ParameterError unless `fitted` returns this config."""
+    if fitted(config, count, what, groups) != config:
+        problem = (
+            f"{count}: {what} has fewer key/value heads; load it by Engine.from_pretrained, which makes "
+            f"{copies_of(config, count)} copies of each"
+        )
+        raise ParameterError("tensor_parallel", problem, "EngineConfig")
+
+
 def _spread(experts: Experts, count: int, groups: int) -> bool:
     """True if groups get equally many experts, and devices equal parts of their width. A single group may copy."""
     return groups == 1 or not (count % groups or experts.count % groups or experts.width % (count // groups))
 
 
 def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:
-    """Returns the number of copies of each key/value head; 0 if `count` devices cannot split the heads."""
+    """Returns the number of copies of each key/value head, whose devices share its query heads; 0 if `count` devices
+    cannot split the heads evenly."""
     layer = config.layer if isinstance(config, MtpConfig) else config
-    if isinstance(layer, ModelConfig) and layer.latent is not None:
+    heads = layer.num_kv_heads
+    if heads % count == 0 or (isinstance(layer, ModelConfig) and layer.latent is not None):
         return 1
-    return head_copies(layer.num_heads, layer.num_kv_heads, count)
+    return 0 if count % heads or layer.num_heads % count else count // heads
 
 
 def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:
@@ -215,6 +237,42 @@ def put_quantised(
     return put(mesh, shaped(np.moveaxis(np.asarray(dequantise(value, np.dtype(dtype))), -1, axis)), leaf)
 
 
+def place_params(mesh: Mesh, params: Any, models: Any, what: str = "the model") -> Any:
+    """Places parameters on the mesh by their declarations. Undeclared leaves are on every device.
+
+    Args:
+        params: parameters of a model, or a NamedTuple with those of several.
+        models: `Declared`, or the same NamedTuple of them; None: nothing is declared.
+
+    Raises:
+        ParameterError: the devices cannot split heads or experts; the message calls the first model `what`.
+    """
+    if mesh.size > 1 and isinstance(models, Declared):
+        return _place_model(mesh, params, models, what)
+    if mesh.size > 1 and isinstance(models, tuple) and isinstance(params, type(models)):
+        names = (what, *["the draft"] * (len(models) - 1))
+        return type(models)(*(place_params(mesh, *each) for each in zip(params, models, names, strict=True)))
+    return jax.tree.map(lambda leaf: placed(leaf, everywhere(mesh)), params)
+
+
+def _place_model(mesh: Mesh, params: Any, model: Declared, what: str) -> Any:
+    check_fitted(model.config, mesh.size, what, group_count(mesh))
+    sizes, dtype, widened = model.sizes, model.config.dtype, Widened()
+
+    def place(value: Any, leaf: Any) -> Any:
+        if isinstance(value, Mapping):
+            inner = leaf if isinstance(leaf, dict) else {}
+            return {name: place(part, inner.get(name)) for name, part in value.items()}
+        if isinstance(value, Quantised) and leaf is not None:
+            shape = leaf.shape(sizes)
+            return put_quantised(mesh, value, leaf, lambda floats: floats.reshape(shape), dtype, widened)
+        return put(mesh, value, leaf)
+
+    whole = place(params, map_leaves(model.table, lambda leaf: leaf))
+    widened.tell(what)
+    return whole
+
+
 def places_of(mesh: Mesh, value: Quantised, leaf: Leaf) -> Quantised:
     """Returns the shardings of the arrays of a leaf from `split_quantised`."""
     if group_count(mesh) > 1 and EXPERTS in leaf.axes:
@@ -225,20 +283,23 @@ def places_of(mesh: Mesh, value: Quantised, leaf: Leaf) -> Quantised:
 def split_quantised(value: Quantised, leaf: Leaf, count: int, groups: int = 1) -> Quantised | None:
     """Chooses the axis along which `count` devices, or the devices of an expert group, split a quantised leaf: the
     first named output axis that the devices divide, else a named input axis. None if the inputs' blocks prevent it."""
-    if groups > 1 and EXPERTS in leaf.axes:
-        experts = shared(value, -value.codes.ndim, groups)  # with the scales of their outputs
-        assert experts is not None, "see `fitted`"
-        return replace(experts, split=None) if groups == count else split_quantised(experts, leaf, count // groups)
-    whole = replace(value, split=None)
-    outputs = [
-        i - value.codes.ndim
-        for i, axis in enumerate(output_major(leaf).axes)
-        if axis and axis != EXPERTS and value.codes.shape[i] % count == 0
-    ]
-    named = not leaf.replicated and any(letter in AXES for letter in input_letters(leaf))
-    if not outputs and (not named or value.depth % count):
-        return whole  # the floats would not be split either
-    return shared(value, outputs[0] if outputs else -1, count)
+    if spread := groups > 1 and EXPERTS in leaf.axes:
+        axis, parts = -value.codes.ndim, groups  # with the scales of their outputs
+    else:
+        outputs = [
+            i - value.codes.ndim
+            for i, axis in enumerate(output_major(leaf).axes)
+            if axis and axis != EXPERTS and value.codes.shape[i] % count == 0
+        ]
+        named = not leaf.replicated and any(letter in AXES for letter in input_letters(leaf))
+        if not outputs and (not named or value.depth % count):
+            return replace(value, split=None)  # the floats would not be split either
+        axis, parts = outputs[0] if outputs else -1, count
+    divided = shared(value, axis, parts)
+    if not spread:
+        return divided
+    assert divided is not None, "see `fitted`"
+    return replace(divided, split=None) if groups == count else split_quantised(divided, leaf, count // groups)
 
 
 def made(
@@ -276,7 +337,7 @@ def local_bytes(tree: Any) -> int:
     return total
 
 
-# Bytes on each device, computed from declared leaves without arrays.
+# Bytes on each device, computed without arrays from the declarations of a config from `fitted`.
 
 
 def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
@@ -286,18 +347,10 @@ def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> in
 
 
 def leaf_share(leaf: Leaf, sizes: Sizes, devices: int, groups: int = 1) -> float:
-    """Computes the share of a leaf's elements on each device. `groups`: groups of devices with separate experts.
-
-    Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
-    """
+    """Computes the share of a leaf's elements on each device. `groups`: groups of devices with separate experts."""
     if groups > 1 and EXPERTS in leaf.axes:
         return 1 / devices
-    parts = _parts(leaf.axes, leaf.shape(sizes), devices)
-    if parts == 1 and "K" in leaf.dims and head_copies(sizes["H"], sizes["K"], devices) > 1 and not leaf.replicated:
-        if "Q" in leaf.dims:
-            return (sizes["H"] // devices + 2) / (sizes["K"] * sizes["Q"])
-        return 1 / devices if "G" in leaf.dims else 1 / sizes["K"]
-    return 1 / parts
+    return 1 / _parts(leaf.axes, leaf.shape(sizes), devices)
 
 
 def held_bytes(
@@ -309,29 +362,26 @@ def held_bytes(
     )
 
 
-def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
-    """Returns True if a linear map's inputs are split, so that its outputs are sums over devices."""
-    inputs, _ = leaf.matrix or ((1,), ())
-    named = [leaf.axes[axis] for axis in inputs if leaf.axes[axis] != EXPERTS]
-    return any(named) and leaf_share(leaf, sizes, devices) < 1
+def held_outputs(leaf: Leaf, sizes: Sizes, devices: int) -> int:
+    """Computes the number of outputs of a linear map on each device: all, as sums over devices, if its inputs are
+    split."""
+    inputs, outputs = leaf.matrix or ((1,), (0,))
+    shape, share = leaf.shape(sizes), leaf_share(leaf, sizes, devices)
+    named = (leaf.axes[axis] for axis in inputs if leaf.axes[axis] != EXPERTS)
+    return round(prod(shape[axis] for axis in outputs) * (1 if any(named) else share))
 
 
 def page_bytes(specs: Any, devices: int = 1) -> int:
-    """Computes the bytes of a token in pages of these `PageSpec`s on each device, which has at least one head."""
-    total = 0
-    for leaf in jax.tree.leaves(specs):
-        if not isinstance(leaf, PageSpec):  # a row has no part for each token
-            continue
-        parts = _parts(leaf.axes, leaf.shape, devices)
-        heads = dict(zip(leaf.axes, leaf.shape, strict=True)).get("kv_heads", devices)
-        if parts == 1 and devices % heads == 0:
-            parts = heads if heads < devices else 1
-        total += round(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize / parts)
-    return total
+    """Computes the bytes of a token in pages of these `PageSpec`s on each device."""
+    return _spec_bytes(specs, PageSpec, devices)
 
 
 def row_bytes(specs: Any, devices: int = 1) -> int:
     """Computes the bytes of a row in row leaves of these `RowSpec`s on each device."""
-    rows = (leaf for leaf in jax.tree.leaves(specs) if isinstance(leaf, RowSpec))
-    sizes = ((prod(row.shape) * np.dtype(row.dtype).itemsize, _parts(row.axes, row.shape, devices)) for row in rows)
-    return sum(size // parts for size, parts in sizes)
+    return _spec_bytes(specs, RowSpec, devices)
+
+
+def _spec_bytes(specs: Any, kind: type[PageSpec | RowSpec], devices: int) -> int:
+    leaves = (leaf for leaf in jax.tree.leaves(specs) if isinstance(leaf, kind))
+    sizes = ((prod(leaf.shape) * np.dtype(leaf.dtype).itemsize, leaf) for leaf in leaves)
+    return sum(size // _parts(leaf.axes, leaf.shape, devices) for size, leaf in sizes)

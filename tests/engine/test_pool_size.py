@@ -1,66 +1,117 @@
-"""The size of the pool, beside weights and the temporaries of the largest program."""
+"""The memory plan of an engine on a fake GPU: the pool's size beside weights and temporaries, and what does not fit."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from toy_models import tiny_llama
 
 from specjax.cache import PoolShape
 from specjax.drafters import Ngram, Params, Speculation, make_speculation
 from specjax.engine import EngineConfig
-from specjax.engine.config import layout
-from specjax.engine.memory import pool_tokens, room_beside, temporary_bytes
+from specjax.engine.memory import Devices, Held, MemoryPlan, held_by, plan_memory
+from specjax.gpu import Memory
 from specjax.models.target import Target
 from specjax.state import init_state
 
+MB = 10**6
+CONFIG = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
 
-def with_width(speculation: Speculation, width: int) -> Speculation:
-    return speculation._replace(drafter=speculation.drafter._replace(width=width))
+
+def with_width(width: int) -> Speculation:
+    made = make_speculation(Ngram(capacity=1024))
+    return made._replace(drafter=made.drafter._replace(width=width), explicit_width=False)
 
 
-def test_pool_leaves_room_for_temporaries(monkeypatch):
-    """A GPU of 200 MB. JAX has taken three quarters, and weights and pool may use half. The largest program's
-    temporaries must fit beside both into what JAX has taken."""
-    toy = tiny_llama(5)
-    target, params = toy.target, Params(toy.params)
-    model = target.config
-    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 150_000_000, "bytes_in_use": 20_000_000})
+NGRAM = with_width(64)
+TREES, LARGE_TREES = (with_width(nodes)._replace(explicit_width=True) for nodes in (64, 512))  # 64 in a batch
+
+TOY = tiny_llama(5)
+MODEL = replace(TOY.target.config, max_positions=8192)
+TARGET, WIDE = (TOY.target._replace(config=replace(MODEL, vocab_size=size)) for size in (MODEL.vocab_size, 2000))
+A_TOKEN = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4
+NGRAM_TOKEN = 12 * 4 // 16
+PAGE_TABLES = 64 * 4 * 8192 // 16
+
+
+def held(speculation: Speculation, target: Target) -> Held:
+    params = Params(TOY.params)
+
+    def state(pool: PoolShape):
+        return jax.eval_shape(lambda: init_state(params, target, speculation.drafter, rows=64, pool=pool))
+
+    return held_by(params, state, 16)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """A GPU of 200 MB. JAX has taken three quarters, and weights and pool may use half."""
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 150 * MB, "bytes_in_use": 20 * MB})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    config = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
 
-    def tokens(speculation: Speculation, target: Target = target, config: EngineConfig = config) -> int:
-        return pool_tokens(target, config, 1 << 30, "gpu", speculation, params)
+    def make(speculation: Speculation, target: Target = TARGET, **changes: int) -> MemoryPlan:
+        config, devices = replace(CONFIG, **changes), Devices.of("gpu", None)
+        return plan_memory(config, target, speculation, devices, held(speculation, target))
 
-    automatic = with_width(make_speculation(Ngram(capacity=1024)), 64)
-    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4 + 12 * 4 // 16
-    assert tokens(automatic) == 80_000_000 // a_token
-    # 64 trees of 64 nodes that were asked for; 50 MB beside them are more than half of the device leaves.
-    explicit = automatic._replace(explicit_width=True)
-    wide = target._replace(config=replace(model, vocab_size=2000))
-    _, buckets = layout(config, 1 << 30, 1 << 30, "gpu", explicit)
-    reserved = temporary_bytes(wide, explicit.drafter.features, buckets, "gpu")
-    assert reserved > 2.5 * 64 * 64 * 2000 * 4 > 50_000_000
-    state = jax.eval_shape(lambda: init_state(params, wide, explicit.drafter, rows=64, pool=PoolShape(1, 16)))
-    rest = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) - 16 * a_token
-    assert rest > 64 * 2000 and tokens(explicit, wide) == (130_000_000 - reserved - rest) // a_token
-    assert room_beside({"pool": np.zeros(1_000_000, np.int8)}) == 129_000_000
-    large = with_width(explicit, 512)
-    with pytest.raises(
-        ValueError,
-        match=r"no memory is left .* 0\.02 of 0\.20 GB .*mem_fraction 0\.5; .* program take 0\.\d+ GB; "
-        r"give a higher fraction, .*\(64\).*\(512\)",
-    ):
-        tokens(large, wide)
-    # A size that is given must leave the same room.
-    given = replace(config, max_total_tokens=100_000_000 // a_token)
-    assert tokens(automatic, config=given) == given.max_total_tokens
-    with pytest.raises(
-        ValueError, match=r"^EngineConfig.max_total_tokens \d+ takes 0\.10 GB .* 0\.\d+ GB, but 0\.13 GB are free"
-    ):
-        tokens(large, wide, given)
-    too_many = replace(config, max_total_tokens=200_000_000 // a_token)
-    with pytest.raises(ValueError, match=r"takes 0\.20 GB .*, but 0\.13 GB are free; give fewer tokens"):
-        tokens(automatic, config=too_many)
+    return make
+
+
+def test_terms_of_a_plan(plan):
+    """The terms, the room of programs and the total agree. Arrays beside the weights are in use, too."""
+    made = plan(NGRAM).checked()
+    always, state = made.always, held(NGRAM, TARGET)
+    assert (state.token, state.draft_token) == (A_TOKEN, NGRAM_TOKEN) and state.rows > 64 * MODEL.vocab_size
+    assert always["weights"] == state.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(TOY.params))
+    assert always["weights"] + always["draft_weights"] + always["other"] == 20 * MB
+    assert made.pool.pages == (80 * MB // (A_TOKEN + NGRAM_TOKEN)) // 16
+    assert always["pool"] == made.pool.pages * 16 * A_TOKEN and always["page_tables"] == PAGE_TABLES
+    assert made.limit == 150 * MB and made.room == 150 * MB - sum(always.values()) >= made.temporaries
+    assert made.total == sum(always.values()) + made.temporaries
+    programs = {when: sum(term.bytes for term in made.terms if term.when == when) for when in ("step", "prefill")}
+    assert made.temporaries == max(programs.values()) > min(programs.values()) > 0
+
+
+def test_pool_leaves_room_for_temporaries(plan):
+    """The largest program's temporaries need more than the half of the device that is not for weights and pool."""
+    made, state = plan(TREES, WIDE).checked(), held(TREES, WIDE)
+    assert made.temporaries > 2.5 * 64 * 64 * 2000 * 4 > 50 * MB
+    tokens = (130 * MB - made.temporaries - state.rows - PAGE_TABLES) // (A_TOKEN + NGRAM_TOKEN)
+    assert made.pool.pages == tokens // 16 < plan(NGRAM).pool.pages
+
+
+FREE, LARGE = 100 * MB // A_TOKEN, 200 * MB // A_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("speculation", "target", "tokens", "problem"),
+    [
+        (NGRAM, TARGET, FREE, None),
+        (NGRAM, TARGET, LARGE, r"EngineConfig.max_total_tokens \d+ takes 0\.20 GB .*, but 0\.13 GB are free; give few"),
+        (LARGE_TREES, WIDE, FREE, r"max_total_tokens \d+ takes 0\.10 GB .* 0\.\d+ GB, but 0\.13 GB are"),
+        (
+            LARGE_TREES, WIDE, None,
+            r"no memory is left .* 0\.02 of 0\.20 GB .*mem_fraction 0\.5; .* program take 0\.\d+ GB; "
+            r"give a higher fraction, .*\(64\).*\(512\)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(plan, speculation, target, tokens, problem):
+    """A size that is given must leave the same room."""
+    made = plan(speculation, target, max_total_tokens=tokens)
+    if problem is None:
+        assert made.checked().pool.pages == tokens // 16
+        return
+    assert made.pool.pages == 0
+    with pytest.raises(ValueError, match=problem):
+        made.checked()
+
+
+def test_shared_memory():
+    """On a CPU the pool has a fixed size, and only a plan with a limit can be too large."""
+    state = Held(weights=3 * MB, draft_weights=0, token=A_TOKEN, draft_token=0, rows=MB)
+    made = plan_memory(CONFIG, TARGET, NGRAM, Devices("cpu"), state)
+    assert (made.problem, made.limit, made.room) == (None, None, None) and made.pool.pages == 32768 // 16
+    small = plan_memory(CONFIG, TARGET, NGRAM, Devices("cpu", memory=Memory(10 * MB, 8 * MB, 0)), state)
+    assert small.pool == made.pool and small.total > 8 * MB
+    assert str(small.problem) == f"{small.total / 1e9:.2f} GB are needed and there are 0.01 GB"

@@ -37,12 +37,12 @@ from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
-from specjax.engine.memory import place_params
+from specjax.load import declared_models
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params, with_token_map
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import map_leaves
-from specjax.parallel.sharding import empty_state, everywhere, local_bytes, make_mesh, under
+from specjax.parallel.sharding import empty_state, everywhere, local_bytes, make_mesh, place_params, under
 
 VOCABULARY = 268
 CONFIG = ModelConfig(
@@ -223,7 +223,7 @@ def compared(model: Any, mesh: Any, parameters: Any, width: int) -> tuple[dict[s
         return model.unembed(parameters, output.hidden)
 
     expected = jax.jit(logits)(parameters, init_cache(model.pages, PoolShape(1, 4), rows=1), tokens)
-    placed = place_params(mesh, Params(parameters), model, None).target
+    placed = place_params(mesh, Params(parameters), declared_models(model, None)).target
     cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4), rows=1))
     with under(mesh):
         program = jax.jit(logits).lower(placed, cache, tokens).compile()

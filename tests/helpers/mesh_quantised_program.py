@@ -22,10 +22,10 @@ from test_quantised import decoded, leaf_of
 from specjax.config import Experts, Latent, ModelConfig
 from specjax.drafters import Params, options_of
 from specjax.engine import Engine
-from specjax.engine.memory import place_params
+from specjax.load import declared_models
 from specjax.models import init_params, make_target, table
 from specjax.models.params import input_letters, is_product, output_major
-from specjax.parallel.sharding import everywhere, local_bytes, make_mesh, under
+from specjax.parallel.sharding import everywhere, local_bytes, make_mesh, place_params, under
 
 SPLITS = {"outputs": -4, "last outputs": -2, "inputs": -1}
 
@@ -112,7 +112,7 @@ def forward(family: str, count: int, kind: str, width: int) -> dict[str, Any]:
     assert mesh is not None
     parameters = in_few_bits(drawn(init_params(config, jax.random.key(0)), 0), config, kind)
     result, placed = compared(model, mesh, parameters, width)
-    again = place_params(mesh, Params(placed), model, None).target
+    again = place_params(mesh, Params(placed), declared_models(model, None)).target
     assert jax.tree.structure(again) == jax.tree.structure(placed)
     leaves = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     return result | {

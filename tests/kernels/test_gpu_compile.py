@@ -404,7 +404,7 @@ def test_estimated_temporaries(
     from gpu_compile import Shapes, compiled, programs
 
     from specjax import PoolShape, make_target
-    from specjax.engine.memory import temporary_bytes
+    from specjax.engine.memory import Devices, temporary_bytes, temporary_terms
     from specjax.engine.plan import Buckets
 
     algorithm, tree = TREES[shape]
@@ -419,7 +419,7 @@ def test_estimated_temporaries(
         (1,) if prefill else (batch,), (prefill[1],) if prefill else (1,), 1, prefill and (*prefill, 0), (512,),
         {1 if prefill else batch: 1 if prefill else width}, {},
     )  # fmt: skip
-    estimate = temporary_bytes(make_target(config), features, buckets, "gpu")
+    estimate = temporary_bytes(temporary_terms(make_target(config), features, buckets, Devices("gpu")))
     print(f"{model}, {layers} layers, {shape}, batch {batch}, prefill {prefill}: {record['temp_bytes'] / 1e6:.1f} MB, "
           f"estimate {estimate / 1e6:.1f}")  # fmt: skip
     assert record["temp_bytes"] <= estimate <= 1.1 * record["temp_bytes"]

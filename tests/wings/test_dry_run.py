@@ -23,8 +23,7 @@ from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.config import layout
 from specjax.engine.device import Resident
-from specjax.engine.memory import pool_tokens, temporary_bytes
-from specjax.engine.plan import Key
+from specjax.engine.memory import Devices, temporary_bytes, temporary_terms
 from specjax.engine.programs import Programs
 from specjax.gpu import DEVICES, SHARE_VARIABLES
 from specjax.hardware.dry_run import Case, make_plan, outline
@@ -237,6 +236,8 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     assert memory["weights"] == nbytes(engine.params.target) and memory["draft_weights"] == nbytes(engine.params.draft)
     assert memory["pool"] == nbytes(state.cache)
     assert memory["pool"] + memory["draft_pool"] + memory["rows"] == nbytes(state)
+    assert memory["page_tables"] == nbytes(engine.device.state.tables)
+    assert memory | engine.memory_plan.always == memory
     sizes = {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables}
     assert (plan["pool_tokens"], plan["buckets"]) == (engine.intake.pool_tokens, sizes)
     assert plan["context_length"] == engine.context_length
@@ -244,10 +245,11 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     used, limit = memory["weights"] + memory["draft_weights"], 6_000_000
     stats = {"bytes_limit": limit, "bytes_in_use": used}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
-    tokens = pool_tokens(engine.target, config, engine.context_length, "gpu", engine.speculation, engine.params)
+    monkeypatch.setattr(engine, "platform", "gpu")
+    tokens = prod(engine.make_plan(None).checked().pool)
     monkeypatch.setenv(SHARE_VARIABLES[0], "0.75")
     small = make_plan(Case(described, config, device._replace(memory=limit / 0.75), "gpu"))
-    assert small["pool_tokens"] == tokens // 4 * 4 > 0
+    assert small["pool_tokens"] == tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["step", "prefill"])
@@ -260,19 +262,16 @@ def test_temporaries_against_xla(tmp_path, kind):
     parts, config = (described.target, described.speculation.drafter), EngineConfig(max_running_requests=4)
     pool, buckets = layout(config, 1024, 1024, "cpu", described.speculation)
     # The other kind of program is small.
-    few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
+    few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"trees": {1: 8}}
     buckets = replace(buckets, several=None, **few)
     tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
     state = Resident(jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool)), tables)
-    program: Any = Programs(described.target, described.speculation, buckets, described.params, state, new_pages=1).get(
-        Key(kind, 4 if kind == "step" else 256, buckets.tables[0])
+    program: Any = Programs(described.target, described.speculation, described.params, state, new_pages=1).get(
+        buckets.step(4) if kind == "step" else Key(kind, 256, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes
-    assert (
-        0.7 * held
-        < temporary_bytes(described.target, described.speculation.drafter.features, buckets, "cpu")
-        < 1.5 * held
-    )
+    terms = temporary_terms(described.target, described.speculation.drafter.features, buckets, Devices("cpu"))
+    assert 0.7 * held < temporary_bytes(terms) < 1.5 * held
 
 
 def nbytes(tree: Any) -> int:
