@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 DIALECTS = {"pallas": "specjax_kernels.pallas_triton", "triton": "specjax_kernels.triton"}
-"""Name -> module with `run`, and `UNMET`: the reason why this process cannot make its kernels, or None."""
+"""Name -> module with `run`; `UNMET`, the reason why this process cannot make its kernels, or None; and `refuse()`,
+which raises NotImplementedError if the device is missing, too."""
 
 
 class Constants(types.SimpleNamespace):
@@ -46,19 +47,24 @@ def dialect() -> str:
     Raises:
         NotImplementedError: neither is installed; names what to install.
     """
-    problems = {}
-    for name, module in DIALECTS.items():
-        if (problem := importlib.import_module(module).UNMET) is None:
+    problems = []
+    for name in DIALECTS:
+        if (problem := compiler(name).UNMET) is None:
             return name
-        problems[name] = problem
-    raise NotImplementedError(f"no compiler of GPU kernels is installed. {'. '.join(problems.values())}")
+        problems.append(problem)
+    raise NotImplementedError(f"no compiler of GPU kernels is installed. {'. '.join(problems)}")
+
+
+def compiler(name: str) -> Any:
+    """The module of a dialect. Imported late: a process without a GPU starts sooner."""
+    return importlib.import_module(DIALECTS[name])
 
 
 def lowers() -> bool:
     """True if kernels can be made for the target of this trace. Without a GPU, Pallas lowers for any, and Triton for
     the device of an abstract mesh."""
     try:
-        importlib.import_module(DIALECTS[dialect()]).refuse()
+        compiler(dialect()).refuse()
     except NotImplementedError:
         return False
     return True
@@ -66,7 +72,7 @@ def lowers() -> bool:
 
 def run(*arguments: Any, **options: Any) -> dict[str, jax.Array]:
     """`run` of the installed compiler."""
-    return importlib.import_module(DIALECTS[dialect()]).run(*arguments, **options)
+    return compiler(dialect()).run(*arguments, **options)
 
 
 def at(array: Any, sizes: tuple[int, ...], index: tuple[Any, ...]) -> Any:

@@ -3,28 +3,13 @@
     weight[o, i] = code[o, i] * scale[o, i // group] + offset[o, i // group]
 
 float32, each operation rounded once. In MXFP4 codes are floats of 4 bits (e2m1: sign, exponent, mantissa) and scales
-powers of two: byte b is 2 ** (b - 127) (e8m0), and 0 counts as 0. `dequantise` is the definition. `product` has its
-result with float32 sums, and activations are not quantised. The formats of GGUF, GPTQ, AWQ, compressed-tensors,
-block-wise fp8 and gpt-oss are cases of it.
-
-Platform, rows and format choose the implementation of a product:
-
-| device | rows | implementation |
-|---|---|---|
-| CPU | up to 16 | `cpu/quantised.py`: codes are widened in registers |
-| CPU | more | `cpu/quantised.py`: one panel at a time is widened in the cache |
-| CPU, without Numba | any | the weights are dequantised to float32, then XLA's product |
-| NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
-| NVIDIA, groups | up to 64 | `gpu_quantised.py`: codes are widened in registers |
-| NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
-| NVIDIA before Ampere | any | the same operations, by elements or in parts (`dot`) |
+powers of two: byte b is 2 ** (b - 127) (e8m0), and 0 counts as 0. `dequantise` is the definition; `linear` computes
+products. The formats of GGUF, GPTQ, AWQ, compressed-tensors, block-wise fp8 and gpt-oss are cases of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import math
 from typing import Any, NoReturn
 
@@ -33,16 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax_kernels import gpu_language, mesh
-from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.platforms import after, before_ampere, by_platform, generation, on_nvidia
+from specjax_kernels import mesh
 
 PACKED = 32
 """32 codes of 4 bits are stored in 16 bytes, as in GGUF's Q4_0 and Q4_1: byte j holds code j in its low half and code
 j + 16 in its high half. So 16 bytes become two vectors of 16 codes without a shuffle."""
-
-FEW_ROWS, WIDENED = 4, 2**25
-"""See `dot`."""
 
 KINDS = ("fp8", "int8", "int4")
 """The formats of `quantise`."""
@@ -313,172 +293,3 @@ def pack(codes: np.ndarray) -> np.ndarray:
     """Packs codes of 4 bits, uint8 [..., M] below 16, to uint8 [..., M / 2]. See `PACKED`."""
     halves = codes.reshape(*codes.shape[:-1], -1, 2, PACKED // 2)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
-
-
-def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
-    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32.
-
-    Under a mesh a device has the outputs or the inputs of `Quantised.split`; sums over inputs are added.
-    """
-    check(leaf)
-    if x.shape[-1] != leaf.depth:
-        raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
-    if mesh.devices() == 1:
-        return _on_one_device(x, leaf, dtype)
-    inputs, last = leaf.split == -1, x.ndim - 1
-
-    def on_each(x: Array, leaf: Quantised) -> Array:
-        if inputs:
-            return jax.lax.psum(_on_one_device(x, leaf, jnp.float32), mesh.AXIS).astype(dtype)
-        return _on_one_device(x, leaf, dtype)
-
-    result = -1 if leaf.split is None or inputs else last + leaf.codes.ndim + leaf.split
-    return mesh.apart(on_each, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
-
-
-def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
-    rows = x.reshape(-1, leaf.depth)
-    if leaf.order is not None:
-        rows = rows[:, leaf.order]
-    arrays, of_arrays = jax.tree.flatten(_matrix(leaf))
-
-    def by(implementation: Any, *arguments: Array) -> Array:
-        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
-
-    def by_gpu_kernel(rows: Array, matrix: Quantised) -> Array:
-        return (_gpu_kernel(rows, leaf, dtype) or by_dequantising)(rows, matrix)
-
-    cpu = by_cpu_kernel if cpu_kernels.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
-    if leaf.scale is None:
-        cuda = default = by_dequantising
-    elif leaf.scale.shape[-1] == 1 and leaf.bits == 8:
-        cuda = default = by_channel
-    else:
-        cuda, default = by_gpu_kernel, by_dequantising
-    branches = {"cpu": cpu, "cuda": cuda, "default": default}
-    bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
-    out = by_platform(rows, *arrays, **bound)
-    return out.reshape(*x.shape[:-1], *leaf.out)
-
-
-def products_of_rows(x: Array, leaf: Quantised, ids: Array) -> Array:
-    """Each row of x [R, M] times its own matrix of a leaf [X, *out, M], of the index `ids` int32 [R]: [R, *out] in x's
-    dtype. Not for CPUs, where it would need much memory. Only the codes of these matrices are read."""
-    arrays, of_arrays = jax.tree.flatten(leaf)
-
-    def summed(x: Array, ids: Array, *arrays: Array) -> Array:
-        weights = dequantise(jax.tree.unflatten(of_arrays, arrays)[ids], x.dtype).astype(jnp.float32)
-        wide = x.reshape(len(x), *(1,) * (weights.ndim - 2), -1).astype(jnp.float32)
-        return jnp.sum(wide * weights, axis=-1).astype(x.dtype)
-
-    def by_kernel(x: Array, ids: Array, *arrays: Array) -> Array:
-        leaf = jax.tree.unflatten(of_arrays, arrays)
-        # XLA would write its scales in float32. It fuses those of other formats.
-        kernel = _gpu_kernel(x[:1], leaf, x.dtype) if leaf.is_mxfp4 else None
-        if kernel is None:
-            return summed(x, ids, *arrays)
-        return kernel(x, _matrix(leaf), ids=ids, out=math.prod(leaf.out[1:])).reshape(len(x), *leaf.out[1:])
-
-    return by_platform(x, ids, *arrays, cuda=by_kernel, default=summed)
-
-
-def _matrix(leaf: Quantised) -> Quantised:
-    """The leaf without `order`, with all outputs in one axis."""
-
-    def flat(array: Any) -> Array:
-        return jnp.asarray(array).reshape(-1, array.shape[-1])
-
-    return jax.tree.map(flat, dataclasses.replace(leaf, order=None))
-
-
-def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
-    """The implementation for an NVIDIA GPU, or None if it does not take this product."""
-    # Imported late: other devices and models start sooner.
-    kernel = importlib.import_module("specjax_kernels.gpu_quantised")
-    if not kernel.takes(rows.shape[0], leaf) or before_ampere():
-        return None
-    if not on_nvidia() and not gpu_language.lowers():  # cross-compilation
-        return None
-    fp8 = leaf.codes.dtype == jnp.float8_e4m3fn
-    if fp8 and on_nvidia() and tuple(map(int, str(generation()).split("."))) < (8, 9):
-        return None  # Triton does not convert it
-    return functools.partial(kernel.multiply, dtype=dtype)
-
-
-def layout_of(leaf: Quantised) -> cpu_kernels.Layout | None:
-    """The formats of the CPU kernel for a leaf; None: there is no kernel."""
-    group = leaf.group
-    chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
-    if not chunk or not math.prod(leaf.out):
-        return None
-    codes = str(leaf.codes.dtype)
-    if leaf.scale is None:
-        return cpu_kernels.Layout(codes, "", "", 0, chunk, False, 0)
-    coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
-    offset = "" if leaf.offset is None else str(leaf.offset.dtype)
-    scale = cpu_kernels.E8M0 if leaf.is_mxfp4 else str(leaf.scale.dtype)
-    return cpu_kernels.Layout(codes, scale, offset, leaf.shift, chunk, group == chunk, coarse)
-
-
-def by_cpu_kernel(rows: Array, leaf: Quantised) -> Array:
-    layout = layout_of(leaf)
-    assert layout is not None
-    codes, *others = jax.tree.leaves(leaf)
-    return cpu_kernels.multiply(rows.astype(jnp.float32), layout, codes, *others)
-
-
-def by_dequantising(rows: Array, leaf: Quantised) -> Array:
-    """The product with dequantised weights: in float32 on a CPU, elsewhere in x's dtype with float32 sums."""
-
-    def plain(rows: Array, *arrays: Array, dtype=rows.dtype) -> Array:
-        weights = dequantise(jax.tree.unflatten(kind, arrays), dtype)
-        return dot(rows.astype(dtype), weights, 1, jnp.float32, stored=False)
-
-    arrays, kind = jax.tree.flatten(leaf)
-    if rows.dtype == jnp.float32:
-        return plain(rows, *arrays)
-    return by_platform(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
-
-
-def by_channel(rows: Array, leaf: Quantised) -> Array:
-    """The product of codes, then one scale for each output. Codes of 8 bits are exact in every dtype of x, and XLA
-    widens them inside its product."""
-    scale, offset = scales(leaf)
-    out = dot(rows, jnp.asarray(leaf.codes), 1, jnp.float32)
-    wide = [jnp.repeat(array[:, 0], leaf.rows) for array in (scale, offset) if array is not None]
-    if leaf.shift:
-        wide.append(wide[0] * jnp.float32(-leaf.shift))
-    out = out * wide[0][None]
-    if len(wide) == 1:
-        return out
-    return out + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True) * wide[1][None]
-
-
-def dot(x: Array, weight: Array, axis: int, out: Any, *, stored: bool = True) -> Array:
-    """XLA's product over the last axis of x and one axis of the weight; float32 products are exact.
-
-    Before Ampere, XLA cannot widen a weight inside its product. There a few rows are multiplied and summed by elements,
-    in one kernel; more rows by parts of at most `WIDENED` weights, one after another. `stored`: the weight is an array
-    in memory, not a result.
-    """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    axes = (((x.ndim - 1,), (axis,)), ((), ()))
-
-    def product(part: Array) -> Array:
-        return jax.lax.dot_general(x, part.astype(x.dtype), axes, precision=precision, preferred_element_type=out)
-
-    rows = math.prod(x.shape[:-1])
-    taken = stored and weight.dtype == x.dtype != jnp.bfloat16 and (x.dtype == jnp.dtype(out) or rows > 1)
-    if taken or not rows or not before_ampere():
-        return product(weight)
-    shape = (*x.shape[:-1], *(weight.shape[1:] if axis == 0 else weight.shape[:1]))
-    matrix = weight.reshape(weight.shape[0], -1)
-    if rows <= FEW_ROWS:
-        wide = matrix.astype(jnp.float32)
-        sums = [(wide * jnp.expand_dims(row, 1 - axis)).sum(axis) for row in x.reshape(rows, -1).astype(jnp.float32)]
-        return jnp.stack(sums).astype(out).reshape(shape)
-    width, parts = -(-matrix.shape[1 - axis] // -(-matrix.size // WIDENED)), [x]
-    for start in range(0, matrix.shape[1 - axis], width):
-        end = min(start + width, matrix.shape[1 - axis])
-        parts.append(product(after(jax.lax.slice_in_dim(matrix, start, end, axis=1 - axis), parts[-1])))
-    return jnp.concatenate(parts[1:], axis=-1).reshape(shape)

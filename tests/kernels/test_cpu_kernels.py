@@ -202,10 +202,12 @@ def test_codes_of_four_bits_without_processor_features(setting):
         import os
         os.environ[{name!r}] = {value!r}
         import jax.numpy as jnp, numpy as np
-        from specjax_kernels import quantise, quantised
+        from specjax_kernels import quantise
+        from specjax_kernels.cpu import quantised
+        from specjax_kernels.linear import quantised_product
         leaf = quantise(np.ones((40, 64), np.float32), "int4")
-        assert quantised.cpu_kernels.unmet(3, quantised.layout_of(leaf)) is None
-        print(float(quantised.product(jnp.ones((3, 64), jnp.float32), leaf, jnp.float32).min()))
+        assert quantised.unmet(3, quantised.layout_of(leaf)) is None
+        print(float(quantised_product(jnp.ones((3, 64), jnp.float32), leaf, jnp.float32).min()))
         """
     )
     assert float(output) == pytest.approx(64)

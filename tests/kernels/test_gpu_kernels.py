@@ -33,11 +33,10 @@ from specjax_kernels import (
     gpu_language,
     gpu_quantised,
     pack_bits,
-    pallas_triton,
     tree_attention,
 )
 from specjax_kernels import triton as triton_path
-from specjax_kernels.attention import Call
+from specjax_kernels.call import Call
 from specjax_kernels.sampling import in_prefix
 from specjax_kernels.specs import Spec, named, tagged
 
@@ -111,8 +110,6 @@ class Memory:
 
 @functools.cache
 def _kernel(implementation: str, launch: tuple[int, int, int] | None, **options):
-    module = pallas_triton if implementation == "pallas" else triton_path
-
     def attend(*args, sinks):
         with pytest.MonkeyPatch.context() as patch:
             if implementation == "triton":
@@ -120,7 +117,7 @@ def _kernel(implementation: str, launch: tuple[int, int, int] | None, **options)
                 patch.setattr(triton_path, "run", interpret)
             if launch is not None:
                 patch.setattr(gpu_attention, "launch_for", launched(*launch))
-            return module.tree_attention(Call(*args, **options, sinks=sinks))
+            return gpu_attention.attend(Call(*args, **options, sinks=sinks), dialect=implementation)
 
     return jax.jit(attend)
 
@@ -381,7 +378,7 @@ def test_triton_is_imported_on_demand() -> None:
 
 
 def attend_by_triton(*args, **options) -> jax.Array:
-    return triton_path.tree_attention(Call(*args, **options))
+    return tree_attention(*args, **options, implementation="triton")
 
 
 def test_triton_is_refused_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:

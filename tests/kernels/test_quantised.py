@@ -14,16 +14,8 @@ import pytest
 from specjax_kernels import Quantised, dequantise, embed, gpu_quantised, linear, quantise, unembed
 from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.quantised import (
-    KINDS,
-    by_channel,
-    by_dequantising,
-    check,
-    dot,
-    layout_of,
-    pack,
-    products_of_rows,
-)
+from specjax_kernels.linear import by_channel, by_dequantising, dot, products_of_rows
+from specjax_kernels.quantised import KINDS, check, pack
 
 OUT, DEPTH = (3, 2, 7), 512
 
@@ -298,7 +290,7 @@ def test_groups_without_a_kernel():
     """Groups of 24 do not divide into vectors: the weights are dequantised."""
     rng = np.random.default_rng(0)
     leaf = Quantised(rng.integers(-128, 128, (5, 72)).astype(np.int8), rng.random((5, 3), np.float32))
-    assert layout_of(leaf) is None and not gpu_quantised.takes(1, leaf)
+    assert cpu_kernels.layout_of(leaf) is None and not gpu_quantised.takes(1, leaf)
     assert_product(linear(inputs(1, 72), leaf), inputs(1, 72), decoded(leaf))
 
 
@@ -402,7 +394,7 @@ def test_invalid_quantisations():
 @pytest.fixture
 def old_gpu(monkeypatch):
     """Products as on a T4, in parts of at most 600 weights."""
-    module = sys.modules["specjax_kernels.quantised"]
+    module = sys.modules["specjax_kernels.linear"]
     monkeypatch.setattr(module, "before_ampere", lambda: True)
     monkeypatch.setattr(module, "WIDENED", 600)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax_kernels.attention import FLOOR, MASKED, Call, block_visibility
+from specjax_kernels.call import FLOOR, MASKED, Call, block_visibility
 from specjax_kernels.cpu.rows import STORED, unmet
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors

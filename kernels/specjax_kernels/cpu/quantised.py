@@ -12,6 +12,7 @@ loops are written in LLVM's vectors, because LLVM would first add up each group 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jaxtyping import Float32
 
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors, lanes
+from specjax_kernels.quantised import Quantised
 
 MOST_ROWS = 16  # more rows take less time in panels
 TOGETHER = {16: 8, 8: 3}  # rows of x that share a weight, by the lanes of 32 registers or of 16
@@ -67,6 +69,21 @@ class Layout(NamedTuple):
         scale, offset = self.scale or "none", self.offset or "none"
         parts = (self.codes, scale, offset, self.shift, self.chunk, int(self.whole), self.coarse)
         return "specjax_quantised_" + "_".join(map(str, parts))
+
+
+def layout_of(leaf: Quantised) -> Layout | None:
+    """The formats of the CPU kernel for a leaf; None: there is no kernel."""
+    group = leaf.group
+    chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
+    if not chunk or not math.prod(leaf.out):
+        return None
+    codes = str(leaf.codes.dtype)
+    if leaf.scale is None:
+        return Layout(codes, "", "", 0, chunk, False, 0)
+    coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
+    offset = "" if leaf.offset is None else str(leaf.offset.dtype)
+    scale = E8M0 if leaf.is_mxfp4 else str(leaf.scale.dtype)
+    return Layout(codes, scale, offset, leaf.shift, chunk, group == chunk, coarse)
 
 
 def takes(rows: int, layout: Layout | None) -> bool:
