@@ -144,55 +144,62 @@ def check(leaf: Quantised) -> Quantised:
     return leaf
 
 
-def dequantise(leaf: Quantised, dtype: Any = jnp.float32) -> Array:
-    """The weights [*out, M]: computed in float32, rounded to dtype once. This defines every product."""
+def dequantise(leaf: Quantised, dtype: Any = jnp.float32) -> Any:
+    """The weights [*out, M], an array of numpy if the codes are: computed in float32, rounded to dtype once. This
+    defines every product."""
+    xp = np if isinstance(leaf.codes, np.ndarray) else jnp
     if leaf.scale is None:
-        weights = jnp.asarray(leaf.codes)
+        weights = leaf.codes
     else:
-        codes = _codes(leaf)
-        if leaf.shift:
-            codes = codes - jnp.float32(leaf.shift)
         scale, offset = scales(leaf)
-        weights = codes.reshape(-1, scale.shape[-1], leaf.group) * _spread(scale, leaf)
+        weights = _codes(leaf).reshape(-1, scale.shape[-1], leaf.group)
+        if leaf.shift:
+            weights -= np.float32(leaf.shift)
+        weights *= _spread(scale, leaf)
         if offset is not None:
-            weights = weights + _spread(offset, leaf)
-    weights = weights.reshape(leaf.shape).astype(dtype)
-    return weights if leaf.order is None else weights[..., jnp.argsort(leaf.order)]
+            weights += _spread(offset, leaf)
+    weights = weights.reshape(leaf.shape)
+    weights = weights if weights.dtype == dtype else weights.astype(dtype)
+    return weights if leaf.order is None else weights[..., xp.argsort(leaf.order)]
 
 
-def scales(leaf: Quantised) -> tuple[Array, Array | None]:
-    """Scale and offset (None: none) in float32, super-scales included: [outputs / rows, groups]."""
+def scales(leaf: Quantised) -> tuple[Any, Any]:
+    """Scale and offset (None: none) in float32, super-scales included: [outputs / rows, groups]. Arrays of numpy if the
+    codes are."""
+    xp = np if isinstance(leaf.codes, np.ndarray) else jnp
 
-    def whole(array: Any, coarse: Any) -> Array | None:
+    def whole(array: Any, coarse: Any) -> Any:
         if array is None:
             return None
-        array = jnp.asarray(array).astype(jnp.float32)
+        array = xp.asarray(array).astype(np.float32)
         if coarse is not None:
-            array = array * jnp.repeat(jnp.asarray(coarse).astype(jnp.float32), array.shape[-1] // coarse.shape[-1], -1)
+            array = array * xp.repeat(xp.asarray(coarse).astype(np.float32), array.shape[-1] // coarse.shape[-1], -1)
         return array.reshape(-1, array.shape[-1])
 
     scale = whole(leaf.scale, leaf.super_scale)
-    assert scale is not None
     if leaf.is_mxfp4:
-        scale = jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+        scale = _bitcast(scale.astype(np.int32) << 23, np.float32)
     return scale, whole(leaf.offset, leaf.super_offset)
 
 
-def _codes(leaf: Quantised) -> Array:
+def _codes(leaf: Quantised) -> Any:
     """float32 [outputs, M], in the stored order of columns."""
-    codes = jnp.asarray(leaf.codes).reshape(-1, leaf.codes.shape[-1])
+    codes = leaf.codes
     if leaf.bits == 4:
-        halves = codes.reshape(codes.shape[0], -1, 1, PACKED // 2)
-        codes = jnp.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2)
+        codes = unpack(codes)
     if leaf.is_mxfp4:  # sign, exponent and mantissa in a float16, whose exponent has a bias larger by 14
-        wide = codes.astype(jnp.uint16)
+        wide = codes.astype(np.uint16)
         bits = (wide & np.uint16(7)) << np.uint16(9) | (wide & np.uint16(8)) << np.uint16(12)
-        codes = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**14)
-    return codes.astype(jnp.float32).reshape(-1, leaf.depth)
+        codes = _bitcast(bits, np.float16).astype(np.float32) * np.float32(2**14)
+    return codes.astype(np.float32).reshape(-1, leaf.depth)
 
 
-def _spread(scale: Array, leaf: Quantised) -> Array:
-    return (scale if leaf.rows == 1 else jnp.repeat(scale, leaf.rows, axis=0))[:, :, None]
+def _bitcast(array: Any, dtype: Any) -> Any:
+    return array.view(dtype) if isinstance(array, np.ndarray) else jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _spread(scale: Any, leaf: Quantised) -> Any:
+    return (scale if leaf.rows == 1 else scale.repeat(leaf.rows, axis=0))[:, :, None]
 
 
 def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
@@ -293,3 +300,11 @@ def pack(codes: np.ndarray) -> np.ndarray:
     """Packs codes of 4 bits, uint8 [..., M] below 16, to uint8 [..., M / 2]. See `PACKED`."""
     halves = codes.reshape(*codes.shape[:-1], -1, 2, PACKED // 2)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
+
+
+def unpack(codes: Any, run: int = PACKED // 2) -> Any:
+    """Codes of 4 bits, uint8 [..., n] to [..., 2 n]: the low halves of each `run` bytes, then their high halves. By
+    default the inverse of `pack`."""
+    xp = np if isinstance(codes, np.ndarray) else jnp
+    halves = codes.reshape(*codes.shape[:-1], -1, 1, run)
+    return xp.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=-2).reshape(*codes.shape[:-1], -1)
