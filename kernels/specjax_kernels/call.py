@@ -16,12 +16,6 @@ from jax import Array
 INACTIVE = -1  # the prefix length of an inactive row
 
 
-def default_implementation() -> str:
-    """For JAX's default device: `gpu_language.dialect` ("pallas" while JAX has it) on an NVIDIA GPU of compute
-    capability 8.0 (Ampere) and up, else "xla"."""
-    return dialect() if has_kernels() else "xla"
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Causal:

@@ -19,6 +19,7 @@ Implementations of a product with quantised weights:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from jaxtyping import Float, Float32
 from specjax_kernels import gpu_language, gpu_quantised, mesh
 from specjax_kernels.cpu import quantised as cpu_quantised
 from specjax_kernels.cpu import rows as cpu_rows
+from specjax_kernels.cpu.vectors import LANES
 from specjax_kernels.platforms import after, before_ampere, by_platform, generation, on_nvidia
 from specjax_kernels.quantised import Quantised, check, dequantise, scales, split_axes
 
@@ -163,16 +165,23 @@ _product.defvjp(lambda x, weight, axis: (_product(x, weight, axis), (x, weight))
 
 
 def _has_cpu_kernel(x: Array, weight: Array, axis: int) -> bool:
-    rows, shape = math.prod(x.shape[:-1]), weight.shape
-    return mesh.devices() == 1 and cpu_rows.takes(
-        rows, shape[0], math.prod(shape[1:]), weight.dtype, transposed=axis == 1
-    )
+    rows, (height, *width) = math.prod(x.shape[:-1]), weight.shape
+    if mesh.devices() > 1:
+        return False
+    if axis == 0:
+        return cpu_rows.takes(rows, height, math.prod(width), weight.dtype)
+    layout = cpu_quantised.Layout.of_weights(str(weight.dtype))
+    fits = rows <= cpu_rows.MOST_ROWS and height > 0 < width[0] and width[0] % LANES == 0
+    return fits and str(weight.dtype) in cpu_rows.STORED and cpu_quantised.takes(rows, layout)
 
 
 def _by_kernel(x: Array, weight: Array, axis: int) -> Array:
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    out = cpu_rows.multiply(rows, weight.reshape(weight.shape[0], -1), transposed=axis == 1)
-    return out.reshape(*x.shape[:-1], *(weight.shape[:1] if axis else weight.shape[1:]))
+    if axis == 0:
+        out = cpu_rows.multiply(rows, weight.reshape(weight.shape[0], -1))
+        return out.reshape(*x.shape[:-1], *weight.shape[1:])
+    out = cpu_quantised.multiply(rows, cpu_quantised.Layout.of_weights(str(weight.dtype)), weight)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def quantised_product(x: Array, leaf: Quantised, dtype: Any) -> Array:
