@@ -8,35 +8,14 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
+from quantised_leaves import shapes_of
 from specjax_kernels import Quantised, linear
 from test_gpu_compile import benchmarks, gpu, slow  # noqa: F401 - `benchmarks` is a fixture
 
 pytestmark = pytest.mark.gpu_compile
 OUT, DEPTH = (2, 14336), 4096
 """Gate and up of Llama-3.1-8B."""
-
-
-def leaf_of(name: str) -> Quantised:
-    def of(dtype, group: int, rows: int = 1) -> jax.ShapeDtypeStruct:
-        out = OUT if rows == 1 else (math.prod(OUT) // rows,)
-        return jax.ShapeDtypeStruct((*out, DEPTH // group), dtype)
-
-    four, eight, fp8 = of(jnp.uint8, 2), of(jnp.int8, 1), of(jnp.float8_e4m3fn, 1)
-    half, single, byte = jnp.float16, jnp.float32, jnp.uint8
-    return {
-        "Q4_0": Quantised(four, of(half, 32), shift=8),
-        "Q4_1": Quantised(four, of(half, 32), of(half, 32)),
-        "Q4_K": Quantised(four, of(byte, 32), of(byte, 32), of(half, 256), of(half, 256)),
-        "MXFP4": Quantised(four, of(byte, 32)),
-        "GPTQ": Quantised(four, of(half, 128), of(single, 128)),
-        "Q8_0": Quantised(eight, of(half, 32)),
-        "int8 per output": Quantised(eight, of(single, DEPTH)),
-        "fp8 per output": Quantised(fp8, of(single, DEPTH)),
-        "fp8 per tensor": Quantised(fp8, of(single, DEPTH, math.prod(OUT)), rows=math.prod(OUT)),
-        "fp8 blocks": Quantised(fp8, of(single, 128, 128), rows=128),
-    }[name]
 
 
 FORMATS = (
@@ -54,7 +33,7 @@ MORE += [("a100_sxm_80", name, 8, "bfloat16") for name in FORMATS if "fp8" not i
 def test_only_codes_are_read(device: str, name: str, rows: int, dtype: str) -> None:
     from ptx import assembled, assembler, described_device
 
-    leaf = leaf_of(name)
+    leaf = shapes_of(name, OUT, DEPTH, rows=128 if name == "fp8 blocks" else None)
     x = jax.ShapeDtypeStruct((1, rows, DEPTH), dtype)
     arguments = gpu(device).place((x, leaf))
     with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
@@ -148,7 +127,7 @@ def test_chosen_experts_are_read_in_place(quantization: str, rows: int) -> None:
 
 def test_many_rows_dequantise_to_memory() -> None:
     """Such an array is recognised."""
-    leaf = leaf_of("Q4_1")
+    leaf = shapes_of("Q4_1", OUT, DEPTH)
     arguments = gpu("h200").place((jax.ShapeDtypeStruct((1, 512, DEPTH), "bfloat16"), leaf))
     from ptx import described_device
 
