@@ -108,29 +108,20 @@ def _memory() -> Any:
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
+_SAME = (
+    "full", "zeros", "where", "abs", "exp", "exp2", "maximum", "minimum", "max", "min", "sum",
+    "float16", "float32", "int16", "int32", "uint32",
+)  # fmt: skip
+"""Names with one meaning in `triton.language` and `jax.numpy`."""
+
 tl: Any = types.SimpleNamespace(
     program_id=lambda axis: _pallas().program_id(axis),
     load=lambda pointer, **options: _memory().load(pointer, **options),
     store=lambda pointer, value, **options: _memory().store(pointer, value.astype(pointer.dtype), **options),
     arange=lambda start, stop: jnp.arange(start, stop, dtype=jnp.int32),
-    full=jnp.full,
-    zeros=jnp.zeros,
-    where=jnp.where,
     cast=_cast,
-    abs=jnp.abs,
-    exp=jnp.exp,
-    exp2=jnp.exp2,
-    maximum=jnp.maximum,
-    minimum=jnp.minimum,
-    max=jnp.max,
-    min=jnp.min,
-    sum=jnp.sum,
     static_range=range,
     constexpr=int,
     cdiv=lambda number, by: (number + (by - 1)) // by,
-    float16=jnp.float16,
-    float32=jnp.float32,
-    int16=jnp.int16,
-    int32=jnp.int32,
-    uint32=jnp.uint32,
+    **{name: getattr(jnp, name) for name in _SAME},
 )

@@ -182,9 +182,10 @@ def test_every_code_and_scale_of_mxfp4_is_exact():
     normal = np.abs(exact) >= 2.0**-126  # XLA:CPU flushes smaller numbers to 0
     assert normal[:, 2:8].all() and not normal[0, 1]
     for dtype in (jnp.float32, jnp.bfloat16):
-        weights = np.asarray(dequantise(leaf, dtype), np.float64)
+        weights = np.asarray(dequantise(jax.tree.map(jnp.asarray, leaf), dtype), np.float64)
         np.testing.assert_array_equal(weights[normal], exact[normal])
         assert not weights[~normal].any()
+        np.testing.assert_array_equal(np.asarray(dequantise(leaf, dtype), np.float64)[normal], exact[normal])
     some = slice(1, 250)
     leaf = Quantised(leaf.codes[some], scale[some])
     x = jnp.eye(32, dtype=jnp.float32)[None]
