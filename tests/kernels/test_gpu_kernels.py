@@ -110,13 +110,18 @@ class Memory:
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
 
+def interpreting(patch: pytest.MonkeyPatch, implementation: str) -> None:
+    """Triton's kernels run in its interpreter."""
+    if implementation == "triton":
+        patch.setattr(triton_path, "refuse", lambda: None)
+        patch.setattr(triton_path, "run", interpret)
+
+
 @functools.cache
 def _kernel(implementation: str, launch: tuple[int, int, int] | None, **options):
     def attend(*args, sinks):
         with pytest.MonkeyPatch.context() as patch:
-            if implementation == "triton":
-                patch.setattr(triton_path, "refuse", lambda: None)
-                patch.setattr(triton_path, "run", interpret)
+            interpreting(patch, implementation)
             if launch is not None:
                 patch.setattr(gpu_attention, "launch_for", launched(*launch))
             return gpu_attention.attend(Call(*args, **options, sinks=sinks), dialect=implementation)
@@ -234,9 +239,7 @@ def test_wide_heads_are_refused(implementation: str) -> None:
 @pytest.fixture
 def chosen(implementation: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The implementation, for attention and for the other kernels; Triton's in its interpreter."""
-    if implementation == "triton":
-        monkeypatch.setattr(triton_path, "refuse", lambda: None)
-        monkeypatch.setattr(triton_path, "run", interpret)
+    interpreting(monkeypatch, implementation)
     monkeypatch.setattr(gpu_language, "dialect", lambda: implementation)
     jax.clear_caches()
     return implementation
