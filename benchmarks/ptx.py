@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from specjax_kernels import CAUSAL, tree_attention
+from specjax_kernels import CAUSAL, mask_words, tree_attention
 from specjax_kernels.specs import Spec
 
 GPUS = Path(__file__).parent / "gpu"
@@ -103,7 +103,7 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
     def struct(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    mask = CAUSAL if spec.mask == "causal" else struct(B, N, -(-C // 32), dtype=jnp.uint32)
+    mask = CAUSAL if spec.mask == "causal" else struct(B, N, mask_words(C), dtype=jnp.uint32)
     values = (None, None)
     if not spec.latent:
         values = tuple(struct(*shape, K, spec.v_width, dtype=dtype) for shape in ((B, C), (spec.P, spec.S)))

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specjax.acceptance import AcceptAbove, SyntheticAcceptance
     from specjax.cache import PageSpec, PoolShape, commit, init_cache
     from specjax.checkpoint import load_head
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from specjax.step import StepConfig, Steps, check_phase, commit_phase, draft_phase, make_steps
     from specjax.step import prefill_step, speculate_step, verify_phase
     from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
-    from specjax.verify import AcceptAbove, SyntheticAcceptance, Verdict, Verifier, find_verdict, verify_tree
+    from specjax.verify import Verdict, Verifier, find_verdict, verify_tree
 
 _NAMES = {
+    "specjax.acceptance": "AcceptAbove SyntheticAcceptance",
     "specjax.cache": "PageSpec PoolShape commit init_cache",
     "specjax.checkpoint": "load_head",
     "specjax.config": "HeadConfig ModelConfig RopeConfig",
@@ -46,7 +48,7 @@ _NAMES = {
         "StepConfig Steps check_phase commit_phase draft_phase make_steps prefill_step speculate_step verify_phase"
     ),
     "specjax.tree": "NO_PARENT NO_TOKEN DraftTree Pool best_nodes chain rerank root_only top_k_children",
-    "specjax.verify": "AcceptAbove SyntheticAcceptance Verdict Verifier find_verdict verify_tree",
+    "specjax.verify": "Verdict Verifier find_verdict verify_tree",
 }
 """Module to the names that it gives."""
 

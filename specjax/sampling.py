@@ -1,6 +1,6 @@
 """Sampling: parameters as arrays, processing of logits, and noise keyed by seed and position.
 
-A draw (docs/design.md) is:
+`noisy_logits` is the rule of a draw (docs/design.md):
 
     logits -> bias -> repetition -> frequency, presence -> min_tokens and grammar masks
            -> T = 0: argmax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
-from specjax_kernels.sampling import argmax, in_prefix
+from specjax_kernels.sampling import argmax, in_prefix, largest
 
 STOP_IDS = 8  # stop ids per row on the device; the host checks further ones
 BIAS_ENTRIES = 1024  # logit biases per row
@@ -142,8 +142,13 @@ def is_plain(rows: SamplingRows, emitted: Int32[Array, "B"], vocab_size: int) ->
     return (rows.temperature <= 0) & ~has_penalty(rows) & ~has_bias(rows, vocab_size) & ~masks_stops
 
 
-def add_bias(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    return logits.at[row.bias_ids].add(row.bias_values, mode="drop")
+def bias_of(rows: SamplingRows, vocab_size: int) -> Float32[Array, "B V"]:
+    """The bias of each token. Unused entries get distinct indices: with equal indices, the scatter would sort."""
+    unused = vocab_size + jnp.arange(BIAS_ENTRIES, dtype=jnp.int32)
+    ids = jnp.where(rows.bias_ids < vocab_size, rows.bias_ids, unused[None, :])
+    row = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
+    bias = jnp.zeros((len(ids), vocab_size), jnp.float32)
+    return bias.at[row, ids].add(rows.bias_values, mode="drop", unique_indices=True)
 
 
 def add_penalties(
@@ -257,7 +262,7 @@ def smallest_prefix(
 
 
 def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    """Applies top-k, then top-p, to temperature-scaled logits; -inf for removed tokens."""
+    """Applies top-k, then top-p, to temperature-scaled logits; -inf for removed tokens. See `in_prefix` for GPUs."""
     k = jnp.maximum(row.top_k.astype(jnp.float32), 1.0)
     inside = smallest_prefix(logits, jnp.ones_like(logits), k) | (row.top_k <= 0)
     weights = jnp.where(inside, jnp.exp(logits - jnp.max(logits)), 0.0)
@@ -266,10 +271,20 @@ def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "
     return jnp.where(inside, logits, -jnp.inf)
 
 
-def cut_min_p(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    """Applies min-p; -inf for tokens less likely than `min_p` times the likeliest token."""
-    floor = jnp.max(logits) + jnp.log(row.min_p)  # min_p = 0 gives -inf, which removes nothing
+def cut_min_p(logits: Float32[Array, "V"], row: SamplingRows, highest: Float32[Array, ""]) -> Float32[Array, "V"]:
+    """Applies min-p; -inf for tokens less likely than `min_p` times the likeliest token, of the logit `highest`."""
+    floor = highest + jnp.log(row.min_p)  # min_p = 0 gives -inf, which removes nothing
     return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def greedy_and_finite(logits: Float32[Array, "B N V"]) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
+    """Computes the argmax of logits (`DrawInputs.greedy`), and a mask of logits from which a token can be drawn.
+
+    Such logits have no NaN and no +inf and are not all -inf. Checking the maximum is enough, because argmax prefers NaN
+    to any number.
+    """
+    place, value = largest(logits)
+    return place, jnp.isfinite(value)
 
 
 class DrawInputs(NamedTuple):
@@ -301,8 +316,6 @@ def draw(
 ) -> Int32[Array, "B"]:
     """Draws the token that the target emits after each request's path.
 
-    Each part of the rule (see the module) runs only if an active row needs it, and does not change the other rows.
-
     Args:
         logits: float32 [B, V]. Raw logits.
         inputs: sampling parameters and history.
@@ -311,55 +324,7 @@ def draw(
         path: int32 [B, J]. Drafted tokens between the emitted tokens and the draw, for penalties; NO_TOKEN is ignored.
         allowed: uint32 [B, ceil(V / 32)]. A grammar's token bits, or None.
     """
-    rows, active = inputs.rows, inputs.active
-    logits = _edited(logits, inputs, emitted, path, allowed)
-
-    def sample(x: Array) -> Array:
-        noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, position, x.shape[-1])
-        return jnp.where((rows.temperature > 0)[:, None], _scaled(x, inputs) + noise, x)
-
-    perturbed = _when((rows.temperature > 0) & active, sample, logits)
-    return argmax(perturbed)
-
-
-def _when(needed: Bool[Array, "B"], change: Callable[[Array], Array], logits: Array) -> Array:
-    return jax.lax.cond(jnp.any(needed), change, lambda x: x, logits)
-
-
-def _edited(
-    logits: Float32[Array, "B V"],
-    inputs: DrawInputs,
-    emitted: Int32[Array, "B"],
-    path: Int32[Array, "B J"],
-    allowed: UInt32[Array, "B W"] | None,
-) -> Float32[Array, "B V"]:
-    """Applies the rule up to the temperature. Arguments: see `draw`."""
-    rows, history, slots, active, _ = inputs
-    vocab = logits.shape[-1]
-    logits = _when(has_bias(rows, vocab) & active, lambda x: jax.vmap(add_bias)(x, rows), logits)
-
-    def penalise(x: Array) -> Array:
-        row = jnp.minimum(slots, history.counts.shape[0] - 1)
-        ids = jnp.where(path >= 0, path, vocab)
-        batch = jnp.arange(x.shape[0])[:, None]
-        counts = history.counts[row].at[batch, ids].add(1, mode="drop")
-        return jax.vmap(add_penalties)(x, rows, history.in_prompt[row], counts)
-
-    logits = _when(has_penalty(rows) & active, penalise, logits)
-    early = (emitted < rows.min_tokens) & active
-    logits = _when(early, lambda x: jax.vmap(mask_stops)(x, rows, emitted), logits)
-    return logits if allowed is None else jax.vmap(mask_forbidden)(logits, allowed)
-
-
-def _scaled(logits: Float32[Array, "B V"], inputs: DrawInputs) -> Float32[Array, "B V"]:
-    """Applies temperature, top-k, top-p and min-p; -inf for removed tokens. Undefined for greedy rows."""
-    rows = inputs.rows
-    hot = rows.temperature > 0
-    # Below MIN_TEMPERATURE the draw is the argmax, and logits / T would overflow.
-    scaled = logits / jnp.where(hot, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
-    cuts = ((rows.top_k > 0) | (rows.top_p < 1)) & hot & inputs.active
-    scaled = _when(cuts, lambda y: jax.vmap(truncate)(y, rows), scaled)
-    return jax.vmap(cut_min_p)(scaled, rows)
+    return draw_with_law(logits, inputs, position, emitted, path, allowed)[0]
 
 
 @jax.jit
@@ -371,20 +336,10 @@ def draw_with_law(
     path: Int32[Array, "B J"],
     allowed: UInt32[Array, "B W"] | None = None,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B V"]]:
-    """`draw`, and the probabilities that it draws from, float32 [B, V] (undefined for greedy rows)."""
-    rows = inputs.rows
-    edited = _edited(logits, inputs, emitted, path, allowed)
-    scaled = _scaled(edited, inputs)
-    noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, position, logits.shape[-1])
-    perturbed = jnp.where((rows.temperature > 0)[:, None], scaled + noise, edited)
-    return argmax(perturbed), jax.nn.softmax(scaled, axis=-1)
-
-
-def coin(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Float32[Array, ""]:
-    """Uniform number in (0, 1), independent of `token_noise` at `position`."""
-    stream = jnp.ones((), jnp.uint32)  # `token_noise` uses stream 0
-    high, _ = threefry2x32((seed[0], seed[1]), (stream, position.astype(jnp.uint32)))
-    return ((high >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    """`draw`, and the logits of the probabilities that it draws from (undefined for greedy rows)."""
+    given = jax.tree.map(lambda x: x[:, None], (logits, position, emitted, path, allowed))
+    noisy, law = noisy_logits(given[0], inputs, *given[1:], straight=False)
+    return argmax(noisy), law
 
 
 @jax.jit
@@ -396,41 +351,81 @@ def draw_straight(
     path: Int32[Array, "B N J"],
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Int32[Array, "B N"]:
-    """`draw` at N nodes of each request, without branches and loops, for GPUs.
+    """`draw` at N nodes of each request, without branches and loops, for GPUs. Kernels read the logits of a node at
+    most once each."""
+    noisy, _ = noisy_logits(logits, inputs, position, emitted, path, allowed, straight=True)
+    return argmax(noisy).reshape(logits.shape[:2])
 
-    All parts of the rule run for all rows. Parameters that are off leave a row unchanged. Kernels read the logits of a
-    node at most once each.
+
+def noisy_logits(
+    logits: Float32[Array, "B N V"],
+    inputs: DrawInputs,
+    position: Int32[Array, "B N"],
+    emitted: Int32[Array, "B N"],
+    path: Int32[Array, "B N J"],
+    allowed: UInt32[Array, "B N W"] | None,
+    *,
+    straight: bool,
+) -> tuple[Float32[Array, "BN V"], Float32[Array, "BN V"]]:
+    """The rule of a draw at N nodes of each request. Arguments: see `draw`.
+
+    With `straight` all parts of the rule run for all rows; parameters that are off leave a row unchanged. Otherwise a
+    part runs only if an active row needs it.
+
+    Returns:
+        Logits whose argmax is the draw; and the logits of the probabilities that it draws from, -inf for removed tokens
+        (undefined for greedy rows).
     """
-    rows, history, slots, *_ = inputs
+    rows, history, slots, active, _ = inputs
     batch, nodes, vocab = logits.shape
-    # Unused entries get distinct indices: with equal indices, the scatter would sort.
-    unused = vocab + jnp.arange(BIAS_ENTRIES, dtype=jnp.int32)
-    ids = jnp.where(rows.bias_ids < vocab, rows.bias_ids, unused[None, :])
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    bias = jnp.zeros((batch, vocab), jnp.float32)
-    bias = bias.at[index, ids].add(rows.bias_values, mode="drop", unique_indices=True)
 
     def per_node(x: Array) -> Array:
         """Repeats each row for its nodes; a broadcast, since a gather would be a kernel."""
         return jnp.broadcast_to(x[:, None], (batch, nodes, *x.shape[1:])).reshape(batch * nodes, *x.shape[1:])
 
-    flat = jax.tree.map(per_node, rows._replace(bias_ids=ids[:, :0], bias_values=rows.bias_values[:, :0]))
-    row = jnp.minimum(slots, history.counts.shape[0] - 1)
-    position, emitted = position.reshape(-1), emitted.reshape(-1)
-    token = jnp.arange(vocab, dtype=jnp.int32)
-    counts, path = per_node(history.counts[row]), path.reshape(batch * nodes, -1)
-    for level in range(path.shape[1]):
-        counts += (path[:, level, None] == token[None, :]).astype(jnp.int32)
-    x = logits.reshape(-1, vocab) + per_node(bias)
-    x = jax.vmap(add_penalties)(x, flat, per_node(history.in_prompt[row]), counts)
-    x = jax.vmap(mask_stops)(x, flat, emitted)
+    def when(
+        needed: Array, change: Callable[[Array], Any], x: Array, otherwise: Callable[[Array], Any] = lambda x: x
+    ) -> Any:
+        return change(x) if straight else jax.lax.cond(jnp.any(needed), change, otherwise, x)
+
+    row = jax.tree.map(per_node, rows._replace(bias_ids=rows.bias_ids[:, :0], bias_values=rows.bias_values[:, :0]))
+    live, position, emitted = per_node(active), position.reshape(-1), emitted.reshape(-1)
+
+    def penalise(x: Array) -> Array:
+        index = jnp.minimum(slots, history.counts.shape[0] - 1)
+        counts, token = per_node(history.counts[index]), jnp.arange(vocab, dtype=jnp.int32)
+        for level in range(path.shape[2]):
+            counts += (path[:, :, level].reshape(-1, 1) == token[None, :]).astype(jnp.int32)
+        return jax.vmap(add_penalties)(x, row, per_node(history.in_prompt[index]), counts)
+
+    x = logits.reshape(-1, vocab)
+    x = when(has_bias(rows, vocab) & active, lambda x: x + per_node(bias_of(rows, vocab)), x)
+    x = when(has_penalty(rows) & active, penalise, x)
+    x = when((emitted < row.min_tokens) & live, lambda x: jax.vmap(mask_stops)(x, row, emitted), x)
     if allowed is not None:
         x = jax.vmap(mask_forbidden)(x, allowed.reshape(batch * nodes, -1))
-    hot = flat.temperature > 0
-    scaled = x / jnp.where(hot, jnp.maximum(flat.temperature, MIN_TEMPERATURE), 1.0)[:, None]
-    inside = in_prefix(scaled, flat.top_k, flat.top_p)
-    # The likeliest token is inside, so min-p can be computed from all tokens.
-    likely = jnp.where(inside, jax.vmap(cut_min_p)(scaled, flat), -jnp.inf)
-    noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(flat.seed, position, vocab)
-    perturbed = jnp.where(hot[:, None], likely + noise, x)
-    return argmax(perturbed).reshape(batch, nodes)
+
+    hot = row.temperature > 0
+    cuts = ((row.top_k > 0) | (row.top_p < 1)) & hot & live
+
+    def cut(scaled: Array) -> Array:
+        if straight:
+            return jnp.where(in_prefix(scaled, row.top_k, row.top_p), scaled, -jnp.inf)
+        return jax.vmap(truncate)(scaled, row)
+
+    def sample(x: Array) -> tuple[Array, Array]:
+        # Below MIN_TEMPERATURE the draw is the argmax, and logits / T would overflow.
+        scaled = x / jnp.where(hot, jnp.maximum(row.temperature, MIN_TEMPERATURE), 1.0)[:, None]
+        highest = jnp.max(scaled, axis=1)  # top-k and top-p never remove the likeliest token
+        law = jax.vmap(cut_min_p)(when(cuts, cut, scaled), row, highest)
+        noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(row.seed, position, vocab)
+        return jnp.where(hot[:, None], law + noise, x), law
+
+    return when(hot & live, sample, x, lambda x: (x, x))
+
+
+def coin(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Float32[Array, ""]:
+    """Uniform number in (0, 1), independent of `token_noise` at `position`."""
+    stream = jnp.ones((), jnp.uint32)  # `token_noise` uses stream 0
+    high, _ = threefry2x32((seed[0], seed[1]), (stream, position.astype(jnp.uint32)))
+    return ((high >> 9).astype(jnp.float32) + 0.5) * 2.0**-23

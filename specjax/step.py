@@ -37,7 +37,7 @@ from specjax.gpu import compiler_options, warn_of_problem
 from specjax.logprobs import Logprobs, block_logprobs, path_logprobs
 from specjax.models.blocks import Ragged
 from specjax.models.target import Target
-from specjax.sampling import DrawInputs
+from specjax.sampling import DrawInputs, greedy_and_finite
 from specjax.state import (
     FULL,
     NO_FORCED_TOKEN,
@@ -53,7 +53,7 @@ from specjax.state import (
     admit,
 )
 from specjax.tree import DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only, with_root
-from specjax.verify import Verdict, Verifier, greedy_and_finite, verify_tree
+from specjax.verify import Verdict, Verifier, verify_tree
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The operations of a step, and their implementations for CPUs and GPUs. In reading order:
 
-attention          the operation, its arguments, the choice of an implementation
+attention, call    the operation and the choice of an implementation; its arguments and masks
 reference          definitions of attention and products
 xla, gpu_attention implementations of attention; launch: block sizes of the GPU kernels
 gpu_language       what GPU kernels are written in; pallas_triton and triton compile them
-linear, quantised  products with weights of 4 to 32 bits; gpu_quantised for GPUs
+linear, quantised  products with weights of 4 to 32 bits, and weights of 4 and 8 bits; gpu_quantised for GPUs
 sampling           argmax, top-k and top-p of a vocabulary
 cpu/               kernels that Numba compiles
 platforms, mesh    branches by platform, and tensor parallelism
@@ -14,17 +14,13 @@ specs              shapes that tests and benchmarks share
 import warnings
 
 from specjax_kernels.attention import (
-    CAUSAL,
     IMPLEMENTATIONS,
-    INACTIVE,
-    Causal,
     attention,
     default_implementation,
     implementation_named,
-    pack_bits,
     tree_attention,
-    unpack_bits,
 )
+from specjax_kernels.call import CAUSAL, INACTIVE, Causal, mask_words, pack_bits, unpack_bits
 from specjax_kernels.linear import Norm, linear, rms_norm, unembed
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
 from specjax_kernels.sampling import argmax, largest, top_k
@@ -46,6 +42,7 @@ __all__ = [
     "implementation_named",
     "largest",
     "linear",
+    "mask_words",
     "pack_bits",
     "quantise",
     "rms_norm",

@@ -19,32 +19,33 @@ without keys sums to 0. In comments R = rows of the tile, t = tokens of a trip, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.attention import Call, Causal, words
+from specjax_kernels import gpu_language
+from specjax_kernels.call import Call, Causal, mask_words
 from specjax_kernels.gpu_language import Constants, at, device, dot, loop, tl
 from specjax_kernels.launch import launch_for, padded, too_wide
 
 LOG2_E = math.log2(math.e)
 
 
-def attend(call: Call, run: Callable[..., dict[str, Array]], *, name: str, qkv: Array | None = None) -> Array:
-    """`tree_attention` by a compiler's `run` (see `gpu_language`). `qkv` [B, C, K, G + 2, E] replaces q, k_block and
-    v_block; its last N tokens have queries."""
+def attend(call: Call, *, dialect: str, qkv: Array | None = None) -> Array:
+    """`tree_attention` by a compiler (see `gpu_language`). `qkv` [B, C, K, G + 2, E] replaces q, k_block and v_block,
+    whose shapes are in `call`; its last N tokens have queries."""
+    run = gpu_language.compiler(dialect).run
     shape, dtype = call.shape, call.q.dtype
     B, H, N, C, K, G, E, Ev, P, S, T = shape[:11]
     if problem := too_wide(str(dtype), E, Ev):
-        raise NotImplementedError(f"implementation {name!r} has {problem}")
+        raise NotImplementedError(f"implementation {dialect!r} has {problem}")
     launch = launch_for(str(dtype), max(E, Ev), N * G, B * K, T * S)
     rows, heads, splits, packed = launch.rows * launch.tiles, B * K, launch.splits, qkv is not None
     softcap = shape.softcap or 0.0
     constants = Constants(
-        N=N, C=C, K=K, G=G, E=E, Ev=Ev, P=P, S=S, T=T, EP=padded(E), VP=padded(Ev), words=words(C),
+        N=N, C=C, K=K, G=G, E=E, Ev=Ev, P=P, S=S, T=T, EP=padded(E), VP=padded(Ev), words=mask_words(C),
         first=C - N if packed else 0,  # block token of the first query
         in_q=G + 2 if packed else G,  # queries and, if packed, key and value of a head in q; then in k_block
         in_block=G + 2 if packed else 1, key_at=G if packed else 0, value_at=G + 1 if packed else 0,

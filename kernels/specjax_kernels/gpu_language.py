@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 DIALECTS = {"pallas": "specjax_kernels.pallas_triton", "triton": "specjax_kernels.triton"}
-"""Name -> module with `run`, and `UNMET`: the reason why this process cannot make its kernels, or None."""
+"""Name -> module with `run`; `UNMET`, the reason why this process cannot make its kernels, or None; and `refuse()`,
+which raises NotImplementedError if the device is missing, too."""
 
 
 class Constants(types.SimpleNamespace):
@@ -46,19 +47,24 @@ def dialect() -> str:
     Raises:
         NotImplementedError: neither is installed; names what to install.
     """
-    problems = {}
-    for name, module in DIALECTS.items():
-        if (problem := importlib.import_module(module).UNMET) is None:
+    problems = []
+    for name in DIALECTS:
+        if (problem := compiler(name).UNMET) is None:
             return name
-        problems[name] = problem
-    raise NotImplementedError(f"no compiler of GPU kernels is installed. {'. '.join(problems.values())}")
+        problems.append(problem)
+    raise NotImplementedError(f"no compiler of GPU kernels is installed. {'. '.join(problems)}")
+
+
+def compiler(name: str) -> Any:
+    """The module of a dialect. Imported late: a process without a GPU starts sooner."""
+    return importlib.import_module(DIALECTS[name])
 
 
 def lowers() -> bool:
     """True if kernels can be made for the target of this trace. Without a GPU, Pallas lowers for any, and Triton for
     the device of an abstract mesh."""
     try:
-        importlib.import_module(DIALECTS[dialect()]).refuse()
+        compiler(dialect()).refuse()
     except NotImplementedError:
         return False
     return True
@@ -66,7 +72,7 @@ def lowers() -> bool:
 
 def run(*arguments: Any, **options: Any) -> dict[str, jax.Array]:
     """`run` of the installed compiler."""
-    return importlib.import_module(DIALECTS[dialect()]).run(*arguments, **options)
+    return compiler(dialect()).run(*arguments, **options)
 
 
 def at(array: Any, sizes: tuple[int, ...], index: tuple[Any, ...]) -> Any:
@@ -102,29 +108,20 @@ def _memory() -> Any:
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
+_SAME = (
+    "full", "zeros", "where", "abs", "exp", "exp2", "maximum", "minimum", "max", "min", "sum",
+    "float16", "float32", "int16", "int32", "uint32",
+)  # fmt: skip
+"""Names with one meaning in `triton.language` and `jax.numpy`."""
+
 tl: Any = types.SimpleNamespace(
     program_id=lambda axis: _pallas().program_id(axis),
     load=lambda pointer, **options: _memory().load(pointer, **options),
     store=lambda pointer, value, **options: _memory().store(pointer, value.astype(pointer.dtype), **options),
     arange=lambda start, stop: jnp.arange(start, stop, dtype=jnp.int32),
-    full=jnp.full,
-    zeros=jnp.zeros,
-    where=jnp.where,
     cast=_cast,
-    abs=jnp.abs,
-    exp=jnp.exp,
-    exp2=jnp.exp2,
-    maximum=jnp.maximum,
-    minimum=jnp.minimum,
-    max=jnp.max,
-    min=jnp.min,
-    sum=jnp.sum,
     static_range=range,
     constexpr=int,
     cdiv=lambda number, by: (number + (by - 1)) // by,
-    float16=jnp.float16,
-    float32=jnp.float32,
-    int16=jnp.int16,
-    int32=jnp.int32,
-    uint32=jnp.uint32,
+    **{name: getattr(jnp, name) for name in _SAME},
 )

@@ -1,11 +1,25 @@
 """Products of activations and weights, and the RMS norm before them.
 
 `linear` is for the layers and `unembed` for the output layer. Platform, dtypes, shape and number of rows choose the
-implementation. `reference.linear` defines the products, `quantised.dequantise` the weights of few bits.
+implementation. `reference.linear` defines the products, `quantised.dequantise` the weights of few bits; activations are
+not quantised. In order: both operations, products of float weights, of quantised weights, and XLA's product.
+
+Implementations of a product with quantised weights:
+
+| device | rows | implementation |
+|---|---|---|
+| CPU | up to 16 | `cpu/quantised.py`: codes are widened in registers |
+| CPU | more | `cpu/quantised.py`: one panel at a time is widened in the cache |
+| CPU, without Numba | any | the weights are dequantised to float32, then XLA's product |
+| NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
+| NVIDIA, groups | up to 64 | `gpu_quantised.py`: codes are widened in registers |
+| NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
+| NVIDIA before Ampere | any | the same operations, by elements or in parts (`dot`) |
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,12 +30,17 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels import mesh, quantised
+from specjax_kernels import gpu_language, gpu_quantised, mesh
+from specjax_kernels.cpu import quantised as cpu_quantised
 from specjax_kernels.cpu import rows as cpu_rows
-from specjax_kernels.platforms import by_platform
-from specjax_kernels.quantised import Quantised, dot
+from specjax_kernels.cpu.vectors import LANES
+from specjax_kernels.platforms import after, before_ampere, by_platform, generation, on_nvidia
+from specjax_kernels.quantised import Quantised, check, dequantise, scales, split_axes
 
 Activation: TypeAlias = Callable[[Array, Array], Array]
+
+FEW_ROWS, WIDENED = 4, 2**25
+"""See `dot`."""
 
 
 class Norm(NamedTuple):
@@ -89,7 +108,7 @@ def linear(
 
 def _matrix_product(x: Array, weight: Any) -> Array:
     if isinstance(weight, Quantised):
-        return quantised.product(x, weight, x.dtype)
+        return quantised_product(x, weight, x.dtype)
     _check(x, weight)
     if x.dtype == jnp.float32:
         return cast(Array, _product(x, weight, 0))
@@ -113,7 +132,7 @@ def unembed(
     twice as fast as float32 products.
     """
     if isinstance(weight, Quantised):
-        return quantised.product(x, weight, jnp.float32)
+        return quantised_product(x, weight, jnp.float32)
     _check(x, weight)
     return cast(Array, _product(x, weight, 1 if transposed else 0))
 
@@ -146,13 +165,173 @@ _product.defvjp(lambda x, weight, axis: (_product(x, weight, axis), (x, weight))
 
 
 def _has_cpu_kernel(x: Array, weight: Array, axis: int) -> bool:
-    rows, shape = math.prod(x.shape[:-1]), weight.shape
-    return mesh.devices() == 1 and cpu_rows.takes(
-        rows, shape[0], math.prod(shape[1:]), weight.dtype, transposed=axis == 1
-    )
+    rows, (height, *width) = math.prod(x.shape[:-1]), weight.shape
+    if mesh.devices() > 1:
+        return False
+    if axis == 0:
+        return cpu_rows.takes(rows, height, math.prod(width), weight.dtype)
+    layout = cpu_quantised.Layout.of_weights(str(weight.dtype))
+    fits = rows <= cpu_rows.MOST_ROWS and height > 0 < width[0] and width[0] % LANES == 0
+    return fits and str(weight.dtype) in cpu_rows.STORED and cpu_quantised.takes(rows, layout)
 
 
 def _by_kernel(x: Array, weight: Array, axis: int) -> Array:
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    out = cpu_rows.multiply(rows, weight.reshape(weight.shape[0], -1), transposed=axis == 1)
-    return out.reshape(*x.shape[:-1], *(weight.shape[:1] if axis else weight.shape[1:]))
+    if axis == 0:
+        out = cpu_rows.multiply(rows, weight.reshape(weight.shape[0], -1))
+        return out.reshape(*x.shape[:-1], *weight.shape[1:])
+    out = cpu_quantised.multiply(rows, cpu_quantised.Layout.of_weights(str(weight.dtype)), weight)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def quantised_product(x: Array, leaf: Quantised, dtype: Any) -> Array:
+    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32.
+
+    Under a mesh a device has the outputs or the inputs of `Quantised.split`; sums over inputs are added.
+    """
+    check(leaf)
+    if x.shape[-1] != leaf.depth:
+        raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
+    if mesh.devices() == 1:
+        return _on_one_device(x, leaf, dtype)
+    inputs, last = leaf.split == -1, x.ndim - 1
+
+    def on_each(x: Array, leaf: Quantised) -> Array:
+        if inputs:
+            return jax.lax.psum(_on_one_device(x, leaf, jnp.float32), mesh.AXIS).astype(dtype)
+        return _on_one_device(x, leaf, dtype)
+
+    result = -1 if leaf.split is None or inputs else last + leaf.codes.ndim + leaf.split
+    return mesh.apart(on_each, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
+
+
+def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
+    rows = x.reshape(-1, leaf.depth)
+    if leaf.order is not None:
+        rows = rows[:, leaf.order]
+    arrays, of_arrays = jax.tree.flatten(_matrix(leaf))
+
+    def by(implementation: Any, *arguments: Array) -> Array:
+        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
+
+    def by_gpu_kernel(rows: Array, matrix: Quantised) -> Array:
+        return (_gpu_kernel(rows, leaf, dtype) or by_dequantising)(rows, matrix)
+
+    layout = cpu_quantised.layout_of(leaf)
+    cpu = by_cpu_kernel if cpu_quantised.takes(rows.shape[0], layout) else by_dequantising
+    if leaf.scale is None:
+        cuda = default = by_dequantising
+    elif leaf.scale.shape[-1] == 1 and leaf.bits == 8:
+        cuda = default = by_channel
+    else:
+        cuda, default = by_gpu_kernel, by_dequantising
+    branches = {"cpu": cpu, "cuda": cuda, "default": default}
+    bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
+    out = by_platform(rows, *arrays, **bound)
+    return out.reshape(*x.shape[:-1], *leaf.out)
+
+
+def products_of_rows(x: Array, leaf: Quantised, ids: Array) -> Array:
+    """Each row of x [R, M] times its own matrix of a leaf [X, *out, M], of the index `ids` int32 [R]: [R, *out] in x's
+    dtype. Not for CPUs, where it would need much memory. Only the codes of these matrices are read."""
+    arrays, of_arrays = jax.tree.flatten(leaf)
+
+    def summed(x: Array, ids: Array, *arrays: Array) -> Array:
+        weights = dequantise(jax.tree.unflatten(of_arrays, arrays)[ids], x.dtype).astype(jnp.float32)
+        wide = x.reshape(len(x), *(1,) * (weights.ndim - 2), -1).astype(jnp.float32)
+        return jnp.sum(wide * weights, axis=-1).astype(x.dtype)
+
+    def by_kernel(x: Array, ids: Array, *arrays: Array) -> Array:
+        leaf = jax.tree.unflatten(of_arrays, arrays)
+        # XLA would write its scales in float32. It fuses those of other formats.
+        kernel = _gpu_kernel(x[:1], leaf, x.dtype) if leaf.is_mxfp4 else None
+        if kernel is None:
+            return summed(x, ids, *arrays)
+        return kernel(x, _matrix(leaf), ids=ids, out=math.prod(leaf.out[1:])).reshape(len(x), *leaf.out[1:])
+
+    return by_platform(x, ids, *arrays, cuda=by_kernel, default=summed)
+
+
+def _matrix(leaf: Quantised) -> Quantised:
+    """The leaf without `order`, with all outputs in one axis."""
+
+    def flat(array: Any) -> Array:
+        return jnp.asarray(array).reshape(-1, array.shape[-1])
+
+    return jax.tree.map(flat, dataclasses.replace(leaf, order=None))
+
+
+def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
+    """The implementation for an NVIDIA GPU, or None if it does not take this product."""
+    if not gpu_quantised.takes(rows.shape[0], leaf) or before_ampere():
+        return None
+    if not on_nvidia() and not gpu_language.lowers():  # cross-compilation
+        return None
+    fp8 = leaf.codes.dtype == jnp.float8_e4m3fn
+    if fp8 and on_nvidia() and tuple(map(int, str(generation()).split("."))) < (8, 9):
+        return None  # Triton does not convert it
+    return functools.partial(gpu_quantised.multiply, dtype=dtype)
+
+
+def by_cpu_kernel(rows: Array, leaf: Quantised) -> Array:
+    layout = cpu_quantised.layout_of(leaf)
+    assert layout is not None
+    codes, *others = jax.tree.leaves(leaf)
+    return cpu_quantised.multiply(rows.astype(jnp.float32), layout, codes, *others)
+
+
+def by_dequantising(rows: Array, leaf: Quantised) -> Array:
+    """The product with dequantised weights: in float32 on a CPU, elsewhere in x's dtype with float32 sums."""
+
+    def plain(rows: Array, *arrays: Array, dtype=rows.dtype) -> Array:
+        weights = dequantise(jax.tree.unflatten(kind, arrays), dtype)
+        return dot(rows.astype(dtype), weights, 1, jnp.float32, stored=False)
+
+    arrays, kind = jax.tree.flatten(leaf)
+    if rows.dtype == jnp.float32:
+        return plain(rows, *arrays)
+    return by_platform(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
+
+
+def by_channel(rows: Array, leaf: Quantised) -> Array:
+    """The product of codes, then one scale for each output. Codes of 8 bits are exact in every dtype of x, and XLA
+    widens them inside its product."""
+    scale, offset = scales(leaf)
+    out = dot(rows, jnp.asarray(leaf.codes), 1, jnp.float32)
+    wide = [jnp.repeat(array[:, 0], leaf.rows) for array in (scale, offset) if array is not None]
+    if leaf.shift:
+        wide.append(wide[0] * jnp.float32(-leaf.shift))
+    out = out * wide[0][None]
+    if len(wide) == 1:
+        return out
+    return out + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True) * wide[1][None]
+
+
+def dot(x: Array, weight: Array, axis: int, out: Any, *, stored: bool = True) -> Array:
+    """XLA's product over the last axis of x and one axis of the weight; float32 products are exact.
+
+    Before Ampere, XLA cannot widen a weight inside its product. There a few rows are multiplied and summed by elements,
+    in one kernel; more rows by parts of at most `WIDENED` weights, one after another. `stored`: the weight is an array
+    in memory, not a result.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    axes = (((x.ndim - 1,), (axis,)), ((), ()))
+
+    def product(part: Array) -> Array:
+        return jax.lax.dot_general(x, part.astype(x.dtype), axes, precision=precision, preferred_element_type=out)
+
+    rows = math.prod(x.shape[:-1])
+    taken = stored and weight.dtype == x.dtype != jnp.bfloat16 and (x.dtype == jnp.dtype(out) or rows > 1)
+    if taken or not rows or not before_ampere():
+        return product(weight)
+    shape = (*x.shape[:-1], *(weight.shape[1:] if axis == 0 else weight.shape[:1]))
+    matrix = weight.reshape(weight.shape[0], -1)
+    if rows <= FEW_ROWS:
+        wide = matrix.astype(jnp.float32)
+        sums = [(wide * jnp.expand_dims(row, 1 - axis)).sum(axis) for row in x.reshape(rows, -1).astype(jnp.float32)]
+        return jnp.stack(sums).astype(out).reshape(shape)
+    width, parts = -(-matrix.shape[1 - axis] // -(-matrix.size // WIDENED)), [x]
+    for start in range(0, matrix.shape[1 - axis], width):
+        end = min(start + width, matrix.shape[1 - axis])
+        parts.append(product(after(jax.lax.slice_in_dim(matrix, start, end, axis=1 - axis), parts[-1])))
+    return jnp.concatenate(parts[1:], axis=-1).reshape(shape)

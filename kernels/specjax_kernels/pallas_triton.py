@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax import Array
 
-from specjax_kernels.attention import Call
-from specjax_kernels.gpu_attention import attend
 from specjax_kernels.platforms import by_platform, refuse_unless_ampere
 
 UNMET: str | None = None
@@ -23,17 +21,6 @@ try:
     plgpu: Any = importlib.import_module("jax.experimental.pallas.triton")
 except ImportError as error:
     UNMET = f"'pallas' needs a jax with Pallas's Triton backend (0.10.2 to 0.12): {type(error).__name__}: {error}"
-
-
-def tree_attention(call: Call) -> Array:
-    """See `specjax_kernels.tree_attention`."""
-    return attend(call, run, name="pallas")
-
-
-def tree_attention_packed(qkv: Array, call: Call) -> Array:
-    """`tree_attention` of q, k_block and v_block in one array [B, C, K, G + 2, E]. `call` has their shapes; the last N
-    tokens have queries."""
-    return attend(call, run, name="pallas", qkv=qkv)
 
 
 def refuse() -> None:

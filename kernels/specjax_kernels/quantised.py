@@ -3,28 +3,13 @@
     weight[o, i] = code[o, i] * scale[o, i // group] + offset[o, i // group]
 
 float32, each operation rounded once. In MXFP4 codes are floats of 4 bits (e2m1: sign, exponent, mantissa) and scales
-powers of two: byte b is 2 ** (b - 127) (e8m0), and 0 counts as 0. `dequantise` is the definition. `product` has its
-result with float32 sums, and activations are not quantised. The formats of GGUF, GPTQ, AWQ, compressed-tensors,
-block-wise fp8 and gpt-oss are cases of it.
-
-Platform, rows and format choose the implementation of a product:
-
-| device | rows | implementation |
-|---|---|---|
-| CPU | up to 16 | `cpu/quantised.py`: codes are widened in registers |
-| CPU | more | `cpu/quantised.py`: one panel at a time is widened in the cache |
-| CPU, without Numba | any | the weights are dequantised to float32, then XLA's product |
-| NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
-| NVIDIA, groups | up to 64 | `gpu_quantised.py`: codes are widened in registers |
-| NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
-| NVIDIA before Ampere | any | the same operations, by elements or in parts (`dot`) |
+powers of two: byte b is 2 ** (b - 127) (e8m0), and 0 counts as 0. `dequantise` is the definition; `linear` computes
+products. The formats of GGUF, GPTQ, AWQ, compressed-tensors, block-wise fp8 and gpt-oss are cases of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import math
 from typing import Any, NoReturn
 
@@ -33,16 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax_kernels import gpu_language, mesh
-from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.platforms import after, before_ampere, by_platform, generation, on_nvidia
+from specjax_kernels import mesh
 
 PACKED = 32
 """32 codes of 4 bits are stored in 16 bytes, as in GGUF's Q4_0 and Q4_1: byte j holds code j in its low half and code
 j + 16 in its high half. So 16 bytes become two vectors of 16 codes without a shuffle."""
-
-FEW_ROWS, WIDENED = 4, 2**25
-"""See `dot`."""
 
 KINDS = ("fp8", "int8", "int4")
 """The formats of `quantise`."""
@@ -164,55 +144,62 @@ def check(leaf: Quantised) -> Quantised:
     return leaf
 
 
-def dequantise(leaf: Quantised, dtype: Any = jnp.float32) -> Array:
-    """The weights [*out, M]: computed in float32, rounded to dtype once. This defines every product."""
+def dequantise(leaf: Quantised, dtype: Any = jnp.float32) -> Any:
+    """The weights [*out, M], an array of numpy if the codes are: computed in float32, rounded to dtype once. This
+    defines every product."""
+    xp = np if isinstance(leaf.codes, np.ndarray) else jnp
     if leaf.scale is None:
-        weights = jnp.asarray(leaf.codes)
+        weights = leaf.codes
     else:
-        codes = _codes(leaf)
-        if leaf.shift:
-            codes = codes - jnp.float32(leaf.shift)
         scale, offset = scales(leaf)
-        weights = codes.reshape(-1, scale.shape[-1], leaf.group) * _spread(scale, leaf)
+        weights = _codes(leaf).reshape(-1, scale.shape[-1], leaf.group)
+        if leaf.shift:
+            weights -= np.float32(leaf.shift)
+        weights *= _spread(scale, leaf)
         if offset is not None:
-            weights = weights + _spread(offset, leaf)
-    weights = weights.reshape(leaf.shape).astype(dtype)
-    return weights if leaf.order is None else weights[..., jnp.argsort(leaf.order)]
+            weights += _spread(offset, leaf)
+    weights = weights.reshape(leaf.shape)
+    weights = weights if weights.dtype == dtype else weights.astype(dtype)
+    return weights if leaf.order is None else weights[..., xp.argsort(leaf.order)]
 
 
-def scales(leaf: Quantised) -> tuple[Array, Array | None]:
-    """Scale and offset (None: none) in float32, super-scales included: [outputs / rows, groups]."""
+def scales(leaf: Quantised) -> tuple[Any, Any]:
+    """Scale and offset (None: none) in float32, super-scales included: [outputs / rows, groups]. Arrays of numpy if the
+    codes are."""
+    xp = np if isinstance(leaf.codes, np.ndarray) else jnp
 
-    def whole(array: Any, coarse: Any) -> Array | None:
+    def whole(array: Any, coarse: Any) -> Any:
         if array is None:
             return None
-        array = jnp.asarray(array).astype(jnp.float32)
+        array = xp.asarray(array).astype(np.float32)
         if coarse is not None:
-            array = array * jnp.repeat(jnp.asarray(coarse).astype(jnp.float32), array.shape[-1] // coarse.shape[-1], -1)
+            array = array * xp.repeat(xp.asarray(coarse).astype(np.float32), array.shape[-1] // coarse.shape[-1], -1)
         return array.reshape(-1, array.shape[-1])
 
     scale = whole(leaf.scale, leaf.super_scale)
-    assert scale is not None
     if leaf.is_mxfp4:
-        scale = jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+        scale = _bitcast(scale.astype(np.int32) << 23, np.float32)
     return scale, whole(leaf.offset, leaf.super_offset)
 
 
-def _codes(leaf: Quantised) -> Array:
+def _codes(leaf: Quantised) -> Any:
     """float32 [outputs, M], in the stored order of columns."""
-    codes = jnp.asarray(leaf.codes).reshape(-1, leaf.codes.shape[-1])
+    codes = leaf.codes
     if leaf.bits == 4:
-        halves = codes.reshape(codes.shape[0], -1, 1, PACKED // 2)
-        codes = jnp.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2)
+        codes = unpack(codes)
     if leaf.is_mxfp4:  # sign, exponent and mantissa in a float16, whose exponent has a bias larger by 14
-        wide = codes.astype(jnp.uint16)
+        wide = codes.astype(np.uint16)
         bits = (wide & np.uint16(7)) << np.uint16(9) | (wide & np.uint16(8)) << np.uint16(12)
-        codes = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**14)
-    return codes.astype(jnp.float32).reshape(-1, leaf.depth)
+        codes = _bitcast(bits, np.float16).astype(np.float32) * np.float32(2**14)
+    return codes.astype(np.float32).reshape(-1, leaf.depth)
 
 
-def _spread(scale: Array, leaf: Quantised) -> Array:
-    return (scale if leaf.rows == 1 else jnp.repeat(scale, leaf.rows, axis=0))[:, :, None]
+def _bitcast(array: Any, dtype: Any) -> Any:
+    return array.view(dtype) if isinstance(array, np.ndarray) else jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _spread(scale: Any, leaf: Quantised) -> Any:
+    return (scale if leaf.rows == 1 else scale.repeat(leaf.rows, axis=0))[:, :, None]
 
 
 def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
@@ -315,170 +302,9 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
 
 
-def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
-    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32.
-
-    Under a mesh a device has the outputs or the inputs of `Quantised.split`; sums over inputs are added.
-    """
-    check(leaf)
-    if x.shape[-1] != leaf.depth:
-        raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
-    if mesh.devices() == 1:
-        return _on_one_device(x, leaf, dtype)
-    inputs, last = leaf.split == -1, x.ndim - 1
-
-    def on_each(x: Array, leaf: Quantised) -> Array:
-        if inputs:
-            return jax.lax.psum(_on_one_device(x, leaf, jnp.float32), mesh.AXIS).astype(dtype)
-        return _on_one_device(x, leaf, dtype)
-
-    result = -1 if leaf.split is None or inputs else last + leaf.codes.ndim + leaf.split
-    return mesh.apart(on_each, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
-
-
-def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
-    rows = x.reshape(-1, leaf.depth)
-    if leaf.order is not None:
-        rows = rows[:, leaf.order]
-    arrays, of_arrays = jax.tree.flatten(_matrix(leaf))
-
-    def by(implementation: Any, *arguments: Array) -> Array:
-        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
-
-    def by_gpu_kernel(rows: Array, matrix: Quantised) -> Array:
-        return (_gpu_kernel(rows, leaf, dtype) or by_dequantising)(rows, matrix)
-
-    cpu = by_cpu_kernel if cpu_kernels.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
-    if leaf.scale is None:
-        cuda = default = by_dequantising
-    elif leaf.scale.shape[-1] == 1 and leaf.bits == 8:
-        cuda = default = by_channel
-    else:
-        cuda, default = by_gpu_kernel, by_dequantising
-    branches = {"cpu": cpu, "cuda": cuda, "default": default}
-    bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
-    out = by_platform(rows, *arrays, **bound)
-    return out.reshape(*x.shape[:-1], *leaf.out)
-
-
-def products_of_rows(x: Array, leaf: Quantised, ids: Array) -> Array:
-    """Each row of x [R, M] times its own matrix of a leaf [X, *out, M], of the index `ids` int32 [R]: [R, *out] in x's
-    dtype. Not for CPUs, where it would need much memory. Only the codes of these matrices are read."""
-    arrays, of_arrays = jax.tree.flatten(leaf)
-
-    def summed(x: Array, ids: Array, *arrays: Array) -> Array:
-        weights = dequantise(jax.tree.unflatten(of_arrays, arrays)[ids], x.dtype).astype(jnp.float32)
-        wide = x.reshape(len(x), *(1,) * (weights.ndim - 2), -1).astype(jnp.float32)
-        return jnp.sum(wide * weights, axis=-1).astype(x.dtype)
-
-    def by_kernel(x: Array, ids: Array, *arrays: Array) -> Array:
-        leaf = jax.tree.unflatten(of_arrays, arrays)
-        # XLA would write its scales in float32. It fuses those of other formats.
-        kernel = _gpu_kernel(x[:1], leaf, x.dtype) if leaf.is_mxfp4 else None
-        if kernel is None:
-            return summed(x, ids, *arrays)
-        return kernel(x, _matrix(leaf), ids=ids, out=math.prod(leaf.out[1:])).reshape(len(x), *leaf.out[1:])
-
-    return by_platform(x, ids, *arrays, cuda=by_kernel, default=summed)
-
-
-def _matrix(leaf: Quantised) -> Quantised:
-    """The leaf without `order`, with all outputs in one axis."""
-
-    def flat(array: Any) -> Array:
-        return jnp.asarray(array).reshape(-1, array.shape[-1])
-
-    return jax.tree.map(flat, dataclasses.replace(leaf, order=None))
-
-
-def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
-    """The implementation for an NVIDIA GPU, or None if it does not take this product."""
-    # Imported late: other devices and models start sooner.
-    kernel = importlib.import_module("specjax_kernels.gpu_quantised")
-    if not kernel.takes(rows.shape[0], leaf) or before_ampere():
-        return None
-    if not on_nvidia() and not gpu_language.lowers():  # cross-compilation
-        return None
-    fp8 = leaf.codes.dtype == jnp.float8_e4m3fn
-    if fp8 and on_nvidia() and tuple(map(int, str(generation()).split("."))) < (8, 9):
-        return None  # Triton does not convert it
-    return functools.partial(kernel.multiply, dtype=dtype)
-
-
-def layout_of(leaf: Quantised) -> cpu_kernels.Layout | None:
-    """The formats of the CPU kernel for a leaf; None: there is no kernel."""
-    group = leaf.group
-    chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
-    if not chunk or not math.prod(leaf.out):
-        return None
-    codes = str(leaf.codes.dtype)
-    if leaf.scale is None:
-        return cpu_kernels.Layout(codes, "", "", 0, chunk, False, 0)
-    coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
-    offset = "" if leaf.offset is None else str(leaf.offset.dtype)
-    scale = cpu_kernels.E8M0 if leaf.is_mxfp4 else str(leaf.scale.dtype)
-    return cpu_kernels.Layout(codes, scale, offset, leaf.shift, chunk, group == chunk, coarse)
-
-
-def by_cpu_kernel(rows: Array, leaf: Quantised) -> Array:
-    layout = layout_of(leaf)
-    assert layout is not None
-    codes, *others = jax.tree.leaves(leaf)
-    return cpu_kernels.multiply(rows.astype(jnp.float32), layout, codes, *others)
-
-
-def by_dequantising(rows: Array, leaf: Quantised) -> Array:
-    """The product with dequantised weights: in float32 on a CPU, elsewhere in x's dtype with float32 sums."""
-
-    def plain(rows: Array, *arrays: Array, dtype=rows.dtype) -> Array:
-        weights = dequantise(jax.tree.unflatten(kind, arrays), dtype)
-        return dot(rows.astype(dtype), weights, 1, jnp.float32, stored=False)
-
-    arrays, kind = jax.tree.flatten(leaf)
-    if rows.dtype == jnp.float32:
-        return plain(rows, *arrays)
-    return by_platform(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
-
-
-def by_channel(rows: Array, leaf: Quantised) -> Array:
-    """The product of codes, then one scale for each output. Codes of 8 bits are exact in every dtype of x, and XLA
-    widens them inside its product."""
-    scale, offset = scales(leaf)
-    out = dot(rows, jnp.asarray(leaf.codes), 1, jnp.float32)
-    wide = [jnp.repeat(array[:, 0], leaf.rows) for array in (scale, offset) if array is not None]
-    if leaf.shift:
-        wide.append(wide[0] * jnp.float32(-leaf.shift))
-    out = out * wide[0][None]
-    if len(wide) == 1:
-        return out
-    return out + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True) * wide[1][None]
-
-
-def dot(x: Array, weight: Array, axis: int, out: Any, *, stored: bool = True) -> Array:
-    """XLA's product over the last axis of x and one axis of the weight; float32 products are exact.
-
-    Before Ampere, XLA cannot widen a weight inside its product. There a few rows are multiplied and summed by elements,
-    in one kernel; more rows by parts of at most `WIDENED` weights, one after another. `stored`: the weight is an array
-    in memory, not a result.
-    """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    axes = (((x.ndim - 1,), (axis,)), ((), ()))
-
-    def product(part: Array) -> Array:
-        return jax.lax.dot_general(x, part.astype(x.dtype), axes, precision=precision, preferred_element_type=out)
-
-    rows = math.prod(x.shape[:-1])
-    taken = stored and weight.dtype == x.dtype != jnp.bfloat16 and (x.dtype == jnp.dtype(out) or rows > 1)
-    if taken or not rows or not before_ampere():
-        return product(weight)
-    shape = (*x.shape[:-1], *(weight.shape[1:] if axis == 0 else weight.shape[:1]))
-    matrix = weight.reshape(weight.shape[0], -1)
-    if rows <= FEW_ROWS:
-        wide = matrix.astype(jnp.float32)
-        sums = [(wide * jnp.expand_dims(row, 1 - axis)).sum(axis) for row in x.reshape(rows, -1).astype(jnp.float32)]
-        return jnp.stack(sums).astype(out).reshape(shape)
-    width, parts = -(-matrix.shape[1 - axis] // -(-matrix.size // WIDENED)), [x]
-    for start in range(0, matrix.shape[1 - axis], width):
-        end = min(start + width, matrix.shape[1 - axis])
-        parts.append(product(after(jax.lax.slice_in_dim(matrix, start, end, axis=1 - axis), parts[-1])))
-    return jnp.concatenate(parts[1:], axis=-1).reshape(shape)
+def unpack(codes: Any, run: int = PACKED // 2) -> Any:
+    """Codes of 4 bits, uint8 [..., n] to [..., 2 n]: the low halves of each `run` bytes, then their high halves. By
+    default the inverse of `pack`."""
+    xp = np if isinstance(codes, np.ndarray) else jnp
+    halves = codes.reshape(*codes.shape[:-1], -1, 1, run)
+    return xp.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=-2).reshape(*codes.shape[:-1], -1)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.attention import Call, block_visibility
+from specjax_kernels.call import Call, block_visibility
 
 
 def tree_attention(call: Call) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax_kernels.attention import CAUSAL, INACTIVE, pack_bits
+from specjax_kernels.call import CAUSAL, INACTIVE, pack_bits
 
 _packed = jax.jit(pack_bits)  # one program instead of one for each operation
 

@@ -20,8 +20,6 @@ import jax
 from jax import Array
 from jax.interpreters import partial_eval
 
-from specjax_kernels.attention import Call
-from specjax_kernels.gpu_attention import attend
 from specjax_kernels.platforms import refuse_unless_ampere
 
 jax_triton: Any = None
@@ -46,18 +44,6 @@ if UNMET is None and tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12):
 def jit(function: Any) -> Any:
     """`triton.jit`, if Triton is installed."""
     return function if UNMET is not None else triton.jit(function)
-
-
-def tree_attention(call: Call) -> Array:
-    """See `specjax_kernels.tree_attention`."""
-    refuse()
-    return attend(call, run, name="triton")
-
-
-def tree_attention_packed(qkv: Array, call: Call) -> Array:
-    """See `pallas_triton.tree_attention_packed`."""
-    refuse()
-    return attend(call, run, name="triton", qkv=qkv)
 
 
 def refuse() -> None:

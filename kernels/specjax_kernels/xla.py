@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.attention import FLOOR, MASKED, Call, block_visibility
+from specjax_kernels.call import FLOOR, MASKED, Call, block_visibility
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.platforms import after, by_platform
 

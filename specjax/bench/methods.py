@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from specjax.acceptance import SyntheticAcceptance
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft, load_drafter, make_speculation
 from specjax.drafters.factories import CHOICES, algorithm, algorithms
 from specjax.engine import Completion, Engine, SamplingParams
@@ -22,7 +23,6 @@ from specjax.limits import check_value
 from specjax.load import LoadedModel, load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.settings import nearest
-from specjax.verify import SyntheticAcceptance
 
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 

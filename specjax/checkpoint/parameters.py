@@ -24,11 +24,10 @@ from specjax.checkpoint.hf_config import DTYPES
 from specjax.checkpoint.quantised import (
     Entries,
     QuantisedEntry,
-    QuantisedMatrix,
     by_rows,
-    expand,
     matrices,
     one_element_a_block,
+    quantised,
 )
 from specjax.checkpoint.weights import ModelFiles, TensorEntry
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
@@ -40,6 +39,7 @@ from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from specjax_kernels import Quantised
 
     from specjax.parallel.sharding import Widened
 
@@ -251,19 +251,17 @@ def _quantised_leaf(
         if leaf.name == "embed" and not tied:
             return None  # a token reads one row
         return quantise_leaf([outputs_first(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
-    quantised = [entry for entry in entries if isinstance(entry, QuantisedEntry)]
-    if len(quantised) == len(entries):
-        return make_leaf([entry.load() for entry in quantised], scope, leaf, sizes)
-    if quantised or not keeps_half:  # dequantised matrices are float32, so all matrices of the leaf are
+    stored = [entry for entry in entries if isinstance(entry, QuantisedEntry)]
+    if len(stored) == len(entries):
+        return make_leaf([entry.load() for entry in stored], scope, leaf, sizes)
+    if stored or not keeps_half:  # dequantised matrices are float32, so all matrices of the leaf are
         return None
     arrays = [entry.read() for entry in entries]
     if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
         return None
     if arrays[0].shape[1] % LANES:  # its inputs
         return fill_leaf(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
-    from specjax_kernels import Quantised
-
-    return Quantised(codes=output_major_placer(scope, leaf, sizes)([*map(outputs_first, arrays)]), scale=None)
+    return quantised(output_major_placer(scope, leaf, sizes)([*map(outputs_first, arrays)]), None)
 
 
 def outputs_first(tensor: Any) -> np.ndarray:
@@ -292,36 +290,31 @@ def output_major_placer(scope: Scope, leaf: Leaf, sizes: Sizes) -> Callable[[Seq
     return place
 
 
-def make_leaf(parts: Sequence[QuantisedMatrix], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
-    """The `specjax_kernels.Quantised` of the matrices of a leaf's tensors; None if they fit no common format."""
-    from specjax_kernels import Quantised
+def make_leaf(parts: Sequence[Quantised], scope: Scope, leaf: Leaf, sizes: Sizes) -> Quantised | None:
+    """The leaf of the matrices of its tensors; None if they fit no common format."""
+    from specjax_kernels.quantised import BY_OUTPUT
 
-    matrices = _in_one_format([part.without_zeros() for part in parts])
+    matrices = _in_one_format(parts)
     if matrices is None:
         return None
-    first, place = matrices[0], output_major_placer(scope, leaf, sizes)
-    arrays: dict[str, Any] = {}
-    for name in ("codes", "scale", "offset", "super_scale", "super_offset"):
-        is_absent = getattr(first, name) is None
-        arrays[name] = None if is_absent else place([getattr(matrix, name) for matrix in matrices])
-    return Quantised(
-        **arrays,
-        shift=0 if first.zero is None else int(first.zero.flat[0]),
-        order=None if first.order is None else first.order.astype(np.int32),
-    )
+    place = output_major_placer(scope, leaf, sizes)
+    present = [name for name in BY_OUTPUT if getattr(matrices[0], name) is not None]
+    return replace(matrices[0], **{name: place([getattr(matrix, name) for matrix in matrices]) for name in present})
 
 
-def _in_one_format(matrices: Sequence[QuantisedMatrix]) -> Sequence[QuantisedMatrix] | None:
+def _in_one_format(matrices: Sequence[Quantised]) -> Sequence[Quantised] | None:
     """The matrices unchanged if they have one format, else in 8 bits with float32 scales of the smallest groups. None:
     the order of columns differs, or only some codes are fp8."""
+    from specjax_kernels.quantised import SCALES, scales, unpack
+
     orders: list[Any] = [matrix.order for matrix in matrices]
     if any(order is not orders[0] and not np.array_equal(order, orders[0]) for order in orders):
         return None
 
-    def format_of(matrix: QuantisedMatrix) -> tuple[Any, ...]:
-        arrays = (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset)
+    def format_of(matrix: Quantised) -> tuple[Any, ...]:
+        arrays = [getattr(matrix, name) for name in SCALES]
         shapes = [None if array is None else (array.dtype, array.shape[1]) for array in arrays]
-        return matrix.codes.dtype, matrix.codes.ndim, matrix.bits, matrix.zero is None, *shapes
+        return matrix.codes.dtype, matrix.codes.ndim, matrix.shift, *shapes
 
     if len({format_of(matrix) for matrix in matrices}) == 1:
         return matrices
@@ -330,15 +323,19 @@ def _in_one_format(matrices: Sequence[QuantisedMatrix]) -> Sequence[QuantisedMat
     groups = math.lcm(*(matrix.scale.shape[1] for matrix in matrices))
     has_offset = any(matrix.offset is not None for matrix in matrices)
 
-    def in_eight_bits(matrix: QuantisedMatrix) -> QuantisedMatrix:
-        codes = matrix.code_bytes().astype(np.int8)
-        if matrix.zero is not None:
-            codes -= matrix.zero.astype(np.int8).repeat(matrix.inputs // matrix.zero.shape[1], axis=1)
-        offset = np.zeros((len(codes), groups), np.float32) if has_offset else None
-        if matrix.offset is not None:
-            offset = expand(matrix.offset, matrix.super_offset, groups)
-        scale = expand(matrix.scale, matrix.super_scale, groups)
-        return QuantisedMatrix(codes, scale, offset=offset, order=matrix.order)
+    def in_eight_bits(matrix: Quantised) -> Quantised:
+        codes = unpack(matrix.codes) if matrix.bits == 4 else matrix.codes
+        codes = codes.reshape(len(codes), -1).astype(np.int8) - np.int8(matrix.shift)
+
+        def expand(numbers: Any) -> np.ndarray:
+            rows = np.asarray(numbers).reshape(len(codes), -1)
+            return rows.repeat(groups // rows.shape[1], axis=1)
+
+        scale, offset = scales(matrix)
+        if has_offset and offset is None:
+            offset = np.zeros((len(codes), 1), np.float32)
+        added = None if offset is None else expand(offset)
+        return quantised(codes, expand(scale), offset=added, order=matrix.order)
 
     return [in_eight_bits(matrix) for matrix in matrices]
 
@@ -347,23 +344,18 @@ def quantise_leaf(tensors: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes
     """The leaf of float tensors [out, in], quantised to `kind`."""
     from specjax_kernels import quantise
 
-    def quantised(tensor: np.ndarray) -> QuantisedMatrix:
+    def matrix_of(tensor: np.ndarray) -> Quantised:
         if (matrix := _quantise_compiled(tensor, kind)) is not None:
             return matrix
-
-        def read(rows: slice) -> QuantisedMatrix:
-            part = quantise(np.asarray(tensor[rows]), kind)
-            return QuantisedMatrix(part.codes, part.scale, part.bits, offset=part.offset)
-
-        return by_rows(len(tensor), 4 * tensor.shape[1], read)
+        return by_rows(len(tensor), 4 * tensor.shape[1], lambda rows: quantise(np.asarray(tensor[rows]), kind))
 
     try:
-        return make_leaf([quantised(tensor) for tensor in tensors], scope, leaf, sizes)
+        return make_leaf([matrix_of(tensor) for tensor in tensors], scope, leaf, sizes)
     except ValueError as error:
         raise CheckpointError(f"quantization {kind} of {scope.prefix}{leaf.tensors[0].name}: {error}") from error
 
 
-def _quantise_compiled(tensor: np.ndarray, kind: str) -> QuantisedMatrix | None:
+def _quantise_compiled(tensor: np.ndarray, kind: str) -> Quantised | None:
     """`specjax_kernels.quantise` in compiled code; None if that is unavailable, or a number is not finite."""
     from specjax_kernels.cpu import repacking
 
@@ -376,7 +368,7 @@ def _quantise_compiled(tensor: np.ndarray, kind: str) -> QuantisedMatrix | None:
         return None
     codes = np.empty(tensor.shape, dtype)
     repacking.codes(tensor, scale, codes)
-    return QuantisedMatrix(codes, scale[:, None])
+    return quantised(codes, scale[:, None])
 
 
 class MeshPlacement(NamedTuple):

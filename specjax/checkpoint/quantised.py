@@ -2,9 +2,9 @@
 
     weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + offset[o, g]        g: the group of column i
 
-Formats pack these numbers and share them between rows in different ways. A `QuantisedMatrix` has them for each row, and
-its groups are equal runs of columns. Activations are not quantised, so a model gives the text of the dequantised
-weights.
+Formats pack these numbers and share them between rows in different ways. A `specjax_kernels.Quantised` of numpy arrays
+has scales and offsets for each row, and its groups are equal runs of columns; zeros become a shift or offsets, and no
+weight changes. Activations are not quantised, so a model gives the text of the dequantised weights.
 
     fp8                 weight float8_e4m3 [out, in], weight_scale_inv [out / 128, in / 128] (DeepSeek, Qwen3)
     gptq                qweight int32 [in / 8, out], qzeros [groups, out / 8], scales [groups, out], g_idx [in]
@@ -14,7 +14,7 @@ weights.
     mxfp4               experts of gpt-oss: ..._blocks uint8 [experts, out, in / 32, 16], ..._scales uint8
     gguf                uint8 [out, blocks * bytes of a block], under the name of the block type (see `gguf`)
 
-In order: matrices of a model, `QuantisedMatrix`, quantization_config, formats in safetensors, packed codes, blocks.
+In order: matrices of a model, quantization_config, formats in safetensors, packed codes, blocks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
+
+if TYPE_CHECKING:
+    from specjax_kernels import Quantised
 
 BLOCK_BYTES = 2**18  # rows are converted in batches of this size, so that temporary arrays fit the cache
 PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
@@ -49,13 +52,17 @@ class QuantisedEntry:
     """A quantised matrix of a checkpoint, with the members of a `TensorEntry` that loading needs."""
 
     shape: tuple[int, ...]
-    load: Callable[[], QuantisedMatrix]
+    load: Callable[[], Quantised]
     size: int  # bytes in the files
 
     def read(self) -> np.ndarray:
         """float32 [out, in]; of stacked experts [experts, in, out]."""
-        matrix = self.load().dequantised()
-        return matrix if matrix.shape == self.shape else matrix.reshape(self.shape[0], -1, self.shape[1]).swapaxes(1, 2)
+        from specjax_kernels import dequantise
+
+        matrix = np.asarray(dequantise(self.load()))
+        if len(self.shape) == 2:
+            return matrix.reshape(self.shape)
+        return matrix.reshape(self.shape[0], -1, self.shape[1]).swapaxes(1, 2)
 
 
 Entries = dict[str, TensorEntry | QuantisedEntry]
@@ -76,7 +83,7 @@ class Format(NamedTuple):
 
     parts: tuple[str, ...]  # names of its tensors after the stem
     shape: Callable[[Parts], tuple[int, ...]]
-    read: Callable[[Parts], QuantisedMatrix]
+    read: Callable[[Parts], Quantised]
     dtypes: tuple[str, ...] = ()  # of the codes; empty: any
     name: str = "weight"  # after the stem, of the matrix that the tensors are
 
@@ -141,80 +148,15 @@ def save_dequantised(files: ModelFiles, folder: Path) -> None:
     save_shards(folder, sizes, lambda name: np.asarray(tensors[name].read(), np.float32))
 
 
-@dataclass(frozen=True)
-class QuantisedMatrix:
-    """A matrix [out, in]. Scales, zeros and offsets are [out, groups]."""
+def quantised(codes: np.ndarray, scale: np.ndarray | None, **others: Any) -> Quantised:
+    """A `specjax_kernels.Quantised` of numpy arrays. Imported late: jax takes a second."""
+    from specjax_kernels import Quantised
 
-    codes: np.ndarray
-    """[out, in]: int8, uint8 or float8_e4m3fn. With 4 bits uint8 [out, in / 2]: byte j of each 16 holds code j of 32 in
-    its low half and code j + 16 in its high half. A view of a file's blocks is [out, blocks, codes of a block]."""
-    scale: np.ndarray  # float; uint8 or int8 with a `super_scale`; without it uint8 is MXFP4
-    bits: int = 8
-    zero: np.ndarray | None = None  # integers
-    offset: np.ndarray | None = None  # as `scale`
-    super_scale: np.ndarray | None = None  # float16 [out, groups / n]: a factor on n scales
-    super_offset: np.ndarray | None = None
-    order: np.ndarray | None = None  # int [in]: column i of the codes is column order[i] of the matrix; None: i
-
-    @property
-    def inputs(self) -> int:
-        return math.prod(self.codes.shape[1:]) * 8 // self.bits
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.scale.dtype == np.uint8 and self.super_scale is None
-
-    def code_bytes(self) -> np.ndarray:
-        return unpack_nibbles(self.codes) if self.bits == 4 else self.codes.reshape(len(self.codes), -1)
-
-    def dequantised(self) -> np.ndarray:
-        """float32 [out, in]. Each operation is rounded once."""
-        if self.is_mxfp4:
-            from specjax_kernels.cpu.quantised import E2M1
-
-            scale = np.ldexp(np.float32(1), self.scale.astype(np.int32) - 127)
-            return np.array(E2M1, np.float32)[self.code_bytes()] * expand(scale, None, self.inputs)
-        values = self.code_bytes().astype(np.float32)
-        if self.zero is not None:
-            values -= expand(self.zero, None, self.inputs)
-        values *= expand(self.scale, self.super_scale, self.inputs)
-        if self.offset is not None:
-            values += expand(self.offset, self.super_offset, self.inputs)
-        if self.order is None:
-            return values
-        ordered = np.empty_like(values)
-        ordered[:, self.order] = values
-        return ordered
-
-    def without_zeros(self) -> QuantisedMatrix:
-        """Subtracts zeros from 8-bit codes, or turns them into offsets; no weight changes. 4-bit codes become 8-bit
-        ones if the groups do not fit the packing."""
-        codes, bits, zero = self.codes, self.bits, self.zero
-        if bits == 4 and self.inputs // self.scale.shape[1] % PACKED:
-            codes, bits = self.code_bytes().astype(np.int8), 8
-        if zero is None or (bits == 4 and (zero == 8).all()):
-            return replace(self, codes=codes, bits=bits)
-        if bits == 8 and np.issubdtype(codes.dtype, np.integer):
-            shifted = codes.astype(np.int32) - zero.astype(np.int32).repeat(self.inputs // zero.shape[1], axis=1)
-            if shifted.min() >= -128 and shifted.max() <= 127:
-                return replace(self, codes=shifted.astype(np.int8), bits=8, zero=None)
-            if codes.dtype == np.uint8:
-                codes, zero = (codes.astype(np.int16) - 128).astype(np.int8), zero.astype(np.int16) - 128
-        # The product of two short numbers is exact.
-        offset = -zero.astype(np.float32) * self.scale.astype(np.float32)
-        return replace(self, codes=codes, bits=bits, zero=None, offset=offset)
+    return Quantised(codes, scale, **others)
 
 
-def expand(numbers: np.ndarray, factors: np.ndarray | None, count: int) -> np.ndarray:
-    """Numbers [out, n], times factors [out, m] if present, repeated for each of `count` columns or groups; float32."""
-    wide = numbers.astype(np.float32)
-    if factors is not None:
-        wide *= factors.astype(np.float32).repeat(wide.shape[1] // factors.shape[1], axis=1)
-    return wide.repeat(count // wide.shape[1], axis=1)
-
-
-def by_rows(count: int, size: int, read: Callable[[slice], QuantisedMatrix]) -> QuantisedMatrix:
-    """The matrix of `count` rows of `size` bytes each, which `read` converts in batches."""
+def by_rows(count: int, size: int, read: Callable[[slice], Quantised]) -> Quantised:
+    """The matrix [count, in] whose rows take `size` bytes each, which `read` converts in batches."""
     step = max(1, BLOCK_BYTES // size)
     fields: dict[str, Any] = {}
     for start in range(0, count, step):
@@ -224,7 +166,7 @@ def by_rows(count: int, size: int, read: Callable[[slice], QuantisedMatrix]) -> 
         for name, array in part.items():
             if np.ndim(array):
                 fields[name][rows] = array
-    return QuantisedMatrix(**fields)
+    return quantised(**fields)
 
 
 def formats(section: Settings) -> dict[str, Format]:
@@ -309,10 +251,10 @@ def _scaled_format(block: tuple[int, int]) -> Format:
             raise CheckpointError(f"{parts.stem}.weight has the shape {list(sizes)}; a matrix is needed")
         return sizes[0], sizes[1]
 
-    def read(parts: Parts) -> QuantisedMatrix:
+    def read(parts: Parts) -> Quantised:
         codes = parts.read("weight")
         scale = parts.read("weight_scale_inv" if "weight_scale_inv" in parts.entries else "weight_scale")
-        return QuantisedMatrix(codes, _by_row(scale, codes.shape, block))
+        return quantised(codes, _by_row(scale, codes.shape, block))
 
     return Format(names, shape, read, ("F8_E4M3", "I8"))
 
@@ -326,10 +268,10 @@ def _mxfp4_format(name: str) -> Format:
             raise CheckpointError(f"{stored.stem}.{parts[0]} has the shape {list(sizes)}; [experts, out, in / 32, 16]")
         return sizes[0], PACKED * sizes[2], sizes[1]
 
-    def read(stored: Parts) -> QuantisedMatrix:
+    def read(stored: Parts) -> Quantised:
         blocks, scale = (stored.read(part) for part in parts)
         words = blocks.reshape(-1, PACKED // 2 * blocks.shape[2]).view(np.int32)
-        return QuantisedMatrix(pack_rows(words), scale.reshape(len(words), -1), 4)
+        return quantised(pack_rows(words), scale.reshape(len(words), -1))
 
     return Format(parts, shape, read, ("U8",), name)
 
@@ -344,7 +286,7 @@ def _stored_shape(parts: Parts) -> tuple[int, int]:
     return rows, columns
 
 
-def _gptq(parts: Parts, bits: int, zero_shift: int, act_order: bool) -> QuantisedMatrix:
+def _gptq(parts: Parts, bits: int, zero_shift: int, act_order: bool) -> Quantised:
     """With `act_order` the columns of a group may not be adjacent."""
     words = parts.read("qweight")
     # Stored zeros wrap around: the zero of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
@@ -355,14 +297,14 @@ def _gptq(parts: Parts, bits: int, zero_shift: int, act_order: bool) -> Quantise
     return _sorted_by_group(parts.stem, codes, parts.read("scales").T, zero.T, group)
 
 
-def _awq(parts: Parts, bits: int) -> QuantisedMatrix:
+def _awq(parts: Parts, bits: int) -> Quantised:
     words, zero = parts.read("qweight"), unpack_words(parts.read("qzeros"), bits, AWQ_ORDER)
     is_packed = len(words) % PACKED == 0 and words.dtype.itemsize == 4
     codes = (pack_awq(words), 4) if is_packed else (unpack_words(words, bits, AWQ_ORDER).T, 8)
     return _sorted_by_group(parts.stem, codes, parts.read("scales").T, zero.T, None)
 
 
-def _packed(parts: Parts, bits: int, symmetric: bool) -> QuantisedMatrix:
+def _packed(parts: Parts, bits: int, symmetric: bool) -> Quantised:
     """compressed-tensors with several codes in a word."""
     (rows, columns), scale = _stored_shape(parts), parts.read("weight_scale")
     zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
@@ -391,22 +333,38 @@ def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]
 
 def _sorted_by_group(
     stem: str, codes: tuple[np.ndarray, int], scale: np.ndarray, zero: np.ndarray, group: np.ndarray | None
-) -> QuantisedMatrix:
+) -> Quantised:
     """The matrix with its columns sorted by `group`, the group of each column (act-order). None or a negative group:
     the columns are sorted already."""
-    matrix, groups = QuantisedMatrix(codes[0], scale, codes[1], zero), scale.shape[1]
-    if matrix.inputs % groups:
-        raise CheckpointError(f"{stem} has {groups} groups for {matrix.inputs} columns; equal groups are needed")
+    from specjax_kernels.quantised import pack, unpack
+
+    numbers, bits = codes
+    columns, groups = numbers.shape[1] * 8 // bits, scale.shape[1]
+    if columns % groups:
+        raise CheckpointError(f"{stem} has {groups} groups for {columns} columns; equal groups are needed")
+    if bits == 4 and columns // groups % PACKED:
+        numbers, bits = unpack(numbers), 8
     if group is None or (group < 0).any() or (np.diff(group.astype(np.int64)) >= 0).all():
-        return matrix
-    order = np.argsort(group, kind="stable")
+        return _without_zeros(numbers, bits, scale, zero)
+    order = np.argsort(group, kind="stable").astype(np.int32)
     counts = np.bincount(group, minlength=groups)
     if (counts != counts[0]).any():
         raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
-    from specjax_kernels.quantised import pack
+    numbers = pack(unpack(numbers)[:, order]) if bits == 4 else numbers[:, order]
+    return _without_zeros(numbers, bits, scale, zero, order=order)
 
-    ordered = matrix.code_bytes()[:, order]
-    return replace(matrix, codes=pack(ordered) if matrix.bits == 4 else ordered, order=order)
+
+def _without_zeros(codes: np.ndarray, bits: int, scale: np.ndarray, zero: np.ndarray, **order: Any) -> Quantised:
+    """Subtracts zeros from 8-bit codes, or turns them into a shift or offsets."""
+    if bits == 4 and (zero == 8).all():
+        return quantised(codes, scale, shift=8, **order)
+    if bits == 8:
+        shifted = codes.astype(np.int32) - zero.astype(np.int32).repeat(codes.shape[1] // zero.shape[1], axis=1)
+        if shifted.min() >= -128 and shifted.max() <= 127:
+            return quantised(shifted.astype(np.int8), scale, **order)
+        codes, zero = (codes.astype(np.int16) - 128).astype(np.int8), zero.astype(np.int16) - 128
+    # The product of two short numbers is exact.
+    return quantised(codes, scale, offset=-zero.astype(np.float32) * scale.astype(np.float32), **order)
 
 
 def _by_row(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
@@ -436,15 +394,8 @@ def unpack_words(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> n
     return numbers.reshape(len(words), -1)
 
 
-def unpack_nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
-    """Low halves of each run of bytes, then high halves: uint8 [out, in / 2] to [out, in]. With runs of 16 the inverse
-    of `specjax_kernels.quantised.pack`."""
-    halves = codes.reshape(len(codes), -1, 1, run)
-    return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(codes), -1)
-
-
 def pack_rows(words: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits in int32 words [out, in / 8] of any strides, as ``QuantisedMatrix.codes``."""
+    """Codes of 4 bits in int32 words [out, in / 8] of any strides, as ``Quantised.codes``."""
     from specjax_kernels.cpu import repacking
     from specjax_kernels.quantised import pack
 
@@ -476,12 +427,12 @@ def pack_awq(words: np.ndarray) -> np.ndarray:
 class BlockType(NamedTuple):
     weights: int  # of a block
     size: int  # bytes of a block
-    read: Callable[[np.ndarray], QuantisedMatrix]  # [rows, blocks, size] -> the matrix
+    read: Callable[[np.ndarray], Quantised]  # [rows, blocks, size] -> the matrix
     computes: bool = True  # False: `read` returns views
 
 
-def read_blocks(block_type: str, rows: Any) -> QuantisedMatrix:
-    """The matrix of rows of blocks, uint8 [rows, bytes]."""
+def read_blocks(block_type: str, rows: Any) -> Quantised:
+    """The matrix of rows of blocks, uint8 [rows, bytes]; or views of the file, [rows, blocks, codes of a block]."""
     _, size, read, computes = BLOCK_TYPES[block_type]
     blocks = np.asarray(rows).reshape(len(rows), -1, size)
     return by_rows(len(rows), blocks[0].nbytes, lambda part: read(blocks[part])) if computes else read(blocks)
@@ -510,6 +461,12 @@ def _nibbles(blocks: np.ndarray) -> np.ndarray:
     return runs.view(np.uint8)
 
 
+def _unpacked(codes: np.ndarray, run: int = 16) -> np.ndarray:
+    from specjax_kernels.quantised import unpack
+
+    return unpack(codes, run)
+
+
 def _fifth_bit(blocks: np.ndarray, at: int) -> np.ndarray:
     """The fifth bit of 32 weights, from 4 bytes; uint8 [rows, weights], 0 or 16."""
     bits = np.unpackbits(np.ascontiguousarray(blocks[..., at : at + 4]), axis=-1, bitorder="little")
@@ -524,50 +481,53 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale.reshape(len(packed), -1), minimum.reshape(len(packed), -1)
 
 
-def _q4_0(blocks: np.ndarray) -> QuantisedMatrix:
-    return QuantisedMatrix(blocks[..., 2:], scale := _half(blocks, 0), 4, zero=np.full(scale.shape, 8, np.int8))
+def _q4_0(blocks: np.ndarray) -> Quantised:
+    return quantised(blocks[..., 2:], _half(blocks, 0)[..., None], shift=8)
 
 
-def _q4_1(blocks: np.ndarray) -> QuantisedMatrix:
-    return QuantisedMatrix(blocks[..., 4:], _half(blocks, 0), 4, offset=_half(blocks, 2))
+def _q4_1(blocks: np.ndarray) -> Quantised:
+    return quantised(blocks[..., 4:], _half(blocks, 0)[..., None], offset=_half(blocks, 2)[..., None])
 
 
-def _q5_0(blocks: np.ndarray) -> QuantisedMatrix:
-    codes = unpack_nibbles(_from(blocks, 6)) | _fifth_bit(blocks, 2)
-    return QuantisedMatrix((codes.astype(np.int8) - 16).astype(np.int8), _half(blocks, 0))
+def _q5_0(blocks: np.ndarray) -> Quantised:
+    codes = _unpacked(_from(blocks, 6)) | _fifth_bit(blocks, 2)
+    return quantised((codes.astype(np.int8) - 16).astype(np.int8), _half(blocks, 0))
 
 
-def _q5_1(blocks: np.ndarray) -> QuantisedMatrix:
-    codes = unpack_nibbles(_from(blocks, 8)) | _fifth_bit(blocks, 4)
-    return QuantisedMatrix(codes.astype(np.int8), _half(blocks, 0), offset=_half(blocks, 2))
+def _q5_1(blocks: np.ndarray) -> Quantised:
+    codes = _unpacked(_from(blocks, 8)) | _fifth_bit(blocks, 4)
+    return quantised(codes.astype(np.int8), _half(blocks, 0), offset=_half(blocks, 2))
 
 
-def _q8_0(blocks: np.ndarray) -> QuantisedMatrix:
-    return QuantisedMatrix(blocks[..., 2:].view(np.int8), _half(blocks, 0))
+def _q8_0(blocks: np.ndarray) -> Quantised:
+    return quantised(blocks[..., 2:].view(np.int8), _half(blocks, 0)[..., None])
 
 
-def _q4_k(blocks: np.ndarray) -> QuantisedMatrix:
+def _of_two_levels(blocks: np.ndarray, codes: np.ndarray) -> Quantised:
+    """Of Q4_K and Q5_K: scales and minimums of 6 bits, with a factor of each for a block."""
     scale, minimum = _six_bits(blocks[..., 4:16])
-    return QuantisedMatrix(_nibbles(blocks), scale, 4, None, minimum, _half(blocks, 0), -_half(blocks, 2))
+    return quantised(codes, scale, offset=minimum, super_scale=_half(blocks, 0), super_offset=-_half(blocks, 2))
 
 
-def _q5_k(blocks: np.ndarray) -> QuantisedMatrix:
-    scale, minimum = _six_bits(blocks[..., 4:16])
-    codes = unpack_nibbles(_from(blocks, 48), 32)
+def _q4_k(blocks: np.ndarray) -> Quantised:
+    return _of_two_levels(blocks, _nibbles(blocks))
+
+
+def _q5_k(blocks: np.ndarray) -> Quantised:
     # Bit i of byte j belongs to weight j of the i-th run of 32.
     fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = codes | (fifth << 4).reshape(len(blocks), -1)
-    return QuantisedMatrix(codes.astype(np.int8), scale, 8, None, minimum, _half(blocks, 0), -_half(blocks, 2))
+    codes = _unpacked(_from(blocks, 48), 32) | (fifth << 4).reshape(len(blocks), -1)
+    return _of_two_levels(blocks, codes.astype(np.int8))
 
 
-def _q6_k(blocks: np.ndarray) -> QuantisedMatrix:
+def _q6_k(blocks: np.ndarray) -> Quantised:
     low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)  # halves of 128 weights, each two runs of 32 bytes
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     four = np.concatenate([low & 15, low >> 4], axis=3)
     two = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     codes = (four | two << 4).reshape(len(blocks), -1)
     scale = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(len(blocks), -1)
-    return QuantisedMatrix((codes.astype(np.int8) - 32).astype(np.int8), scale, super_scale=_half(blocks, 208))
+    return quantised((codes.astype(np.int8) - 32).astype(np.int8), scale, super_scale=_half(blocks, 208))
 
 
 BLOCK_TYPES: dict[str, BlockType] = {

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 
 from specjax import gpu
+from specjax.acceptance import AcceptAbove, SyntheticAcceptance
 from specjax.cli.flags import OPTIONS, Settings, SpeculativeSettings, named_as_flags
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.limits import ParameterError
 from specjax.parallel.sharding import missing_devices
 from specjax.settings import dashed, overrides, place_of
-from specjax.verify import AcceptAbove, SyntheticAcceptance
 
 logger = logging.getLogger(__name__)
 

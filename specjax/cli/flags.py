@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specjax_kernels import IMPLEMENTATIONS
 
+from specjax.acceptance import AcceptAbove
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto, DraftOptions
@@ -25,7 +26,6 @@ from specjax.limits import ANY, ParameterError, choices_of, setting_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.serve.server_settings import ServerSettings
 from specjax.settings import place_of, setting
-from specjax.verify import AcceptAbove
 
 
 def _option(owner: type, name: str, help: str = "", **more: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 from tqdm import tqdm
 
 from specjax import settings
+from specjax.acceptance import SyntheticAcceptance
 from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
 from specjax.cli.lines import check_writable, line_files, parse_object, read_lines
@@ -37,7 +38,6 @@ from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.limits import setting_of
 from specjax.progress import progress_bar
-from specjax.verify import SyntheticAcceptance
 
 PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "prompt": (str, str, "a string"),

@@ -48,7 +48,8 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
 
     def cut_row(logits: Float32[Array, "W"], row: SamplingRows) -> Float32[Array, "W"]:
         scaled = logits / jnp.maximum(row.temperature, MIN_TEMPERATURE)
-        return jnp.where(cut_min_p(truncate(scaled, row), row) > -jnp.inf, logits, logits - OUTSIDE)
+        inside = cut_min_p(truncate(scaled, row), row, jnp.max(scaled)) > -jnp.inf
+        return jnp.where(inside, logits, logits - OUTSIDE)
 
     def cut_rows(logits: Array, rows: SamplingRows, needed: Array) -> Array:
         logits = mesh.whole(logits)  # gathered once, before hundreds of sums over the vocabulary

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from specjax_kernels import mask_words
 
 from specjax.packages import MissingPackage, need
 
@@ -319,7 +320,7 @@ class Constraint:
     def __init__(self, grammars: Grammars, grammar: Grammar, reasoning: Reasoning | None = None) -> None:
         self._grammars, self._grammar, self._reasoning = grammars, grammar, reasoning
         self._compiled = grammars.compiled(grammar)
-        self._words = -(-grammars.vocab_size // WORD)
+        self._words = mask_words(grammars.vocab_size)
         self.eos_ids = tuple(grammars.core.eos_tokens)
         self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
         self._consumed: list[int] = []  # tokens that the matcher has consumed

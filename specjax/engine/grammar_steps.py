@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int32, UInt32
+from specjax_kernels import mask_words
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.device import Output, unpack_step
-from specjax.engine.grammar import ALL, WORD
+from specjax.engine.grammar import ALL
 from specjax.engine.plan import Batch
 from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
@@ -46,11 +47,7 @@ class ConstrainedInput(NamedTuple):
 
 
 def constrained_size(new_pages: int, nodes: int, vocab_size: int) -> int:
-    return 2 + new_pages + FIELDS * nodes + nodes * _words(vocab_size)
-
-
-def _words(vocab_size: int) -> int:
-    return -(-vocab_size // WORD)
+    return 2 + new_pages + FIELDS * nodes + nodes * mask_words(vocab_size)
 
 
 # On the device
@@ -132,7 +129,7 @@ def constrained_input(
     """Packs the input of a `constrained_step`: the packed input of a step, trees int32 [B, 5, N], and masks. `forced`:
     tokens that must come next, by sequence, which replace its tree. `seconds`: time for masks below the roots."""
     batch, _, nodes = trees.shape
-    allowed = np.full((batch, nodes, _words(vocab_size)), ALL, np.uint32)
+    allowed = np.full((batch, nodes, mask_words(vocab_size)), ALL, np.uint32)
     deadline = time.perf_counter() + seconds
     for i, sequence in enumerate(sequences):
         if sequence.constraint is None:

@@ -35,7 +35,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
-from specjax_kernels.quantised import WIDENED
+from specjax_kernels.linear import WIDENED
 from specjax_kernels.xla import GPU_TOKENS
 
 from specjax.cache import PoolShape, row_states

@@ -20,8 +20,9 @@ import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import mesh
+from specjax_kernels.linear import products_of_rows
 from specjax_kernels.platforms import by_platform
-from specjax_kernels.quantised import expert_specs, products_of_rows, split_axes
+from specjax_kernels.quantised import expert_specs, split_axes
 
 from specjax.cache import Hidden, Weights
 from specjax.config import Experts

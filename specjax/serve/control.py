@@ -17,6 +17,7 @@ from pydantic import Field, SkipValidation
 from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from specjax.acceptance import AcceptAbove, SyntheticAcceptance
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.runtime import Counters
 from specjax.parallel.sharding import row_bytes
@@ -30,7 +31,6 @@ from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server_settings import MOST_TRACED, ServerSettings
 from specjax.serve.tokenising import Tokenising, refusal
-from specjax.verify import AcceptAbove, SyntheticAcceptance
 
 Result = TypeVar("Result")
 

@@ -14,10 +14,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specjax.acceptance import SyntheticAcceptance
 from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, unavailable
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
-from specjax.verify import SyntheticAcceptance
 
 logger = logging.getLogger("specjax.serve")
 

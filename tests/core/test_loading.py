@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from quantised_formats import packed
 from specjax_kernels import quantise
+from specjax_kernels.quantised import unpack
 
 from specjax.checkpoint import load_params, model_config, resolve
 from specjax.checkpoint.parameters import ahead, aligned_empty, quantise_leaf
-from specjax.checkpoint.quantised import BLOCK_BYTES, pack_awq, pack_rows, unpack_nibbles
+from specjax.checkpoint.quantised import BLOCK_BYTES, pack_awq, pack_rows
 from specjax.checkpoint.weights import save_shards
 from specjax.models.params import Leaf, Scope, Tensor, placements
 
@@ -39,7 +40,7 @@ def test_packing_of_four_bits(out, compiled, monkeypatch):
         np.testing.assert_array_equal(pack_rows(layout), wanted)
     shuffled = codes.T.reshape(96, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(96, -1)
     np.testing.assert_array_equal(pack_awq(packed(shuffled, 4)), wanted)
-    np.testing.assert_array_equal(unpack_nibbles(wanted), codes)
+    np.testing.assert_array_equal(unpack(wanted), codes)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(70, 9), (128, 4200)])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from engine_helpers import tokenizer
 from mesh_helpers import run as run_program
+from quantised_leaves import FORMATS, leaf_of
 from specjax_kernels import Quantised, dequantise
 from specjax_kernels.quantised import check, shared, split_axes
 from test_mesh import COLLECTIVES, LAYERS
-from test_quantised import FORMATS, leaf_of
 from test_quantised_checkpoints import save_quantised
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head

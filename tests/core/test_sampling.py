@@ -97,7 +97,8 @@ def test_capacity_of_a_row():
 
 @jax.jit
 def edit(logits, row, in_prompt, counts, emitted):
-    logits = sampling.add_penalties(sampling.add_bias(logits, row), row, in_prompt, counts)
+    biased = logits + sampling.bias_of(jax.tree.map(lambda x: x[None], row), len(logits))[0]
+    logits = sampling.add_penalties(biased, row, in_prompt, counts)
     return sampling.mask_stops(logits, row, emitted)
 
 
@@ -143,7 +144,8 @@ def test_smallest_prefix(rng):
 
 @jax.jit
 def truncate(logits, row):
-    return sampling.cut_min_p(sampling.truncate(logits / row.temperature, row), row)
+    scaled = logits / row.temperature
+    return sampling.cut_min_p(sampling.truncate(scaled, row), row, jnp.max(scaled))
 
 
 @settings(max_examples=200)

@@ -230,7 +230,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"load"},
     {"step"},
     {"state"},
-    {"drafters", "verify", "tree", "sampling", "logprobs"},
+    {"drafters", "verify", "acceptance", "tree", "sampling", "logprobs"},
     {"models", "parallel"},
     {"cache"},
     {"settings"},

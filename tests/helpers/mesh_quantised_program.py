@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from mesh_program import CONFIG, collectives, compared, drawn, run, settings
+from quantised_leaves import decoded, leaf_of
 from specjax_kernels import Quantised, embed, linear, quantise
 from specjax_kernels.quantised import shared, split_axes
-from test_quantised import decoded, leaf_of
 
 from specjax.config import Experts, Latent, ModelConfig
 from specjax.drafters import Params, options_of

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax_kernels import unembed
 from specjax_kernels.cpu import object_code, runtime
+from specjax_kernels.cpu import quantised as cpu_quantised
 from specjax_kernels.cpu import rows as cpu_rows
 
 
@@ -30,14 +32,18 @@ def test_products_of_few_rows(depth, columns, transposed, dtype):
     """Depths of several parts and of one, columns of several tiles and of a part of one. A token that is verified
     beside drafts has the same bits as alone."""
     x, matrix = random(8, depth), jnp.asarray(random(depth, columns, seed=1), dtype)
-    weight = matrix.T if transposed else matrix
+    weight, layout = matrix.T if transposed else matrix, cpu_quantised.Layout.of_weights(dtype)
     exact = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    assert cpu_rows.takes(1, *weight.shape, weight.dtype, transposed=transposed)
-    product = jax.jit(lambda x, w: cpu_rows.multiply(x, w, transposed=transposed))
+
+    def takes(rows: int) -> bool:
+        return cpu_quantised.takes(rows, layout) if transposed else cpu_rows.takes(rows, depth, columns, dtype)
+
+    assert takes(1)
+    product = jax.jit(lambda x, w: cpu_quantised.multiply(x, layout, w) if transposed else cpu_rows.multiply(x, w))
     alone = np.concatenate([np.asarray(product(x[i : i + 1], weight)) for i in range(8)])
     np.testing.assert_allclose(alone, exact, rtol=0, atol=2e-6 * np.sqrt(depth))
     for rows in (2, 3, 5, 8):
-        assert cpu_rows.takes(rows, *weight.shape, weight.dtype, transposed=transposed)
+        assert takes(rows)
         np.testing.assert_array_equal(np.asarray(product(x[:rows], weight)), alone[:rows])
 
 
@@ -46,7 +52,9 @@ def test_shapes_without_a_kernel():
     assert takes(8, 16, 9, jnp.bfloat16) and takes(1, 16, 9, jnp.float16)
     assert not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32) and not takes(1, 16, 9, jnp.int8)
     assert not takes(1, 16, 0, jnp.float32) and not takes(1, 0, 9, jnp.float32) and not takes(1, 10, 9, jnp.float32)
-    assert takes(1, 10, 16, jnp.float32, transposed=True) and not takes(1, 10, 9, jnp.float32, transposed=True)
+    x, lowered = jnp.ones((1, 1, 9)), jax.jit(lambda x, w: unembed(x, w, transposed=True)).trace
+    assert "custom_call" not in lowered(x, jnp.ones((10, 9))).lower().as_text()
+    assert "custom_call" in lowered(jnp.ones((1, 1, 16)), jnp.ones((10, 16))).lower().as_text()
 
 
 def test_no_kernel_on_several_devices():
@@ -73,7 +81,7 @@ def test_no_kernel_on_several_devices():
 
 def test_calls_of_many_threads():
     """With more callers than helping threads no caller may block on a helper."""
-    assert cpu_rows.unmet("float32", False) is None
+    assert cpu_rows.unmet("float32") is None
     x, matrix = random(4, 96), random(96, 5000, seed=1)
     product = jax.jit(cpu_rows.multiply)
     expected = np.asarray(product(x, matrix))
@@ -102,7 +110,7 @@ def test_one_core():
         import jax, numpy as np
         from specjax_kernels.cpu import object_code, rows as cpu_rows
         object_code.keep_in(pathlib.Path(sys.argv[1]))  # compiling takes longer than all else
-        assert cpu_rows.unmet('float32', False) is None
+        assert cpu_rows.unmet('float32') is None
         x, matrix = np.full((3, 16), 2, np.float32), np.ones((16, 9000), np.float32)
         assert (np.asarray(jax.jit(cpu_rows.multiply)(x, matrix)) == 32).all()
     """
@@ -129,7 +137,7 @@ def test_without_numba():
             out = jax.jit(lambda x, w: unembed(x, w, transposed=True))(x, matrix.T.copy())
             assert (np.asarray(out) == 32).all()
     """)
-    for name in ("rows_float32", "rows_float32_transposed", "tree_attention"):
+    for name in ("rows_float32", "quantised_float32_none_none_0_16_0_0", "tree_attention"):
         assert output.count(f"specjax_{name} cannot") == 1
     assert "numba" in output and "decoding is slower" in output
 
@@ -168,10 +176,9 @@ COUNT = """
     {before}
     from specjax_kernels.cpu import object_code, rows
     object_code.keep_in(pathlib.Path({folder!r}))
-    reason = rows.unmet('float32', True)
+    reason = rows.unmet('float32')
     assert reason is None, reason
-    out = jax.jit(lambda x, w: rows.multiply(x, w, transposed=True))(
-        np.full((2, 16), 2, np.float32), np.ones((700, 16), np.float32))
+    out = jax.jit(rows.multiply)(np.full((2, 16), 2, np.float32), np.ones((16, 700), np.float32))
     assert (np.asarray(out) == 32).all()
     print("numba" if sys.modules.get("numba") else "no numba")
 """
@@ -185,7 +192,7 @@ REFUSED = """
     for folder in sys.argv[1:]:
         if (pid := os.fork()) == 0:  # a fresh process for each folder
             object_code.keep_in(pathlib.Path(folder))
-            reason = rows.unmet("float32", True)
+            reason = rows.unmet("float32")
             print(reason, flush=True)
             os._exit(0 if reason is not None else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -202,10 +209,12 @@ def test_codes_of_four_bits_without_processor_features(setting):
         import os
         os.environ[{name!r}] = {value!r}
         import jax.numpy as jnp, numpy as np
-        from specjax_kernels import quantise, quantised
+        from specjax_kernels import quantise
+        from specjax_kernels.cpu import quantised
+        from specjax_kernels.linear import quantised_product
         leaf = quantise(np.ones((40, 64), np.float32), "int4")
-        assert quantised.cpu_kernels.unmet(3, quantised.layout_of(leaf)) is None
-        print(float(quantised.product(jnp.ones((3, 64), jnp.float32), leaf, jnp.float32).min()))
+        assert quantised.unmet(3, quantised.layout_of(leaf)) is None
+        print(float(quantised_product(jnp.ones((3, 64), jnp.float32), leaf, jnp.float32).min()))
         """
     )
     assert float(output) == pytest.approx(64)
@@ -284,8 +293,8 @@ def test_float16_on_a_processor_without_conversions(monkeypatch):
     """LLVM would call a missing function and end the process."""
     monkeypatch.setattr(object_code, "_converts_float16", lambda llvm: False)
     with pytest.raises(RuntimeError, match="reads float16, which this processor does not convert"):
-        runtime._compile(functools.partial(cpu_rows._transposed, dtype="float16"))
-    assert runtime._compile(functools.partial(cpu_rows._transposed, dtype="bfloat16"))
+        runtime._compile(functools.partial(cpu_rows._product, dtype="float16"))
+    assert runtime._compile(functools.partial(cpu_rows._product, dtype="bfloat16"))
 
 
 def test_another_version_of_the_ffi_is_refused(tmp_path, monkeypatch):

@@ -362,12 +362,12 @@ def test_a_t4_widens_no_matrix(monkeypatch, dtype: str, quantization: str, batch
     float32) or the pages of one layer, not those of all layers."""
     from gpu_compile import STRAIGHT, Shapes, compiled, programs
     from model_shapes import llama_8b, target_shapes
-    from specjax_kernels.quantised import WIDENED
+    from specjax_kernels.linear import WIDENED
     from specjax_kernels.xla import GPU_TOKENS
 
     from specjax import PoolShape
 
-    monkeypatch.setattr(sys.modules["specjax_kernels.quantised"], "before_ampere", lambda: True)
+    monkeypatch.setattr(sys.modules["specjax_kernels.linear"], "before_ampere", lambda: True)
     config, context = dataclasses.replace(llama_8b(FEW), dtype=dtype), 4096
     shapes = Shapes(FEW, 1, 1, 2, batch, 16, context, PoolShape(PAGES, 16), "xla")
     verify = functools.partial(STRAIGHT.func, straight=False)

@@ -7,6 +7,7 @@ lowers its kernels for GPUs and starts a process with TRITON_INTERPRET=1 for its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import specjax_kernels
 from kernel_helpers import TOLERANCE, fixed_pool, launched
+from quantised_leaves import IN_FEW_BITS, leaf_of, shapes_of
 from specjax_kernels import (
     INACTIVE,
     Quantised,
@@ -33,11 +35,10 @@ from specjax_kernels import (
     gpu_language,
     gpu_quantised,
     pack_bits,
-    pallas_triton,
     tree_attention,
 )
 from specjax_kernels import triton as triton_path
-from specjax_kernels.attention import Call
+from specjax_kernels.call import Call
 from specjax_kernels.sampling import in_prefix
 from specjax_kernels.specs import Spec, named, tagged
 
@@ -109,18 +110,21 @@ class Memory:
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
 
+def interpreting(patch: pytest.MonkeyPatch, implementation: str) -> None:
+    """Triton's kernels run in its interpreter."""
+    if implementation == "triton":
+        patch.setattr(triton_path, "refuse", lambda: None)
+        patch.setattr(triton_path, "run", interpret)
+
+
 @functools.cache
 def _kernel(implementation: str, launch: tuple[int, int, int] | None, **options):
-    module = pallas_triton if implementation == "pallas" else triton_path
-
     def attend(*args, sinks):
         with pytest.MonkeyPatch.context() as patch:
-            if implementation == "triton":
-                patch.setattr(triton_path, "refuse", lambda: None)
-                patch.setattr(triton_path, "run", interpret)
+            interpreting(patch, implementation)
             if launch is not None:
                 patch.setattr(gpu_attention, "launch_for", launched(*launch))
-            return module.tree_attention(Call(*args, **options, sinks=sinks))
+            return gpu_attention.attend(Call(*args, **options, sinks=sinks), dialect=implementation)
 
     return jax.jit(attend)
 
@@ -235,9 +239,7 @@ def test_wide_heads_are_refused(implementation: str) -> None:
 @pytest.fixture
 def chosen(implementation: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The implementation, for attention and for the other kernels; Triton's in its interpreter."""
-    if implementation == "triton":
-        monkeypatch.setattr(triton_path, "refuse", lambda: None)
-        monkeypatch.setattr(triton_path, "run", interpret)
+    interpreting(monkeypatch, implementation)
     monkeypatch.setattr(gpu_language, "dialect", lambda: implementation)
     jax.clear_caches()
     return implementation
@@ -286,34 +288,17 @@ def test_top_k_and_top_p(chosen: str) -> None:
         np.testing.assert_array_equal(np.flatnonzero(inside[row]), np.sort(kept), err_msg=str(row))
 
 
-def grouped(name: str, out: int, depth: int) -> Quantised:
-    """A leaf with random codes; formats as in GGUF, GPTQ and block-wise fp8."""
-    rng = np.random.default_rng(1)
-
-    def scale(group: int, dtype: Any = np.float16, rows: int = 1) -> np.ndarray:
-        return rng.normal(0, 0.1, (out // rows, depth // group)).astype(dtype)
-
-    four, eight = rng.integers(0, 256, (out, depth // 2), np.uint8), rng.integers(-128, 128, (out, depth), np.int8)
-    small = rng.integers(0, 64, (2, out, depth // 32), np.uint8)
-    return {
-        "Q4_0": Quantised(four, scale(32), shift=8),
-        "Q4_1": Quantised(four, scale(32), scale(32)),
-        "Q4_K": Quantised(four, *small, scale(256), scale(256)),
-        "MXFP4": Quantised(four, rng.integers(110, 125, (out, depth // 32), np.uint8)),
-        "GPTQ": Quantised(four, scale(128), scale(128, np.float32)),
-        "Q8_0": Quantised(eight, scale(32)),
-        "fp8 blocks": Quantised((eight / np.float32(9)).astype(jnp.float8_e4m3fn), scale(128, np.float32, 16), rows=16),
-    }[name]
-
-
-FORMATS = ("Q4_0", "Q4_1", "Q4_K", "MXFP4", "GPTQ", "Q8_0", "fp8 blocks")
+def on_device(leaf: Quantised) -> Quantised:
+    """Without an order of inputs, which the kernels do not read."""
+    return jax.tree.map(jnp.asarray, dataclasses.replace(leaf, order=None))
 
 
 @interpreted
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", IN_FEW_BITS)
 @pytest.mark.parametrize(("rows", "dtype"), [(3, "float32"), (17, "bfloat16")])
 def test_quantised_products(chosen: str, name: str, rows: int, dtype: str) -> None:
-    leaf = jax.tree.map(jnp.asarray, grouped(name, 48, 512))
+    """Codes are exact in both dtypes, and scales are applied to float32 sums."""
+    leaf = on_device(leaf_of(name, (48,), 512))
     x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 512)), dtype)
     output = jax.jit(gpu_quantised.multiply)(x, leaf)
     expected = np.asarray(x, np.float64) @ np.asarray(dequantise(leaf), np.float64).T
@@ -323,7 +308,7 @@ def test_quantised_products(chosen: str, name: str, rows: int, dtype: str) -> No
 
 @interpreted
 def test_rows_with_their_own_matrices(chosen: str) -> None:
-    leaf = jax.tree.map(jnp.asarray, grouped("MXFP4", 3 * 40, 512))
+    leaf = on_device(leaf_of("MXFP4", (3 * 40,), 512))
     x, ids = jnp.asarray(np.random.default_rng(4).standard_normal((4, 512)), jnp.float32), jnp.array([2, 0, 2, 1])
     output = jax.jit(lambda x, leaf, ids: gpu_quantised.multiply(x, leaf, ids=ids, out=40))(x, leaf, ids)
     weights = np.asarray(dequantise(leaf), np.float64).reshape(3, 40, 512)[np.asarray(ids)]
@@ -381,7 +366,7 @@ def test_triton_is_imported_on_demand() -> None:
 
 
 def attend_by_triton(*args, **options) -> jax.Array:
-    return triton_path.tree_attention(Call(*args, **options))
+    return tree_attention(*args, **options, implementation="triton")
 
 
 def test_triton_is_refused_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +474,9 @@ def test_triton_uses_what_the_gpu_has(spec: Spec, gpu: str, kernels, tmp_path: P
         assert "cp.async" in ptx
 
 
-PRODUCTS = [("NVIDIA H200", name, 8, "bfloat16") for name in FORMATS]
+PRODUCTS = [
+    ("NVIDIA H200", name, 8, "bfloat16") for name in ("Q4_0", "Q4_1", "Q4_K", "MXFP4", "GPTQ", "Q8_0", "fp8 blocks")
+]
 PRODUCTS += [("NVIDIA H200", "Q4_1", 64, "bfloat16"), ("NVIDIA H200", "Q4_1", 8, "float32")]
 PRODUCTS += [("NVIDIA A100", "Q4_1", 8, "bfloat16")]
 
@@ -500,7 +487,7 @@ def test_quantised_products_in_triton(
     gpu: str, name: str, rows: int, dtype: str, kernels, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(gpu_language, "dialect", lambda: "triton")
-    leaf = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grouped(name, 4096, 4096))
+    leaf = shapes_of(name, (4096,), 4096, rows=16)
     lower(gpu_quantised.multiply, (jax.ShapeDtypeStruct((rows, 4096), dtype), leaf), gpu)
     ((_, _, ptx),) = kernels
     check_resources(kernels, gpu, tmp_path)

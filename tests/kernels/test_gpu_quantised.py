@@ -8,35 +8,14 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
+from quantised_leaves import shapes_of
 from specjax_kernels import Quantised, linear
 from test_gpu_compile import benchmarks, gpu, slow  # noqa: F401 - `benchmarks` is a fixture
 
 pytestmark = pytest.mark.gpu_compile
 OUT, DEPTH = (2, 14336), 4096
 """Gate and up of Llama-3.1-8B."""
-
-
-def leaf_of(name: str) -> Quantised:
-    def of(dtype, group: int, rows: int = 1) -> jax.ShapeDtypeStruct:
-        out = OUT if rows == 1 else (math.prod(OUT) // rows,)
-        return jax.ShapeDtypeStruct((*out, DEPTH // group), dtype)
-
-    four, eight, fp8 = of(jnp.uint8, 2), of(jnp.int8, 1), of(jnp.float8_e4m3fn, 1)
-    half, single, byte = jnp.float16, jnp.float32, jnp.uint8
-    return {
-        "Q4_0": Quantised(four, of(half, 32), shift=8),
-        "Q4_1": Quantised(four, of(half, 32), of(half, 32)),
-        "Q4_K": Quantised(four, of(byte, 32), of(byte, 32), of(half, 256), of(half, 256)),
-        "MXFP4": Quantised(four, of(byte, 32)),
-        "GPTQ": Quantised(four, of(half, 128), of(single, 128)),
-        "Q8_0": Quantised(eight, of(half, 32)),
-        "int8 per output": Quantised(eight, of(single, DEPTH)),
-        "fp8 per output": Quantised(fp8, of(single, DEPTH)),
-        "fp8 per tensor": Quantised(fp8, of(single, DEPTH, math.prod(OUT)), rows=math.prod(OUT)),
-        "fp8 blocks": Quantised(fp8, of(single, 128, 128), rows=128),
-    }[name]
 
 
 FORMATS = (
@@ -48,19 +27,26 @@ MORE += [("h200", name, rows, "float32") for name in FORMATS for rows in (1, 32)
 MORE += [("a100_sxm_80", name, 8, "bfloat16") for name in FORMATS if "fp8" not in name]
 
 
+def lowered(function, device: str, *shapes) -> jax.stages.Lowered:
+    """A function of these shapes, on a GPU that is not there."""
+    from ptx import described_device
+
+    arguments = gpu(device).place(shapes)
+    with described_device(arguments):
+        return jax.jit(lambda *arguments: function(*arguments)).trace(*arguments).lower()
+
+
 @pytest.mark.parametrize(
     ("device", "name", "rows", "dtype"), [*CASES, *(pytest.param(*case, marks=slow) for case in MORE)]
 )
 def test_only_codes_are_read(device: str, name: str, rows: int, dtype: str) -> None:
-    from ptx import assembled, assembler, described_device
+    from ptx import assembled, assembler
 
-    leaf = leaf_of(name)
+    leaf = shapes_of(name, OUT, DEPTH, rows=128 if name == "fp8 blocks" else None)
     x = jax.ShapeDtypeStruct((1, rows, DEPTH), dtype)
-    arguments = gpu(device).place((x, leaf))
     with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
-        with described_device(arguments):
-            lowered = jax.jit(lambda x, weight: linear(x, weight)).trace(*arguments).lower()
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered(linear, device, x, leaf).compile(compiler_options=options)
         texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
     memory = compiled.memory_analysis()
     bits = 8 * memory.argument_size_in_bytes / math.prod(leaf.shape)
@@ -98,21 +84,17 @@ def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:
 def test_an_eagle3_head_is_never_dequantised_to_memory(rows: int) -> None:
     """In int8, the default on a GPU, for Llama-3.1-8B."""
     from model_shapes import eagle3_head, head_shapes, llama_8b
-    from ptx import described_device
 
     config = llama_8b(4)
     params = head_shapes(eagle3_head(config), config, "int8")
     leaves = {name: leaf for name, leaf in params.items() if isinstance(leaf, Quantised)}
     assert set(leaves) == {"fc", "qkv", "output", "gate_up", "down", "head"}
     inputs = {name: jax.ShapeDtypeStruct((1, rows, leaf.depth), "bfloat16") for name, leaf in leaves.items()}
-    arguments = gpu("h200").place((inputs, leaves))
 
     def products(inputs, leaves):
         return {name: linear(inputs[name], leaf) for name, leaf in leaves.items()}
 
-    with described_device(arguments):
-        lowered = jax.jit(products).trace(*arguments).lower()
-    compiled = lowered.compile()
+    compiled = lowered(products, "h200", inputs, leaves).compile()
     written = compiled.memory_analysis().temp_size_in_bytes
     print(f"{rows} rows: {written} bytes written")
     assert written < min(2 * math.prod(leaf.shape) for leaf in leaves.values()), "the smallest matrix in bfloat16"
@@ -124,7 +106,6 @@ def test_an_eagle3_head_is_never_dequantised_to_memory(rows: int) -> None:
 def test_chosen_experts_are_read_in_place(quantization: str, rows: int) -> None:
     """Of gpt-oss-20b; a dot would copy them. 8 rows choose as many as the layer has."""
     from model_shapes import gpt_oss_20b, target_shapes
-    from ptx import described_device
 
     from specjax.models.experts import mixture
     from specjax.models.families import GptOssLayer
@@ -132,14 +113,12 @@ def test_chosen_experts_are_read_in_place(quantization: str, rows: int) -> None:
     config = gpt_oss_20b(2)
     layer = target_shapes(config, quantization)["layers_0"]
     weights = {name: leaf for name, leaf in layer.items() if name.startswith(("router", "experts"))}
-    arguments = gpu("h200").place((jax.ShapeDtypeStruct((1, rows, config.hidden_size), "bfloat16"), weights))
+    x = jax.ShapeDtypeStruct((1, rows, config.hidden_size), "bfloat16")
 
     def mixed(x, weights):
         return mixture(x, weights, config.experts, activation=GptOssLayer.activation)
 
-    with described_device(arguments):
-        lowered = jax.jit(mixed).trace(*arguments).lower()
-    compiled = lowered.compile()
+    compiled = lowered(mixed, "h200", x, weights).compile()
     text, written = compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
     print(f"{rows} rows, {quantization}: {written} bytes written")
     assert written < 10 * 4 * rows * 4 * config.hidden_size, "ten float32 arrays of a hidden state for each choice"
@@ -148,12 +127,7 @@ def test_chosen_experts_are_read_in_place(quantization: str, rows: int) -> None:
 
 def test_many_rows_dequantise_to_memory() -> None:
     """Such an array is recognised."""
-    leaf = leaf_of("Q4_1")
-    arguments = gpu("h200").place((jax.ShapeDtypeStruct((1, 512, DEPTH), "bfloat16"), leaf))
-    from ptx import described_device
-
-    with described_device(arguments):
-        lowered = jax.jit(lambda x, weight: linear(x, weight)).trace(*arguments).lower()
-    compiled = lowered.compile()
+    leaf = shapes_of("Q4_1", OUT, DEPTH)
+    compiled = lowered(linear, "h200", jax.ShapeDtypeStruct((1, 512, DEPTH), "bfloat16"), leaf).compile()
     assert compiled.memory_analysis().temp_size_in_bytes >= 2 * math.prod(leaf.shape)
     assert not no_array_of_the_weights(compiled.as_text(), leaf)

@@ -360,15 +360,19 @@ def lacking(*_: object, **__: object) -> jax.Array:
 
 
 def test_only_the_default_implementation_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specjax_kernels import pallas_triton
-
+    module = sys.modules["specjax_kernels.attention"]
     args, options = named("decode").arguments()
-    monkeypatch.setattr(pallas_triton, "tree_attention", lacking)
+
+    def without(name: str) -> None:
+        known = module.IMPLEMENTATIONS
+        monkeypatch.setattr(module, "IMPLEMENTATIONS", {**known, name: known[name]._replace(attend=lacking)})
+
+    without("pallas")
     with pytest.raises(NotImplementedError, match="not this combination"):
         tree_attention(*args, **options, implementation="pallas")
-    monkeypatch.setattr(sys.modules["specjax_kernels.attention"], "default_implementation", lambda: "pallas")
+    monkeypatch.setattr(module, "default_implementation", lambda: "pallas")
     assert (np.asarray(tree_attention(*args, **options), np.float32) == run(args, options, "xla")).all()
-    monkeypatch.setattr(xla_path, "tree_attention", lacking)
+    without("xla")
     with pytest.raises(NotImplementedError, match="not this combination"):
         tree_attention(*args, **options)
 

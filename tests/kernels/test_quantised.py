@@ -11,110 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantised_leaves import E2M1, FORMATS, IN_FEW_BITS, decoded, leaf_of
 from specjax_kernels import Quantised, dequantise, embed, gpu_quantised, linear, quantise, unembed
 from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu import quantised as cpu_kernels
-from specjax_kernels.quantised import (
-    KINDS,
-    by_channel,
-    by_dequantising,
-    check,
-    dot,
-    layout_of,
-    pack,
-    products_of_rows,
-)
+from specjax_kernels.linear import by_channel, by_dequantising, dot, products_of_rows
+from specjax_kernels.quantised import KINDS, check, pack
 
 OUT, DEPTH = (3, 2, 7), 512
-
-
-def leaf_of(name: str, out: tuple[int, ...] = OUT, depth: int = DEPTH, seed: int = 0) -> Quantised:
-    """A leaf of random codes and scales, in one of the formats that checkpoints have."""
-    rng = np.random.default_rng(seed)
-
-    def nibbles() -> np.ndarray:
-        return rng.integers(0, 256, (*out, depth // 2), np.uint8)
-
-    def int8() -> np.ndarray:
-        return rng.integers(-128, 128, (*out, depth)).astype(np.int8)
-
-    def fp8() -> np.ndarray:
-        codes = rng.integers(0, 256, (*out, depth), np.uint8)
-        return np.where(codes & 127 == 127, 0, codes).astype(np.uint8).view(jnp.float8_e4m3fn)  # no NaN
-
-    def scale(group: int, dtype="float16", *lead: int) -> np.ndarray:
-        return rng.normal(0, 0.01, (*(lead or out), depth // group)).astype(dtype)
-
-    def small(group: int, dtype="uint8") -> np.ndarray:
-        return rng.integers(0 if dtype == "uint8" else -32, 64, (*out, depth // group)).astype(dtype)
-
-    total, single, brain = math.prod(out), np.float32, jnp.bfloat16
-    makers = {
-        "Q4_0": lambda: Quantised(nibbles(), scale(32), shift=8),
-        "Q4_1": lambda: Quantised(nibbles(), scale(32), scale(32)),
-        "Q4_K": lambda: Quantised(nibbles(), small(32), small(32), scale(256), scale(256)),
-        "Q6_K": lambda: Quantised(int8(), small(16, "int8"), super_scale=scale(256)),
-        "Q8_0": lambda: Quantised(int8(), scale(32)),
-        "GPTQ": lambda: Quantised(
-            nibbles(), scale(128), scale(128, single), order=rng.permutation(depth).astype(np.int32)
-        ),
-        "AWQ": lambda: Quantised(nibbles(), scale(64, brain), scale(64, brain)),
-        "MXFP4": lambda: Quantised(nibbles(), rng.integers(110, 125, (*out, depth // 32), np.uint8)),
-        "int4 per output": lambda: Quantised(nibbles(), scale(depth, single), shift=8),
-        "int8 per output": lambda: Quantised(int8(), scale(depth, single), scale(depth, single)),
-        "fp8 per output": lambda: Quantised(fp8(), scale(depth, single)),
-        "fp8 per tensor": lambda: Quantised(fp8(), scale(depth, brain, 1), rows=total),
-        "fp8 blocks": lambda: Quantised(fp8(), scale(128, single, total // 6), rows=6),
-    }
-    if name in ("float16", "bfloat16"):
-        return Quantised(rng.normal(0, 0.1, (*out, depth)).astype(name), None)
-    return makers[name]()
-
-
-IN_FEW_BITS = (
-    "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "GPTQ", "AWQ", "MXFP4", "int4 per output", "int8 per output",
-    "fp8 per output", "fp8 per tensor", "fp8 blocks",
-)  # fmt: skip
-FORMATS = (*IN_FEW_BITS, "float16", "bfloat16")
-
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def decoded(leaf: Quantised) -> np.ndarray:
-    """The weights [*out, M] in float64, one output at a time."""
-    codes = np.asarray(leaf.codes).reshape(-1, leaf.codes.shape[-1])
-    weights = np.zeros((len(codes), leaf.depth))
-    place = range(leaf.depth) if leaf.order is None else leaf.order
-
-    def factor(array, coarse, output: int, column: int) -> float:
-        if array is None:
-            return 0.0
-        row = np.asarray(array).reshape(-1, array.shape[-1])[output // leaf.rows].astype(np.float64)
-        number = row[column * len(row) // leaf.depth]
-        return number if coarse is None else number * factor(coarse, None, output, column)
-
-    for output, stored in enumerate(codes):
-        for column in range(leaf.depth):
-            if stored.dtype == np.uint8:
-                byte = int(stored[column // 32 * 16 + column % 16])
-                code = float(byte >> 4 if column % 32 >= 16 else byte & 15)
-            else:
-                code = float(stored[column])
-            if leaf.is_mxfp4:
-                exponent = int(leaf.scale.reshape(len(codes), -1)[output, column // 32]) - 127
-                weights[output, column] = E2M1[int(code)] * 2.0**exponent
-                continue
-            scale = 1.0 if leaf.scale is None else factor(leaf.scale, leaf.super_scale, output, column)
-            added = factor(leaf.offset, leaf.super_offset, output, column)
-            weights[output, place[column]] = (code - leaf.shift) * scale + added
-    return weights.reshape(leaf.shape)
 
 
 @functools.cache
 def read(name: str) -> tuple[Quantised, np.ndarray]:
     """A leaf and its weights by numpy."""
-    leaf = leaf_of(name)
+    leaf = leaf_of(name, OUT, DEPTH)
     return leaf, decoded(leaf)
 
 
@@ -272,9 +182,10 @@ def test_every_code_and_scale_of_mxfp4_is_exact():
     normal = np.abs(exact) >= 2.0**-126  # XLA:CPU flushes smaller numbers to 0
     assert normal[:, 2:8].all() and not normal[0, 1]
     for dtype in (jnp.float32, jnp.bfloat16):
-        weights = np.asarray(dequantise(leaf, dtype), np.float64)
+        weights = np.asarray(dequantise(jax.tree.map(jnp.asarray, leaf), dtype), np.float64)
         np.testing.assert_array_equal(weights[normal], exact[normal])
         assert not weights[~normal].any()
+        np.testing.assert_array_equal(np.asarray(dequantise(leaf, dtype), np.float64)[normal], exact[normal])
     some = slice(1, 250)
     leaf = Quantised(leaf.codes[some], scale[some])
     x = jnp.eye(32, dtype=jnp.float32)[None]
@@ -298,19 +209,8 @@ def test_groups_without_a_kernel():
     """Groups of 24 do not divide into vectors: the weights are dequantised."""
     rng = np.random.default_rng(0)
     leaf = Quantised(rng.integers(-128, 128, (5, 72)).astype(np.int8), rng.random((5, 3), np.float32))
-    assert layout_of(leaf) is None and not gpu_quantised.takes(1, leaf)
+    assert cpu_kernels.layout_of(leaf) is None and not gpu_quantised.takes(1, leaf)
     assert_product(linear(inputs(1, 72), leaf), inputs(1, 72), decoded(leaf))
-
-
-@pytest.mark.parametrize("name", IN_FEW_BITS)
-def test_the_gpu_kernel_interpreted(name):
-    leaf, weights = read(name)
-    leaf = jax.tree.map(lambda a: jnp.asarray(a).reshape(-1, a.shape[-1]), dataclasses.replace(leaf, order=None))
-    weights = np.asarray(dequantise(leaf), np.float64)
-    x = inputs(3)[0]
-    assert gpu_quantised.takes(3, leaf)
-    output = jax.jit(lambda x, w: gpu_quantised.multiply(x, w))(x, leaf)
-    assert_product(output[None], x[None], weights)
 
 
 @pytest.mark.parametrize("name", [*IN_FEW_BITS[:-2], "bfloat16"])
@@ -326,14 +226,6 @@ def test_rows_with_their_own_matrices(name):
     for output in outputs:
         for row, of_row, index in zip(x, output, ids, strict=True):
             assert_product(of_row[None, None], row[None, None], weights[index])
-
-
-def test_the_gpu_kernel_does_not_round_weights():
-    """In bfloat16 codes are exact and scales are applied to float32 sums."""
-    leaf = jax.tree.map(jnp.asarray, leaf_of("Q4_1", (40,), 256))
-    x = jnp.asarray(inputs(17, 256)[0], jnp.bfloat16)
-    output = jax.jit(lambda x, w: gpu_quantised.multiply(x, w))(x, leaf)
-    assert_product(output[None], x[None], decoded(leaf))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -391,7 +283,7 @@ def test_invalid_quantisations():
         quantise(np.zeros((4, 48), np.float32), "int4")
     with pytest.raises(ValueError, match="'int3' is none of fp8, int8, int4"):
         quantise(np.zeros((4, 48), np.float32), "int3")
-    blocks = leaf_of("fp8 blocks")
+    blocks = leaf_of("fp8 blocks", OUT, DEPTH)
     with pytest.raises(ValueError, match="cannot be chosen"):
         blocks[np.array([0])]
 
@@ -402,7 +294,7 @@ def test_invalid_quantisations():
 @pytest.fixture
 def old_gpu(monkeypatch):
     """Products as on a T4, in parts of at most 600 weights."""
-    module = sys.modules["specjax_kernels.quantised"]
+    module = sys.modules["specjax_kernels.linear"]
     monkeypatch.setattr(module, "before_ampere", lambda: True)
     monkeypatch.setattr(module, "WIDENED", 600)
 
@@ -428,7 +320,7 @@ def test_parts_of_a_product(old_gpu, dtype, stored, rows):
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "int8 per output", "fp8 per tensor", "AWQ"])
 @pytest.mark.parametrize("rows", [3, 9])
 def test_parts_of_quantised_products(old_gpu, name, rows):
-    leaf = leaf_of(name)
+    leaf = leaf_of(name, OUT, DEPTH)
     flat = jax.tree.map(lambda array: jnp.asarray(array).reshape(-1, array.shape[-1]), leaf)
     multiply = by_channel if leaf.scale.shape[-1] == 1 else by_dequantising
     x = inputs(rows)

@@ -14,13 +14,13 @@ from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import SECONDS, Running, braked, check_error, in_background, running, slow_down, wait_until
 
+from specjax.acceptance import AcceptAbove
 from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings
 from specjax.engine.runtime import Counters
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies
 from specjax.serve.server_settings import MOST_TRACED
-from specjax.verify import AcceptAbove
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,13 +14,13 @@ from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST
 from engine_helpers import make_engine, outcome, shared_engine, tokenizer, toy
 from server_helpers import MODEL, Running, parse_events, running
 
+from specjax.acceptance import SyntheticAcceptance
 from specjax.engine import Completion, SamplingParams, StreamChunk
 from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
 from specjax.engine.sequence import TokenLogprob
 from specjax.serve.middleware import SYNTHETIC
 from specjax.serve.openai_answers import TokenNames
 from specjax.serve.sglang_generate import GenerateAnswer, generate_logprobs
-from specjax.verify import SyntheticAcceptance
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ import specjax
 from specjax import settings
 from specjax.__main__ import COMMANDS
 from specjax.__main__ import main as specjax_main
+from specjax.acceptance import AcceptAbove, SyntheticAcceptance
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_speculation
 from specjax.engine import EngineConfig
-from specjax.verify import AcceptAbove, SyntheticAcceptance
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = CONFIGS / "smollm2-135m-instruct-eagle3.toml"

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax_kernels.attention import FLOOR, MASKED, Call, block_visibility
-from specjax_kernels.cpu.rows import STORED, unmet
+from specjax_kernels.call import FLOOR, MASKED, Call, block_visibility
+from specjax_kernels.cpu import quantised as cpu_quantised
+from specjax_kernels.cpu import rows as cpu_rows
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors
 
@@ -38,13 +39,13 @@ denormal numbers are slow."""
 
 def prepare(dtype: str) -> None:
     """Loads or compiles the kernels of every model of this dtype."""
-    if dtype not in STORED or not callable_here():
+    if dtype not in cpu_rows.STORED or not callable_here():
         return
     if dtype == "float32":  # its weights may have any format, so tracing compiles the kernels of their products
         register(NAME, _attention)
         return
-    for transposed in (False, True):
-        unmet(dtype, transposed)
+    cpu_rows.unmet(dtype)
+    cpu_quantised.unmet(1, cpu_quantised.Layout.of_weights(dtype))
 
 
 def takes(call: Call) -> bool:

@@ -12,6 +12,7 @@ loops are written in LLVM's vectors, because LLVM would first add up each group 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jaxtyping import Float32
 
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors, lanes
+from specjax_kernels.quantised import Quantised
 
 MOST_ROWS = 16  # more rows take less time in panels
 TOGETHER = {16: 8, 8: 3}  # rows of x that share a weight, by the lanes of 32 registers or of 16
@@ -58,6 +60,11 @@ class Layout(NamedTuple):
     whole: bool  # a chunk is a group
     coarse: int  # groups of a super-scale; 0: scales have one level
 
+    @staticmethod
+    def of_weights(dtype: str) -> Layout:
+        """A float matrix [W, M]; M is a multiple of `LANES`."""
+        return Layout(dtype, "", "", 0, LANES, False, 0)
+
     @property
     def has_offset(self) -> bool:
         return bool(self.offset or self.shift)
@@ -67,6 +74,21 @@ class Layout(NamedTuple):
         scale, offset = self.scale or "none", self.offset or "none"
         parts = (self.codes, scale, offset, self.shift, self.chunk, int(self.whole), self.coarse)
         return "specjax_quantised_" + "_".join(map(str, parts))
+
+
+def layout_of(leaf: Quantised) -> Layout | None:
+    """The formats of the CPU kernel for a leaf; None: there is no kernel."""
+    group = leaf.group
+    chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
+    if not chunk or not math.prod(leaf.out):
+        return None
+    codes = str(leaf.codes.dtype)
+    if leaf.scale is None:
+        return Layout(codes, "", "", 0, chunk, False, 0)
+    coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
+    offset = "" if leaf.offset is None else str(leaf.offset.dtype)
+    scale = E8M0 if leaf.is_mxfp4 else str(leaf.scale.dtype)
+    return Layout(codes, scale, offset, leaf.shift, chunk, group == chunk, coarse)
 
 
 def takes(rows: int, layout: Layout | None) -> bool:
@@ -106,8 +128,10 @@ def tile_rows(columns: int, threads: int) -> int:
 def _few_rows(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
     argument, size, result = tools.argument, tools.argument_size, tools.result
-    products, scales_of = products_of(tools, layout), scales_reader(tools, layout)
-    rows_of_tile, threads = tools.inlined(tile_rows), tools.threads
+    scales_of, rows_of_tile, threads = scales_reader(tools, layout), tools.inlined(tile_rows), tools.threads
+    width = lanes()
+    together, of_codes = TOGETHER[width], tools.inlined(code_rows)
+    dots = tools.emitted(14, partial(emit, layout, together))
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -116,13 +140,13 @@ def _few_rows(tools: Tools, layout: Layout) -> tuple[Any, Any]:
 
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
-        scale, offset, super_scale, super_offset, groups, shared = scales_of(call)
         most = rows_of_tile(columns, threads())
         start, end = index * most, min(index * most + most, columns)
         x, codes, out = argument(call, 0), argument(call, 1), result(call, 0)
-        products(
-            rows, start, end, x, out, codes, columns, depth, scale, offset, super_scale, super_offset, groups, shared
-        )
+        for row in range(0, rows, together):
+            count, at, to = min(together, rows - row), x + 4 * row * depth, out + 4 * row * columns
+            for first in range(start, end, of_codes(count, width)):
+                dots(count, first, end - 1, at, to, codes, columns, depth, *scales_of(call))
         return 0
 
     return tiles, tile
@@ -150,29 +174,6 @@ def scales_reader(tools: Tools, layout: Layout) -> Any:
         return scale, offset, super_scale, super_offset, groups, shared
 
     return scales_of
-
-
-def products_of(tools: Tools, layout: Layout) -> Any:
-    """Makes a function for the products of all rows of x and rows `start` to `end` of the codes. Its last arguments are
-    the results of `scales_reader`."""
-    width = lanes()
-    together = TOGETHER[width]
-    dots, of_codes = tools.emitted(14, partial(emit, layout, together)), tools.inlined(code_rows)
-
-    @tools.inlined
-    def products(
-        rows: int, start: int, end: int, x: int, out: int, codes: int, columns: int, depth: int, scale: int,
-        offset: int, super_scale: int, super_offset: int, groups: int, shared: int,
-    ) -> None:  # fmt: skip
-        for row in range(0, rows, together):
-            count, at, to = min(together, rows - row), x + 4 * row * depth, out + 4 * row * columns
-            for first in range(start, end, of_codes(count, width)):
-                dots(
-                    count, first, end - 1, at, to, codes, columns, depth, scale, offset, super_scale, super_offset,
-                    groups, shared,
-                )  # fmt: skip
-
-    return products
 
 
 def panels_of_tile(columns: int, panel: int) -> int:

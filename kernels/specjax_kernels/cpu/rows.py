@@ -1,9 +1,9 @@
-"""The product of a few float32 rows and a stored matrix on a CPU, in the time of reading the matrix once.
+"""The product of a few float32 rows and a stored matrix [M, W] on a CPU, in the time of reading the matrix once.
 
 XLA:CPU takes nearly twice as long for four rows as for one, and writes a float32 copy of a bfloat16 weight in every
 call. These kernels read each weight once for up to four rows and widen it in registers. The order of a row's sums does
-not depend on the number of rows, so its result has the bits of the row alone. Read `_product`, then `adder`; the
-transposed product is the one of `quantised` with weights as codes.
+not depend on the number of rows, so its result has the bits of the row alone. Read `_product`, then `adder`. The
+kernels of `quantised` take matrices [W, M], whose weights are their codes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels.cpu.quantised import Layout, products_of
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
-from specjax_kernels.cpu.vectors import LANES
 
 MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
 TOGETHER = 4  # rows of x that share a widened weight
 DEEP = 8  # rows of the matrix that share one load and store of the sums
 PARTS = 8  # partial sums of a narrow matrix, so that threads share the work and read long runs of memory
 WIDE = 4096  # columns of a tile, at most
-TRANSPOSED_TILE = 512  # rows of a transposed matrix in one tile
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of a matrix, and the bytes of a number
 
 
@@ -39,34 +36,24 @@ def parts_of(depth: int, columns: int) -> int:
     return parts
 
 
-def takes(rows: int, height: int, width: int, dtype: Any, *, transposed: bool = False) -> bool:
+def takes(rows: int, height: int, width: int, dtype: Any) -> bool:
     """True if `multiply` supports this number of rows and a [height, width] matrix. The first call loads the kernel or
     compiles it, which takes seconds."""
     name = jnp.dtype(dtype).name
-    divides = height > 0 < width and width % LANES == 0 if transposed else parts_of(height, width) > 0
-    fits = 0 < rows <= MOST_ROWS and name in STORED and divides
-    return fits and callable_here() and unmet(name, transposed) is None
+    fits = 0 < rows <= MOST_ROWS and name in STORED and parts_of(height, width) > 0
+    return fits and callable_here() and unmet(name) is None
 
 
-def unmet(dtype: str, transposed: bool) -> str | None:
+def unmet(dtype: str) -> str | None:
     """The reason why this process cannot call the kernel, or None."""
-    return register(_name(dtype, transposed), partial(_transposed if transposed else _product, dtype=dtype))
+    return register(f"specjax_rows_{dtype}", partial(_product, dtype=dtype))
 
 
-def _name(dtype: Any, transposed: bool) -> str:
-    return f"specjax_rows_{dtype}{'_transposed' if transposed else ''}"
-
-
-def multiply(
-    x: Float32[Array, "N M"], matrix: Float[Array, "A1 A2"], *, transposed: bool = False
-) -> Float32[Array, "N W"]:
-    """x times matrix [M, W] or, transposed, matrix [W, M], if `takes` accepts them. `vmap` calls it in sequence."""
-    parts = () if transposed else (parts_of(*matrix.shape),)
-    shape = jax.ShapeDtypeStruct((*parts, x.shape[0], matrix.shape[0 if transposed else 1]), jnp.float32)
-    kernel = jax.ffi.ffi_call(_name(matrix.dtype, transposed), shape, vmap_method="sequential")
+def multiply(x: Float32[Array, "N M"], matrix: Float[Array, "M W"]) -> Float32[Array, "N W"]:
+    """x times a matrix, if `takes` accepts them. `vmap` calls it in sequence."""
+    shape = jax.ShapeDtypeStruct((parts_of(*matrix.shape), x.shape[0], matrix.shape[1]), jnp.float32)
+    kernel = jax.ffi.ffi_call(f"specjax_rows_{matrix.dtype}", shape, vmap_method="sequential")
     sums = kernel(x, matrix)
-    if transposed:
-        return sums
     # XLA fuses additions with later operations, but not a reduction.
     return sum(sums[1:], start=sums[0])
 
@@ -141,24 +128,6 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
                     add2(x, depth, matrix, columns, to, columns, width)
                 else:
                     add1(x, depth, matrix, columns, to, columns, width)
-        return 0
-
-    return tiles, tile
-
-
-def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
-    """(x [N, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
-    products = products_of(tools, Layout(dtype, "", "", 0, LANES, False, 0))
-    argument, size, result = tools.argument, tools.argument_size, tools.result
-
-    def tiles(call: int) -> int:
-        return (size(call, 1, 0) + TRANSPOSED_TILE - 1) // TRANSPOSED_TILE
-
-    def tile(call: int, index: int) -> int:
-        rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
-        first, x, matrix = index * TRANSPOSED_TILE, argument(call, 0), argument(call, 1)
-        end = min(first + TRANSPOSED_TILE, columns)
-        products(rows, first, end, x, result(call, 0), matrix, columns, depth, 0, 0, 0, 0, 1, 1)
         return 0
 
     return tiles, tile
