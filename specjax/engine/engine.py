@@ -47,7 +47,7 @@ from specjax.engine.memory import check_models, keep_freed_memory, place_params,
 from specjax.engine.programs import Programs
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler, next_prefill, next_steps
-from specjax.engine.sequence import Completion, Sequence
+from specjax.engine.sequence import AbortCode, Completion, Sequence
 from specjax.load import load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
@@ -267,18 +267,18 @@ class Engine:
         with self.lock:
             return (sequence := self._by_id.get(id)) is not None and self.end(sequence, message)
 
-    def end(self, sequence: Sequence, message: str | None = None) -> bool:
+    def end(self, sequence: Sequence, message: str | None = None, code: AbortCode | None = None) -> bool:
         """`abort` of this sequence, but not of another one with the same id."""
         with self.lock:
             if self._by_id.get(sequence.id) is not sequence:
                 return False
-            sequence.abort(message)
+            sequence.abort(message, code)
             self.finish(sequence)
             return True
 
-    def give_up(self, sequence: Sequence, message: str) -> None:
+    def give_up(self, sequence: Sequence, message: str, code: AbortCode) -> None:
         """Ends a request within a step, and reports it. `message`: why it cannot go on."""
-        sequence.abort(message)
+        sequence.abort(message, code)
         self.finish(sequence)
         self.changed[sequence] = None
 
@@ -287,13 +287,13 @@ class Engine:
         self.scheduler.finish(sequence)
         self._by_id.pop(sequence.id, None)
 
-    def reset(self, message: str) -> list[Sequence]:
+    def reset(self, message: str, code: AbortCode | None = None) -> list[Sequence]:
         """After a failed step: ends all requests with this reason, and starts from an empty state. Raises the error of
         its allocation, after the requests have ended; the next step then tries again."""
         with self.lock:
             ended = list(self._by_id.values())
             for sequence in ended:
-                self.end(sequence, message)
+                self.end(sequence, message, code)
             self.flights.clear()
             self.changed.clear()
             self.scheduler.start_over()

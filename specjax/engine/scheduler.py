@@ -17,7 +17,7 @@ from specjax.engine.config import Policy
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import forced_tokens, is_ready, step_keys
 from specjax.engine.pages import Node, PageAllocator, PrefixCache, Snapshots
-from specjax.engine.sequence import NO_SCORES, Sequence, Slot, Status
+from specjax.engine.sequence import NO_SCORES, AbortCode, Sequence, Slot, Status
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
@@ -301,7 +301,7 @@ def next_prefill(engine: Engine) -> Batch | None:
     except MemoryError as error:
         if kind != "scoring":
             raise
-        engine.give_up(prompts[0], f"{NO_SCORES}: {error}")  # only this request needs such a program
+        engine.give_up(prompts[0], f"{NO_SCORES}: {error}", AbortCode.MEMORY)  # only this request needs it
         return None
     lengths = key.lengths(sequence.next_left for sequence in prompts)
     return Batch(key, program, prompts[: len(lengths)], lengths)
@@ -421,7 +421,8 @@ def _able(engine: Engine, running: list[Sequence]) -> list[Sequence]:
     """Ends requests whose grammar allows no next token. Returns the others."""
     for sequence in running:
         if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
-            engine.give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output.tokens)} tokens: {problem}")
+            message = f"{GRAMMAR_FAILED} after {len(sequence.output.tokens)} tokens: {problem}"
+            engine.give_up(sequence, message, AbortCode.GRAMMAR)
     return [sequence for sequence in running if sequence.status is Status.RUNNING]
 
 

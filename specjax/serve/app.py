@@ -27,21 +27,10 @@ from starlette.types import Receive, Scope, Send
 
 from specjax.checkpoint.prompts import HARMONY, begins_thinking, prompt_tail
 from specjax.engine import Completion
-from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.sequence import NO_SCORES, Sequence
+from specjax.engine.sequence import AbortCode, Sequence
 from specjax.serve.control import add_control_routes
 from specjax.serve.delivery import Listener
-from specjax.serve.errors import (
-    ABORTED,
-    INVALID,
-    SEND_AGAIN,
-    ApiError,
-    ErrorAnswer,
-    ErrorForm,
-    bad_request,
-    form_of,
-    unavailable,
-)
+from specjax.serve.errors import INVALID, ApiError, ErrorAnswer, ErrorForm, bad_request, form_of, unavailable
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, Gate, check_state
@@ -336,17 +325,20 @@ def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> 
     """Raises an ApiError if the server, the grammar of the field `grammar`, or `/abort_request` ended the request.
     `aborted`: the answer shows a request that `/abort_request` ended."""
     reason = completion.finish_reason
-    message = reason.get("message", "the request was aborted")
-    if reason["type"] != "abort" or (aborted and message == ABORTED):
+    if reason["type"] != "abort":
         return
-    if message == ABORTED:
-        raise bad_request(message, code="aborted")
-    if message.startswith(GRAMMAR_FAILED):
-        raise bad_request(f"{grammar}: {message}", grammar, INVALID)
-    if message in SEND_AGAIN:
-        raise unavailable(message, retry_after=1)
-    if message.startswith(NO_SCORES):  # there may be enough memory later
-        raise unavailable(message, retry_after=LATER)
+    message = reason.get("message", "the request was aborted")
+    match reason.get("code"):
+        case AbortCode.ASKED if aborted:
+            return
+        case AbortCode.ASKED:
+            raise bad_request(message, code="aborted")
+        case AbortCode.GRAMMAR:
+            raise bad_request(f"{grammar}: {message}", grammar, INVALID)
+        case AbortCode.ENGINE:
+            raise unavailable(message, retry_after=1)
+        case AbortCode.MEMORY:
+            raise unavailable(message, retry_after=LATER)
     raise ApiError(500, message)
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
-from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sequence import AbortCode, Sequence, Status
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener, send
 from specjax.serve.errors import (
     ABORTED,
@@ -289,7 +289,7 @@ class Runner(threading.Thread, Service):
         with self._wake:
             if self._ended is not None:
                 message = self._ended
-                send((listener, listener.aborted(index, message)) for index in indices)
+                send((listener, listener.aborted(index, message, AbortCode.ENGINE)) for index in indices)
                 return
             check_ids(sequences, self.ids)
             self._listeners |= {listener.sequences[index]: (listener, index) for index in indices}
@@ -373,7 +373,8 @@ class Runner(threading.Thread, Service):
         if failure is not None:
             self._failure = self._failure or failure
             self._change(State.FAILED)
-        send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
+        places = listeners.values()
+        send((listener, listener.aborted(index, message, AbortCode.ENGINE)) for listener, index in places)
         for future in calls:
             with contextlib.suppress(InvalidStateError):  # it has ended in the meantime
                 future.set_exception(RuntimeError(message))
@@ -454,7 +455,9 @@ class Runner(threading.Thread, Service):
             except Exception as error:
                 logger.exception("A step failed: all running requests end, and the engine is reset")
                 forget_frames(error)
-                engine.reset(NO_PROGRAM if engine.programs.is_broken(error) else FAILED_STEP)
+                broken = engine.programs.is_broken(error)
+                message, code = (NO_PROGRAM, None) if broken else (FAILED_STEP, AbortCode.ENGINE)
+                engine.reset(message, code)
                 with self._wake:
                     changed = list(self._listeners)  # including sequences that had ended in this step
             self.traffic.changed(changed)
@@ -499,13 +502,13 @@ class Runner(threading.Thread, Service):
     def _end_with_answer(self, sequences: list[Sequence]) -> None:
         running = [sequence for sequence in sequences if sequence in self._listeners]
         for sequence in running:
-            self._end(sequence, ABORTED)
+            self._end(sequence, ABORTED, AbortCode.ASKED)
             self.traffic.gone(sequence)
         self._deliver(running)
 
-    def _end(self, sequence: Sequence, message: str | None) -> None:
-        if not self.engine.end(sequence, message) and sequence.status is not Status.FINISHED:
-            sequence.abort(message)
+    def _end(self, sequence: Sequence, message: str | None, code: AbortCode | None = None) -> None:
+        if not self.engine.end(sequence, message, code) and sequence.status is not Status.FINISHED:
+            sequence.abort(message, code)
             sequence.status = Status.FINISHED
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:
