@@ -12,15 +12,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
 from specjax.engine.batch import Counters
@@ -36,38 +34,24 @@ LATENCIES = {
 }
 
 
-class Latencies:
-    """Durations, counted by bucket. The prometheus library's histogram takes half a millisecond for 64 requests of 4
-    tokens, because it locks each bucket for each value."""
+class Latencies(Histogram):
+    """Durations in seconds."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._sum = 0.0
+    def __init__(self, name: str, about: str) -> None:
+        super().__init__(name, about, buckets=SECONDS, registry=None)
 
-    def observe(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect_left(SECONDS, seconds)] += times
-        self._sum += seconds * times
-
-    @classmethod
-    def sum(cls, several: Iterable[Latencies]) -> Latencies:
-        total = cls()
-        for latencies in several:
-            total._counts = [*map(sum, zip(total._counts, latencies._counts, strict=True))]
-            total._sum += latencies._sum
-        return total
-
-    def family(self, name: str, about: str, model: str) -> Metric:
-        bounds = [*map(floatToGoString, SECONDS), "+Inf"]
-        family = HistogramMetricFamily(name, about, labels=["model_name"])
-        family.add_metric([model], [*zip(bounds, accumulate(self._counts), strict=True)], self._sum)
-        return family
+    def observe_equal(self, seconds: float, times: int) -> None:
+        """`observe` for several equal durations. One call for each would take 0.7 ms in a step of 64 requests with 4
+        tokens each: every call takes locks and searches the bucket."""
+        self._sum.inc(seconds * times)
+        self._buckets[bisect_left(self._upper_bounds, seconds)].inc(times)
 
 
 class Traffic:
     """Counts and latencies of an engine's requests. Written by the engine's thread, except `arrived`."""
 
     def __init__(self) -> None:
-        self.latencies = {name: Latencies() for name in LATENCIES}
+        self.latencies = {name: Latencies(name, about) for name, about in LATENCIES.items()}
         self._first, self._between, self._whole = self.latencies.values()
         self.model = ""  # the label of all metrics
         self.requests = 0
@@ -92,7 +76,7 @@ class Traffic:
             if new and not count:
                 self._first.observe(now - begun)
             elif new:
-                self._between.observe((now - last) / new, new)
+                self._between.observe_equal((now - last) / new, new)
             if sequence.status is Status.FINISHED:
                 self._whole.observe(now - begun)
                 self.gone(sequence)
@@ -189,6 +173,19 @@ def read_acceptance(replicas: List[Replica]) -> Iterator[Metric]:
     yield family
 
 
+def read_latencies(replicas: List[Replica]) -> Iterator[Metric]:
+    """Histograms over all replicas, with our names and SGLang's."""
+    label = {"model_name": replicas[0].traffic.model}
+    for name, about in LATENCIES.items():
+        ranks = [replica.traffic.latencies[name].collect()[0].samples for replica in replicas]
+        for prefix in (OURS, SGLANG):
+            family = Metric(prefix + name, about, "histogram")
+            for same in zip(*ranks, strict=True):
+                if not same[0].name.endswith("_created"):
+                    family.add_sample(prefix + same[0].name, label | same[0].labels, sum(one.value for one in same))
+            yield family
+
+
 _FAMILIES: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
@@ -197,8 +194,7 @@ class _Everything(Collector):
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        model = self._replicas[0].traffic.model
-        label = [model]
+        label = [self._replicas[0].traffic.model]
         for metric in read(self._replicas):
             make = _FAMILIES[metric.kind]
             for prefix in (OURS, SGLANG):
@@ -206,10 +202,7 @@ class _Everything(Collector):
                 family.add_metric(label, metric.value)
                 yield family
         yield from read_acceptance(self._replicas)
-        for name, about in LATENCIES.items():
-            total = Latencies.sum(replica.traffic.latencies[name] for replica in self._replicas)
-            for prefix in (OURS, SGLANG):
-                yield total.family(prefix + name, about, model)
+        yield from read_latencies(self._replicas)
 
 
 def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
