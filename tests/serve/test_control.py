@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from body_helpers import COMPLETE, GENERATE, HELLO
-from engine_helpers import make_engine, shared_engine, tokenizer, toy
+from engine_helpers import make_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import SECONDS, Running, braked, check_error, in_background, running, slow_down, wait_until
@@ -23,12 +23,6 @@ from specjax.serve.server_settings import MOST_TRACED
 from specjax.verify import AcceptAbove
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(shared_engine("NGRAM")) as served:
-        yield served
 
 
 def metrics(server: Running) -> dict[str, float]:
@@ -219,16 +213,18 @@ def test_metrics_of_completed_requests(server):
     assert counters.accepted_at == sorted(counters.accepted_at, reverse=True)
 
 
-def test_latencies_equal_the_histogram_of_the_library():
-    ours, library = Latencies(), Histogram("specjax:x", "About.", ["model_name"], buckets=BUCKETS, registry=None)
+def test_observe_equal():
+    latencies, library = Latencies("x", "About."), Histogram("x", "About.", buckets=BUCKETS, registry=None)
     for i in range(200):
         seconds, times = [0.0, 0.001, 0.0011, 7.5, 240.0, 1e4, 0.02 * i][i % 7], i % 5
-        ours.observe(seconds, times)
+        latencies.observe_equal(seconds, times)
         for _ in range(times):
-            library.labels("m").observe(seconds)
-    samples = [family.samples for family in (ours.family("specjax:x", "About.", "m"), *library.collect())]
-    values, expected = ({(s.name, s.labels.get("le")): s.value for s in family} for family in samples)
-    assert values == pytest.approx({key: value for key, value in expected.items() if not key[0].endswith("_created")})
+            library.observe(seconds)
+    values, expected = (
+        {(s.name, s.labels.get("le")): s.value for s in histogram.collect()[0].samples if s.name != "x_created"}
+        for histogram in (latencies, library)
+    )
+    assert values == pytest.approx(expected)
 
 
 # Aborts.

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import ssl
-import threading
 
 import httpx
 import openai
@@ -18,6 +17,7 @@ from engine_helpers import make_engine, shared_engine, toy
 from server_helpers import (
     MODEL,
     SECONDS,
+    Hang,
     Running,
     braked,
     check_error,
@@ -271,29 +271,20 @@ def test_unusable_certificate_is_refused_first(authority, certificate, key, text
 # Start and shutdown.
 
 
-def test_requests_while_loading(monkeypatch):
+def test_requests_while_loading(hang, monkeypatch):
     """Also while the engine is allocated."""
-    engine, gate, allocates, allocated = make_engine(toy(), "NONE"), *(threading.Event() for _ in range(3))
-
-    def load():
-        assert gate.wait(SECONDS)
-        return engine
-
-    def allocate():
-        allocates.set()
-        assert allocated.wait(SECONDS)
-
+    engine, allocate = make_engine(toy(), "NONE"), Hang()
     monkeypatch.setattr(engine, "wait_until_allocated", allocate)
-    with running(engine, load=load) as server, server.client() as client:
+    with running(engine, load=lambda: hang() or engine) as server, server.client() as client:
         for answer in (client.get("/health"), client.get("/v1/models"), client.post(COMPLETE, json=BODY)):
             assert "loading" in check_error(answer, 503)["message"] and int(answer.headers["retry-after"]) > 0
         server.runner.drain()
         assert client.get("/metrics").status_code == 503, "there are no metrics yet"
         server.runner._state = State.LOADING
-        gate.set()
-        assert allocates.wait(SECONDS)
+        hang.let_go.set()
+        assert allocate.began.wait(SECONDS)
         assert client.get("/health").status_code == 503 and server.runner.state is State.LOADING
-        allocated.set()
+        allocate.let_go.set()
         wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post(COMPLETE, json=BODY).status_code == 200
 
@@ -351,22 +342,15 @@ def test_routes_during_a_drain():
     assert SHUT_DOWN in last["error"]["message"]
 
 
-def test_drain_does_not_wait_for_a_stuck_engine(monkeypatch):
-    engine, let_go, began = make_engine(toy(), "NONE"), threading.Event(), threading.Event()
-
-    def hang():
-        began.set()
-        assert let_go.wait(SECONDS)
-        return []
-
-    monkeypatch.setattr(engine, "step", hang)
+def test_drain_does_not_wait_for_a_stuck_engine(hang, monkeypatch):
+    monkeypatch.setattr(engine := make_engine(toy(), "NONE"), "step", hang)
     with running(engine, idle_at_end=False) as server:
         server.server._timeout = 0.0
         with server.connected(request(COMPLETE, BODY)) as sock:
-            assert began.wait(SECONDS)
+            assert hang.began.wait(SECONDS)
             server.server.signal(signal.SIGTERM)
             answer = received(sock)
         assert answer.startswith(b"HTTP/1.1 503") and SHUT_DOWN.encode() in answer
         wait_until(lambda: server.server.ended)
-        let_go.set()
+        hang.let_go.set()
     assert server.runner.failure is None
