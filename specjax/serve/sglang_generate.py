@@ -20,11 +20,10 @@ from specjax.serve.openai_answers import DONE, Answer, TokenNames, event, finite
 from specjax.serve.openai_requests import (
     Ids,
     JsonSchema,
-    NewTokensOrNone,
     SamplingFields,
     TaskBody,
     Texts,
-    TopLogprobs,
+    parameter,
 )
 from specjax.serve.tokenising import Rules, Task, read_prompts
 
@@ -41,18 +40,18 @@ class SamplingBody(SamplingFields):
     unsupported = UNSUPPORTED | {"cache_salt": ()}
 
     json_schema: JsonSchema = Field(None, description="An object, or its text. JSON is written on one line.")
-    max_new_tokens: NewTokensOrNone | None = Field(
-        None, description=f"0: read the prompt, draw no token. Default: {GENERATE_TOKENS}, or as many as fit."
+    max_new_tokens: Integer | None = parameter(
+        "max_new_tokens", f"0: read the prompt, draw no token. Default: {GENERATE_TOKENS}, or as many as fit."
     )
-    min_new_tokens: NewTokensOrNone | None = None
+    min_new_tokens: Integer | None = parameter("min_new_tokens")
 
 
 class LogprobFields(Body):
     """The requested log-probabilities of one prompt."""
 
     return_logprob: Flag | None = None
-    top_logprobs_num: TopLogprobs | None = None
-    logprob_start_len: Annotated[Integer, Field(ge=-1)] | None = None
+    top_logprobs_num: Integer | None = parameter("logprobs")
+    logprob_start_len: Integer | None = parameter("logprob_start_len")
     token_ids_logprob: LogprobIds | None = None
 
 
