@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.sampling_params import GRAMMARS, SamplingParams
 from specjax.limits import ParameterError, setting_of
 from specjax.serve.errors import INVALID, ApiError, bad_request, shown
 from specjax.serve.fields import (
@@ -207,11 +207,8 @@ class ResponseFormat(Body):
 
 
 Convert = Callable[[Any], Grammar | None]
-FIELDS: dict[str, Convert] = {
-    "response_format": ResponseFormat.chosen,
-    "json_schema": Grammar.json,
-    "regex": lambda text: Grammar("regex", text),
-    "ebnf": lambda text: Grammar("ebnf", text),
+FIELDS: dict[str, Convert] = {"response_format": ResponseFormat.chosen} | {
+    name: GRAMMARS[name] for name in ("json_schema", "regex", "ebnf")
 }
 """Maps fields to their grammar."""
 
