@@ -17,6 +17,7 @@ from server_helpers import SECONDS, Running, braked, check_error, in_background,
 from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings
 from specjax.engine.batch import Counters
+from specjax.serve.errors import ABORTED
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies
 from specjax.serve.server_settings import MOST_TRACED
@@ -246,8 +247,9 @@ def test_aborted_requests_are_answered(server, by):
         assert answer["message"] == ("2 aborted." if by == "rid" else "5 aborted.")
     answers = {name: job.result(SECONDS) for name, job in jobs.items()}
     assert all(answer.status_code == 200 for answer in answers.values())
-    ends = {name: answer.json()[0]["meta_info"]["finish_reason"]["type"] for name, answer in answers.items()}
-    assert ends == {"mine": "abort", "other": "length" if by == "rid" else "abort"}
+    ends = {name: answer.json()[0]["meta_info"]["finish_reason"] for name, answer in answers.items()}
+    assert ends["mine"] == {"type": "abort", "message": ABORTED, "code": "aborted"}
+    assert ends["other"]["type"] == ("length" if by == "rid" else "abort")
     if completion is not None:
         assert check_error(completion.result(SECONDS), 400)["code"] == "aborted"
     server.wait_idle()
