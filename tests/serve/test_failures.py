@@ -207,21 +207,7 @@ def test_waiting_for_the_compiler_is_not_stuck(hang, monkeypatch):
         assert answer.result(SECONDS).status_code == 200
 
 
-# Engines that cannot be allocated or reset.
-
-
-def test_failed_allocation(monkeypatch):
-    engine = make_engine(toy(), "NONE")
-
-    def allocate():
-        raise MemoryError("out of memory while trying to allocate")
-
-    monkeypatch.setattr(engine, "wait_until_allocated", allocate)
-    with running(engine, load=lambda: engine, idle_at_end=False) as server:
-        wait_until(lambda: server.runner.state is State.FAILED)
-        assert server.get("/health").status_code == 503
-        message = str(server.runner.failure)
-    assert "1024 tokens (--max-total-tokens)" in message and "out of memory" in message
+# Engines that cannot be reset, and processes that end.
 
 
 def test_failed_reset_ends_requests_and_commands(hang, monkeypatch):
@@ -247,6 +233,10 @@ def test_failed_reset_ends_requests_and_commands(hang, monkeypatch):
         assert server.get("/health").status_code == server.get("/v1/models").status_code == 503
 
 
+NOT_ALLOCATED = (
+    "the KV pool of 1024 tokens (--max-total-tokens) and the state of 4 requests (--max-running-requests) could not be "
+    "allocated: no memory"
+)
 PROGRAM = """
 import sys, threading
 from engine_helpers import make_engine, toy
@@ -268,7 +258,7 @@ sys.exit(command.main(["--port", "0", "--watchdog-timeout", "0.5", "--shutdown-t
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("patch", "text"),
-    [("engine.step = hang", "EngineStuck: a step or command"), ("engine.wait_until_allocated = fail", "no memory")],
+    [("engine.step = hang", "EngineStuck: a step or command"), ("engine.wait_until_allocated = fail", NOT_ALLOCATED)],
     ids=["stuck", "allocation"],
 )
 def test_process_ends_with_status_1(tmp_path, patch, text):

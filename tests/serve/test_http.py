@@ -289,45 +289,15 @@ def test_requests_while_loading(hang, monkeypatch):
         assert client.post(COMPLETE, json=BODY).status_code == 200
 
 
-def test_drain_completes_running_requests():
-    engine = make_engine(toy(), "NONE")
-    with running(engine) as server:
-        server.server._timeout = SECONDS
-        with (
-            braked(engine, after=4) as brake,
-            server.client() as client,
-            server.client() as kept,
-            client.stream(
-                "POST", COMPLETE, json=BODY | {"max_tokens": 40, "stream": True, "ignore_eos": True}
-            ) as stream,
-        ):
-            assert kept.get("/health").status_code == 200
-            chunks = stream.iter_raw()
-            data = next(chunks)
-            server.server.signal(signal.SIGTERM)
-            wait_until(lambda: kept.get("/health").status_code == 503)
-            for answer in (server.complete("x"), kept.post(COMPLETE, json={"prompt": "x"})):  # new and kept connections
-                assert check_error(answer, 503)["message"] == SHUT_DOWN
-                assert int(answer.headers["retry-after"]) > 0 and answer.headers["connection"] == "close"
-            brake.release()
-            data += b"".join(chunks)
-        assert data.endswith(b"data: [DONE]\n\n") and b'"finish_reason": "length"' in data
-        wait_until(lambda: server.server.ended)
-        with pytest.raises(ConnectionRefusedError), server.connected():
-            pass
-
-
 def test_routes_during_a_drain():
-    """Metrics and states are answered; when the time is over, streams end with an error."""
+    """Metrics and states are answered."""
     engine = make_engine(toy(), "NONE")
     with (
-        running(engine, idle_at_end=False) as server,
+        running(engine) as server,
         braked(engine, after=4),
         server.client() as client,
-        client.stream("POST", COMPLETE, json=BODY | {"max_tokens": 100, "stream": True}) as response,
+        client.stream("POST", COMPLETE, json=BODY | {"max_tokens": 100, "stream": True}),
     ):
-        chunks = response.iter_raw()
-        data = next(chunks)
         server.runner.drain()
         for answer in (server.complete("x"), *map(client.get, ("/health", "/health_generate"))):
             assert "shutting down" in check_error(answer, 503)["message"] and answer.headers["retry-after"]
@@ -336,10 +306,6 @@ def test_routes_during_a_drain():
         assert client.get("/get_load").json()[0]["num_reqs"] == 1
         assert client.post("/abort_request", json={"rid": "unknown"}).status_code == 200
         assert "\nsglang:num_running_reqs{" in client.get("/metrics").text
-        server.runner.end_all(SHUT_DOWN)
-        data += b"".join(chunks)
-    last = json.loads(data.decode().strip().split("\n\n")[-1].removeprefix("data: "))
-    assert SHUT_DOWN in last["error"]["message"]
 
 
 def test_drain_does_not_wait_for_a_stuck_engine(hang, monkeypatch):
