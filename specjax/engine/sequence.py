@@ -28,12 +28,12 @@ NO_SCORES = "the log-probabilities of the prompt cannot be computed"
 
 
 class AbortCode(StrEnum):
-    """Why a request was aborted, where a caller treats it in a way of its own."""
+    """Causes of an abort that callers treat in ways of their own."""
 
-    ASKED = "aborted"  # the caller asked for it, and gets the text so far
-    ENGINE = "engine_failed"  # not the request's fault: it can be sent again
-    GRAMMAR = "invalid_grammar"  # its grammar allows no next token
-    MEMORY = "out_of_memory"  # no memory for a program that only this request needs; later there may be
+    REQUESTED = "aborted"  # by `/abort_request` of the server
+    ENGINE = "engine_failed"  # the request can be sent again
+    GRAMMAR = "invalid_grammar"  # the request's grammar allows no next token
+    MEMORY = "out_of_memory"  # no memory for a program that only this request needs; it may be free later
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,12 @@ class FinishReason:
 
     def as_dict(self, length: int) -> dict[str, Any]:
         """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
-        aborted = {"message": self.message, "code": self.code}
-        details = {"stop": {"matched": self.matched}, "length": {"length": length}}
-        return {"type": self.type} | details.get(self.type, {n: value for n, value in aborted.items() if value})
+        details = {
+            "stop": {"matched": self.matched},
+            "length": {"length": length},
+            "abort": {"message": self.message, "code": self.code},
+        }
+        return {"type": self.type} | {name: value for name, value in details[self.type].items() if value is not None}
 
 
 class RawLogprob(NamedTuple):

@@ -326,9 +326,9 @@ def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> 
         return
     message = reason.get("message", "the request was aborted")
     match reason.get("code"):
-        case AbortCode.ASKED if aborted:
+        case AbortCode.REQUESTED if aborted:
             return
-        case AbortCode.ASKED:
+        case AbortCode.REQUESTED:
             raise bad_request(message, code="aborted")
         case AbortCode.GRAMMAR:
             raise bad_request(f"{grammar}: {message}", grammar, INVALID)

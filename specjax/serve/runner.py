@@ -455,7 +455,7 @@ class Runner(threading.Thread, Service):
 
     def _end_with_answer(self, sequences: list[Sequence]) -> None:
         running = [sequence for sequence in sequences if sequence in self._listeners]
-        self._forget(running, ABORTED, AbortCode.ASKED)
+        self._forget(running, ABORTED, AbortCode.REQUESTED)
         self._deliver(running)
 
     def _end(self, sequence: Sequence, message: str | None, code: AbortCode | None = None) -> None:
