@@ -56,7 +56,7 @@ from specjax.engine.programs import Programs
 from specjax.engine.runtime import Counters, Flights, Runtime, dispatch
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import NO_SCORES, TEXT_FAILED, Completion, Sequence, Status
+from specjax.engine.sequence import NO_SCORES, TEXT_FAILED, AbortCode, Completion, Sequence, Status
 from specjax.load import declared_models, load, use_compilation_cache
 from specjax.models.target import Target
 from specjax.parallel.sharding import (
@@ -303,22 +303,22 @@ class Engine:
         with self.lock:
             return (sequence := self.runtime.sequences.get(id)) is not None and self.end(sequence, message)
 
-    def end(self, sequence: Sequence, message: str | None = None) -> bool:
+    def end(self, sequence: Sequence, message: str | None = None, code: AbortCode | None = None) -> bool:
         """`abort` of this sequence, but not of another one with the same id."""
         with self.lock:
             if self.runtime.sequences.get(sequence.id) is not sequence:
                 return False
-            sequence.abort(message)
+            sequence.abort(message, code)
             self.runtime.finish(sequence)
             return True
 
-    def reset(self, message: str) -> list[Sequence]:
+    def reset(self, message: str, code: AbortCode | None = None) -> list[Sequence]:
         """After a failed step: ends all requests with this reason, and starts from an empty state. Raises the error of
         its allocation, after the requests have ended; the next step then tries again."""
         with self.lock:
             ended = list(self.runtime.sequences.values())
             for sequence in ended:
-                self.end(sequence, message)
+                self.end(sequence, message, code)
             self.flights.clear()
             self.changed.clear()
             self.scheduler.start_over()
@@ -379,7 +379,8 @@ class Engine:
             if batch.key.kind != "scoring":
                 raise MemoryError(f"no size of batch can run ({error})") from error
             # Only this request needs such a program.
-            self.runtime.give_up(self.runtime.sequences[batch.rows[0]], f"{NO_SCORES}: {error}")
+            sequence = self.runtime.sequences[batch.rows[0]]
+            self.runtime.give_up(sequence, f"{NO_SCORES}: {error}", AbortCode.MEMORY)
             return False
         return True
 
@@ -391,7 +392,7 @@ class Engine:
         for sequence in self.scheduler.running():
             if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
                 after = f"after {len(sequence.output.tokens)} tokens"
-                self.runtime.give_up(sequence, f"{GRAMMAR_FAILED} {after}: {problem}")
+                self.runtime.give_up(sequence, f"{GRAMMAR_FAILED} {after}: {problem}", AbortCode.GRAMMAR)
 
     def _reserve(self) -> None:
         """Reserves pages for all that the running requests may commit; retracts some if pages run out."""

@@ -19,7 +19,7 @@ from specjax.engine.grammar_steps import WALK_SECONDS, grammar_input
 from specjax.engine.plan import Batch, Buckets
 from specjax.engine.programs import Programs
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Sequence, Slot, Status
+from specjax.engine.sequence import AbortCode, Sequence, Slot, Status
 
 
 class InFlight(NamedTuple):
@@ -141,9 +141,9 @@ class Runtime:
         self.scheduler.finish(sequence)
         self.sequences.pop(sequence.id, None)
 
-    def give_up(self, sequence: Sequence, message: str) -> None:
+    def give_up(self, sequence: Sequence, message: str, code: AbortCode) -> None:
         """Ends a request within a step, and reports it. `message`: why it cannot go on."""
-        sequence.abort(message)
+        sequence.abort(message, code)
         self.finish(sequence)
         self.changed[sequence] = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,16 +27,30 @@ NO_SCORES = "the log-probabilities of the prompt cannot be computed"
 # Output
 
 
+class AbortCode(StrEnum):
+    """Causes of an abort that callers treat in ways of their own."""
+
+    REQUESTED = "aborted"  # by `/abort_request` of the server
+    ENGINE = "engine_failed"  # the request can be sent again
+    GRAMMAR = "invalid_grammar"  # the request's grammar allows no next token
+    MEMORY = "out_of_memory"  # no memory for a program that only this request needs; it may be free later
+
+
 @dataclass(frozen=True)
 class FinishReason:
     type: str  # stop, length or abort
     matched: int | str | None = None  # the stop id or stop string
     message: str | None = None  # why the server aborted
+    code: AbortCode | None = None
 
     def as_dict(self, length: int) -> dict[str, Any]:
         """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
-        details = {"stop": {"matched": self.matched}, "length": {"length": length}}
-        return {"type": self.type} | details.get(self.type, {"message": self.message} if self.message else {})
+        details = {
+            "stop": {"matched": self.matched},
+            "length": {"length": length},
+            "abort": {"message": self.message, "code": self.code},
+        }
+        return {"type": self.type} | {name: value for name, value in details[self.type].items() if value is not None}
 
 
 class RawLogprob(NamedTuple):
@@ -372,9 +386,9 @@ class Sequence:
             output.finish(FinishReason("length"))
         return len(tokens)
 
-    def abort(self, message: str | None = None) -> None:
+    def abort(self, message: str | None = None, code: AbortCode | None = None) -> None:
         """Ends the sequence. `message`: why the server aborts it."""
-        self.output.finish_reason = FinishReason("abort", message=message)
+        self.output.finish_reason = FinishReason("abort", message=message, code=code)
         if message is None:  # otherwise the text itself may have failed
             self.output.stream.finish()
 
@@ -392,7 +406,8 @@ class Completion:
         output_ids: drawn tokens, a stop token included.
         prompt_tokens: number of prompt tokens.
         finish_reason: in SGLang's form: ``{"type": "stop", "matched": token id or string}``,
-            ``{"type": "length", "length": tokens}``, or ``{"type": "abort"}`` with a ``message`` if the engine failed.
+            ``{"type": "length", "length": tokens}``, or ``{"type": "abort"}`` with a ``message``, and for some
+            causes a ``code`` (`AbortCode`), if the engine failed.
         spec_verify_ct: decode steps, each with one verified tree; the first token is drawn by prefill.
         spec_accept_length: tokens per decode step, the target's own included; 1.0 if no draft was accepted.
         spec_accept_histogram: decode steps by the number of accepted drafts, from 0 on.

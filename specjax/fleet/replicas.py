@@ -32,12 +32,12 @@ class Replicas(Service):
         self._make_engine, self._loading = make_engine, threading.Lock()
         # One trace holds the steps of all replicas; the first replica counts them.
         others = replace(settings, profile=None)
-        self._runners = [
+        self.ranks = [
             Runner(partial(self._load, rank), settings if rank == 0 else others, warm_up=warm_up)
             for rank in range(count)
         ]
         self.on_change = lambda: None
-        for rank, runner in enumerate(self._runners):
+        for rank, runner in enumerate(self.ranks):
             runner.name, runner.on_change = f"{runner.name}-dp{rank}", self._changed
         self._lock = threading.RLock()
         self._last: tuple[State, BaseException | None] = (State.LOADING, None)  # at the last call of `on_change`
@@ -48,10 +48,6 @@ class Replicas(Service):
             if (failure := self.failure) is not None:
                 raise failure
             return self._make_engine(rank)
-
-    @property
-    def ranks(self) -> list[Runner]:
-        return self._runners
 
     def submit(self, listener: Listener) -> None:
         """Queues each sequence at the replica with the fewest unfinished sequences."""

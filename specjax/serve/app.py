@@ -26,22 +26,11 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from specjax.checkpoint.prompts import HARMONY, begins_thinking, prompt_tail
-from specjax.engine import Completion
-from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.sequence import NO_SCORES, Sequence
+from specjax.engine import Completion, StreamChunk
+from specjax.engine.sequence import AbortCode, Sequence
 from specjax.serve.control import add_control_routes
 from specjax.serve.delivery import Listener
-from specjax.serve.errors import (
-    ABORTED,
-    INVALID,
-    SEND_AGAIN,
-    ApiError,
-    ErrorAnswer,
-    ErrorForm,
-    bad_request,
-    form_of,
-    unavailable,
-)
+from specjax.serve.errors import INVALID, ApiError, ErrorAnswer, ErrorForm, bad_request, form_of, unavailable
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, Gate, check_state
@@ -142,12 +131,13 @@ class Generation:
         harmony = self.form.harmony and prompt_tail(prompt, tokenizer).endswith(HARMONY)
         thinking = task.reply is not None and (harmony or bool(begins_thinking(prompt, tokenizer)))
         answer = make(Queued(id, task, sequences, thinking, echoes))
+        chunks, end = checked_chunks(listener, task, answer), functools.partial(runner.abort, sequences)
         if body.stream:
-            return EventStream(runner, listener, task, answer)
+            return EventStream(_events(chunks, answer), end)
         try:
-            completions = await while_connected(request, asyncio.ensure_future(all_completions(listener, task, answer)))
+            completions = await while_connected(request, asyncio.ensure_future(all_completions(chunks)))
         finally:
-            runner.abort(sequences)
+            end()
         if any(completion.scores for completion in completions):  # possibly thousands of numbers
             return await asyncio.to_thread(lambda: JSONResponse(answer.whole(completions)))
         return JSONResponse(answer.whole(completions))
@@ -255,15 +245,11 @@ def add_generate_route(app: FastAPI, generation: Generation) -> None:
     runner = generation.runner
 
     def answer(body: GenerateRequest, queued: Queued) -> Answer:
-        sequences = queued.sequences
         return GenerateAnswer(
+            queued.sequences,
             runner.engine.drafter.width,
-            body.is_batch or queued.task.n > 1,
-            ids=[sequence.id for sequence in sequences],
-            prompt_tokens=[len(sequence.prompt) for sequence in sequences],
-            thoughts=lambda index, output: runner.engine.intake.thoughts(sequences[index], output),
-            scored=[sequence.params.logprobs is not None for sequence in sequences],
-            with_ids=[bool(sequence.params.logprob_ids) for sequence in sequences],
+            several=body.is_batch or queued.task.n > 1,
+            thoughts=runner.engine.intake.thoughts,
             incremental=generation.settings.incremental_streaming_output,
             names=generation.names if body.return_text_in_logprobs else None,
         )
@@ -275,23 +261,22 @@ def add_generate_route(app: FastAPI, generation: Generation) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, each sent as soon as its text exists. Ends the sequences if the client disconnects.
+    """Server-sent events, each sent as soon as its text exists. Calls `end` at the end, or if the client disconnects.
 
     The status line is sent with the first event: until then a router can send the request to another server.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, runner: Service, listener: Listener, task: Task, answer: Answer) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(listener, task, answer), headers=headers)
-        self._runner, self._sequences = runner, listener.sequences
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._runner.abort(self._sequences)
+            self._end()
 
     async def stream_response(self, send: Send) -> None:
         first = await anext(aiter(self.body_iterator))
@@ -305,13 +290,9 @@ async def _after(first: Any, rest: AsyncIterable[Any]) -> AsyncIterator[Any]:
         yield item
 
 
-async def _events(listener: Listener, task: Task, answer: Answer) -> AsyncIterator[bytes]:
+async def _events(chunks: AsyncIterator[StreamChunk], answer: Answer) -> AsyncIterator[bytes]:
     try:
-        async for chunk in listener.chunks():
-            if chunk.completion is not None:
-                check_completion(
-                    chunk.completion, aborted=answer.shows_aborted, grammar=task.grammar_field(chunk.prompt_index)
-                )
+        async for chunk in chunks:
             scores = chunk.scores or (chunk.completion and chunk.completion.scores)
             make = functools.partial(answer.events, chunk)
             yield b"".join(await asyncio.to_thread(make) if scores else make())
@@ -323,30 +304,38 @@ async def _events(listener: Listener, task: Task, answer: Answer) -> AsyncIterat
         yield answer.error(ApiError(500, INTERNAL))
 
 
-async def all_completions(listener: Listener, task: Task, answer: Answer) -> list[Completion]:
-    chunks = listener.chunks()
+async def checked_chunks(listener: Listener, task: Task, answer: Answer) -> AsyncIterator[StreamChunk]:
+    """Stream deltas. Raises an ApiError as `check_completion`."""
+    async for chunk in listener.chunks():
+        if chunk.completion is not None:
+            grammar = task.grammar_field(chunk.prompt_index)
+            check_completion(chunk.completion, aborted=answer.shows_aborted, grammar=grammar)
+        yield chunk
+
+
+async def all_completions(chunks: AsyncIterator[StreamChunk]) -> list[Completion]:
     done = {chunk.prompt_index: chunk.completion async for chunk in chunks if chunk.completion is not None}
-    completions = [done[index] for index in sorted(done)]
-    for index, completion in enumerate(completions):
-        check_completion(completion, aborted=answer.shows_aborted, grammar=task.grammar_field(index))
-    return completions
+    return [done[index] for index in sorted(done)]
 
 
 def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> None:
     """Raises an ApiError if the server, the grammar of the field `grammar`, or `/abort_request` ended the request.
     `aborted`: the answer shows a request that `/abort_request` ended."""
     reason = completion.finish_reason
-    message = reason.get("message", "the request was aborted")
-    if reason["type"] != "abort" or (aborted and message == ABORTED):
+    if reason["type"] != "abort":
         return
-    if message == ABORTED:
-        raise bad_request(message, code="aborted")
-    if message.startswith(GRAMMAR_FAILED):
-        raise bad_request(f"{grammar}: {message}", grammar, INVALID)
-    if message in SEND_AGAIN:
-        raise unavailable(message, retry_after=1)
-    if message.startswith(NO_SCORES):  # there may be enough memory later
-        raise unavailable(message, retry_after=LATER)
+    message = reason.get("message", "the request was aborted")
+    match reason.get("code"):
+        case AbortCode.REQUESTED if aborted:
+            return
+        case AbortCode.REQUESTED:
+            raise bad_request(message, code="aborted")
+        case AbortCode.GRAMMAR:
+            raise bad_request(f"{grammar}: {message}", grammar, INVALID)
+        case AbortCode.ENGINE:
+            raise unavailable(message, retry_after=1)
+        case AbortCode.MEMORY:
+            raise unavailable(message, retry_after=LATER)
     raise ApiError(500, message)
 
 

@@ -24,7 +24,7 @@ from specjax.parallel.sharding import row_bytes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import Pause, bad_request, shown, unavailable
 from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
-from specjax.serve.metrics import exposition
+from specjax.serve.metrics import exposition, read
 from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.openai_answers import FINGERPRINT
 from specjax.serve.openai_requests import Ids, Texts, check_model
@@ -105,14 +105,14 @@ PAGE_HEADERS = {
 
 def rank_state(rank: Runner) -> dict[str, Any]:
     """The state of one engine, with SGLang's names."""
-    engine = rank.engine
-    counters, scheduler = engine.counters, engine.scheduler
+    engine, values = rank.engine, {metric.name: metric.value for metric in read([rank])}
+    scheduler = engine.scheduler
     return {
-        "avg_spec_accept_length": round(counters.accept_length, 4),
-        "last_gen_throughput": round(rank.traffic.throughput, 2),
-        "num_running_reqs": len(scheduler.active),
-        "num_queue_reqs": len(scheduler.waiting),
-        "retractions": scheduler.retractions,
+        "avg_spec_accept_length": round(values["spec_accept_length"], 4),
+        "last_gen_throughput": round(values["gen_throughput"], 2),
+        "num_running_reqs": values["num_running_reqs"],
+        "num_queue_reqs": values["num_queue_reqs"],
+        "retractions": values["num_retracted_reqs"],
         "pages": {
             "total": engine.pool.pages,
             "free": scheduler.allocator.free,
@@ -120,10 +120,10 @@ def rank_state(rank: Runner) -> dict[str, Any]:
             "tokens_each": engine.pool.page_size,
         },
         "state_snapshots": snapshot_state(engine),
-        "prefilled_tokens": counters.prefilled_tokens,
-        "cached_tokens": counters.cached_tokens,
-        "cache_hit_rate": round(counters.cached_tokens / max(counters.cached_tokens + counters.prefilled_tokens, 1), 4),
-        "generated_tokens": counters.generated,
+        "prefilled_tokens": engine.counters.prefilled_tokens,
+        "cached_tokens": values["cached_tokens"],
+        "cache_hit_rate": round(values["cache_hit_rate"], 4),
+        "generated_tokens": values["generation_tokens"],
     }
 
 

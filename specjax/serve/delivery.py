@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.generation import DeltaReader
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import AbortCode, FinishReason, Sequence
 
 logger = logging.getLogger("specjax.serve")
 
@@ -36,11 +36,11 @@ class Listener:
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
 
-    def aborted(self, index: int, message: str) -> StreamChunk:
+    def aborted(self, index: int, message: str, code: AbortCode | None = None) -> StreamChunk:
         """The last chunk of a sequence that ends with `message`. Does not read the sequence, because the engine's
         thread may be stuck while changing it."""
-        id, reason = self.sequences[index].id, {"type": "abort", "message": message}
-        return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
+        id, reason = self.sequences[index].id, FinishReason("abort", message=message, code=code)
+        return StreamChunk(index, "", [], Completion(id, "", [], 0, reason.as_dict(0), 0, 0.0, [], 0))
 
     async def chunks(self) -> AsyncIterator[StreamChunk]:
         """Stream deltas until every sequence has finished."""

@@ -108,8 +108,8 @@ def _decoded(tokens: Sequence[int], tokenizer: Any, skip: bool) -> tuple[str, ..
     return tuple(stream.piece(index) for index in range(len(tokens)))
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, MIN_LOGPROB)
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
@@ -125,30 +125,21 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], names: TokenNames) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames, offset: int) -> dict[str, Any]:
-    """`offset`: characters of the choice's text before these tokens. `top_logprobs` include the drawn token."""
-    tops = [(*drawn.top, (drawn.token, drawn.logprob)) for drawn in logprobs]
-    return {
-        "tokens": [drawn.text for drawn in logprobs],
-        "token_logprobs": [finite(drawn.logprob) for drawn in logprobs],
-        "top_logprobs": [{names.text(token): finite(logprob) for token, logprob in top} for top in tops],
-        "text_offset": list(itertools.accumulate((len(drawn.text) for drawn in logprobs), initial=offset))[:-1],
-    }
+def completion_logprobs(
+    logprobs: Sequence[TokenLogprob | PromptLogprob], texts: Sequence[str], names: TokenNames, offset: int = 0
+) -> dict[str, Any]:
+    """OpenAI's lists over tokens with these texts; null for the first token of a prompt. `top_logprobs` include the
+    token itself. `offset`: characters of the choice's text before these tokens."""
 
-
-def echo_logprobs(logprobs: Sequence[PromptLogprob], names: TokenNames, echo: Echo) -> dict[str, Any]:
-    """`completion_logprobs` for the prompt; null for its first token."""
-
-    def top(item: PromptLogprob) -> dict[str, float] | None:
-        if item.logprob is None:
-            return None
-        return {names.text(token): finite(value) for token, value in (*item.top, (item.token, item.logprob))}
+    def top(item: TokenLogprob | PromptLogprob) -> dict[str, Any] | None:
+        pairs = (*item.top, (item.token, item.logprob))
+        return None if item.logprob is None else {names.text(token): finite(value) for token, value in pairs}
 
     return {
-        "tokens": list(echo.pieces),
-        "token_logprobs": [None if item.logprob is None else finite(item.logprob) for item in logprobs],
+        "tokens": list(texts),
+        "token_logprobs": [finite(item.logprob) for item in logprobs],
         "top_logprobs": [top(item) for item in logprobs],
-        "text_offset": list(itertools.accumulate(map(len, echo.pieces), initial=0))[:-1],
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
     }
 
 
@@ -303,16 +294,16 @@ class OpenAIAnswer(Answer):
             return None
         if self._chat:
             return chat_logprobs(logprobs, self.names)
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(drawn.text) for drawn in logprobs)
-        return completion_logprobs(logprobs, self.names, offset)
+        offset, texts = self._offsets.get(index, 0), [drawn.text for drawn in logprobs]
+        self._offsets[index] = offset + sum(map(len, texts))
+        return completion_logprobs(logprobs, texts, self.names, offset)
 
     def _echo_logprobs(self, index: int, logprobs: Sequence[PromptLogprob] | None) -> dict[str, Any] | None:
         if logprobs is None or not self.echo:
             return None
         echo = self.echo[index // self.task.n]
         self._offsets[index] = len(echo.text)
-        return echo_logprobs(logprobs, self.names, echo)
+        return completion_logprobs(logprobs, echo.pieces, self.names)
 
     def _drafting(self, origins: Iterable[TokenOrigin]) -> dict[str, Any]:
         """The member of a choice about its tokens, if requested. Their texts join to the text or the delta."""

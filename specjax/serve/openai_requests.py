@@ -14,9 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
-from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, SamplingParams
-from specjax.limits import ParameterError
-from specjax.logprobs import TOP_LOGPROBS
+from specjax.engine.sampling_params import GRAMMARS, SamplingParams
+from specjax.limits import ParameterError, setting_of
 from specjax.serve.errors import INVALID, ApiError, bad_request, shown
 from specjax.serve.fields import (
     UNSUPPORTED,
@@ -38,7 +37,6 @@ from specjax.serve.fields import (
 from specjax.serve.message_format import AnswerForm
 from specjax.serve.tokenising import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.serve.tools import ToolFields
-from specjax.state import NO_DRAFT_LIMIT
 
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message
@@ -209,11 +207,8 @@ class ResponseFormat(Body):
 
 
 Convert = Callable[[Any], Grammar | None]
-FIELDS: dict[str, Convert] = {
-    "response_format": ResponseFormat.chosen,
-    "json_schema": Grammar.json,
-    "regex": lambda text: Grammar("regex", text),
-    "ebnf": lambda text: Grammar("ebnf", text),
+FIELDS: dict[str, Convert] = {"response_format": ResponseFormat.chosen} | {
+    name: GRAMMARS[name] for name in ("json_schema", "regex", "ebnf")
 }
 """Maps fields to their grammar."""
 
@@ -241,13 +236,16 @@ COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 DEFAULT_MODEL = "default"  # SGLang's clients call any model by this name
 
 NewTokens = Annotated[Integer, Field(ge=1)]
-NewTokensOrNone = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
-TopLogprobs = Annotated[Integer, Field(ge=0, le=TOP_LOGPROBS)]
 # `read_prompts` checks prompts against the limits of the server.
 Texts: TypeAlias = str | list[str]
 Ids: TypeAlias = list[int] | list[list[int]]
+
+
+def parameter(name: str, description: str | None = None) -> Any:
+    """An optional number in the range of the parameter `name` of `SamplingParams`."""
+    limits = setting_of(SamplingParams, name).range
+    return Field(None, ge=limits.minimum, gt=limits.above, le=limits.maximum, description=description)
 
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -281,13 +279,13 @@ class SamplingFields(Body):
         description="Regular expressions in RE2's syntax. The text ends before a match of at most 1,024 characters. "
         "Separated reasoning may hold one.",
     )
-    temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="0 = greedy.")
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Integer, Field(ge=-1)] | None = Field(None, description="-1 and 0 = off.")
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] | None = None
+    temperature: Number | None = parameter("temperature", "0 = greedy.")
+    top_p: Number | None = parameter("top_p")
+    top_k: Integer | None = parameter("top_k", "-1 and 0 = off.")
+    min_p: Number | None = parameter("min_p")
+    frequency_penalty: Number | None = parameter("frequency_penalty")
+    presence_penalty: Number | None = parameter("presence_penalty")
+    repetition_penalty: Number | None = parameter("repetition_penalty")
     seed: Seed | None = Field(None, description="The answer has the seed. Default: a random one below 2^53.")
     sampling_seed: Seed | None = Field(None, description="SGLang's name for the seed.")
     logit_bias: Bias | None = Field(None, description="Token ids to numbers that are added to their logits.")
@@ -303,8 +301,8 @@ class SamplingFields(Body):
     custom_params: CustomParams | None = None
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
-    draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
-        None, description="Maximum number of drafts in a step, 0 = none. Changes the speed, never the text."
+    draft_limit: Integer | None = parameter(
+        "draft_limit", "Maximum number of drafts in a step, 0 = none. Changes the speed, never the text."
     )
     regex: Source | None = Field(None, description="Regular expression that the whole text matches.")
     ebnf: Source | None = Field(
@@ -348,8 +346,8 @@ class SamplingFields(Body):
 class TaskBody(Body):
     """A body that describes a task for the engine."""
 
-    priority: Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
-        None, description="Waiting requests with a higher priority run first, as in SGLang. Default: 0."
+    priority: Integer | None = parameter(
+        "priority", "Waiting requests with a higher priority run first, as in SGLang. Default: 0."
     )
     stream: Flag | None = None
     cache_salt: Salt | None = Field(None, description="Requests with different salts share no cached text.")
@@ -378,7 +376,7 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
 
     model: Text | None = None
     max_tokens: NewTokens | None = Field(None, description="New tokens.")
-    min_tokens: NewTokensOrNone | None = Field(None, description="No stop id comes before.")
+    min_tokens: Integer | None = parameter("min_new_tokens", "No stop id comes before.")
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
     return_speculative_metrics: Flag | None = Field(
         None,
@@ -427,7 +425,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     reasoning_effort: Effort | None = Field(None, description=EFFORT)
     max_completion_tokens: NewTokens | None = Field(None, description="Wins over `max_tokens`. Default: what fits.")
     logprobs: Flag | None = None
-    top_logprobs: TopLogprobs | None = Field(None, description="Needs `logprobs`.")
+    top_logprobs: Integer | None = parameter("logprobs", "Needs `logprobs`.")
 
     @property
     def names(self) -> dict[str, str]:
@@ -490,8 +488,8 @@ def chat_task(
 
 class CompletionRequest(OpenAIRequest):
     prompt: SkipValidation[Texts | Ids]
-    max_tokens: NewTokensOrNone | None = Field(
-        None, description=f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."
+    max_tokens: Integer | None = parameter(
+        "max_new_tokens", f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."
     )
     best_of: Integer | None = Field(None, description="1, or `n`.")
     echo: Flag | None = Field(None, description="Return the prompt before the text, with its `logprobs`.")

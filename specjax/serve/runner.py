@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
-from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sequence import AbortCode, Sequence, Status
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener, send
 from specjax.serve.errors import (
     ABORTED,
@@ -127,15 +127,12 @@ class Watchdog(threading.Thread):
 class Service(ABC):
     """One or several engines behind one queue. Call `start`, and wait for `state` to be READY.
 
-    Each method calls the same method of all `ranks`, the engines' runners. A `Runner` is the service of one engine.
+    Properties and methods cover all `ranks`, the engines' runners. A `Runner` is its own only rank.
     """
 
+    ranks: List[Runner]
     on_change: Callable[[], None]  # called after changes of `state`, from any thread
     places: Places  # of sequences that are tokenised, wait or run
-
-    @property
-    @abstractmethod
-    def ranks(self) -> List[Runner]: ...
 
     @abstractmethod
     def submit(self, listener: Listener) -> None:
@@ -145,39 +142,41 @@ class Service(ABC):
     def engine(self) -> Engine:
         """The engine with the smallest pool, whose limits all requests must keep. Read-only for other threads, and only
         once loaded."""
-        return min((rank.engine for rank in self.ranks), key=lambda engine: engine.intake.pool_tokens)
+        engines = [rank._engine for rank in self.ranks if rank._engine is not None]
+        assert engines, "the engine is not loaded"
+        return min(engines, key=lambda engine: engine.intake.pool_tokens)
 
     @property
     def state(self) -> State:
         """READY once all engines are."""
-        states = {rank.state for rank in self.ranks}
+        states = {rank._state for rank in self.ranks}
         return next((s for s in (State.FAILED, State.DRAINING, State.LOADING) if s in states), State.READY)
 
     @property
     def failure(self) -> BaseException | None:
-        return next((rank.failure for rank in self.ranks if rank.failure is not None), None)
+        return next((rank._failure for rank in self.ranks if rank._failure is not None), None)
 
     @property
     def ready_at(self) -> float:
-        return max(rank.ready_at for rank in self.ranks)
+        return max(rank._ready_at for rank in self.ranks)
 
     @property
     def loaded(self) -> bool:
-        return all(rank.loaded for rank in self.ranks)
+        return all(rank._engine is not None for rank in self.ranks)
 
     @property
     def paused(self) -> bool:
-        return any(rank.paused for rank in self.ranks)
+        return any(rank._paused for rank in self.ranks)
 
     @property
     def unfinished(self) -> int:
         """Number of sequences that wait or run."""
-        return sum(rank.unfinished for rank in self.ranks)
+        return sum(len(rank._listeners) for rank in self.ranks)
 
     @property
     def capacity(self) -> int:
         """Maximum number of sequences that may wait or run."""
-        return sum(rank.capacity for rank in self.ranks)
+        return sum(rank.engine.config.max_running_requests + rank._settings.max_queued_requests for rank in self.ranks)
 
     def start(self) -> None:
         for rank in self.ranks:
@@ -219,6 +218,7 @@ class Runner(threading.Thread, Service):
 
     def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, warm_up: bool = True) -> None:
         super().__init__(name="specjax-engine", daemon=True)
+        self.ranks = [self]
         self._state, self._paused = State.LOADING, False
         self._failure: BaseException | None = None
         self._ready_at = time.time()
@@ -245,40 +245,7 @@ class Runner(threading.Thread, Service):
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
         self.traffic = Traffic()
         self.profiler = Profiler(settings.profile, settings.profile_steps)
-        self._delivery = Delivery(settings.stream_interval, self._text_failed)
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "the engine is not loaded"
-        return self._engine
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._failure
-
-    @property
-    def ready_at(self) -> float:
-        return self._ready_at
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
-    @property
-    def loaded(self) -> bool:
-        return self._engine is not None
-
-    @property
-    def unfinished(self) -> int:
-        return len(self._listeners)
-
-    @property
-    def capacity(self) -> int:
-        return self.engine.config.max_running_requests + self._settings.max_queued_requests
+        self._delivery = Delivery(settings.stream_interval, lambda sequence: self.abort([sequence]))
 
     # From any thread
 
@@ -289,7 +256,7 @@ class Runner(threading.Thread, Service):
         with self._wake:
             if self._ended is not None:
                 message = self._ended
-                send((listener, listener.aborted(index, message)) for index in indices)
+                send((listener, listener.aborted(index, message, AbortCode.ENGINE)) for index in indices)
                 return
             check_ids(sequences, self.ids)
             self._listeners |= {listener.sequences[index]: (listener, index) for index in indices}
@@ -302,13 +269,10 @@ class Runner(threading.Thread, Service):
         with self._wake:
             return [sequence.id for sequence in self._listeners]
 
-    @property
-    def ranks(self) -> list[Runner]:
-        return [self]
-
     def abort(self, sequences: List[Sequence]) -> None:
-        if running := [sequence for sequence in sequences if sequence in self._listeners]:
-            self._command(lambda: self._abort(running))
+        with self._wake:
+            if gone := [sequence for sequence in sequences if self._listeners.pop(sequence, None) is not None]:
+                self._command(lambda: self._forget(gone))
 
     def abort_named(self, name: str | None) -> int:
         pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
@@ -373,7 +337,8 @@ class Runner(threading.Thread, Service):
         if failure is not None:
             self._failure = self._failure or failure
             self._change(State.FAILED)
-        send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
+        places = listeners.values()
+        send((listener, listener.aborted(index, message, AbortCode.ENGINE)) for listener, index in places)
         for future in calls:
             with contextlib.suppress(InvalidStateError):  # it has ended in the meantime
                 future.set_exception(RuntimeError(message))
@@ -454,7 +419,9 @@ class Runner(threading.Thread, Service):
             except Exception as error:
                 logger.exception("A step failed: all running requests end, and the engine is reset")
                 forget_frames(error)
-                engine.reset(NO_PROGRAM if engine.programs.is_broken(error) else FAILED_STEP)
+                broken = engine.programs.is_broken(error)
+                message, code = (NO_PROGRAM, None) if broken else (FAILED_STEP, AbortCode.ENGINE)
+                engine.reset(message, code)
                 with self._wake:
                     changed = list(self._listeners)  # including sequences that had ended in this step
             self.traffic.changed(changed)
@@ -481,31 +448,19 @@ class Runner(threading.Thread, Service):
                     self._end(sequence, FAILED_REQUEST)
                     self._deliver([sequence])
 
-    def _abort(self, sequences: list[Sequence]) -> None:
-        with self._wake:  # other threads iterate over the listeners
-            gone = [sequence for sequence in sequences if self._listeners.pop(sequence, None) is not None]
-        for sequence in gone:
-            self._forget(sequence)
-
-    def _text_failed(self, sequence: Sequence) -> None:  # also called from the delivery's thread
-        with self._wake:
-            if self._listeners.pop(sequence, None) is not None:
-                self._command(lambda: self._forget(sequence))
-
-    def _forget(self, sequence: Sequence) -> None:
-        self._end(sequence, None)
-        self.traffic.gone(sequence)
+    def _forget(self, sequences: list[Sequence], message: str | None = None, code: AbortCode | None = None) -> None:
+        for sequence in sequences:
+            self._end(sequence, message, code)
+            self.traffic.gone(sequence)
 
     def _end_with_answer(self, sequences: list[Sequence]) -> None:
         running = [sequence for sequence in sequences if sequence in self._listeners]
-        for sequence in running:
-            self._end(sequence, ABORTED)
-            self.traffic.gone(sequence)
+        self._forget(running, ABORTED, AbortCode.REQUESTED)
         self._deliver(running)
 
-    def _end(self, sequence: Sequence, message: str | None) -> None:
-        if not self.engine.end(sequence, message) and sequence.status is not Status.FINISHED:
-            sequence.abort(message)
+    def _end(self, sequence: Sequence, message: str | None, code: AbortCode | None = None) -> None:
+        if not self.engine.end(sequence, message, code) and sequence.status is not Status.FINISHED:
+            sequence.abort(message, code)
             sequence.status = Status.FINISHED
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:

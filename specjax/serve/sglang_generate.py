@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -12,18 +13,17 @@ from pydantic_core import PydanticCustomError
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.sequence import PromptLogprob, TokenLogprob
+from specjax.engine.sequence import PromptLogprob, Sequence, TokenLogprob
 from specjax.serve.errors import bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, at_most
 from specjax.serve.openai_answers import DONE, Answer, TokenNames, event, finite, speculative
 from specjax.serve.openai_requests import (
     Ids,
     JsonSchema,
-    NewTokensOrNone,
     SamplingFields,
     TaskBody,
     Texts,
-    TopLogprobs,
+    parameter,
 )
 from specjax.serve.tokenising import Rules, Task, read_prompts
 
@@ -40,18 +40,18 @@ class SamplingBody(SamplingFields):
     unsupported = UNSUPPORTED | {"cache_salt": ()}
 
     json_schema: JsonSchema = Field(None, description="An object, or its text. JSON is written on one line.")
-    max_new_tokens: NewTokensOrNone | None = Field(
-        None, description=f"0: read the prompt, draw no token. Default: {GENERATE_TOKENS}, or as many as fit."
+    max_new_tokens: Integer | None = parameter(
+        "max_new_tokens", f"0: read the prompt, draw no token. Default: {GENERATE_TOKENS}, or as many as fit."
     )
-    min_new_tokens: NewTokensOrNone | None = None
+    min_new_tokens: Integer | None = parameter("min_new_tokens")
 
 
 class LogprobFields(Body):
     """The requested log-probabilities of one prompt."""
 
     return_logprob: Flag | None = None
-    top_logprobs_num: TopLogprobs | None = None
-    logprob_start_len: Annotated[Integer, Field(ge=-1)] | None = None
+    top_logprobs_num: Integer | None = parameter("logprobs")
+    logprob_start_len: Integer | None = parameter("logprob_start_len")
     token_ids_logprob: LogprobIds | None = None
 
 
@@ -190,15 +190,12 @@ class GenerateAnswer(Answer):
     """Each event has all text and tokens so far, as in SGLang: n tokens take n^2 / 2 ids. With `incremental` (SGLang's
     `--incremental-streaming-output`) events have only new text and tokens."""
 
-    width: int
+    sequences: List[Sequence]  # by choice
+    width: int  # N of the draft trees
     several: bool  # a batch, or n > 1: a list of results, and events with an index
-    ids: list[str]
-    prompt_tokens: list[int]
-    thoughts: Callable[[int, list[int]], int]  # (choice, its output so far) -> number of reasoning tokens
+    thoughts: Callable[[Sequence, list[int]], int]  # (choice, its output so far) -> number of reasoning tokens
     incremental: bool = False
     names: TokenNames | None = None  # adds the texts of tokens to log-probabilities
-    scored: Sequence[bool] = ()  # by choice: log-probabilities were requested
-    with_ids: Sequence[bool] = ()  # by choice: log-probabilities of the request's token ids
     started: float = field(default_factory=time.perf_counter)
     shows_aborted: ClassVar[bool] = True  # as SGLang does
     _sent: dict[int, _Sent] = field(default_factory=dict)  # by choice
@@ -215,7 +212,7 @@ class GenerateAnswer(Answer):
             sent = self._sent.setdefault(index, _Sent())
             sent.text, sent.tokens = sent.text + chunk.text, [*sent.tokens, *chunk.output_ids]
             body = self._body(index, None, sent.text, sent.tokens, chunk.cached_tokens)
-            if self.scored[index : index + 1] == [True] and not self.incremental:
+            if self.sequences[index].params.logprobs is not None and not self.incremental:
                 new = self._logprobs(index, chunk.logprobs, chunk.prompt_logprobs or ())
                 for name, entries in new.items():
                     sent.logprobs.setdefault(name, []).extend(entries)
@@ -239,25 +236,24 @@ class GenerateAnswer(Answer):
 
     def _body(self, index: int, reason: Any, text: str, tokens: list[int], cached_tokens: int) -> dict[str, Any]:
         meta = {
-            "id": self.ids[index],
+            "id": self.sequences[index].id,
             "finish_reason": reason,
-            "prompt_tokens": self.prompt_tokens[index],
+            "prompt_tokens": len(self.sequences[index].prompt),
             "completion_tokens": len(tokens),
             "cached_tokens": cached_tokens,
-            "reasoning_tokens": self.thoughts(index, tokens),
+            "reasoning_tokens": self.thoughts(self.sequences[index], tokens),
         }
         return {"text": text, "output_ids": tokens, "meta_info": meta}
 
-    def _logprobs(
-        self, index: int, logprobs: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob] | None
-    ) -> dict[str, Any]:
-        return generate_logprobs(logprobs, self.names, prompt, with_ids=any(self.with_ids[index : index + 1]))
+    def _logprobs(self, index: int, logprobs: List[TokenLogprob], prompt: List[PromptLogprob] | None) -> dict[str, Any]:
+        with_ids = bool(self.sequences[index].params.logprob_ids)
+        return generate_logprobs(logprobs, self.names, prompt, with_ids=with_ids)
 
 
 def generate_logprobs(
-    logprobs: Sequence[TokenLogprob],
+    logprobs: List[TokenLogprob],
     names: TokenNames | None,
-    prompt: Sequence[PromptLogprob] | None = None,
+    prompt: List[PromptLogprob] | None = None,
     *,
     with_ids: bool = False,
 ) -> dict[str, Any]:
@@ -269,7 +265,7 @@ def generate_logprobs(
     """
 
     def entry(token: int, logprob: float | None) -> list[Any]:
-        return [None if logprob is None else finite(logprob), token, None if names is None else names.text(token)]
+        return [finite(logprob), token, None if names is None else names.text(token)]
 
     def entries(pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
         return [entry(*pair) for pair in pairs]

@@ -209,6 +209,18 @@ class InThread(Server):
         assert not self._thread.is_alive()
 
 
+class Hang:
+    """A function of any arguments that hangs until `let_go` is set. `began` is set in its first call."""
+
+    def __init__(self) -> None:
+        self.began, self.let_go = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any, **options: Any) -> Any:
+        self.began.set()
+        assert self.let_go.wait(SECONDS)
+        return []
+
+
 class Brake:
     """Stops an engine before a step while a test looks at its requests.
 

@@ -10,7 +10,7 @@ from typing import Any
 import pydantic_core
 import pytest
 from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, MESSAGES, RESPONSES, RULES, read_request
-from engine_helpers import tokenizer
+from engine_helpers import idle_sequence, tokenizer
 from fastapi.responses import JSONResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +58,7 @@ def answer(route: str, parser: str) -> Answer:
             assert task.reply is not None
             return MessagesAnswer("msg_1", "toy", 5, task.reply.reply(thinking=False))
         case "/generate":
-            return GenerateAnswer(4, False, ["1"], [5], lambda index, output: 0)
+            return GenerateAnswer([idle_sequence()], 4, False, lambda sequence, output: 0)
         case _:
             return OpenAIAnswer("1", "toy", body, task, 4, TokenNames(tokenizer()))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from body_helpers import COMPLETE, GENERATE, HELLO
-from engine_helpers import make_engine, shared_engine, tokenizer, toy
+from engine_helpers import make_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import SECONDS, Running, braked, check_error, in_background, running, slow_down, wait_until
@@ -18,17 +18,12 @@ from specjax.acceptance import AcceptAbove
 from specjax.cli import serve as command
 from specjax.cli.flags import ServerSettings
 from specjax.engine.runtime import Counters
+from specjax.serve.errors import ABORTED
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies
 from specjax.serve.server_settings import MOST_TRACED
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(shared_engine("NGRAM")) as served:
-        yield served
 
 
 def metrics(server: Running) -> dict[str, float]:
@@ -219,16 +214,18 @@ def test_metrics_of_completed_requests(server):
     assert counters.accepted_at == sorted(counters.accepted_at, reverse=True)
 
 
-def test_latencies_equal_the_histogram_of_the_library():
-    ours, library = Latencies(), Histogram("specjax:x", "About.", ["model_name"], buckets=BUCKETS, registry=None)
+def test_observe_equal():
+    latencies, library = Latencies("x", "About."), Histogram("x", "About.", buckets=BUCKETS, registry=None)
     for i in range(200):
         seconds, times = [0.0, 0.001, 0.0011, 7.5, 240.0, 1e4, 0.02 * i][i % 7], i % 5
-        ours.observe(seconds, times)
+        latencies.observe_equal(seconds, times)
         for _ in range(times):
-            library.labels("m").observe(seconds)
-    samples = [family.samples for family in (ours.family("specjax:x", "About.", "m"), *library.collect())]
-    values, expected = ({(s.name, s.labels.get("le")): s.value for s in family} for family in samples)
-    assert values == pytest.approx({key: value for key, value in expected.items() if not key[0].endswith("_created")})
+            library.observe(seconds)
+    values, expected = (
+        {(s.name, s.labels.get("le")): s.value for s in histogram.collect()[0].samples if s.name != "x_created"}
+        for histogram in (latencies, library)
+    )
+    assert values == pytest.approx(expected)
 
 
 # Aborts.
@@ -250,8 +247,9 @@ def test_aborted_requests_are_answered(server, by):
         assert answer["message"] == ("2 aborted." if by == "rid" else "5 aborted.")
     answers = {name: job.result(SECONDS) for name, job in jobs.items()}
     assert all(answer.status_code == 200 for answer in answers.values())
-    ends = {name: answer.json()[0]["meta_info"]["finish_reason"]["type"] for name, answer in answers.items()}
-    assert ends == {"mine": "abort", "other": "length" if by == "rid" else "abort"}
+    ends = {name: answer.json()[0]["meta_info"]["finish_reason"] for name, answer in answers.items()}
+    assert ends["mine"] == {"type": "abort", "message": ABORTED, "code": "aborted"}
+    assert ends["other"]["type"] == ("length" if by == "rid" else "abort")
     if completion is not None:
         assert check_error(completion.result(SECONDS), 400)["code"] == "aborted"
     server.wait_idle()

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from body_helpers import COMPLETE
-from engine_helpers import make_engine, shared_engine, toy
+from engine_helpers import make_engine, toy
 from server_helpers import SECONDS, check_error, in_background, running, wait_until
 from toy_models import random_table, table_model
 
@@ -28,12 +27,6 @@ from specjax.serve.runner import EngineStuck, Watchdog
 QUICK = ServerSettings(watchdog_timeout=0.1)
 BODY = {"prompt": "hello", "max_tokens": 5}
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(shared_engine("NGRAM")) as served:
-        yield served
 
 
 # Failures of one step, command or text.
@@ -161,23 +154,9 @@ def test_watchdog_counts_time_without_progress():
     assert suspended.dog.look(3600.0) is None and suspended.look(8) is None, "the watchdog itself did not run"
 
 
-@pytest.fixture
-def hang():
-    """A function that hangs until the test ends. Its attributes: a new engine, and the event that ends it."""
-    let_go = threading.Event()
-
-    def wait(*_):
-        assert let_go.wait(SECONDS)
-        return []
-
-    wait.engine, wait.let_go = make_engine(toy(), "NONE"), let_go
-    yield wait
-    let_go.set()
-
-
 def test_stuck_step_ends_running_and_waiting_requests(hang, monkeypatch, caplog):
-    monkeypatch.setattr(hang.engine, "step", hang)
-    with running(hang.engine, QUICK, idle_at_end=False) as server:
+    monkeypatch.setattr(engine := make_engine(toy(), "NONE"), "step", hang)
+    with running(engine, QUICK, idle_at_end=False) as server:
         whole = in_background(server.complete, ["a"] * 6, max_tokens=5)  # four rows: two wait
         wait_until(lambda: whole.done() or server.runner.unfinished == 6)
         streams = in_background(server.post, COMPLETE, BODY | {"stream": True})
@@ -190,14 +169,15 @@ def test_stuck_step_ends_running_and_waiting_requests(hang, monkeypatch, caplog)
         assert server.get("/health").status_code == server.complete(**BODY).status_code == 503
         with pytest.raises(RuntimeError, match="stuck"):
             server.runner.call(lambda engine: None).result(SECONDS)
-        assert "--watchdog-timeout 0.1" in caplog.text and "in wait" in caplog.text, "the log shows where"
+        assert "--watchdog-timeout 0.1" in caplog.text and "in __call__" in caplog.text, "the log shows where"
         hang.let_go.set()
 
 
 def test_stuck_stream_gets_an_error_event(hang, monkeypatch):
-    step, left = hang.engine.step, iter(range(4))
-    monkeypatch.setattr(hang.engine, "step", lambda: step() if next(left, None) is not None else hang())
-    with running(hang.engine, QUICK, idle_at_end=False) as server:
+    engine, left = make_engine(toy(), "NONE"), iter(range(4))
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: step() if next(left, None) is not None else hang())
+    with running(engine, QUICK, idle_at_end=False) as server:
         answer = server.post(COMPLETE, BODY | {"stream": True, "max_tokens": 100, "ignore_eos": True})
         assert answer.status_code == 200
         last = answer.text.strip().split("\n\n")[-1]
@@ -206,7 +186,7 @@ def test_stuck_stream_gets_an_error_event(hang, monkeypatch):
 
 
 def test_stuck_command(hang):
-    with running(hang.engine, QUICK, idle_at_end=False) as server:
+    with running(make_engine(toy(), "NONE"), QUICK, idle_at_end=False) as server:
         with pytest.raises(RuntimeError, match="stuck"):
             server.runner.call(hang).result(SECONDS)
         wait_until(lambda: server.runner.state is State.FAILED)
@@ -214,58 +194,37 @@ def test_stuck_command(hang):
         hang.let_go.set()
 
 
-def test_waiting_for_the_compiler_is_not_stuck(monkeypatch):
+def test_waiting_for_the_compiler_is_not_stuck(hang, monkeypatch):
     engine = make_engine(toy(), warm=False, max_running_requests=1)
-    compile_, let_go = engine.programs._compile, threading.Event()
-
-    def slow(key):
-        assert let_go.wait(SECONDS)
-        return compile_(key)
-
-    monkeypatch.setattr(engine.programs, "_compile", slow)
+    compile_ = engine.programs._compile
+    monkeypatch.setattr(engine.programs, "_compile", lambda key: hang() or compile_(key))
     engine.programs.admit(resumed=False)
     with running(engine) as server:
         answer = in_background(server.complete, **BODY)
         wait_until(lambda: engine.programs.is_waiting(server.runner.ident))
         assert not any(server.runner._watchdog.look(1000.0) for _ in range(1000))
-        let_go.set()
+        hang.let_go.set()
         assert answer.result(SECONDS).status_code == 200
 
 
-# Engines that cannot be allocated or reset.
+# Engines that cannot be reset, and processes that end.
 
 
-def test_failed_allocation(monkeypatch):
-    engine = make_engine(toy(), "NONE")
-
-    def allocate():
-        raise MemoryError("out of memory while trying to allocate")
-
-    monkeypatch.setattr(engine, "wait_until_allocated", allocate)
-    with running(engine, load=lambda: engine, idle_at_end=False) as server:
-        wait_until(lambda: server.runner.state is State.FAILED)
-        assert server.get("/health").status_code == 503
-        message = str(server.runner.failure)
-    assert "1024 tokens (--max-total-tokens)" in message and "out of memory" in message
-
-
-def test_failed_reset_ends_requests_and_commands(monkeypatch):
+def test_failed_reset_ends_requests_and_commands(hang, monkeypatch):
     engine = make_engine(toy(), warm=False)
-    at_step, let_go = threading.Event(), threading.Event()
 
     def fail(*_):
-        at_step.set()
-        assert let_go.wait(SECONDS)
+        hang()
         raise RuntimeError("out of memory")
 
     with running(engine, idle_at_end=False) as server:
         monkeypatch.setattr(engine, "step", fail)
         monkeypatch.setattr(engine, "reset", fail)
         answers = [in_background(server.complete, ["hello"] * 4, max_tokens=5) for _ in range(2)]
-        assert at_step.wait(SECONDS)
+        assert hang.began.wait(SECONDS)
         wait_until(lambda: server.runner.unfinished == 8)
         command = server.runner.call(lambda engine: None)
-        let_go.set()
+        hang.let_go.set()
         for answer in answers:
             assert check_error(answer.result(SECONDS), 503)["message"] == ENGINE_GONE
         with pytest.raises(RuntimeError, match="engine failed"):
@@ -274,6 +233,10 @@ def test_failed_reset_ends_requests_and_commands(monkeypatch):
         assert server.get("/health").status_code == server.get("/v1/models").status_code == 503
 
 
+NOT_ALLOCATED = (
+    "the KV pool of 1024 tokens (--max-total-tokens) and the state of 4 requests (--max-running-requests) could not be "
+    "allocated: no memory"
+)
 PROGRAM = """
 import sys, threading
 from engine_helpers import make_engine, toy
@@ -295,7 +258,7 @@ sys.exit(command.main(["--port", "0", "--watchdog-timeout", "0.5", "--shutdown-t
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("patch", "text"),
-    [("engine.step = hang", "EngineStuck: a step or command"), ("engine.wait_until_allocated = fail", "no memory")],
+    [("engine.step = hang", "EngineStuck: a step or command"), ("engine.wait_until_allocated = fail", NOT_ALLOCATED)],
     ids=["stuck", "allocation"],
 )
 def test_process_ends_with_status_1(tmp_path, patch, text):

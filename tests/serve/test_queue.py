@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -38,29 +37,12 @@ def server():
 # Lanes of the tokenizer.
 
 
-@pytest.fixture
-def blocker():
-    """A function that blocks a lane until `let_go` is set."""
-    let_go, began = threading.Event(), threading.Event()
-
-    def block():
-        began.set()
-        assert let_go.wait(SECONDS)
-        return "done"
-
-    block.let_go, block.began = let_go, began
-    yield block
-    let_go.set()
-
-
-def test_grammars_have_a_lane():
-    lanes, let_go = Tokenising(), threading.Event()
-    slow = [lanes.submit(100, lambda: let_go.wait(SECONDS), compiles=True) for _ in range(3)]
-    try:
-        assert lanes.submit(100, lambda: 5).result(SECONDS) == 5 and not any(job.done() for job in slow)
-    finally:
-        let_go.set()
-    assert [job.result(SECONDS) for job in slow] == [True] * 3
+def test_grammars_have_a_lane(hang):
+    lanes = Tokenising()
+    slow = [lanes.submit(100, hang, compiles=True) for _ in range(3)]
+    assert lanes.submit(100, lambda: 5).result(SECONDS) == 5 and not any(job.done() for job in slow)
+    hang.let_go.set()
+    assert [job.result(SECONDS) for job in slow] == [[]] * 3
 
 
 # Places.
@@ -70,13 +52,13 @@ LONG = "block " + "x" * 2000
 
 
 @pytest.fixture
-def blocked(server, monkeypatch, blocker):
+def blocked(server, monkeypatch, hang):
     """Tokenising a prompt that begins with "block" blocks its lane."""
     sequence = Intake.sequence
 
     def make(self, prompt, sampling, *, id=None):
         if isinstance(prompt, str) and prompt.startswith("block"):
-            blocker()
+            hang()
         return sequence(self, prompt, sampling, id=id)
 
     monkeypatch.setattr(Intake, "sequence", make)
@@ -84,26 +66,26 @@ def blocked(server, monkeypatch, blocker):
     return server
 
 
-def test_requests_at_the_tokenizer_have_places(blocked, blocker):
+def test_requests_at_the_tokenizer_have_places(blocked, hang):
     first = in_background(blocked.complete, ["block"] * 6, max_tokens=1)
     wait_until(lambda: blocked.runner.places.taken == 6)
     full = blocked.complete("x", max_tokens=1)
     check_error(full, 503, text="6 requests run or wait; at most 6 may")
     assert int(full.headers["retry-after"]) > 0
-    blocker.let_go.set()
+    hang.let_go.set()
     assert first.result(SECONDS).status_code == 200
     assert blocked.runner.places.taken == 0
 
 
 @pytest.mark.parametrize("prompt", ["block", LONG], ids=["tokenised", "waiting"])
-def test_leaving_frees_the_places(blocked, blocker, prompt):
+def test_leaving_frees_the_places(blocked, hang, prompt):
     with blocked.connected(request(COMPLETE, {"prompt": LONG if prompt == LONG else "block", "max_tokens": 1})):
-        assert blocker.began.wait(SECONDS)
+        assert hang.began.wait(SECONDS)
         with blocked.connected(request(COMPLETE, {"prompt": [prompt] * 5, "max_tokens": 1})):
             wait_until(lambda: blocked.runner.places.taken == 6)
         wait_until(lambda: blocked.runner.places.taken == 1)
     wait_until(lambda: blocked.runner.places.taken == 0)
-    blocker.let_go.set()
+    hang.let_go.set()
     assert blocked.complete("x", max_tokens=1).status_code == 200
 
 
@@ -117,23 +99,23 @@ def test_refused_prompts_free_the_places(server):
     assert server.runner.places.taken == server.runner.places.reserved == 0
 
 
-def test_huge_prompt_delays_no_short_one(blocked, blocker):
+def test_huge_prompt_delays_no_short_one(blocked, hang):
     huge = in_background(blocked.complete, LONG)
-    assert blocker.began.wait(SECONDS)
+    assert hang.began.wait(SECONDS)
     assert blocked.complete("x", max_tokens=1).status_code == 200
     assert not huge.done()
-    blocker.let_go.set()
+    hang.let_go.set()
     assert huge.result(SECONDS).status_code == 400
 
 
-def test_drain_while_tokenising(blocker, monkeypatch):
+def test_drain_while_tokenising(hang, monkeypatch):
     engine, sequence = make_engine(toy(), "NONE"), Intake.sequence
-    monkeypatch.setattr(Intake, "sequence", lambda *a, **options: (blocker(), sequence(*a, **options))[1])
+    monkeypatch.setattr(Intake, "sequence", lambda *a, **options: (hang(), sequence(*a, **options))[1])
     with running(engine) as server:
         answer = in_background(server.complete, "block", max_tokens=1)
-        assert blocker.began.wait(SECONDS)
+        assert hang.began.wait(SECONDS)
         server.runner.drain()
-        blocker.let_go.set()
+        hang.let_go.set()
         assert answer.result(SECONDS).status_code == 503
         assert server.runner.places.taken == 0
 

@@ -11,8 +11,8 @@ import random
 import openai
 import pytest
 from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST
-from engine_helpers import make_engine, outcome, shared_engine, tokenizer, toy
-from server_helpers import MODEL, Running, parse_events, running
+from engine_helpers import idle_sequence, make_engine, outcome, shared_engine, tokenizer, toy
+from server_helpers import MODEL, Running, parse_events
 
 from specjax.acceptance import SyntheticAcceptance
 from specjax.engine import Completion, SamplingParams, StreamChunk
@@ -21,12 +21,6 @@ from specjax.engine.sequence import TokenLogprob
 from specjax.serve.middleware import SYNTHETIC
 from specjax.serve.openai_answers import TokenNames
 from specjax.serve.sglang_generate import GenerateAnswer, generate_logprobs
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(shared_engine("NGRAM")) as served:
-        yield served
 
 
 @pytest.fixture
@@ -334,10 +328,9 @@ def test_log_probabilities_of_events(incremental):
     """All tokens so far, or with incremental output only the new ones."""
     reason = {"type": "length", "length": 2}
     done = Completion("r", "ab", [70, 71], 1, reason, 1, 1.0, [1, 0], 7, logprobs=list(LOGPROBS))
-    answer = GenerateAnswer(
-        2, False, ["r"], [1], thoughts=lambda index, output: 0, scored=[True], incremental=incremental,
-        names=TokenNames(tokenizer()),
-    )  # fmt: skip
+    sequence = idle_sequence(SamplingParams(logprobs=2))
+    names, thoughts = TokenNames(tokenizer()), shared_engine("NONE").intake.thoughts
+    answer = GenerateAnswer([sequence], 2, False, thoughts, incremental, names)
     chunks = [StreamChunk(0, "", [70], None, ()), StreamChunk(0, "a", [], None, LOGPROBS[:1])]
     chunks.append(StreamChunk(0, "b", [71], done, LOGPROBS[1:]))
     events = [event for chunk in chunks for event in answer.events(chunk)]

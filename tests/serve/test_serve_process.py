@@ -27,6 +27,7 @@ from train_helpers import with_kernels
 
 import specjax
 from specjax.cli import serve
+from specjax.serve.errors import SHUT_DOWN
 
 pytestmark = pytest.mark.process
 
@@ -258,18 +259,24 @@ def test_sigterm_completes_requests(launch, model):
     server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
     server.wait_for(ALL_COMPILED)
     whole = in_background(complete, server, max_tokens=2000)
-    with streaming(server, max_tokens=2500, stream_options={"include_usage": True}) as stream:
+    with (
+        server.client() as kept,
+        streaming(server, max_tokens=2500, stream_options={"include_usage": True}) as stream,
+    ):
+        assert kept.get("/health").status_code == 200
         server.wait_for("Decode batch. #running-req: 2")
         server.send(signal.SIGTERM)
         server.wait_for("SIGTERM: shutting down")
-        refusals = []
+        refusals = [kept.get("/health"), kept.post("/v1/completions", json=LONG)]
         with contextlib.suppress(httpx.TransportError):
             while True:  # until the end
                 refusals.append(complete(server))
                 time.sleep(0.05)
         events = parse_events(b"".join(stream))
-    assert refusals and {answer.status_code for answer in refusals} == {503}
-    assert all(int(answer.headers["Retry-After"]) > 0 for answer in refusals)
+    assert len(refusals) > 2
+    for answer in refusals:
+        assert check_error(answer, 503)["message"] == SHUT_DOWN
+        assert int(answer.headers["Retry-After"]) > 0 and answer.headers["Connection"] == "close"
     assert events[-2]["choices"][0]["finish_reason"] == "length"
     assert events[-1]["usage"]["completion_tokens"] == 2500
     assert whole.result(SECONDS).json()["usage"]["completion_tokens"] == 2000
@@ -301,7 +308,7 @@ def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
         status = server.status(PROMPT_END)
     assert status == 0, "a client that does not read delays nothing"
     assert events[-1] == ""
-    error = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": "unavailable"}
+    error = {"message": SHUT_DOWN, "type": "server_error", "param": None, "code": "unavailable"}
     assert json.loads(events[-2].removeprefix("data: ")) == {"error": error}
     assert check_error(whole.result(SECONDS), 503) == error
     assert "Traceback" not in server.log

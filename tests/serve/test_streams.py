@@ -20,12 +20,6 @@ from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running(shared_engine("NGRAM")) as served:
-        yield served
-
-
 # Clients that leave.
 
 
