@@ -236,23 +236,19 @@ class CallParser:
             self._add(Arguments(self._rest[0]))
             self._rest = self._rest[1:]
         if self._json.ended or self._json.broken or self._last:
-            return self._enter(self._tail if self._in_object else self._close)
+            return self._enter(self._members if self._in_object else self._close)
         return False
 
-    def _tail(self) -> bool:
-        """After arguments that are a member of an object."""
+    def _members(self) -> bool:
+        """After arguments that are a member of an object, up to its end. Unknown members may be misplaced arguments:
+        the arguments become invalid."""
         rest = self._rest.lstrip()
         if not rest and not self._last:
             return False
         if not rest.startswith((",", "}")):
             return self._enter(self._close)
-        self._enter(self._members)
-        self._rest, self._json = rest, JsonObject("}")
-        return True
-
-    def _members(self) -> bool:
-        """After the arguments, up to the end of the object. Unknown members may be misplaced arguments: the arguments
-        become invalid."""
+        if not self._at:
+            self._rest, self._json = rest, JsonObject("}")
         _, count = self._json.read(self._rest[self._at :], last=self._last)
         self._at += count
         if not (self._json.ended or self._json.broken or self._last):

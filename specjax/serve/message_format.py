@@ -305,31 +305,53 @@ class _Trimmed:
         return "" if self.start else self._space
 
 
-class Reply:
-    """The message of one choice, in `parts`.
+@dataclass(frozen=True)
+class ReplyOptions:
+    """How the answers to one request become messages.
 
-    Args:
+    Attributes:
+        parser: parser of calls in the model's format; None: no functions were offered.
+        names: names of the functions that may be called.
+        most: maximum number of reported calls; None: all.
+        hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning: separate reasoning from content.
-        thinking: the prompt ends inside reasoning.
         gathered: send reasoning as one delta, once content or a call follows.
-        search: finds calls in reasoning that has no end. None: there are no calls.
+        thinks: the answer may begin with reasoning, whose calls are quotes.
+        schemas: maps functions to the JSON schemas of their parameters.
     """
 
-    def __init__(
-        self,
-        parser: CallParser,
-        *,
-        reasoning: bool,
-        thinking: bool = False,
-        gathered: bool = False,
-        search: CallSearch | None = None,
-    ) -> None:
-        self._parser, self._gathered, self._search = parser, gathered, search
-        self._reasoning = reasoning
-        is_split = not isinstance(parser, Harmony) and (reasoning or search is not None)
-        self._split = Thoughts(thinking) if is_split else None
+    parser: type[CallParser] | None = None
+    names: tuple[str, ...] = ()
+    most: int | None = None
+    hidden: frozenset[str] = frozenset()
+    reasoning: bool = False
+    gathered: bool = False
+    thinks: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def reply(self, *, thinking: bool) -> Reply:
+        """`thinking`: the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
+        return Reply(self, thinking)
+
+
+class Reply:
+    """The message of one choice, in `parts`. `thinking`: as in `ReplyOptions.reply`."""
+
+    def __init__(self, options: ReplyOptions, thinking: bool) -> None:
+        more: dict[str, Any] = {}
+        if options.parser is not None and issubclass(options.parser, TaggedCalls):
+            more["schemas"] = options.schemas
+        is_harmony = options.parser is Harmony
+        if is_harmony:
+            more["opened"] = thinking
+        make = functools.partial(options.parser or CallParser, options.names, **more)
+        self._parser = make(hidden=options.hidden, most=options.most)
+        self._reasoning, self._gathered = options.reasoning, options.gathered
+        searches = bool(options.names) and (options.reasoning or options.thinks)
+        self._search = CallSearch(make) if searches else None  # finds calls in reasoning that has no end
+        self._split = Thoughts(thinking) if not is_harmony and (searches or options.reasoning) else None
         self._unsplit = ""  # text whose part is undecided, if reasoning is content
-        self._markers = CallParser(hidden=parser.hidden)  # of reasoning that is content
+        self._markers = CallParser(hidden=options.hidden)  # of reasoning that is content
         self._begin_message()
         self.parts: list[Part] = []
         self._changes: list[Change] = []
@@ -463,39 +485,3 @@ class Reply:
             text = before.text + text
             self._changes.pop()
         self._changes.append(Grow(number, part, text))
-
-
-@dataclass(frozen=True)
-class ReplyOptions:
-    """How the answers to one request become messages.
-
-    Attributes:
-        parser: parser of calls in the model's format; None: no functions were offered.
-        names: names of the functions that may be called.
-        most: maximum number of reported calls; None: all.
-        hidden: special tokens that the text keeps for the parsers, and that never become content.
-        reasoning, gathered: as `Reply`.
-        thinks: the answer may begin with reasoning, whose calls are quotes.
-        schemas: maps functions to the JSON schemas of their parameters.
-    """
-
-    parser: type[CallParser] | None = None
-    names: tuple[str, ...] = ()
-    most: int | None = None
-    hidden: frozenset[str] = frozenset()
-    reasoning: bool = False
-    gathered: bool = False
-    thinks: bool = False
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def reply(self, *, thinking: bool) -> Reply:
-        """`thinking`: the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
-        more: dict[str, Any] = {}
-        if self.parser is not None and issubclass(self.parser, TaggedCalls):
-            more["schemas"] = self.schemas
-        if self.parser is Harmony:
-            more["opened"] = thinking
-        make = functools.partial(self.parser or CallParser, self.names, **more)
-        search = CallSearch(make) if self.names and (self.reasoning or self.thinks) else None
-        parser = make(hidden=self.hidden, most=self.most)
-        return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered, search=search)

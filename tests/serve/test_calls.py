@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_helpers import calls_of, hidden, read
 
-from specjax.serve.calls import Arguments, Call, CallParser, Text, typed_value
-from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
+from specjax.serve.calls import Arguments, Call, Text, typed_value
+from specjax.serve.message_format import PARSERS, ReplyOptions
 
 NAMES = ("add", "get_weather", "noop")
 STRING: dict[str, Any] = {"type": "string"}
@@ -273,7 +273,7 @@ def test_long_texts_without_a_call():
 
 
 def test_text_without_a_format():
-    reply = Reply(CallParser(hidden={"<|x|>"}), reasoning=False)
+    reply = ReplyOptions(hidden=frozenset({"<|x|>"})).reply(thinking=False)
     assert reply.feed("a <|x|>b <tool_call>", last=True) == [{"content": "a b <tool_call>"}]
     assert reply.message() == {"role": "assistant", "content": "a b <tool_call>"}
 

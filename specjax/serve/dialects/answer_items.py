@@ -18,6 +18,11 @@ Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
 
 
+def text_of(parts: Iterable[Any]) -> str:
+    """The text of parts that have one."""
+    return "".join(part.text for part in parts)
+
+
 def named_event(data: dict[str, Any]) -> bytes:
     """A server-sent event whose name is the `type` of its data."""
     return b"event: " + data["type"].encode() + b"\n" + event(data)

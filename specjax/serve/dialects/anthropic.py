@@ -22,7 +22,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
 from specjax.serve.calls import strict_json
-from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event
+from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.dialects.context_edits import ContextManagement, EditedChat
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
@@ -151,7 +151,7 @@ class AnthropicMessage(Body):
                     message.setdefault("tool_calls", []).append(call)
                 case ResultBlock():
                     alone = False
-                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or [])}
+                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content or ())}
         if alone or message["content"]:
             yield message
 
@@ -253,7 +253,7 @@ class CountTokensRequest(Body):
         )
 
     def chat(self) -> Chat:
-        system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = assistant_turns(turn for message in self.messages for turn in message.for_template())
         last = messages[-1]
         variables = {"continue_final_message": last["role"] == "assistant" and not last.get("tool_calls")}
@@ -303,10 +303,6 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
         task = chat_task(self, self.functions(), self.chat, rules, make, "messages", self.effort(rules.form))
         edited = self.edited(rules.form, cast(Chat, task.prompts[0]).template)
         return task if edited is None else replace(task, edit=edited)
-
-
-def _text(blocks: list[TextBlock]) -> str:
-    return "".join(block.text for block in blocks)
 
 
 DELTAS = {  # kind of a part -> type of its deltas, and name of their text

@@ -23,7 +23,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued
 from specjax.serve.calls import strict_json
-from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event
+from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, texts
 from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, End, Grow, Part, ReplyOptions
@@ -78,7 +78,7 @@ class InputMessage(Item):
 
     def for_template(self) -> dict[str, Any]:
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+        return {"role": role, "content": text_of(self.content)}
 
 
 class InputCall(Item):
@@ -108,8 +108,7 @@ class InputResult(Item):
     output: TextOrParts
 
     def for_template(self) -> dict[str, Any]:
-        text = "".join(part.text for part in self.output)
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
 
 
 class ReasoningPart(Body):
@@ -124,7 +123,7 @@ class InputReasoning(Item):
     content: Items[ReasoningPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        thoughts = "".join(part.text for part in self.content or ())
+        thoughts = text_of(self.content or ())
         return {"role": "assistant", "content": ""} | ({"reasoning_content": thoughts} if thoughts else {})
 
 
