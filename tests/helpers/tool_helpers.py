@@ -7,6 +7,7 @@ The last character of the last message, after a space, selects the answer. The m
 from __future__ import annotations
 
 import functools
+import json
 import random
 from typing import Any
 
@@ -61,6 +62,22 @@ ANTHROPIC: list[Any] = [
     for function in (tool["function"] for tool in TOOLS)
 ]
 """The tools in the form of `/v1/messages`."""
+
+CALLS = {  # the text of a call of NAME with the arguments JSON, by parser and further words
+    "qwen": '<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>',
+    "qwen reversed": '<tool_call>{"arguments": JSON, "name": "NAME"}</tool_call>',
+    "llama3": '{"name": "NAME", "parameters": JSON}',
+    "llama3 tag": '<|python_tag|>{"name": "NAME", "parameters": JSON}',
+    "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": JSON}]',
+    "mistral named": "[TOOL_CALLS]NAME[ARGS]JSON",
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "gpt-oss": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>",
+}
 
 # The answers, by the last character of the message before; "¦" separates tokens.
 _SCRIPTS = {
@@ -199,6 +216,25 @@ def calls_of(message: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     """Names and arguments."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return tuple((function["name"], function["arguments"]) for function in functions)
+
+
+def items_of(response: Any) -> list[tuple[str, str]]:
+    """Kinds and texts of the parts of a response of OpenAI's client."""
+    kinds = {"message": "text", "reasoning": "thoughts"}
+    return [
+        (item.name, item.arguments) if item.type == "function_call" else (kinds[item.type], item.content[0].text)
+        for item in response.output
+    ]
+
+
+def blocks_of(message: Any) -> list[tuple[str, str]]:
+    """Kinds and texts of the parts of a message of Anthropic's client."""
+    parts = {
+        "text": lambda block: ("text", block.text),
+        "thinking": lambda block: ("thoughts", block.thinking),
+        "tool_use": lambda block: (block.name, json.dumps(block.input)),
+    }
+    return [parts[block.type](block) for block in message.content]
 
 
 def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_helpers import calls_of, hidden, read, read_in_pieces
+from tool_helpers import CALLS, calls_of, hidden, read, read_in_pieces
 
 from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.serve.calls import CallParser
@@ -54,26 +54,8 @@ def in_json(pattern: str) -> Callable[[str, dict[str, Any]], str]:
 
 
 FORMATS: dict[str, Callable[[str, dict[str, Any]], str]] = {
-    "qwen": in_json('<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>'),
-    "llama3": in_json('{"name": "NAME", "parameters": JSON}'),
-    "llama3 tag": in_json('<|python_tag|>{"name": "NAME", "parameters": JSON}'),
-    "mistral": in_json('[TOOL_CALLS] [{"name": "NAME", "arguments": JSON}]'),
-    "mistral named": in_json("[TOOL_CALLS]NAME[ARGS]JSON"),
-    "deepseekv3": in_json(
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>"
-    ),
-    "deepseekv31": in_json(
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    ),
-    "kimi_k2": in_json(
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON"
-        "<|tool_call_end|><|tool_calls_section_end|>"
-    ),
-    "gpt-oss": in_json("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>"),
-    "qwen3_coder": qwen_coder,
-    "glm": glm,
-}
+    **{name: in_json(pattern) for name, pattern in CALLS.items()}, "qwen3_coder": qwen_coder, "glm": glm,
+}  # fmt: skip
 TAGGED = ("qwen3_coder", "glm")
 THINKING = [name for name in FORMATS if name != "gpt-oss"]
 
