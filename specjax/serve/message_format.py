@@ -384,11 +384,9 @@ class Reply:
             self._begin(Part("text"))
         if last:
             self._changes.append(End(len(self.parts) - 1, self.parts[-1]))
-        ready = len(self._changes)
-        if self._gathered and not last and self.parts and self.parts[-1].kind == "thoughts":
-            numbers = [change.number for change in self._changes]
-            ready = numbers.index(len(self.parts) - 1)
-        changes, self._changes = self._changes[:ready], self._changes[ready:]
+        waits = self._gathered and not last and bool(self.parts) and self.parts[-1].kind == "thoughts"
+        waiting = [change for change in self._changes if waits and change.number == len(self.parts) - 1]
+        changes, self._changes = self._changes[: len(self._changes) - len(waiting)], waiting
         return changes
 
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:
