@@ -280,10 +280,10 @@ Delta: TypeAlias = dict[str, Any]
 
 
 class _Trimmed:
-    """Removes white space at the start and the end of a text that comes in pieces."""
+    """Removes white space at the end, and at the `start`, of a text that comes in pieces."""
 
-    def __init__(self, *, start: bool, end: bool) -> None:
-        self.start, self._end = start, end
+    def __init__(self, *, start: bool) -> None:
+        self.start = start
         self._space = ""  # at the end so far, or before a part that was cut out
 
     def add(self, text: str) -> str:
@@ -293,7 +293,7 @@ class _Trimmed:
                 return ""
             self.start = False
         text = self._space + text
-        self._space = text[len(text.rstrip()) :] if self._end else ""
+        self._space = text[len(text.rstrip()) :]
         return text[: len(text) - len(self._space)]
 
     def cut(self) -> None:
@@ -419,7 +419,7 @@ class Reply:
         return [part for part in self.parts[:end] if part.kind == kind]
 
     def _begin_message(self) -> None:
-        self._thoughts, self._text = _Trimmed(start=True, end=True), _Trimmed(start=False, end=True)
+        self._thoughts, self._text = _Trimmed(start=True), _Trimmed(start=False)
         self._is_new = True  # the next text is not joined to the text before
 
     def _think(self, text: str, last: bool) -> str:
