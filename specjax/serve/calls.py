@@ -236,23 +236,19 @@ class CallParser:
             self._add(Arguments(self._rest[0]))
             self._rest = self._rest[1:]
         if self._json.ended or self._json.broken or self._last:
-            return self._enter(self._tail if self._in_object else self._close)
+            return self._enter(self._members if self._in_object else self._close)
         return False
 
-    def _tail(self) -> bool:
-        """After arguments that are a member of an object."""
+    def _members(self) -> bool:
+        """After arguments that are a member of an object, up to its end. Unknown members may be misplaced arguments:
+        the arguments become invalid."""
         rest = self._rest.lstrip()
         if not rest and not self._last:
             return False
         if not rest.startswith((",", "}")):
             return self._enter(self._close)
-        self._enter(self._members)
-        self._rest, self._json = rest, JsonObject("}")
-        return True
-
-    def _members(self) -> bool:
-        """After the arguments, up to the end of the object. Unknown members may be misplaced arguments: the arguments
-        become invalid."""
+        if not self._at:
+            self._rest, self._json = rest, JsonObject("}")
         _, count = self._json.read(self._rest[self._at :], last=self._last)
         self._at += count
         if not (self._json.ended or self._json.broken or self._last):
@@ -498,9 +494,9 @@ class Harmony(CallParser):
         if end is not None and end[0] == "<|message|>":
             parts = sorted(match.start() for match in (*channels, *recipients))
             lead = self._ROLE.sub("", text[: parts[0]] if parts else self._TYPE.sub("", text), count=1)
-            self._speak(self._words(lead))
+            self._say(self._words(lead))
             if names and not self._name:
-                self._speak(self._recipient)
+                self._say(self._recipient)
             size = end.end()
         else:
             size = self._without_message(text, is_cut, start)
@@ -535,7 +531,7 @@ class Harmony(CallParser):
         if not self._last and (is_open or not rest or any(mark.startswith(rest) and mark != rest for mark in marks)):
             return False
         if not (is_open or is_bare or re.match(_BEGUN, rest[:LIMIT])):
-            self._speak(self._recipient)
+            self._say(self._recipient)
             return self._enter(self._message)
         self._count += 1
         self._kind = Text
@@ -551,7 +547,7 @@ class Harmony(CallParser):
         end = self._MARK.search(self._rest)
         held = 0 if end or self._last else begun(self._rest, (*self.begins, *self.closers))
         size = end.start() if end else len(self._rest) - held
-        self._speak(self._rest[:size])
+        self._say(self._rest[:size])
         self._rest, mark = self._rest[size:], end[0] if end else ""
         if mark not in ("<|start|>", "<|channel|>"):
             self._rest = self._rest[len(mark) :]
@@ -564,9 +560,9 @@ class Harmony(CallParser):
         words = " ".join(self._MARK.sub(" ", header).split())
         return words and words + "\n"
 
-    def _speak(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         if text:
-            self._parts.append(Thought(text) if self._kind is Thought else Text(text))
+            self._parts.append(self._kind(text))
 
 
 def begun(text: str, marks: Collection[str]) -> int:
@@ -592,18 +588,13 @@ def whole_call(text: str) -> tuple[str, str] | None:
             call = call["function"]
         name = call.get("name", call.get("function"))
         arguments = call.get("arguments", call.get("parameters"))
-        if isinstance(arguments, str):  # some models write the arguments as text
-            arguments = arguments or "{}"
-            return (
-                (name, arguments)
-                if isinstance(name, str) and isinstance(pydantic_core.from_json(arguments), dict)
-                else None
-            )
-        if not isinstance(name, str) or not isinstance(arguments, dict | None):
+        written = arguments if isinstance(arguments, str) else None  # some models write the arguments as text
+        arguments = pydantic_core.from_json(written) if written else {} if arguments in (None, "") else arguments
+        if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         if not call.keys() & {"arguments", "parameters"} and not call.keys() <= {*_KEYS}:
             return None  # they may be under another name
-        return name, json.dumps(arguments or {}, allow_nan=False)
+        return name, written or json.dumps(arguments, allow_nan=False)
     except ValueError:
         return None
 
@@ -714,6 +705,7 @@ class TaggedCalls(CallParser):
     """
 
     name: ClassVar[re.Pattern[str]]  # up to the first argument or the end of the call; group `name`
+    name_begun: ClassVar[re.Pattern[str]]  # a part of it; groups `name`, `rest`
     key: ClassVar[re.Pattern[str]]  # before a value; group `key`
     broken_key: ClassVar[re.Pattern[str]]  # `key` without a part of its tags that has one possible reading
     key_start: ClassVar[re.Pattern[str]]  # the beginning of any such tag; group `key`
@@ -776,11 +768,10 @@ class TaggedCalls(CallParser):
 
     def _may_name(self, text: str) -> bool:
         """True if a call may begin with this text, which ends before the first argument."""
-        name, _, rest = text.lstrip().partition(">" if self.line_breaks else "\n")
-        if not any(function.startswith(name.strip()) for function in self._names):
+        match = self.name_begun.fullmatch(text.strip())
+        if match is None or not any(function.startswith(match["name"].strip()) for function in self._names):
             return False
-        marks = (self.opens, *self.closers)
-        return any(mark.startswith(rest.strip()) or rest.strip().startswith(mark) for mark in marks)
+        return any(mark.startswith(match["rest"] or "") for mark in (self.opens, *self.closers))
 
     def _begins_key(self, text: str) -> bool:
         return any(self.key.fullmatch(text.strip() + self.example[at:]) for at in range(len(self.example)))
@@ -935,6 +926,7 @@ class QwenCoder(TaggedCalls):
     closers = ("</function>", "</tool_call>")
     joins = ("<function=",)
     name = re.compile(r"(?P<name>[^<>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)")
+    name_begun = re.compile(r"(?P<name>[^>]*)(?:>\s*(?P<rest>.*))?", re.DOTALL)
     key = re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>")
     broken_key = re.compile(r"<parameter=(?P<key>[\w.-]{1,256})(?=\n)")
     key_start = re.compile(r"\s*<parameter=\s*[\"']?(?P<key>[\w.-]+)")
@@ -948,16 +940,11 @@ class Glm(TaggedCalls):
     begins = ("<tool_call>",)
     closers = ("</tool_call>",)
     name = re.compile(r"\s*(?P<name>[^\s<>](?:[^<>\n]*[^\s<>])?)\s*(?=<arg_key>|</tool_call>)")
+    name_begun = re.compile(r"(?P<name>[^<]*)(?P<rest>.*)", re.DOTALL)
     key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
     broken_key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})(?:</arg_key>(?!\s*<)\n?|<arg_value>)")
     key_start = re.compile(r"\s*<arg_key>\s*(?P<key>[\w.-]+)")
     value_end, opens, example = "</arg_value>", "<arg_key>", "<arg_key>a</arg_key><arg_value>"
-
-    def _may_name(self, text: str) -> bool:
-        name, tag, rest = text.strip().partition("<")
-        if not any(function.startswith(name.strip()) for function in self._names):
-            return False
-        return any(mark.startswith(tag + rest) for mark in (self.opens, *self.closers))
 
 
 def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:

@@ -4,19 +4,22 @@
            reasoning_content          content   tool_calls
 
 `AnswerForm` is the format of calls and reasoning, from flags or from words of the chat template. `Reply` parses text
-that comes in pieces: the concatenated deltas of a stream are the message of a whole answer.
+that comes in pieces. A message has parts in order, and each part begins, grows and ends:
+
+    Begin(0, thoughts), Grow(0, "2 + 2 is 4."), End(0), Begin(1, text), ... , End(1), Begin(2, call), ...
+
+In OpenAI's form they are deltas: those of a stream, concatenated, are the message of a whole answer.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.engine.text import Thoughts
@@ -230,14 +233,57 @@ def short_id(id: str, length: int) -> str:
     return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()[:length]
 
 
+def is_whole(arguments: str) -> bool:
+    """True if the JSON object of a call's arguments is closed, not cut off."""
+    reader = JsonObject()
+    _, size = reader.read(arguments)
+    return reader.ended and not arguments[size:].strip()
+
+
+@dataclass
+class Part:
+    """A part of a message."""
+
+    kind: Literal["thoughts", "text", "call"]
+    text: str = ""  # so far; a call's arguments are JSON that may be cut off
+    id: str = ""  # of a call
+    name: str = ""  # of the called function
+
+    @property
+    def is_cut(self) -> bool:
+        """True for a call with incomplete arguments."""
+        return self.kind == "call" and not is_whole(self.text)
+
+    def as_call(self, arguments: str) -> dict[str, Any]:
+        """A call in OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+class Begin(NamedTuple):
+    number: int
+    part: Part
+
+
+class Grow(NamedTuple):
+    number: int
+    part: Part
+    text: str
+
+
+class End(NamedTuple):
+    number: int
+    part: Part
+
+
+Change: TypeAlias = Begin | Grow | End
 Delta: TypeAlias = dict[str, Any]
 
 
 class _Trimmed:
-    """Removes white space at the start and the end of a text that comes in pieces."""
+    """Removes white space at the end, and at the `start`, of a text that comes in pieces."""
 
-    def __init__(self, *, start: bool, end: bool) -> None:
-        self.start, self._end = start, end
+    def __init__(self, *, start: bool) -> None:
+        self.start = start
         self._space = ""  # at the end so far, or before a part that was cut out
 
     def add(self, text: str) -> str:
@@ -247,7 +293,7 @@ class _Trimmed:
                 return ""
             self.start = False
         text = self._space + text
-        self._space = text[len(text.rstrip()) :] if self._end else ""
+        self._space = text[len(text.rstrip()) :]
         return text[: len(text) - len(self._space)]
 
     def cut(self) -> None:
@@ -259,164 +305,6 @@ class _Trimmed:
         return "" if self.start else self._space
 
 
-class Reply:
-    """The message of one choice.
-
-    Args:
-        reasoning: separate reasoning from content.
-        thinking: the prompt ends inside reasoning.
-        gathered: send reasoning as one delta, once content or a call follows.
-        search: finds calls in reasoning that has no end. None: there are no calls.
-    """
-
-    def __init__(
-        self,
-        parser: CallParser,
-        *,
-        reasoning: bool,
-        thinking: bool = False,
-        gathered: bool = False,
-        search: CallSearch | None = None,
-    ) -> None:
-        self._parser, self._gathered, self._search = parser, gathered, search
-        self._reasoning = reasoning
-        is_split = not isinstance(parser, Harmony) and (reasoning or search is not None)
-        self._split = Thoughts(thinking) if is_split else None
-        self._unsplit = ""  # text whose part is undecided, if reasoning is content
-        self._markers = CallParser(hidden=parser.hidden)  # of reasoning that is content
-        self._begin_message()
-        self._deltas: list[Delta] = []
-        self._content = ""
-        self._thought = ""
-        self._unsent = ""  # gathered reasoning
-        self._calls: list[dict[str, Any]] = []
-
-    @property
-    def called(self) -> str:
-        """The text from the first call on, if it is in reasoning without an end."""
-        is_open = self._split is not None and not self._split.ended
-        return self._search.held if is_open and self._search is not None and self._search.found else ""
-
-    @property
-    def has_thought(self) -> bool:
-        return self._reasoning and bool(self._thought if self._split is None else self._split.begun)
-
-    @property
-    def has_called(self) -> bool:
-        """True if there are calls, the last one is complete, and the text does not end where another one begins."""
-        return bool(self._calls) and not self._parser.is_cut and is_whole(self._calls[-1]["function"]["arguments"])
-
-    def feed(self, text: str, *, last: bool = False) -> list[Delta]:
-        """Adds text, and returns new deltas of the message. `last`: no text follows."""
-        if self._split is not None:
-            text = self._think(text, last)
-        if self._split is None or self._split.ended or (last and self.called):
-            self._answer(text, last)
-        elif last:
-            self._emit("content", self._text.end())
-        if last:
-            self._send_gathered()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def message(self) -> dict[str, Any]:
-        """The whole message, after the last text."""
-        content = None if self._calls and not self._content else self._content
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._reasoning:
-            message["reasoning_content"] = self._thought or None
-        if self._calls:
-            message["tool_calls"] = self._calls
-        return message
-
-    def _begin_message(self) -> None:
-        self._thoughts, self._text = _Trimmed(start=True, end=True), _Trimmed(start=False, end=True)
-        self._is_new = True  # the next text is not joined to the text before
-
-    def _think(self, text: str, last: bool) -> str:
-        """Reads text that may be reasoning. Returns the text of the answer."""
-        assert self._split is not None
-        self._unsplit += text
-        thoughts, answer = self._split.split(text, last=last)
-        if not self._reasoning:  # with its markers and white space
-            thoughts = self._unsplit[: len(self._unsplit) - len(self._split.held) - len(answer)]
-        self._unsplit = self._split.held
-        if self._search is not None:
-            thoughts = self._search.feed(thoughts, last=last)
-            if self._split.ended:  # calls in it are quotes
-                thoughts, self._search = thoughts + self._search.held, None
-        if self._reasoning:
-            self._emit("reasoning_content", self._thoughts.add(thoughts))
-        else:
-            for part in self._markers.feed(thoughts, last=last or self._split.ended):
-                assert isinstance(part, Text)
-                self._emit("content", self._text.add(part.text))
-        return self.called if last and self.called else answer
-
-    def _answer(self, text: str, last: bool) -> None:
-        for part in self._parser.feed(text, last=last):
-            match part:
-                case Thought() if self._reasoning:
-                    self._emit("reasoning_content", self._thoughts.add(part.text))
-                case Text() | Thought():
-                    self._emit("content", self._text.add(part.text))
-                case Message():
-                    self._begin_message()
-                case Call():
-                    self._text.cut()
-                    self._call(part.name)
-                case Arguments():
-                    self._argue(part.text)
-        if last:
-            self._emit("content", self._text.end())
-
-    def _emit(self, field: str, text: str) -> None:
-        if not text:
-            return
-        if self._is_new and (self._content if field == "content" else self._thought):
-            text = "\n" + text
-        self._is_new = False
-        if field == "content":
-            self._send_gathered()
-            self._content += text
-        else:
-            self._thought += text
-            if self._gathered:
-                self._unsent += text
-                return
-        if self._deltas and field in self._deltas[-1]:
-            self._deltas[-1][field] += text
-        else:
-            self._deltas.append({field: text})
-
-    def _send_gathered(self) -> None:
-        if self._unsent:
-            self._deltas.append({"reasoning_content": self._unsent})
-            self._unsent = ""
-
-    def _call(self, name: str) -> None:
-        self._send_gathered()
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
-        self._deltas.append({"tool_calls": [{"index": len(self._calls), **copy.deepcopy(call)}]})
-        self._calls.append(call)
-
-    def _argue(self, text: str) -> None:
-        self._calls[-1]["function"]["arguments"] += text
-        piece = {"index": len(self._calls) - 1, "function": {"arguments": text}}
-        before = self._deltas[-1].get("tool_calls", [{}])[0] if self._deltas else {}
-        if before.get("index") == piece["index"] and "id" not in before:
-            before["function"]["arguments"] += text
-        else:
-            self._deltas.append({"tool_calls": [piece]})
-
-
-def is_whole(arguments: str) -> bool:
-    """True if the JSON object of a call's arguments is closed, not cut off."""
-    reader = JsonObject()
-    _, size = reader.read(arguments)
-    return reader.ended and not arguments[size:].strip()
-
-
 @dataclass(frozen=True)
 class ReplyOptions:
     """How the answers to one request become messages.
@@ -426,7 +314,8 @@ class ReplyOptions:
         names: names of the functions that may be called.
         most: maximum number of reported calls; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
-        reasoning, gathered: as `Reply`.
+        reasoning: separate reasoning from content.
+        gathered: send reasoning as one delta, once content or a call follows.
         thinks: the answer may begin with reasoning, whose calls are quotes.
         schemas: maps functions to the JSON schemas of their parameters.
     """
@@ -442,12 +331,155 @@ class ReplyOptions:
 
     def reply(self, *, thinking: bool) -> Reply:
         """`thinking`: the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
+        return Reply(self, thinking)
+
+
+class Reply:
+    """The message of one choice, in `parts`. `thinking`: as in `ReplyOptions.reply`."""
+
+    def __init__(self, options: ReplyOptions, thinking: bool) -> None:
         more: dict[str, Any] = {}
-        if self.parser is not None and issubclass(self.parser, TaggedCalls):
-            more["schemas"] = self.schemas
-        if self.parser is Harmony:
+        if options.parser is not None and issubclass(options.parser, TaggedCalls):
+            more["schemas"] = options.schemas
+        is_harmony = options.parser is Harmony
+        if is_harmony:
             more["opened"] = thinking
-        make = functools.partial(self.parser or CallParser, self.names, **more)
-        search = CallSearch(make) if self.names and (self.reasoning or self.thinks) else None
-        parser = make(hidden=self.hidden, most=self.most)
-        return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered, search=search)
+        make = functools.partial(options.parser or CallParser, options.names, **more)
+        self._parser = make(hidden=options.hidden, most=options.most)
+        self._reasoning, self._gathered = options.reasoning, options.gathered
+        searches = bool(options.names) and (options.reasoning or options.thinks)
+        self._search = CallSearch(make) if searches else None  # finds calls in reasoning that has no end
+        self._split = Thoughts(thinking) if not is_harmony and (searches or options.reasoning) else None
+        self._unsplit = ""  # text whose part is undecided, if reasoning is content
+        self._markers = CallParser(hidden=options.hidden)  # of reasoning that is content
+        self._begin_message()
+        self.parts: list[Part] = []
+        self._changes: list[Change] = []
+
+    @property
+    def called(self) -> str:
+        """The text from the first call on, if it is in reasoning without an end."""
+        is_open = self._split is not None and not self._split.ended
+        return self._search.held if is_open and self._search is not None and self._search.found else ""
+
+    @property
+    def has_thought(self) -> bool:
+        return self._reasoning and (bool(self._of("thoughts")) if self._split is None else self._split.begun)
+
+    @property
+    def has_called(self) -> bool:
+        """True if there are calls, the last one is complete, and the text does not end where another one begins."""
+        calls = self._of("call")
+        return bool(calls) and not self._parser.is_cut and not calls[-1].is_cut
+
+    def changes(self, text: str, *, last: bool = False) -> list[Change]:
+        """Adds text, and returns the changes of the parts. `last`: no text follows; then there is at least one part."""
+        if self._split is not None:
+            text = self._think(text, last)
+        if self._split is None or self._split.ended or (last and self.called):
+            self._answer(text, last)
+        elif last:
+            self._put("text", self._text.end())
+        if last and not self.parts:
+            self._begin(Part("text"))
+        if last:
+            self._changes.append(End(len(self.parts) - 1, self.parts[-1]))
+        waits = self._gathered and not last and bool(self.parts) and self.parts[-1].kind == "thoughts"
+        waiting = [change for change in self._changes if waits and change.number == len(self.parts) - 1]
+        changes, self._changes = self._changes[: len(self._changes) - len(waiting)], waiting
+        return changes
+
+    def feed(self, text: str, *, last: bool = False) -> list[Delta]:
+        """As `changes`, in the form of OpenAI's deltas."""
+        deltas = list[Delta]()
+        for change in self.changes(text, last=last):
+            part, index = change.part, len(self._of("call", change.number))
+            match change:
+                case Begin() if part.kind == "call":
+                    deltas.append({"tool_calls": [{"index": index, **part.as_call("")}]})
+                case Grow() if part.kind == "call":
+                    deltas.append({"tool_calls": [{"index": index, "function": {"arguments": change.text}}]})
+                case Grow():
+                    deltas.append({"content" if part.kind == "text" else "reasoning_content": change.text})
+        return deltas
+
+    def message(self) -> dict[str, Any]:
+        """The whole message in OpenAI's form, after the last text."""
+        content, thoughts = ("".join(part.text for part in self._of(kind)) for kind in ("text", "thoughts"))
+        calls = [part.as_call(part.text) for part in self._of("call")]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if self._reasoning:
+            message["reasoning_content"] = thoughts or None
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _of(self, kind: str, end: int | None = None) -> list[Part]:
+        """The parts of a kind, up to the number `end`."""
+        return [part for part in self.parts[:end] if part.kind == kind]
+
+    def _begin_message(self) -> None:
+        self._thoughts, self._text = _Trimmed(start=True), _Trimmed(start=False)
+        self._is_new = True  # the next text is not joined to the text before
+
+    def _think(self, text: str, last: bool) -> str:
+        """Reads text that may be reasoning. Returns the text of the answer."""
+        assert self._split is not None
+        self._unsplit += text
+        thoughts, answer = self._split.split(text, last=last)
+        if not self._reasoning:  # with its markers and white space
+            thoughts = self._unsplit[: len(self._unsplit) - len(self._split.held) - len(answer)]
+        self._unsplit = self._split.held
+        if self._search is not None:
+            thoughts = self._search.feed(thoughts, last=last)
+            if self._split.ended:  # calls in it are quotes
+                thoughts, self._search = thoughts + self._search.held, None
+        if self._reasoning:
+            self._put("thoughts", self._thoughts.add(thoughts))
+        else:
+            for part in self._markers.feed(thoughts, last=last or self._split.ended):
+                assert isinstance(part, Text)
+                self._put("text", self._text.add(part.text))
+        return self.called if last and self.called else answer
+
+    def _answer(self, text: str, last: bool) -> None:
+        for part in self._parser.feed(text, last=last):
+            match part:
+                case Thought() if self._reasoning:
+                    self._put("thoughts", self._thoughts.add(part.text))
+                case Text() | Thought():
+                    self._put("text", self._text.add(part.text))
+                case Message():
+                    self._begin_message()
+                case Call():
+                    self._text.cut()
+                    self._begin(Part("call", id=f"call_{secrets.token_hex(12)}", name=part.name))
+                case Arguments():
+                    self._grow(part.text)
+        if last:
+            self._put("text", self._text.end())
+
+    def _put(self, kind: Literal["thoughts", "text"], text: str) -> None:
+        """Extends the last part, or begins another."""
+        if not text:
+            return
+        if self._is_new and self._of(kind):
+            text = "\n" + text
+        self._is_new = False
+        if not self.parts or self.parts[-1].kind != kind:
+            self._begin(Part(kind))
+        self._grow(text)
+
+    def _begin(self, part: Part) -> None:
+        if self.parts:
+            self._changes.append(End(len(self.parts) - 1, self.parts[-1]))
+        self.parts.append(part)
+        self._changes.append(Begin(len(self.parts) - 1, part))
+
+    def _grow(self, text: str) -> None:
+        part, number = self.parts[-1], len(self.parts) - 1
+        part.text += text
+        if self._changes and isinstance(before := self._changes[-1], Grow):
+            text = before.text + text
+            self._changes.pop()
+        self._changes.append(Grow(number, part, text))

@@ -2,8 +2,8 @@
 
     start: SPACE calls
     calls: call (SPACE call)*
-    call: <[151657]> SPACE (call0 | call1) "}" SPACE <[151658]>
-    call0: "{\\"name\\": \\"add\\", \\"arguments\\": " arguments0
+    call: (call0 | call1) "}" SPACE <[151658]>
+    call0: <[151657]> SPACE "{\\"name\\": \\"add\\", \\"arguments\\": " arguments0
     arguments0: %json {"type": "object", ...}
 
 A marker that is a token is written as its number, else as text. `specjax.serve.calls` parses text of such a grammar.
@@ -13,8 +13,9 @@ Reasoning before the calls is not part of the grammar.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -69,7 +70,8 @@ class Tool(Body):
         return {"type": "function", "function": function}
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
+Item = TypeVar("Item")
+ToolList = Annotated[list[Item], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class FunctionChoice(Body):
@@ -110,7 +112,7 @@ ToolChoice = Annotated[
 class ToolFields(Body):
     """Fields of a chat beside its messages."""
 
-    tools: Tools | None = Field(None, description="Functions that the model may call; their names differ.")
+    tools: ToolList[Tool] | None = Field(None, description="Functions that the model may call; their names differ.")
     tool_choice: ToolChoice | None = Field(
         None,
         description="Default: auto. none = leave `tools` out of the prompt; required, or a function = call one.",
@@ -207,67 +209,44 @@ class ToolFields(Body):
         )
 
 
-SPACE = "\n"  # up to two line breaks
-INDEX = "#"  # a number
-
-
 class _Shape(NamedTuple):
-    """The parts around calls: strings are text, and tuples of one string are markers."""
+    """Text of calls. SPACE is up to two line breaks, INDEX a number; the parser's markers may be tokens."""
 
-    opens: Sequence[str | tuple[str]]
-    before: Sequence[str | tuple[str]]  # each call
-    name: Callable[[str], Sequence[str | tuple[str]]]  # before its arguments
-    after: Sequence[str | tuple[str]]
-    joins: Sequence[str | tuple[str]] | None  # between calls; None: there is only one
-    closes: Sequence[str | tuple[str]]
+    call: str  # of the function NAME with the arguments JSON
+    joins: str | None = ""  # between calls; None: there is only one
+    opens: str = ""  # before all calls
+    closes: str = ""
 
-
-def _member(name: str, arguments: str) -> Sequence[str]:
-    return (f'{{"name": "{name}", "{arguments}": ',)
-
-
-def _recipient(name: str) -> Sequence[str | tuple[str]]:
-    return (f"commentary to=functions.{name} ", ("<|constrain|>",), "json", ("<|message|>",))
+    @property
+    def is_bare(self) -> bool:
+        """True if calls begin without a marker."""
+        return (self.opens + self.call).startswith("{")
 
 
 _SHAPES: dict[type[CallParser], _Shape] = {
-    Hermes: _Shape(
-        (),
-        (("<tool_call>",), SPACE),
-        lambda name: _member(name, "arguments"),
-        ("}", SPACE, ("</tool_call>",)),
-        (SPACE,),
-        (),
-    ),
+    Hermes: _Shape('<tool_call>SPACE{"name": "NAME", "arguments": JSON}SPACE</tool_call>', "SPACE"),
     # Llama's templates refuse conversations with several calls at once.
-    Llama3: _Shape((), (), lambda name: _member(name, "parameters"), ("}",), None, ()),
-    Mistral: _Shape((("[TOOL_CALLS]",), "["), (), lambda name: _member(name, "arguments"), ("}",), (", ",), ("]",)),
-    MistralNamed: _Shape((), (("[TOOL_CALLS]",),), lambda name: (name, ("[ARGS]",)), (), (), ()),
+    Llama3: _Shape('{"name": "NAME", "parameters": JSON}', None),
+    Mistral: _Shape('{"name": "NAME", "arguments": JSON}', ", ", "[TOOL_CALLS][", "]"),
+    MistralNamed: _Shape("[TOOL_CALLS]NAME[ARGS]JSON"),
     DeepSeek: _Shape(
-        (("<｜tool▁calls▁begin｜>",),),
-        (("<｜tool▁call▁begin｜>",), "function", ("<｜tool▁sep｜>",)),
-        lambda name: (f"{name}\n```json\n",),
-        ("\n```", ("<｜tool▁call▁end｜>",)),
-        (SPACE,),
-        (("<｜tool▁calls▁end｜>",),),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```<｜tool▁call▁end｜>",
+        "SPACE",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
     ),
     DeepSeek31: _Shape(
-        (("<｜tool▁calls▁begin｜>",),),
-        (("<｜tool▁call▁begin｜>",),),
-        lambda name: (name, ("<｜tool▁sep｜>",)),
-        (("<｜tool▁call▁end｜>",),),
-        (),
-        (("<｜tool▁calls▁end｜>",),),
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>",
+        opens="<｜tool▁calls▁begin｜>",
+        closes="<｜tool▁calls▁end｜>",
     ),
     KimiK2: _Shape(
-        (("<|tool_calls_section_begin|>",),),
-        (("<|tool_call_begin|>",),),
-        lambda name: (f"functions.{name}:", INDEX, ("<|tool_call_argument_begin|>",)),
-        (("<|tool_call_end|>",),),
-        (),
-        (("<|tool_calls_section_end|>",),),
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>JSON<|tool_call_end|>",
+        opens="<|tool_calls_section_begin|>",
+        closes="<|tool_calls_section_end|>",
     ),
-    Harmony: _Shape((), (("<|channel|>",),), _recipient, (), None, ()),  # a call ends the output
+    # A call ends the output.
+    Harmony: _Shape("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON", None),
 }
 
 
@@ -300,31 +279,27 @@ def call_grammar(
     if parser not in _SHAPES:
         supported = "tool_choice auto without strict functions"
         raise ValueError(f"the arguments of this model's calls are not JSON, so only {supported} is supported")
-    shape = _SHAPES[parser]
+    shape, functions = _SHAPES[parser], [tool["function"] for tool in tools]
+    if answer is not None and shape.is_bare:
+        return _call_or_answer(shape, functions, answer)
+    pieces = re.compile(f"(SPACE|INDEX|{'|'.join(map(re.escape, parser.markers()))})")
 
-    def written(parts: Sequence[str | tuple[str]]) -> str:
-        terms = []
-        for part in parts:
-            if part == SPACE:
-                terms.append("SPACE")
-            elif part == INDEX:
-                terms.append("INDEX")
-            elif isinstance(part, tuple) and part[0] in tokens:
-                terms.append(f"<[{tokens[part[0]]}]>")
-            else:
-                terms.append(json.dumps(part if isinstance(part, str) else part[0], ensure_ascii=False))
-        return " ".join(terms)
+    def term(piece: str, name: str) -> str:
+        if piece in tokens:
+            return f"<[{tokens[piece]}]>"
+        return piece if piece in ("SPACE", "INDEX") else json.dumps(piece.replace("NAME", name), ensure_ascii=False)
 
-    if answer is not None and not (shape.opens or shape.before):
-        return _call_or_answer(shape, tools, answer)
-    any_call = " | ".join(f"call{i}" for i in range(len(tools)))
-    further = "" if shape.joins is None or most == 1 else f"({written(shape.joins)} call)*"
+    def terms(text: str, name: str = "") -> str:
+        return " ".join(term(piece, name) for piece in pieces.split(text) if piece)
+
+    start, end = shape.call.split("JSON")
+    further = "" if shape.joins is None or most == 1 else f"({terms(shape.joins)} call)*"
     lines = [
-        f"calls: {written(shape.opens)} call {further} {written(shape.closes)}",
-        f"call: {written(shape.before)} ({any_call}) {written(shape.after)}",
+        f"calls: {terms(shape.opens)} call {further} {terms(shape.closes)}",
+        f"call: ({' | '.join(f'call{i}' for i in range(len(tools)))}) {terms(end)}",
     ]
-    for i, function in enumerate(tool["function"] for tool in tools):
-        lines.append(f"call{i}: {written(shape.name(function['name']))} arguments{i}")
+    for i, function in enumerate(functions):
+        lines.append(f"call{i}: {terms(start, function['name'])} arguments{i}")
         lenient = strict is not None and function["name"] not in strict
         lines.append(f"arguments{i}: {_json(_closed(function['parameters']), lenient=lenient)}")
     if parser is Harmony:
@@ -333,30 +308,34 @@ def call_grammar(
         lines.append(harmony_turn(tokens, "TEXT" if text else None if answer is None else _json(answer), calls=True))
         return "\n".join(lines)
     lines.append(r"SPACE: /\n{0,2}/")
-    if any(INDEX in shape.name("") for _ in tools):
+    if "INDEX" in shape.call:
         lines.append("INDEX: /[0-9]{1,3}/")
-    if text:
-        lines += _beside_text(shape, tokens, several=most != 1)
-    else:
+    if not text:
         lines.append(f"start: SPACE {'calls' if answer is None else '(calls | answer)'}")
+    elif shape.is_bare:  # the whole answer is a call, or text that does not begin with a brace
+        lines += ["start: TEXT | SPACE calls", r"TEXT: /(\s*[^\s{](?s:.*))?/"]
+    elif pieces.split(shape.opens + shape.call)[1] in tokens:
+        lines += [f"start: TEXT (calls TEXT){'?' if most == 1 else '*'}", "TEXT: /(?s:.*)/"]
+    else:
+        raise ValueError("the marker of calls is not a token of this model")
     if answer is not None:
         lines.append(f"answer: {_json(answer)}")
     return "\n".join(lines)
 
 
-def _call_or_answer(shape: _Shape, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> str:
+def _call_or_answer(shape: _Shape, functions: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> str:
     """One schema for calls and answers without a marker between them: the lexer would prefer the start of a call, which
     is longer, in every answer that is an object. All functions are strict, because leniency would apply to the answer
     as well."""
     schemas = []
-    for place, function in enumerate(tool["function"] for tool in tools):
-        (start,) = shape.name(function["name"])
-        assert isinstance(start, str)
-        ((named, name), (arguments, _)) = json.loads(f"{start}null{shape.after[0]}").items()
+    for place, function in enumerate(functions):
+        ((named, name), (arguments, _)) = json.loads(
+            shape.call.replace("NAME", function["name"]).replace("JSON", "null")
+        ).items()
         parameters = _moved(_closed(function["parameters"]), f"#/anyOf/{place}/properties/{arguments}")
         members = {named: {"const": name}, arguments: parameters}
         schemas.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
-    schemas.append(_moved(answer, f"#/anyOf/{len(tools)}"))
+    schemas.append(_moved(answer, f"#/anyOf/{len(functions)}"))
     style = {"x-guidance": answer["x-guidance"]} if "x-guidance" in answer else {}
     return f"start: SPACE answer\nanswer: {_json({'anyOf': schemas, **style})}\nSPACE: /\\n{{0,2}}/"
 
@@ -374,15 +353,6 @@ def _moved(schema: Any, place: str) -> Any:
         return value if key in ("const", "enum", "default", "examples") else _moved(value, place)
 
     return {key: moved(key, value) for key, value in schema.items()}
-
-
-def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> list[str]:
-    marks = [*shape.opens, *shape.before]
-    if not marks:  # the whole answer is a call or text that does not begin with a brace
-        return ["start: TEXT | SPACE calls", r"TEXT: /(\s*[^\s{](?s:.*))?/"]
-    if not isinstance(marks[0], tuple) or marks[0][0] not in tokens:
-        raise ValueError("the marker of calls is not a token of this model")
-    return [f"start: TEXT (calls TEXT){'*' if several else '?'}", "TEXT: /(?s:.*)/"]
 
 
 def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:

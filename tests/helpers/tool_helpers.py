@@ -7,6 +7,8 @@ The last character of the last message, after a space, selects the answer. The m
 from __future__ import annotations
 
 import functools
+import json
+import random
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from specjax.drafters import make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
 from specjax.serve.calls import Harmony
-from specjax.serve.message_format import PARSERS, Reply
+from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
 
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
 MARKERS = tuple(
@@ -59,6 +61,22 @@ ANTHROPIC: list[Any] = [
     for function in (tool["function"] for tool in TOOLS)
 ]
 """The tools in the form of `/v1/messages`."""
+
+CALLS = {  # the text of a call of NAME with the arguments JSON, by parser and further words
+    "qwen": '<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>',
+    "qwen reversed": '<tool_call>{"arguments": JSON, "name": "NAME"}</tool_call>',
+    "llama3": '{"name": "NAME", "parameters": JSON}',
+    "llama3 tag": '<|python_tag|>{"name": "NAME", "parameters": JSON}',
+    "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": JSON}]',
+    "mistral named": "[TOOL_CALLS]NAME[ARGS]JSON",
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "gpt-oss": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>",
+}
 
 # The answers, by the last character of the message before; "¦" separates tokens.
 _SCRIPTS = {
@@ -161,15 +179,61 @@ def ask(last: str, **more: Any) -> dict[str, Any]:
     return {"model": "toy", "messages": [{"role": "user", "content": f"Say {last}"}], "temperature": 0} | more
 
 
+def hidden(name: str) -> frozenset[str]:
+    """Markers of a parser that are special tokens; Qwen's are not."""
+    parser = PARSERS[name]
+    return frozenset() if "<tool_call>" in parser.begins else frozenset(parser.markers())
+
+
+def divisions(text: str) -> list[list[str]]:
+    """The text whole, by character, without its last character, and in random pieces."""
+    cuts = sorted(random.Random(text).choices(range(len(text) + 1), k=6))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return [[text], [*text], [text[:-1], text[-1:]], pieces]
+
+
 def read_in_pieces(reply: Reply, pieces: list[str]) -> dict[str, Any]:
-    """The message of an answer, without ids of calls; it equals the sum of a stream's deltas."""
+    """The message of an answer, without ids of calls, and what the reply says of it. The deltas add up to it."""
     deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
     message = reply.message()
     assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
     assert joined(deltas) == {"reasoning_content": None} | message
+    assert reply.has_called <= ("tool_calls" in message)
     for call in message.get("tool_calls", ()):
         call["id"] = ""
+    return message | {"has_called": reply.has_called, "has_thought": reply.has_thought}
+
+
+def read(options: ReplyOptions, text: str, *, thinking: bool = False) -> dict[str, Any]:
+    """The message, which is the same for all divisions of the text."""
+    message, *others = (read_in_pieces(options.reply(thinking=thinking), pieces) for pieces in divisions(text))
+    assert others == [message] * len(others)
     return message
+
+
+def calls_of(message: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Names and arguments."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return tuple((function["name"], function["arguments"]) for function in functions)
+
+
+def items_of(response: Any) -> list[tuple[str, str]]:
+    """Kinds and texts of the parts of a response of OpenAI's client."""
+    kinds = {"message": "text", "reasoning": "thoughts"}
+    return [
+        (item.name, item.arguments) if item.type == "function_call" else (kinds[item.type], item.content[0].text)
+        for item in response.output
+    ]
+
+
+def blocks_of(message: Any) -> list[tuple[str, str]]:
+    """Kinds and texts of the parts of a message of Anthropic's client."""
+    parts = {
+        "text": lambda block: ("text", block.text),
+        "thinking": lambda block: ("thoughts", block.thinking),
+        "tool_use": lambda block: (block.name, json.dumps(block.input)),
+    }
+    return [parts[block.type](block) for block in message.content]
 
 
 def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:

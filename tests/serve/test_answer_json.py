@@ -14,7 +14,7 @@ from engine_helpers import idle_sequence, tokenizer
 from fastapi.responses import JSONResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_helpers import joined
+from tool_helpers import CALLS, calls_of, hidden, joined
 
 from specjax.engine import Completion, StreamChunk
 from specjax.serve.dialects.anthropic import MessagesAnswer, MessagesRequest
@@ -40,10 +40,6 @@ LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
     GENERATE: (GenerateRequest, {"text": "hello"}),
 }  # fmt: skip
 WITH_CALLS = (CHAT, RESPONSES, MESSAGES)
-
-
-def hidden(parser: str) -> frozenset[str]:
-    return frozenset() if "<tool_call>" in PARSERS[parser].begins else frozenset(PARSERS[parser].markers())
 
 
 def answer(route: str, parser: str) -> Answer:
@@ -98,8 +94,8 @@ def items(output: list[Any]) -> list[tuple[str, Any]]:
 
 
 def message_parts(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    return [("thoughts", message["reasoning_content"] or ""), ("text", message["content"] or ""), *calls]
+    parts = [("thoughts", message["reasoning_content"] or ""), ("text", message["content"] or "")]
+    return [*parts, *calls_of(message)]
 
 
 def streamed(route: str, parser: str, pieces: list[str]) -> list[tuple[str, Any]]:
@@ -170,22 +166,6 @@ def both(route: str, parser: str, text: str, size: int = 0) -> list[tuple[str, A
     return parts
 
 
-SEP, CALL, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-FORMATS: dict[str, tuple[str, Callable[[str], str]]] = {
-    "hermes": ("qwen25", lambda given: f'<tool_call>{{"name": "add", "arguments": {given}}}</tool_call>'),
-    "hermes, arguments first": (
-        "hermes", lambda given: f'<tool_call>{{"arguments": {given}, "name": "add"}}</tool_call>'
-    ),
-    "llama": ("llama3", lambda given: f'{{"name": "add", "parameters": {given}}}'),
-    "mistral": ("mistral", lambda given: f'[TOOL_CALLS] [{{"name": "add", "arguments": {given}}}]'),
-    "mistral, named": ("mistral", lambda given: f"[TOOL_CALLS]add[ARGS]{given}"),
-    "deepseek": ("deepseekv3", lambda given: f"{CALL}function{SEP}add\n```json\n{given}\n```{END}"),
-    "deepseek V3.1": ("deepseekv31", lambda given: f"{CALL}add{SEP}{given}{END}"),
-    "kimi": (
-        "kimi_k2",
-        lambda given: f"<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{given}<|tool_call_end|>",
-    ),
-}  # fmt: skip
 TAGGED: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "coder": (
         "qwen3_coder",
@@ -199,6 +179,11 @@ VALUES = (
     "1e999", "NaN", "Infinity", "9" * 5000, "007", "True", "None", r'"\ud83d"', r'"\ud83d\u0041 \ud83d"', r'"\q\u12"',
     '"a\x01\n"', r'"\ud83d\ude00\\ud83d\""', "true", "[null, 0, 2]",
 )  # fmt: skip
+
+
+def call(name: str, given: str) -> str:
+    """The text of a call of `add`."""
+    return CALLS[name].replace("NAME", "add").replace("JSON", given)
 
 
 def arguments(parts: list[tuple[str, Any]]) -> Any:
@@ -221,7 +206,7 @@ def test_deeply_nested_arguments(route):
     """Anthropic's input is an object, so arguments of hundreds of levels become a text within it."""
     for depth in (5, 150, 700, 5000):
         text = '{"a": ' + "[" * depth + "]" * depth + "}"
-        result = both(route, "qwen25", FORMATS["hermes"][1](text))[-1][1]
+        result = both(route, "qwen25", call("qwen", text))[-1][1]
         assert result == (text if route != MESSAGES else strict(text) if depth < 199 else {"INVALID_JSON": text})
 
 
@@ -237,8 +222,8 @@ def test_deeply_nested_arguments(route):
 )  # fmt: skip
 def test_input_of_wrong_or_cut_off_arguments(written, expected):
     """OpenAI's clients get the text unchanged."""
-    text = FORMATS["deepseek V3.1"][1](written)
-    text = text if written.endswith("}") else text.removesuffix(END)
+    text = call("deepseekv31", written)
+    text = text if written.endswith("}") else text[: text.index(written) + len(written)]
     assert both(MESSAGES, "deepseekv31", text, 1)[-1] == ("add", expected)
     assert both(CHAT, "deepseekv31", text, 1)[-1] == both(RESPONSES, "deepseekv31", text, 1)[-1] == ("add", written)
 
@@ -250,9 +235,9 @@ PIECES = (
     "1" * 400, "None", "é", "😀", "\u2028", "functions.add:0", "<function=add>", "<parameter=a>", "<parameter=s>",
     "</parameter>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "null", "['", "']",
 )  # fmt: skip
-SKELETONS = st.sampled_from(sorted(FORMATS)).flatmap(
+SKELETONS = st.sampled_from(sorted(CALLS)).flatmap(
     lambda name: st.lists(st.sampled_from([*PIECES, *VALUES]), max_size=6).map(
-        lambda parts: (FORMATS[name][0], FORMATS[name][1]('{"a": ' + "".join(parts) + "}"))
+        lambda parts: (name.split()[0], call(name, '{"a": ' + "".join(parts) + "}"))
     )
 )
 TAGS = st.sampled_from(sorted(TAGGED)).flatmap(

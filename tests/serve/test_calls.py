@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_helpers import joined
+from tool_helpers import calls_of, hidden, read
 
-from specjax.serve.calls import Arguments, Call, CallParser, Text, typed_value
-from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
+from specjax.serve.calls import Arguments, Call, Text, typed_value
+from specjax.serve.message_format import PARSERS, ReplyOptions
 
 NAMES = ("add", "get_weather", "noop")
 STRING: dict[str, Any] = {"type": "string"}
@@ -179,56 +179,18 @@ CASES: list[Case] = [
          '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}</tool_call>', None, BRACKETS,
          "Hm <tool_call> hm"),
     Case("qwen", "<think>\nWell, </thin", "", (), "Well, </thin"),  # without an end
-    # Wrong tags after an argument: the whole call is text.
-    *(Case("qwen3_coder", *[
-          f"<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n{tag}\n2\n</function>\n</tool_call> {end}"] * 2)
-      for tag in ("<parameter=bad", "<parameter=a<b>", "<parameter=>", "<parameters>", f"<parameter={'x' * 257}>")
-      for end in ("tail", "x" * 600)),
-    *(Case("glm", *[f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>\n{tag}</tool_call> {end}"] * 2)
-      for tag in ("<arg_key>n\n", "<arg_key>n</arg_key>2", "<arg_key></arg_key><arg_value>2</arg_value>", "<arg_keys>")
-      for end in ("tail", "x" * 600)),
 ]  # fmt: skip
 
 
-def hidden(name: str) -> frozenset[str]:
-    """Markers that are special tokens; Qwen's are not."""
-    return frozenset() if "<tool_call>" in PARSERS[name].begins else frozenset(PARSERS[name].markers())
-
-
-def read(case: Case, pieces: list[str], *, thinking: bool = False, most: int | None = None) -> dict[str, Any]:
-    """The message, which equals the sum of a stream's deltas."""
-    options = ReplyOptions(PARSERS[case.parser], NAMES, most, hidden(case.parser), reasoning=True, schemas=SCHEMAS)
-    reply = options.reply(thinking=thinking)
-    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
-    message = reply.message()
-    assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
-    assert joined(deltas) == message
-    assert reply.has_called <= ("tool_calls" in message)
-    return message
-
-
-def divided(text: str, cuts: list[int]) -> list[str]:
-    """The text, cut at these places."""
-    ends = sorted(min(cut, len(text)) for cut in cuts)
-    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
-def check(case: Case, pieces: list[str]) -> None:
-    message = read(case, pieces)
-    calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ()))
-    assert (message["content"], calls, message["reasoning_content"]) == (case.content, case.calls, case.reasoning)
+def options(parser: str, **more: Any) -> ReplyOptions:
+    return ReplyOptions(PARSERS[parser], NAMES, hidden=hidden(parser), schemas=SCHEMAS, **{"reasoning": True} | more)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parser} {case.text:.40}")
-def test_formats_whole_and_by_character(case):
-    for pieces in ([case.text], [*case.text], [case.text[:-1], case.text[-1:]]):
-        check(case, pieces)
-
-
-@settings(max_examples=100)
-@given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=12))
-def test_formats_in_random_pieces(case, cuts):
-    check(case, divided(case.text, cuts))
+def test_formats_whole_and_in_pieces(case):
+    message = read(options(case.parser), case.text)
+    expected = (case.content, case.calls, case.reasoning)
+    assert (message["content"], calls_of(message), message["reasoning_content"]) == expected
 
 
 PIECES = (
@@ -239,18 +201,11 @@ PIECES = (
 
 
 @settings(max_examples=150)
-@given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(PIECES), max_size=24), st.booleans(), st.data())
-def test_message_does_not_depend_on_pieces(parser, parts, thinking, data):
+@given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(PIECES), max_size=24), st.booleans())
+def test_message_does_not_depend_on_pieces(parser, parts, thinking):
     """Nothing raises, nothing is lost except white space and end markers, and special tokens never become content."""
     text = "".join(parts)
-    case = Case(parser, text, "")
-    message = read(case, [text], thinking=thinking)
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    for pieces in ([*text], divided(text, cuts)):
-        again = read(case, pieces, thinking=thinking)
-        for call in (*message.get("tool_calls", ()), *again.get("tool_calls", ())):
-            call["id"] = ""
-        assert again == message
+    message = read(options(parser), text, thinking=thinking)
     content = message["content"] or ""
     assert not any(marker in content for marker in hidden(parser))
     if not message.get("tool_calls") and not hidden(parser) and message["reasoning_content"] is None:
@@ -291,24 +246,19 @@ def test_parts_come_at_once():
     ],
 )  # fmt: skip
 def test_text_that_ends_in_a_second_call_has_not_called(name, first, rest, called):
-    for pieces in ([first + rest], [*first, *rest]):
-        reply = ReplyOptions(PARSERS[name], NAMES, None, hidden(name), schemas=SCHEMAS).reply(thinking=False)
-        for piece in pieces:
-            reply.feed(piece)
-        reply.feed("", last=True)
-        assert reply.has_called == called and len(reply.message()["tool_calls"]) == 1
+    message = read(options(name, reasoning=False), first + rest)
+    assert len(message["tool_calls"]) == 1 and message["has_called"] == called
 
 
 def test_maximum_number_of_calls():
-    case = Case("qwen", '<tool_call>{"name": "noop", "arguments": {}}</tool_call>' * 2, None)
-    assert [len(read(case, [case.text], most=most)["tool_calls"]) for most in (1, None)] == [1, 2]
+    text = '<tool_call>{"name": "noop", "arguments": {}}</tool_call>' * 2
+    assert [len(read(options("qwen", most=most), text)["tool_calls"]) for most in (1, None)] == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["2 + 2?\n</think>\n\n4", "\n<think>\n2 + 2?</think>4", "2 + 2?</think>4"])
 def test_thoughts_begun_by_the_prompt(text):
-    for pieces in ([text], [*text]):
-        message = read(Case("qwen", text, ""), pieces, thinking=True)
-        assert (message["reasoning_content"], message["content"]) == ("2 + 2?", "4")
+    message = read(options("qwen"), text, thinking=True)
+    assert (message["reasoning_content"], message["content"]) == ("2 + 2?", "4")
 
 
 def test_long_texts_without_a_call():
@@ -323,7 +273,7 @@ def test_long_texts_without_a_call():
 
 
 def test_text_without_a_format():
-    reply = Reply(CallParser(hidden={"<|x|>"}), reasoning=False)
+    reply = ReplyOptions(hidden=frozenset({"<|x|>"})).reply(thinking=False)
     assert reply.feed("a <|x|>b <tool_call>", last=True) == [{"content": "a b <tool_call>"}]
     assert reply.message() == {"role": "assistant", "content": "a b <tool_call>"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -12,11 +13,13 @@ import openai
 import pytest
 from body_helpers import CHAT, KINDS, MESSAGES, RESPONSES, RULES, read_request
 from engine_helpers import END, shared_engine
+from harmony_helpers import harmony_engine
 from server_helpers import running
-from tool_helpers import ANTHROPIC, FLAT, TOOLS, WEATHER, ask, tool_engine
+from tool_helpers import ANTHROPIC, FLAT, TOOLS, WEATHER, ask, blocks_of, items_of, tool_engine
 
 from specjax.checkpoint.prompts import END_THINK
 from specjax.cli.flags import ServerSettings
+from specjax.engine import Engine
 from specjax.serve.calls import Hermes
 from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
 from specjax.serve.errors import ApiError
@@ -25,6 +28,7 @@ from specjax.serve.openai_requests import ChatRequest
 
 USER, ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the hell"}
 SYSTEM = {"role": "system", "content": "be"}
+PARIS = '{"city": "Paris"}'
 LEAST: dict[str, dict[str, Any]] = {RESPONSES: {"input": "hello"}, MESSAGES: {"messages": [USER], "max_tokens": 9}}
 
 
@@ -263,27 +267,44 @@ def test_error_in_a_stream_is_an_event(server, monkeypatch, path):
 
 # Functions, thoughts and structured output. By script: kinds of parts, and their text.
 
-ANSWERS: dict[str, list[tuple[str, str]]] = {
-    "a": [("text", "Let me look."), ("get_weather", '{"city": "Paris"}')],
-    "b": [("text", "It is 22 degrees in Paris.")],
-    "c": [("noop", "{}"), ("get_weather", '{"city": "Rome"}')],
-    "g": [("thoughts", "A city, so a call."), ("noop", "{}")],
-    "i": [("thoughts", "Nothing to do."), ("text", "Fine.")],
-    "k": [("thoughts", "A city:"), ("get_weather", '{"city": "Kyoto"}')],
-    "l": [("thoughts", 'Maybe <tool_call>{"name": "noop", "arguments": {}}</tool_call>?'), ("text", "No.")],
-}
+ANSWERS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("qwen", "a"): [("text", "Let me look."), ("get_weather", PARIS)],
+    ("qwen", "b"): [("text", "It is 22 degrees in Paris.")],
+    ("qwen", "c"): [("noop", "{}"), ("get_weather", '{"city": "Rome"}')],
+    ("qwen", "g"): [("thoughts", "A city, so a call."), ("noop", "{}")],
+    ("qwen", "i"): [("thoughts", "Nothing to do."), ("text", "Fine.")],
+    ("qwen", "k"): [("thoughts", "A city:"), ("get_weather", '{"city": "Kyoto"}')],
+    ("qwen", "l"): [
+        ("thoughts", 'Maybe <tool_call>{"name": "noop", "arguments": {}}</tool_call>?'), ("text", "No."),
+    ],
+    ("gpt-oss", "a"): [("thoughts", "A city, so a call."), ("get_weather", PARIS)],
+    ("gpt-oss", "b"): [("thoughts", "Easy."), ("text", "It is 22 degrees.")],
+    ("gpt-oss", "c"): [("text", "Let me look."), ("noop", "{}")],
+    ("gpt-oss", "d"): [("text", "No thoughts.")],
+    ("gpt-oss", "e"): [("text", "??\nCut short")],
+    ("gpt-oss", "g"): [("noop", "{}")],
+    ("gpt-oss", "h"): [("text", 'to=functions.unknown json\n{"x": 1}')],
+}  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
 @pytest.fixture(scope="module")
-def clients():
-    """The clients of OpenAI and Anthropic, for a server with scripted answers."""
-    with (
-        running(tool_engine()) as served,
-        openai.OpenAI(base_url=f"{served.base}/v1", api_key="none", max_retries=0) as ours,
-        anthropic.Anthropic(base_url=served.base, api_key="none", max_retries=0) as theirs,
-    ):
-        yield ours, theirs
+def families():
+    """The clients of OpenAI and Anthropic, for servers with scripted answers in each format."""
+    with contextlib.ExitStack() as stack:
+
+        def clients(engine: Engine) -> tuple[openai.OpenAI, anthropic.Anthropic]:
+            base = stack.enter_context(running(engine)).base
+            ours = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
+            theirs = anthropic.Anthropic(base_url=base, api_key="none", max_retries=0)
+            return stack.enter_context(ours), stack.enter_context(theirs)
+
+        yield {"qwen": clients(tool_engine()), "gpt-oss": clients(harmony_engine())}
+
+
+@pytest.fixture
+def clients(families):
+    return families["qwen"]
 
 
 def respond(clients: Any, script: str, **fields: Any) -> Any:
@@ -300,56 +321,42 @@ def say(script: str) -> list[Any]:
     return ask(script)["messages"]
 
 
-def items(response: Any) -> list[tuple[str, str]]:
-    return [
-        (item.name, item.arguments)
-        if item.type == "function_call"
-        else ("text" if item.type == "message" else "thoughts", item.content[0].text)
-        for item in response.output
-    ]
-
-
-def blocks(message: Any) -> list[tuple[str, str]]:
-    parts = {
-        "text": lambda block: ("text", block.text),
-        "thinking": lambda block: ("thoughts", block.thinking),
-        "tool_use": lambda block: (block.name, json.dumps(block.input)),
-    }
-    return [parts[block.type](block) for block in message.content]
-
-
-@pytest.mark.parametrize("script", ANSWERS)
-def test_responses_with_functions(clients, script):
+@pytest.mark.parametrize(("family", "script"), ANSWERS)
+def test_responses_with_functions(families, family, script):
+    clients, answer = families[family], ANSWERS[family, script]
     fields: dict[str, Any] = {"model": "toy", "input": say(script), "temperature": 0, "tools": FLAT}
     whole = clients[0].responses.create(**fields)
-    assert items(whole) == ANSWERS[script] and whole.status == "completed"
+    assert items_of(whole) == answer and whole.status == "completed"
     assert [tool.name for tool in whole.tools] == ["get_weather", "noop"] and whole.tool_choice == "auto"
     thought = whole.usage.output_tokens_details.reasoning_tokens
-    assert bool(thought) == (ANSWERS[script][0][0] == "thoughts") and (script != "k" or thought == 2)
+    assert bool(thought) == (answer[0][0] == "thoughts") and (script != "k" or thought == 2)
     with clients[0].responses.stream(**fields) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    assert items(final) == ANSWERS[script] and final.usage.output_tokens == whole.usage.output_tokens
+    assert items_of(final) == answer and final.usage.output_tokens == whole.usage.output_tokens
     numbers = [event.sequence_number for event in events if hasattr(event, "sequence_number")]
     assert numbers == sorted(numbers)
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert "".join(deltas) == "".join(text for kind, text in ANSWERS[script] if kind not in ("text", "thoughts"))
+    assert "".join(deltas) == "".join(text for kind, text in answer if kind not in ("text", "thoughts"))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "".join(text for kind, text in answer if kind == "thoughts")
     assert len({item.id for item in final.output}) == len(final.output)
 
 
-@pytest.mark.parametrize("script", ANSWERS)
-def test_messages_with_functions(clients, script):
+@pytest.mark.parametrize(("family", "script"), ANSWERS)
+def test_messages_with_functions(families, family, script):
+    clients, answer = families[family], ANSWERS[family, script]
     fields: dict[str, Any] = {
         "model": "toy", "messages": say(script), "max_tokens": 99, "tools": ANTHROPIC, "extra_body": {"temperature": 0}
     }  # fmt: skip
     whole = clients[1].messages.create(**fields)
-    calls = any(kind not in ("text", "thoughts") for kind, _ in ANSWERS[script])
-    assert blocks(whole) == ANSWERS[script] and whole.stop_reason == ("tool_use" if calls else "end_turn")
+    calls = any(kind not in ("text", "thoughts") for kind, _ in answer)
+    assert blocks_of(whole) == answer and whole.stop_reason == ("tool_use" if calls else "end_turn")
     with clients[1].messages.stream(**fields) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    assert blocks(final) == ANSWERS[script] and final.stop_reason == whole.stop_reason
-    assert kinds.count("content_block_stop") == len(ANSWERS[script])
+    assert blocks_of(final) == answer and final.stop_reason == whole.stop_reason
+    assert kinds.count("content_block_stop") == len(answer)
     count = clients[1].messages.count_tokens(model="toy", messages=say(script), tools=ANTHROPIC)
     assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 
@@ -363,11 +370,11 @@ def test_tool_choice(clients, choice):
     their_choice: Any = {"type": kinds[choice]} if isinstance(choice, str) else {"type": "tool", "name": "noop"}
     their_choice |= {"disable_parallel_tool_use": True} if choice != "none" else {}
     message = message_of(clients, "b", tools=ANTHROPIC, tool_choice=their_choice, max_tokens=60)
-    assert blocks(message) == items(response)
+    assert blocks_of(message) == items_of(response)
     if choice == "none":
-        assert items(response) == ANSWERS["b"]
+        assert items_of(response) == ANSWERS["qwen", "b"]
     else:
-        ((name, arguments),) = items(response)
+        ((name, arguments),) = items_of(response)
         assert name in ("noop", "get_weather") if choice == "required" else name == "noop"
         assert isinstance(json.loads(arguments), dict)
 
@@ -377,14 +384,14 @@ def test_conversation_with_a_function(clients):
     response = respond(clients, "g", tools=FLAT)
     result = {"type": "function_call_output", "call_id": response.output[-1].call_id, "output": "22 b"}
     answer = respond(clients, "g", tools=FLAT, input=[*say("g"), *response.output, result])
-    assert answer.output_text == ANSWERS["b"][0][1]
+    assert answer.output_text == ANSWERS["qwen", "b"][0][1]
 
     message = message_of(clients, "g", tools=ANTHROPIC)
     content = [{"type": "text", "text": "22 b"}]
     result = {"type": "tool_result", "tool_use_id": message.content[-1].id, "content": content}
     turns = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     later = message_of(clients, "g", tools=ANTHROPIC, messages=[*say("g"), *turns])
-    assert blocks(later) == ANSWERS["b"]
+    assert blocks_of(later) == ANSWERS["qwen", "b"]
 
     chat = clients[0].chat.completions
     first = chat.create(**ask("g"), tools=TOOLS).choices[0].message
@@ -394,26 +401,27 @@ def test_conversation_with_a_function(clients):
     assert usage.prompt_tokens - later.usage.input_tokens - later.usage.cache_read_input_tokens in range(-99, 99)
 
 
-@pytest.mark.parametrize("script", ["b", "i"])
-def test_structured_output(clients, script):
+@pytest.mark.parametrize(("family", "script"), [("qwen", "b"), ("qwen", "i"), ("gpt-oss", "b")])
+def test_structured_output(families, family, script):
+    clients = families[family]
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
     response = respond(clients, script, text=text, max_output_tokens=80)
-    parts = dict(items(response))
+    parts = dict(items_of(response))
     assert set(json.loads(parts["text"])) >= {"ok"} and response.text.format.name == "x"
-    assert ("thoughts" in parts) == (script == "i")
+    assert ("thoughts" in parts) == (ANSWERS[family, script][0][0] == "thoughts")
     form = {"type": "json_schema", "schema": SCHEMA}
     for fields in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert dict(blocks(message_of(clients, script, max_tokens=80, extra_body=fields))) == parts
+        assert dict(blocks_of(message_of(clients, script, max_tokens=80, extra_body=fields))) == parts
     free = respond(clients, script, text={"format": {"type": "json_object"}}, max_output_tokens=80)
     assert isinstance(json.loads(free.output_text), dict)
 
 
 def test_cut_off_arguments(clients):
     response = respond(clients, "a", tools=FLAT, max_output_tokens=8)
-    assert items(response)[1] == ("get_weather", '{"city": "Par') and response.status == "incomplete"
+    assert items_of(response)[1] == ("get_weather", '{"city": "Par') and response.status == "incomplete"
     assert [item.status for item in response.output] == ["completed", "incomplete"]
     message = message_of(clients, "a", tools=ANTHROPIC, max_tokens=8)
-    assert blocks(message)[1] == ("get_weather", "{}") and message.stop_reason == "max_tokens"
+    assert blocks_of(message)[1] == ("get_weather", "{}") and message.stop_reason == "max_tokens"
 
 
 def test_thinking_sets_the_templates_variable():

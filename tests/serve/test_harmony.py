@@ -7,15 +7,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from body_helpers import CHAT, GENERATE, LEAST, MESSAGES, RESPONSES, RULES, refusal, task
 from harmony_helpers import ENDS, SCRIPTS, harmony_engine, harmony_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from server_helpers import SECONDS, Running, check_error, running
-from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined, read_in_pieces
+from tool_helpers import TOOLS, ask, calls_of, joined, read
 
 from specjax.checkpoint.prompts import Chat, render_chat
 from specjax.engine import Completion, SamplingParams
@@ -46,10 +44,9 @@ def thought(text: str) -> str:
     return f"{header('analysis')}{text}{END}{START}"
 
 
-def read(pieces: list[str], *, opened: bool = True, names: tuple[str, ...] = NAMES, **more: Any) -> dict[str, Any]:
-    """The message of an answer, which equals the sum of a stream's deltas."""
-    options = ReplyOptions(Harmony, names, hidden=FORM.special, **{"reasoning": True} | more)
-    return read_in_pieces(options.reply(thinking=opened), pieces)
+def parsed(text: str, *, opened: bool = True, **more: Any) -> dict[str, Any]:
+    options = ReplyOptions(Harmony, NAMES, hidden=FORM.special, **{"reasoning": True} | more)
+    return read(options, text, thinking=opened)
 
 
 # The parser. Text, content, thoughts, calls.
@@ -130,15 +127,13 @@ HEADERS: dict[str, tuple[list[str], str | None, str | None]] = {  # headers, con
 def test_words_of_headers_are_no_content(name):
     for start in HEADERS[name][0]:
         text = start + MESSAGE + '{"a":1}'
-        message = read([text])
-        calls = [tuple(call["function"].values()) for call in message.get("tool_calls", ())]
+        message = parsed(text)
         if "function" in name:
-            expected = (None, None, [("noop", '{"a":1}')])
+            expected = (None, None, (("noop", '{"a":1}'),))
         else:
-            expected = ("", '{"a":1}', []) if "analysis" in name else ('{"a":1}', None, [])
-        assert (message["content"], message["reasoning_content"], calls) == expected, text
-        assert read([text[:20], text[20:]]) == message
-        after = read([header("final") + "Hi." + END + START + text])
+            expected = ("", '{"a":1}', ()) if "analysis" in name else ('{"a":1}', None, ())
+        assert (message["content"], message["reasoning_content"], calls_of(message)) == expected, text
+        after = parsed(header("final") + "Hi." + END + START + text)
         assert after["content"] == (f"Hi.\n{expected[0]}" if expected[0] else "Hi."), "also of a later message"
         assert after["reasoning_content"] == expected[1]
         channels = Thoughts(True, FINAL)
@@ -153,29 +148,26 @@ def test_headers_that_the_text_cuts_off(name):
         text = start + MESSAGE
         known = "noop" if name.endswith("function") else "<|constrain|>"  # words before it may be text
         for size in range(text.index(known) + len(known), len(text)):
-            message = read([text[:size]])
+            message = parsed(text[:size])
             assert (message["content"], message["reasoning_content"]) == ("", None), text[:size]
             assert "tool_calls" not in message
 
 
 @pytest.mark.parametrize(("text", "content", "thoughts", "calls"), CASES)
 def test_messages(text, content, thoughts, calls):
-    for pieces in ([text], [*text], [text[:-1], text[-1:]]):
-        message = read(pieces)
-        assert (message["content"], message["reasoning_content"]) == (content, thoughts)
-        named = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-        assert named == list(calls)
+    message = parsed(text)
+    assert (message["content"], message["reasoning_content"], calls_of(message)) == (content, thoughts, calls)
 
 
 def test_message_that_the_prompt_begins():
     """After `continue_final_message` the text is a part of the final message."""
-    assert read(["analysis", "<|return|>"], opened=False)["content"] == "analysis"
-    assert read([f"x{END}{START}{header('analysis')}y"], opened=False)["reasoning_content"] == "y"
+    assert parsed("analysis<|return|>", opened=False)["content"] == "analysis"
+    assert parsed(f"x{END}{START}{header('analysis')}y", opened=False)["reasoning_content"] == "y"
 
 
 def test_thoughts_in_the_content_and_gathered():
     text = thought("Hm.") + header("commentary") + "Look." + END + START + thought("So.") + CALL
-    assert read([text], reasoning=False)["content"] == "Hm.\nLook.\nSo."
+    assert parsed(text, reasoning=False)["content"] == "Hm.\nLook.\nSo."
     reply = ReplyOptions(Harmony, NAMES, reasoning=True, gathered=True).reply(thinking=True)
     deltas = [delta for character in text for delta in reply.feed(character)] + reply.feed("", last=True)
     thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
@@ -190,17 +182,13 @@ WORDS = (
 
 
 @settings(max_examples=300)
-@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=24).map("".join), st.booleans(), st.data())
-@example(f"<|channel|>final {'x' * (LIMIT - 20)}{MESSAGE}y", True, None)
-def test_message_does_not_depend_on_pieces(text, opened, data):
+@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=24).map("".join), st.booleans())
+@example(f"<|channel|>final {'x' * (LIMIT - 20)}{MESSAGE}y", True)
+def test_message_does_not_depend_on_pieces(text, opened):
     """Nothing raises, and nothing is lost but words of headers, markers and white space around messages."""
-    message = read([text], opened=opened)
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8)) if data else [9]
-    ends = sorted(cuts)
-    for pieces in ([*text], [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]):
-        assert read(pieces, opened=opened) == message
+    message = parsed(text, opened=opened)
     shown = (message["content"] or "") + (message["reasoning_content"] or "")
-    shown += "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+    shown += "".join(arguments for _, arguments in calls_of(message))
     assert not any(mark in (message["content"] or "") for mark in FORM.special)
     text = re.sub(r"(?s)(?:<\|c(?:hannel|onstrain)\|>|to=)(?:(?!<\|(?:end|call|return|start|message)\|>).)*", "", text)
     for word in ("a b", "😀", "x" * LIMIT):
@@ -344,17 +332,7 @@ def test_reasoning_effort(path):
         assert (refusal(path, LEASTS[path] | EFFORTS[path](effort), rules=RULES) is None) == (effort in allowed)
 
 
-# Answers. By script: kinds of parts and their text.
-
-ANSWERS: dict[str, list[tuple[str, str]]] = {
-    "a": [("thoughts", "A city, so a call."), ("get_weather", PARIS)],
-    "b": [("thoughts", "Easy."), ("text", "It is 22 degrees.")],
-    "c": [("text", "Let me look."), ("noop", "{}")],
-    "d": [("text", "No thoughts.")],
-    "e": [("text", "??\nCut short")],
-    "g": [("noop", "{}")],
-    "h": [("text", 'to=functions.unknown json\n{"x": 1}')],
-}
+# Answers.
 
 
 @pytest.fixture(scope="module")
@@ -363,83 +341,11 @@ def served():
         yield server
 
 
-@pytest.fixture(scope="module")
-def clients(served):
-    with (
-        openai.OpenAI(base_url=f"{served.base}/v1", api_key="none", max_retries=0) as ours,
-        anthropic.Anthropic(base_url=served.base, api_key="none", max_retries=0) as theirs,
-    ):
-        yield ours, theirs
-
-
-@pytest.mark.parametrize("script", ANSWERS)
-def test_chat(served, script):
-    fields = ask(script, tools=TOOLS, logprobs=True, draft_limit=0)
-    whole = served.post(CHAT, fields).json()
-    (choice,) = whole["choices"]
-    events = served.events(CHAT, fields)
-    deltas = [part["delta"] for event in events for part in event["choices"]]
-    message, streamed = choice["message"], joined(deltas)
-    for call in (*message.get("tool_calls", ()), *streamed.get("tool_calls", ())):
-        call["id"] = ""
-    assert streamed == {"reasoning_content": None} | message
-    parts = [("thoughts", message["reasoning_content"]), ("text", message["content"])]
-    parts += [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    assert [part for part in parts if part[1]] == ANSWERS[script]
-    called = ANSWERS[script][-1][0] in NAMES
-    assert choice["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == ("tool_calls" if called else "stop")
-    assert choice["matched_stop"] == harmony_tokenizer().convert_tokens_to_ids(SCRIPTS[script][-1])
-    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "".join(SCRIPTS[script][:-1])
-    thoughts = SCRIPTS[script].index(END) + 1 if ANSWERS[script][0][0] == "thoughts" else 0
-    assert whole["usage"]["reasoning_tokens"] == thoughts
-    if thoughts:
-        assert sum("reasoning_content" in delta for delta in deltas) > (script == "a"), "thoughts are streamed"
-
-
-@pytest.mark.parametrize("script", ANSWERS)
-def test_responses(clients, script):
-    fields: dict[str, Any] = {"model": "toy", "input": ask(script)["messages"], "temperature": 0, "tools": FLAT}
-    whole = clients[0].responses.create(**fields, reasoning={"effort": "low"})
-    with clients[0].responses.stream(**fields) as stream:
-        events, final = list(stream), stream.get_final_response()
-    kinds = {"message": "text", "reasoning": "thoughts"}
-    for response in (whole, final):
-        items = [
-            (item.name, item.arguments) if item.type == "function_call" else (kinds[item.type], item.content[0].text)
-            for item in response.output
-        ]
-        assert items == ANSWERS[script] and response.status == "completed"
-    assert whole.reasoning.effort == "low" and final.reasoning.effort is None
-    assert bool(whole.usage.output_tokens_details.reasoning_tokens) == (ANSWERS[script][0][0] == "thoughts")
-    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
-    assert "".join(deltas) == "".join(text for kind, text in ANSWERS[script] if kind == "thoughts")
-
-
-@pytest.mark.parametrize("script", ANSWERS)
-def test_anthropic_messages(clients, script):
-    fields: dict[str, Any] = {
-        "model": "toy", "messages": ask(script)["messages"], "max_tokens": 99, "tools": ANTHROPIC,
-        "extra_body": {"temperature": 0, "output_config": {"effort": "high"}},
-    }  # fmt: skip
-    whole = clients[1].messages.create(**fields)
-    with clients[1].messages.stream(**fields) as stream:
-        list(stream)
-        final = stream.get_final_message()
-    for message in (whole, final):
-        blocks = [
-            (block.name, json.dumps(block.input)) if block.type == "tool_use"
-            else ("thoughts", block.thinking) if block.type == "thinking" else ("text", block.text)
-            for block in message.content
-        ]  # fmt: skip
-        assert blocks == ANSWERS[script]
-        assert message.stop_reason == ("tool_use" if ANSWERS[script][-1][0] in NAMES else "end_turn")
-
-
-def test_conversation_goes_on(clients):
+def test_conversation_goes_on(served):
     """Clients send back what they get: the thoughts before the call are in the prompt."""
-    first = clients[0].chat.completions.create(**ask("a"), tools=TOOLS).choices[0].message
-    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "22"}
-    history = [*ask("a")["messages"], first.model_dump(exclude_none=True), result]
+    first = served.post(CHAT, ask("a", tools=TOOLS)).json()["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "22"}
+    history = [*ask("a")["messages"], first, result]
     prompt = task(CHAT, {"messages": history, "tools": TOOLS}, OURS).prompts[0]
     text = render_chat(prompt, harmony_tokenizer(), prompt.template)  # type: ignore[arg-type,union-attr]
     assert text.endswith(
@@ -447,8 +353,8 @@ def test_conversation_goes_on(clients):
         f"{header('commentary', ' json')}{PARIS}<|call|><|start|>functions.get_weather to=assistant"
         f"{header('commentary')}22{END}{START}"
     )
-    usage = clients[0].chat.completions.create(model="toy", messages=history, tools=TOOLS, temperature=0).usage
-    assert usage.prompt_tokens == len(harmony_tokenizer()(text, add_special_tokens=False)["input_ids"])
+    usage = served.post(CHAT, {"messages": history, "tools": TOOLS, "temperature": 0}).json()["usage"]
+    assert usage["prompt_tokens"] == len(harmony_tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 def test_all_instructions_are_counted(served):
@@ -503,25 +409,14 @@ def generate(served: Running, prompt: Any, params: SamplingParams) -> Completion
     return served.runner.call(lambda engine: engine.generate(prompt, params)).result(SECONDS)
 
 
-def test_structured_output(served, clients):
-    """A schema applies to the final message, after thoughts, in all routes and in the engine."""
+def test_structured_output(served):
+    """A schema applies to the final message, after thoughts."""
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    answers = []
     for script in ("b", "d", "c", "e"):
         body = ask(script, response_format={"type": "json_schema", "json_schema": form}, max_tokens=99)
         message = served.post(CHAT, body).json()["choices"][0]["message"]
         assert set(json.loads(message["content"])) == {"ok"}
         assert message["reasoning_content"] == ("Easy." if script == "b" else message["reasoning_content"])
-        answers.append(message["content"])
-    response = clients[0].responses.create(
-        model="toy", input=ask("b")["messages"], temperature=0, text={"format": form}, max_output_tokens=60
-    )
-    assert response.output_text == answers[0] and response.output[0].content[0].text == "Easy."
-    other = clients[1].messages.create(
-        model="toy", messages=ask("b")["messages"], max_tokens=60,
-        extra_body={"temperature": 0, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-    )  # fmt: skip
-    assert [block.type for block in other.content] == ["thinking", "text"] and other.content[1].text == answers[0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import pytest
 from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, MESSAGES, RESPONSES, RULES, refusal, task
 from engine_helpers import END, TEMPLATE, byte_ids, shared_engine, toy
 from engine_helpers import tokenizer as plain_tokenizer
+from harmony_helpers import SCRIPTS as HARMONY_SCRIPTS
+from harmony_helpers import harmony_engine
 from server_helpers import Running, check_error, running
 from tool_helpers import ANTHROPIC, FLAT, NOOP, SCRIPTS, TOOLS, WEATHER, ask, joined, tool_engine, tool_tokenizer
 
@@ -38,7 +40,8 @@ def servers():
             if parser not in current:
                 stack.close()
                 current.clear()
-                current[parser] = stack.enter_context(running(tool_engine(), ServerSettings(tool_call_parser=parser)))
+                engine = harmony_engine() if parser == "gpt-oss" else tool_engine()
+                current[parser] = stack.enter_context(running(engine, ServerSettings(tool_call_parser=parser)))
             return current[parser]
 
         yield server
@@ -57,6 +60,7 @@ def summary(choice: dict[str, Any], message: dict[str, Any], entries: list[Any])
         "reasoning": message.get("reasoning_content") or "",
         "calls": calls,
         "finish": choice["finish_reason"],
+        "stop": choice["matched_stop"],
         "tokens": [entry["token"] for entry in entries],
     }
 
@@ -76,7 +80,8 @@ def both(server: Running, **fields: Any) -> list[dict[str, Any]]:
         streamed = summary(parts[-1], joined([part["delta"] for part in parts]), entries)
         assert streamed == summary(choice, choice["message"], (choice.get("logprobs") or {"content": []})["content"])
         pieces = sum(len(part["delta"].get("tool_calls", ())) for part in parts)
-        summaries.append(streamed | {"usage": usages[0], "pieces": pieces})
+        thoughts = sum("reasoning_content" in part["delta"] for part in parts)
+        summaries.append(streamed | {"usage": usages[0], "pieces": pieces, "thoughts": thoughts})
     return summaries
 
 
@@ -95,19 +100,33 @@ ANSWERS: dict[str, tuple[str, str, list[list[str]], str]] = {
     "k": ("auto", "", [["get_weather", '{"city": "Kyoto"}']], "A city:"),
     "l": ("auto", "No.", [], 'Maybe <tool_call>{"name": "noop", "arguments": {}}</tool_call>?'),
     "j": ("auto", '<tool_call>{"name": "unknown", "arguments": {}}!</tool_call>', [], ""),
+    "gpt-oss a": ("gpt-oss", "", [["get_weather", '{"city": "Paris"}']], "A city, so a call."),
+    "gpt-oss b": ("gpt-oss", "It is 22 degrees.", [], "Easy."),
+    "gpt-oss c": ("gpt-oss", "Let me look.", [["noop", "{}"]], ""),
+    "gpt-oss d": ("gpt-oss", "No thoughts.", [], ""),
+    "gpt-oss e": ("gpt-oss", "??\nCut short", [], ""),
+    "gpt-oss g": ("gpt-oss", "", [["noop", "{}"]], ""),
+    "gpt-oss h": ("gpt-oss", 'to=functions.unknown json\n{"x": 1}', [], ""),
 }
 
 
 @pytest.mark.parametrize("name", by_server(ANSWERS, 0))
 def test_answers_of_each_format(servers, name):
     parser, content, calls, reasoning = ANSWERS[name]
-    (choice,) = both(servers(parser), **ask(name), tools=TOOLS, logprobs=True, seed=1)
+    script, end, fields = [*SCRIPTS.get(name, ()), "<|im_end|>"], "</think>", ask(name[-1])
+    if parser == "gpt-oss":
+        script, end, fields = HARMONY_SCRIPTS[name[-1]], "<|end|>", fields | {"draft_limit": 0}
+    elif name == "k":
+        end = "<tool_call>"
+    (choice,) = both(servers(parser), **fields, tools=TOOLS, logprobs=True, seed=1)
     assert (choice["content"], choice["calls"], choice["reasoning"]) == (content, calls, reasoning)
     assert choice["finish"] == ("tool_calls" if calls else "stop")
-    assert choice["usage"]["completion_tokens"] == len(SCRIPTS[name]) + 1 == len(choice["tokens"])
+    assert choice["stop"] == servers(parser).engine.tokenizer.convert_tokens_to_ids(script[-1])
+    assert choice["usage"]["completion_tokens"] == len(script) == len(choice["tokens"])
+    assert "".join(choice["tokens"]) == "".join(script[:-1])
     assert choice["pieces"] >= 2 * len(calls)
-    end = "</think>" if "</think>" in SCRIPTS[name] else "<tool_call>"
-    thought = SCRIPTS[name].index(end) + (end == "</think>") if reasoning else 0
+    assert not reasoning or choice["thoughts"] > (name == "gpt-oss a"), "thoughts are streamed"
+    thought = script.index(end) + (name != "k") if reasoning else 0
     assert choice["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
 
 

@@ -1,6 +1,6 @@
 """Two further interfaces of the server. In reading order:
 
-answer_items  an answer as a list of reasoning, text and calls; helpers for requests
+answer_items  helpers of both: lists of items, messages for chat templates, named events
 responses     OpenAI's Responses interface, `/v1/responses`
 anthropic     Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`
 

@@ -22,17 +22,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
 from specjax.serve.calls import strict_json
-from specjax.serve.dialects.answer_items import (
-    Begin,
-    Change,
-    End,
-    Grow,
-    Part,
-    Parts,
-    assistant_turns,
-    earlier_call,
-    named_event,
-)
+from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.dialects.context_edits import ContextManagement, EditedChat
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
@@ -44,15 +34,13 @@ from specjax.serve.fields import (
     StopStrings,
     Text,
     Values,
-    at_most,
     texts,
 )
-from specjax.serve.message_format import PLAIN, AnswerForm, Reply
+from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, End, Grow, Part, Reply, ReplyOptions
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
     FIELDS,
-    MAX_MESSAGES,
     Effort,
     JsonSchemaFormat,
     NewTokens,
@@ -64,13 +52,13 @@ from specjax.serve.openai_requests import (
 )
 from specjax.serve.tokenising import Rules, Task, refusal
 from specjax.serve.tools import (
-    MAX_TOOLS,
     Choice,
     FunctionChoice,
     FunctionName,
     FunctionTool,
     Tool,
     ToolFields,
+    ToolList,
     object_schema,
 )
 
@@ -92,10 +80,9 @@ class TextBlock(Block):
     text: Text
 
 
-TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
 TextOrBlocks = Annotated[
-    TextBlocks,
-    texts("text blocks", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | TextBlocks),
+    Items[TextBlock],
+    texts("text blocks", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Items[TextBlock]),
 ]
 
 
@@ -128,10 +115,8 @@ class RedactedBlock(Block):
     data: Any = None  # not used
 
 
-Blocks = Annotated[
-    list[Annotated[TextBlock | CallBlock | ResultBlock | ThoughtsBlock | RedactedBlock, Field(discriminator="type")]],
-    Field(max_length=MAX_MESSAGES, fail_fast=True),
-    at_most(MAX_MESSAGES),
+Blocks = Items[
+    Annotated[TextBlock | CallBlock | ResultBlock | ThoughtsBlock | RedactedBlock, Field(discriminator="type")]
 ]
 BELONGS = dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant") | {"tool_result": "user"}
 
@@ -166,7 +151,7 @@ class AnthropicMessage(Body):
                     message.setdefault("tool_calls", []).append(call)
                 case ResultBlock():
                     alone = False
-                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or [])}
+                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content or ())}
         if alone or message["content"]:
             yield message
 
@@ -189,9 +174,6 @@ class AnthropicTool(Body):
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
         return Tool.model_construct(type="function", function=function)
-
-
-AnthropicTools = Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class AnthropicChoice(Body):
@@ -242,10 +224,10 @@ class CountTokensRequest(Body):
 
     model: Text | None = None
     system: TextOrBlocks | None = None
-    messages: Annotated[
-        list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
-    ]
-    tools: AnthropicTools | None = Field(None, description="Functions that the model may call; their names differ.")
+    messages: Annotated[Items[AnthropicMessage], Field(min_length=1)]
+    tools: ToolList[AnthropicTool] | None = Field(
+        None, description="Functions that the model may call; their names differ."
+    )
     tool_choice: AnthropicChoice | None = Field(
         None, description="Default: auto. none = leave `tools` out of the prompt; any, or a tool = call one."
     )
@@ -271,7 +253,7 @@ class CountTokensRequest(Body):
         )
 
     def chat(self) -> Chat:
-        system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = assistant_turns(turn for message in self.messages for turn in message.for_template())
         last = messages[-1]
         variables = {"continue_final_message": last["role"] == "assistant" and not last.get("tool_calls")}
@@ -323,10 +305,6 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
         return task if edited is None else replace(task, edit=edited)
 
 
-def _text(blocks: list[TextBlock]) -> str:
-    return "".join(block.text for block in blocks)
-
-
 DELTAS = {  # kind of a part -> type of its deltas, and name of their text
     "text": ("text_delta", "text"),
     "thoughts": ("thinking_delta", "thinking"),
@@ -339,19 +317,16 @@ class MessagesAnswer(Answer):
     id: str  # msg_...
     model: str
     prompt_tokens: int
-    reply: Reply | None = None  # None: the text is not parsed
+    reply: Reply
     edited: EditedChat | None = None
     omits_thoughts: bool = False  # their blocks are empty
     _begun: bool = False
 
-    def __post_init__(self) -> None:
-        self._parts = Parts(self.reply)
-
     def whole(self, done: list[Completion]) -> dict[str, Any]:
         first = done[0]
-        self._parts.feed(first.text, last=True)
+        self.reply.changes(first.text, last=True)
         return self._message(first.cached_tokens) | {
-            "content": [_block(part, self._shown(part, part.text)) for part in self._parts.items],
+            "content": [_block(part, self._shown(part, part.text)) for part in self.reply.parts],
             **self._ending(first),
             **self._edits(),
             "usage": self._usage(first.cached_tokens, first.completion_tokens),
@@ -363,7 +338,7 @@ class MessagesAnswer(Answer):
             self._begun = True
             events.append({"type": "message_start", "message": self._message(chunk.cached_tokens)})
         done = chunk.completion
-        for change in self._parts.feed(chunk.text, last=done is not None):
+        for change in self.reply.changes(chunk.text, last=done is not None):
             if not isinstance(change, Grow) or self._shown(change.part, change.text):
                 events.append(_changed(change))
         if done is not None:
@@ -403,7 +378,7 @@ class MessagesAnswer(Answer):
         matched = done.finish_reason.get("matched")
         if isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-        return {"stop_reason": "tool_use" if self._parts.has_called else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self.reply.has_called else "end_turn", "stop_sequence": None}
 
 
 def _block(part: Part, text: str) -> dict[str, Any]:
@@ -451,8 +426,8 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
     model = generation.model
 
     def answer(body: MessagesRequest, queued: Queued) -> Answer:
-        options, edited = queued.task.reply, cast(EditedChat | None, queued.task.edit)
-        reply = None if options is None else options.reply(thinking=queued.thinking)
+        reply = (queued.task.reply or ReplyOptions()).reply(thinking=queued.thinking)
+        edited = cast(EditedChat | None, queued.task.edit)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         return MessagesAnswer(queued.id, model, len(queued.sequences[0].prompt), reply, edited, omits)
 

@@ -6,6 +6,7 @@ The edits apply in order to the messages before the chat template. An edit that 
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -84,16 +85,14 @@ class ClearThinking(Edit):
     def clear(self, chat: Counted) -> tuple[Counted, int]:
         if isinstance(self.keep, AllTurns):
             return chat, 0
-        turns, turn = list[int](), 0  # the turn of each message with thoughts
-        for message in chat.messages:
-            turn += message["role"] == "user"
-            turns += [turn] if "reasoning_content" in message else []
-        old = sorted(set(turns))[: -1 if self.keep is None else -self.keep.value]
-        left, edited = iter(turns), Messages()
-        for message in chat.messages:
-            if "reasoning_content" in message and next(left) in old:
-                message = {name: value for name, value in message.items() if name != "reasoning_content"}
-            edited.append(message)
+        turns = [*itertools.accumulate(message["role"] == "user" for message in chat.messages)]
+        numbered = [*zip(turns, chat.messages, strict=True)]
+        thinking = {turn for turn, message in numbered if "reasoning_content" in message}
+        old = sorted(thinking)[: -1 if self.keep is None else -self.keep.value]
+        edited = [
+            {name: value for name, value in message.items() if name != "reasoning_content" or turn not in old}
+            for turn, message in numbered
+        ]
         return replace(chat, messages=edited), len(old)
 
 

@@ -23,25 +23,14 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued
 from specjax.serve.calls import strict_json
-from specjax.serve.dialects.answer_items import (
-    Begin,
-    Change,
-    End,
-    Grow,
-    Part,
-    Parts,
-    assistant_turns,
-    earlier_call,
-    named_event,
-)
+from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.errors import ApiError, bad_request
-from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, at_most, texts
-from specjax.serve.message_format import PLAIN, AnswerForm
+from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, texts
+from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, End, Grow, Part, ReplyOptions
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
     FIELDS,
-    MAX_MESSAGES,
     CallArguments,
     Effort,
     JsonSchemaFormat,
@@ -54,7 +43,7 @@ from specjax.serve.openai_requests import (
     grammar_of_type,
 )
 from specjax.serve.tokenising import Rules, Task
-from specjax.serve.tools import MAX_TOOLS, Choice, FunctionName, FunctionTool, Tool, ToolFields, as_choice
+from specjax.serve.tools import Choice, FunctionName, FunctionTool, Tool, ToolFields, ToolList, as_choice
 
 
 class InputPart(Body):
@@ -64,10 +53,9 @@ class InputPart(Body):
     logprobs: Any = None
 
 
-InputParts = Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
 TextOrParts = Annotated[
-    InputParts,
-    texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | InputParts),
+    Items[InputPart],
+    texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Items[InputPart]),
 ]
 
 
@@ -90,7 +78,7 @@ class InputMessage(Item):
 
     def for_template(self) -> dict[str, Any]:
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+        return {"role": role, "content": text_of(self.content)}
 
 
 class InputCall(Item):
@@ -120,8 +108,7 @@ class InputResult(Item):
     output: TextOrParts
 
     def for_template(self) -> dict[str, Any]:
-        text = "".join(part.text for part in self.output)
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
 
 
 class ReasoningPart(Body):
@@ -133,10 +120,10 @@ class InputReasoning(Item):
     type: Literal["reasoning"]
     encrypted_content: Any = None  # of another provider; not used
     summary: Any = None  # not used
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    content: Items[ReasoningPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        thoughts = "".join(part.text for part in self.content or ())
+        thoughts = text_of(self.content or ())
         return {"role": "assistant", "content": ""} | ({"reasoning_content": thoughts} if thoughts else {})
 
 
@@ -155,9 +142,7 @@ InputItem = Annotated[
     | Annotated[InputReasoning, Tag("reasoning")],
     Discriminator(_type),
 ]
-InputItems = Annotated[
-    list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
-]
+InputItems = Annotated[Items[InputItem], Field(min_length=1)]
 
 
 class Origin(NamedTuple):
@@ -181,7 +166,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: FunctionName
     description: Text | None = Field(None, description="Part of the first function's description.")
-    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True), at_most(MAX_TOOLS)]
+    tools: ToolList[FlatTool]
 
     def functions(self) -> list[tuple[FunctionTool, Origin]]:
         pairs, about = [], self.description
@@ -244,11 +229,7 @@ FlatToolChoice = Annotated[
         functools.partial(as_choice, flat=True), json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice
     ),
 ]
-FlatTools = Annotated[
-    list[Annotated[FlatTool | NamespaceTool | CustomTool, Field(discriminator="type")]],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
-    at_most(MAX_TOOLS),
-]
+FlatTools = ToolList[Annotated[FlatTool | NamespaceTool | CustomTool, Field(discriminator="type")]]
 
 
 class TextFormat(JsonSchemaFormat):
@@ -359,10 +340,10 @@ class ResponsesAnswer(Answer):
 
     def __post_init__(self) -> None:
         self._origins = {function.name: origin for function, origin in self.body.functions()}
-        self._parts = Parts(None if self.task.reply is None else self.task.reply.reply(thinking=self.thinking))
+        self._reply = (self.task.reply or ReplyOptions()).reply(thinking=self.thinking)
 
     def whole(self, done: list[Completion]) -> dict[str, Any]:
-        self._parts.feed(done[0].text, last=True)
+        self._reply.changes(done[0].text, last=True)
         return self._response(done[0])
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
@@ -372,7 +353,7 @@ class ResponsesAnswer(Answer):
             response = self._response(None)
             events += [self._event("response.created", response=response)]
             events += [self._event("response.in_progress", response=response)]
-        for change in self._parts.feed(chunk.text, last=done is not None):
+        for change in self._reply.changes(chunk.text, last=done is not None):
             events += self._changed(change, done)
         if done is not None:
             events += [self._event(f"response.{_status(done)}", response=self._response(done))]
@@ -445,7 +426,7 @@ class ResponsesAnswer(Answer):
         """The status of a part that has ended: only the last part, or a call that is cut off, may be incomplete."""
         if part.is_cut:
             return "incomplete"
-        return "completed" if done is None or part is not self._parts.items[-1] else _status(done)
+        return "completed" if done is None or part is not self._reply.parts[-1] else _status(done)
 
     def _response(self, done: Completion | None) -> dict[str, Any]:
         """The response, with all its items once it is complete."""
@@ -453,7 +434,7 @@ class ResponsesAnswer(Answer):
         status = "in_progress" if done is None else _status(done)
         items: list[dict[str, Any]] = []
         if done is not None:
-            items = [self._item(i, part, self._part_status(part, done)) for i, part in enumerate(self._parts.items)]
+            items = [self._item(i, part, self._part_status(part, done)) for i, part in enumerate(self._reply.parts)]
         sent = body.model_dump(mode="json", include={"tools"}, exclude_none=True)
         format: dict[str, Any] = {"type": "text"}
         if body.text is not None and body.text.format is not None:
@@ -492,8 +473,8 @@ class ResponsesAnswer(Answer):
         }
 
     def _usage(self, done: Completion) -> dict[str, Any]:
-        has_thought = any(part.kind == "thoughts" for part in self._parts.items)
-        thought = self.form.reasoning_tokens(done.output_ids, self._parts.called) if has_thought else 0
+        has_thought = any(part.kind == "thoughts" for part in self._reply.parts)
+        thought = self.form.reasoning_tokens(done.output_ids, self._reply.called) if has_thought else 0
         return {
             "input_tokens": done.prompt_tokens,
             "input_tokens_details": {"cached_tokens": done.cached_tokens},
