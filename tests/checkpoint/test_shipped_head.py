@@ -23,6 +23,7 @@ from specjax import checkpoint, load
 from specjax.checkpoint import shipped
 from specjax.checkpoint.hub import resolve
 from specjax.cli import generate
+from specjax.config import ModelConfig, RopeConfig
 from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape
 from specjax.drafters.options import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
@@ -271,6 +272,10 @@ def test_shipped_files(head):
         tree = TreeShape(**head.serving(device))
         options = {"eagle3": Eagle3, "eagle": Eagle}[head.kind](steps=tree.steps, topk=tree.topk, nodes=tree.nodes)
         assert options.shape() == tree
+    others: Any = {"norm_epsilon": 1e-5, "rope": RopeConfig(1e5), "max_positions": 8192, "tied_embeddings": True}
+    target = ModelConfig("llama", **head.sizes | others)
+    config, _ = checkpoint.load_head(str(head.folder), target, kind=head.kind, progress=False)
+    assert config.aux_layers == {"eagle3": (1, 14, 26), "eagle": ()}[head.kind]
 
 
 @pytest.mark.real_model
