@@ -300,18 +300,22 @@ def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]
 
 def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -> dict[str, Any]:
     """The window of each layer; ``layer_types`` overrides ``has_window``."""
-    types = config.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
-            raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
-        has_window = lambda layer: types[layer] == LAYER_TYPES[0]  # noqa: E731
+    has_types = config.get("layer_types") is not None
+    sliding = layers_with_window(config, layers) if has_types else [has_window(layer) for layer in range(layers)]
     if config.get("sliding_window") is None:
-        if types is not None and LAYER_TYPES[0] in types:
+        if has_types and any(sliding):
             raise CheckpointError(f"config.json: layer_types has {LAYER_TYPES[0]}, and sliding_window is null")
         return {}
     window = config.integer("sliding_window")
-    windows = tuple(window if has_window(layer) else None for layer in range(layers))
-    return {"windows": windows} if any(windows) else {}
+    return {"windows": tuple(window if each else None for each in sliding)} if any(sliding) else {}
+
+
+def layers_with_window(config: Settings, layers: int) -> list[bool]:
+    """Whether each layer has a window, by ``layer_types``."""
+    types = config["layer_types"]
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+        raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
+    return [name == LAYER_TYPES[0] for name in types]
 
 
 def layer_number(config: Settings, key: str, default: int) -> int:
@@ -395,6 +399,16 @@ READERS: Mapping[str, Reader] = {
         for kind in ("", "Moe") for use in ("CausalLM", "ConditionalGeneration")
     },
 }  # fmt: skip
+
+
+def flattened(config: Settings, *sections: str) -> Settings:
+    """The settings of a head and of these sections in one object without nulls. speculators and NeMo nest the layer's
+    settings in ``transformer_layer_config``, whose rotary embedding replaces the head's as a whole."""
+    layer, ropes = config.section("transformer_layer_config"), {"rope_theta", *ROPE_SECTIONS}
+    hidden = ropes if any(layer.get(key) is not None for key in ropes) else set()
+    outer = {key: value for key, value in config.items() if key not in hidden}
+    parts = (outer, layer, *(config.section(name) for name in sections))
+    return Settings((key, value) for part in parts for key, value in part.items() if value is not None)
 
 
 def rope_section(config: Settings) -> Settings:
