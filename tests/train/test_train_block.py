@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import VOCABULARY
-from train_helpers import arguments, save_model
+from train_helpers import arguments
 
 from specjax import checkpoint
 from specjax.cache import PoolShape
@@ -37,7 +37,6 @@ from specjax.train.losses import (
     block_attention,
     block_logits,
     block_loss,
-    d_pace,
     draw_anchors,
     packed_attention,
 )
@@ -265,16 +264,6 @@ def loop_d_pace(entropy: np.ndarray, counted: np.ndarray, alpha: float) -> np.nd
     return weights
 
 
-def test_d_pace():
-    rng = np.random.default_rng(0)
-    entropy, counted = rng.exponential(1, (40, 7)).astype(np.float32), (rng.random((40, 7)) < 0.7).astype(np.float32)
-    for alpha in (0.5, 0.1):
-        expected = [loop_d_pace(row, mask, alpha) for row, mask in zip(entropy, counted, strict=True)]
-        np.testing.assert_allclose(d_pace(jnp.asarray(entropy), jnp.asarray(counted), alpha), expected, rtol=2e-5)
-    certain = d_pace(jnp.zeros((1, 7)), jnp.ones((1, 7)))
-    np.testing.assert_allclose(certain[0], np.arange(7, 0, -1), rtol=1e-6)
-
-
 def test_anchors():
     """Different slots with a loss before another one, in each example its share, and new ones for each key."""
     rng = np.random.default_rng(0)
@@ -347,11 +336,6 @@ BLOCK_FLAGS: dict[str, Any] = {
     "mask_token": 3, "anchors": 64, "draft_vocab_size": 30, "measure_prompts": 3, "measure_tokens": 10,
     "measure_steps": 3,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -465,18 +449,3 @@ def slot_counts(rows: Rows, drafts: np.ndarray) -> Iterator[np.ndarray]:
             for _, count, agreed in agreed_drafts(rows, drafts, row, segment):
                 slots = np.arange(BLOCK - 1)
                 yield np.stack([(slots < count) & (slots <= agreed), slots < agreed], axis=1).astype(int)
-
-
-def test_refusals(model, answers, tmp_path, capfd):
-    """Settings that do not apply, or have no default, are refused by name."""
-    for changes, expected in (
-        ({"mask_token": None}, "--mask-token 265 is not one of the model's 265 ids"),
-        ({"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has its own loss"),
-        ({"draft": "EAGLE3"}, "the settings of [block] are for --draft DFLASH, DSPARK, DFLASH2, not EAGLE3"),
-        ({"walk_rank": 4}, "--walk-rank is for --draft DSPARK and DFLASH2; DFLASH has no walk"),
-        ({"measure_steps": 4}, "--measure-steps 4 is more than the 3 tokens that a block drafts"),
-        ({"aux_layers": ("3",)}, "--aux-layers must be different layers from 0 to 2, got 3"),
-    ):
-        assert main(arguments(model, answers, tmp_path / "run", **BLOCK_FLAGS | changes)) == 2
-        assert expected in capfd.readouterr().err
-    assert not (tmp_path / "run").exists()
