@@ -1,6 +1,6 @@
 """Heads for every family: the target's features, ten steps on its own answers, and serving the exported head.
 
-transformers' models are the oracle for features and answers.
+Texts alone are the oracle for features, and plain decoding for answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import END, NEAR, VOCABULARY, tokenizer
-from family_helpers import FAMILIES, RECURRENT, WINDOW, load_oracle, save_family
+from family_helpers import FAMILIES, RECURRENT, WINDOW, save_family
 from train_helpers import arguments
 
 from specjax import Engine, EngineConfig, SamplingParams
@@ -25,9 +25,10 @@ from specjax.config import ModelConfig
 from specjax.drafters.options import options_of
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, with_token_map
+from specjax.models.target import hidden_states
 from specjax.train import generate
 from specjax.train.__main__ import main
-from specjax.train.data import Rows
+from specjax.train.data import Example, pack
 from specjax.train.features import teach, training_target
 from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
@@ -62,32 +63,28 @@ def read(folder: Path) -> tuple[ModelConfig, Any]:
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_features_of_packed_rows_against_transformers(folders, family):
-    """Two examples in a row, both longer than a window."""
-    import torch
-
+def test_features_of_packed_rows(folders, family):
+    """Two examples in a row, both longer than a window, equal texts alone, which tests/models compares with
+    transformers."""
     config, params = read(folders(family))
     lengths = (WINDOW + 17, WINDOW + 9)
-    texts = [np.random.default_rng(i).integers(3, VOCABULARY, length) for i, length in enumerate(lengths)]
-    positions = [np.arange(length, dtype=np.int32) for length in lengths]
-    parts = np.concatenate(texts), np.concatenate(positions), np.repeat([1, 2], lengths), np.ones(sum(lengths))
-    rows = Rows(*(jnp.asarray(part[None].astype(dtype)) for part, dtype in zip(parts, "iii?", strict=True)))
-    teacher = jax.jit(teach(training_target(config, "float32"), (0, 1)))(params, rows)
-    oracle, start = load_oracle(folders(family), family), 0
+    texts = [
+        np.random.default_rng(i).integers(3, VOCABULARY, length).astype(np.int32) for i, length in enumerate(lengths)
+    ]
+    rows = pack([Example(text, np.ones(len(text), bool)) for text in texts], sum(lengths), 0)
+    teacher = jax.jit(teach(training_target(config, "float32"), (0, 1)))(params, jax.tree.map(jnp.asarray, rows))
+    target = make_target(config)
     for text in texts:
-        with torch.inference_mode():
-            output = oracle(torch.tensor(text[None]), output_hidden_states=True)
-        states = [state[0].numpy() for state in output.hidden_states]  # [0]: the embedding; the last is normalised
-        slots = slice(start, start := start + len(text))
-        expected = np.concatenate(states[1:3], axis=-1)
-        np.testing.assert_allclose(teacher.features[0, slots], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-        np.testing.assert_allclose(teacher.hidden[0, slots], states[-1], rtol=0, atol=1e-4 * np.abs(states[-1]).max())
-        best = output.logits[0].topk(2).values.numpy()
-        sure = best[:, 0] - best[:, 1] > NEAR
+        alone = [hidden_states(target, params, jnp.asarray(text[None]), kind)[0] for kind in ((0, 1), "final")]
+        logits = np.asarray(target.unembed(params, alone[1]))
+        segment = next(n for n in (1, 2) if (rows.tokens[0][rows.segments[0] == n]).tolist() == text.tolist())
+        slots = rows.segments[0] == segment
+        for part, expected in zip((teacher.features, teacher.hidden), alone, strict=True):
+            np.testing.assert_allclose(part[0, slots], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+        best = np.sort(logits)[:, -2:]
+        sure = best[:, 1] - best[:, 0] > NEAR
         assert sure.any()
-        np.testing.assert_array_equal(
-            np.asarray(teacher.top[0, slots])[sure], output.logits[0].argmax(-1).numpy()[sure]
-        )
+        np.testing.assert_array_equal(np.asarray(teacher.top[0, slots])[sure], logits.argmax(-1)[sure])
 
 
 TRAINED = [

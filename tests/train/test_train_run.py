@@ -15,22 +15,12 @@ import orbax.checkpoint as ocp
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
 from toy_models import tiny_llama
-from train_helpers import arguments, save_data, save_model, start
+from train_helpers import arguments, start
 
 from specjax.train import run
 from specjax.train.__main__ import main
 from specjax.train.options import PLACEMENTS, DataSettings, OptimizerSettings, TrainOptions
 from specjax.train.output import RunError, RunFolder, plot, read_metrics
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data") / "data.jsonl")
 
 
 @pytest.fixture
@@ -334,6 +324,9 @@ def test_run_folders(train, tmp_path):
     assert content(tmp_path / "other") == {"mine.txt": b"text"}
 
 
+BLOCK: dict[str, Any] = {"draft": "DFLASH", "rounds": None, "block_size": 4, "measure_steps": 3, "mask_token": 3}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -344,6 +337,12 @@ def test_run_folders(train, tmp_path):
         ({"init_from": "/no/such/head"}, "/no/such/head"),
         ({"output": "/proc/nowhere"}, "--output /proc/nowhere cannot be used"),
         ({"batch_size": 3}, "--batch-size 3 cannot be spread over 2 devices"),
+        (BLOCK | {"mask_token": None}, "--mask-token 265 is not one of the model's 265 ids"),
+        (BLOCK | {"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has its own loss"),
+        ({"block_size": 4}, "the settings of [block] are for --draft DFLASH, DSPARK, DFLASH2, not EAGLE3"),
+        (BLOCK | {"walk_rank": 4}, "--walk-rank is for --draft DSPARK and DFLASH2; DFLASH has no walk"),
+        (BLOCK | {"measure_steps": 4}, "--measure-steps 4 is more than the 3 tokens that a block drafts"),
+        (BLOCK | {"aux_layers": ("3",)}, "--aux-layers must be different layers from 0 to 2, got 3"),
     ],
     ids=str,
 )

@@ -59,19 +59,8 @@ class World:
         self.params = {name: leaf if leaf.ndim < 2 else leaf * 12 for name, leaf in params.items()}
         if self.config.mapped:
             self.params["ids"] = jnp.asarray([1, 2, 5, 6, 11, 12, 17], jnp.int32)
-        lengths = [[5, 6], [4, 3, 2]]  # of the examples in rows of 12, each with padding
-        shape = (2, 12)
-        tokens, positions, segments, loss = (np.zeros(shape, np.int32) for _ in range(4))
-        for row, sizes in enumerate(lengths):
-            start = 0
-            for number, size in enumerate(sizes, 1):
-                part = row, slice(start, start + size)
-                tokens[part], positions[part] = rng.integers(0, V, size), np.arange(size)
-                segments[part], loss[part] = number, rng.random(size) < 0.8
-                start += size
-        self.batch = Rows(
-            jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments), jnp.asarray(loss.astype(bool))
-        )
+        examples = [Example(rng.integers(0, V, n).astype(np.int32), rng.random(n) < 0.8) for n in (5, 6, 4, 3, 2)]
+        self.batch, shape = jax.tree.map(jnp.asarray, pack(examples, 12, 3)), (2, 12)  # each row has padding
         self.teacher = Teacher(
             jnp.asarray(rng.normal(size=(*shape, self.config.feature_size)), jnp.float32),
             jnp.asarray(rng.normal(0, 3, (*shape, M)), jnp.float32),
