@@ -20,6 +20,7 @@ from engine_helpers import tokenizer
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import Quantised
 from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, save_model, write_gguf
+from tiny_heads import save_head
 
 from specjax import checkpoint
 from specjax.checkpoint import (
@@ -342,28 +343,6 @@ def test_gguf_quantised(tmp_path):
     assert_same_weights(params, tensors, config, head=True, atol=1e-3)
 
 
-def test_transformers_reads_converted_folder(tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tensors = save_llama(tmp_path / "source")
-    write_gguf(tmp_path / "tiny.gguf", tensors)
-    folder = resolve(str(tmp_path / "tiny.gguf"), progress=False).folder
-    tokens = torch.tensor([[5, 9, 77, 2]])
-    ours, source = (
-        AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folder, tmp_path / "source")
-    )
-    # The source has transformers' default epsilon, the GGUF file 1e-5.
-    source.model.norm.variance_epsilon = 1e-5
-    for layer in source.model.layers:
-        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = 1e-5
-    torch.testing.assert_close(ours(tokens).logits, source(tokens).logits)
-    assert (
-        AutoTokenizer.from_pretrained(folder)("hello 12").input_ids
-        == load_tokenizer(resolve(str(folder)))("hello 12").input_ids
-    )
-
-
 def test_tokenizer_refusals(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
     (tmp_path / "open").write_text("{{ bos_token }}\n{% for m in messages %}")
@@ -531,7 +510,9 @@ def test_unwritable_cache(tmp_path):
 
 
 def test_two_processes_without_torch(tmp_path):
-    """Importing is light, nothing needs torch, and two processes convert a file once."""
+    """Importing is light, nothing needs torch, its files included, and two processes convert a file once."""
+    head, sizes = tmp_path / "head", {"hidden_size": 32, "target_hidden_size": 32, "target_vocab_size": 300}
+    save_head(head, "eagle", format="sharded bin", **sizes)
     program = f"""
 import sys
 sys.modules["torch"] = None  # as if it were not installed
@@ -541,6 +522,7 @@ assert not heavy, heavy
 files = c.resolve({str(tiny_gguf(tmp_path))!r}, progress=False)
 c.load_params(files, c.model_config(files.config), progress=False)
 assert c.load_tokenizer(files)("hello").input_ids
+c.load_head({str(head)!r}, c.model_config(files.config), kind="eagle", progress=False)
 print(files.folder)
 """
     command = [sys.executable, "-c", program]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -498,15 +496,3 @@ def test_hub(tmp_path, monkeypatch, format):
     patterns = ["*.json", "*.safetensors"]
     expected = [("some/head", "v1", patterns), ("some/head", "v1", [*patterns, "*.bin"])]
     assert requests == (expected[:1] if format == "safetensors" else expected)
-
-
-def test_torch_is_not_needed(tmp_path):
-    save_head(tmp_path, "eagle", format="sharded bin")
-    program = f"""
-import sys
-sys.modules["torch"] = None  # as if it were not installed
-from specjax.checkpoint import load_head
-from specjax.config import ModelConfig, RopeConfig
-load_head({str(tmp_path)!r}, {target()!r}, kind="eagle", progress=False)
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, timeout=240)
