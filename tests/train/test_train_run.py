@@ -336,6 +336,7 @@ BLOCK: dict[str, Any] = {"draft": "DFLASH", "rounds": None, "block_size": 4, "me
         ({"data": "missing.jsonl"}, "missing.jsonl"),
         ({"init_from": "/no/such/head"}, "/no/such/head"),
         ({"output": "/proc/nowhere"}, "--output /proc/nowhere cannot be used"),
+        ({"quantization": "int8"}, "--quantization int8 does not apply to training"),
         ({"batch_size": 3}, "--batch-size 3 cannot be spread over 2 devices"),
         (BLOCK | {"mask_token": None}, "--mask-token 265 is not one of the model's 265 ids"),
         (BLOCK | {"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has its own loss"),
