@@ -324,7 +324,9 @@ def test_run_folders(train, tmp_path):
     assert content(tmp_path / "other") == {"mine.txt": b"text"}
 
 
-BLOCK: dict[str, Any] = {"draft": "DFLASH", "rounds": None, "block_size": 4, "measure_steps": 3, "mask_token": 3}
+BLOCK: dict[str, Any] = {
+    "draft": "DFLASH", "rounds": None, "block_size": 4, "draft_layers": 1, "measure_steps": 3, "mask_token": 3
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
