@@ -216,6 +216,7 @@ PROGRAMS: list[tuple[bytes, str]] = [
     (ORDERED + b")\x81", "the instruction NEWOBJ"),
     (b"Pstorage\n", "the instruction PERSID"),
     (b"\x82\x01", "the instruction EXT1"),
+    (b"0", "the instruction POP"),
     # Attributes and arguments.
     *((target + BUILD, "sets attributes of") for target in (STORED, tensor(STORED, 0, (2,), (1,)), KIND, SIZE)),
     (SIZE + b")R", "calls torch.Size with"),
@@ -243,7 +244,7 @@ PROGRAMS: list[tuple[bytes, str]] = [
     (b"(" + text("module") + number(1) + b"tQ", "not a storage: ('module'"),
     (number(3) + b"Q", "not a storage: 3"),
     # Broken pickles.
-    *((program, "damaged") for program in (b"", b"t", b"0", b"K", b"s", b"X\xff\xff\xff\x7fa", b"(((", b"R")),
+    *((program, "damaged") for program in (b"", b"t", b"K", b"s", b"X\xff\xff\xff\x7fa", b"(((", b"R")),
 ]  # fmt: skip
 
 

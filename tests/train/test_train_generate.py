@@ -272,7 +272,7 @@ def test_outputs_that_are_in_use(files):
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--max-new-tokens", "100"], "come to 164 tokens, and the context is 128"),
         (["--context-length", "40"], "come to 72 tokens, and the context is 40"),
-        *((["--temperatures", text], "--temperatures") for text in ("hot", "-1", "0.8=2", "nan", " ")),
+        *((["--temperatures", text], "--temperatures") for text in ("hot", "0 -1", "0.8=2", "nan", " ")),
         (["--seed", str(2**64)], "seed must be"),
         (["--input", "-"], "--input must be a file"),
         (["--output", "/no/such/folder/out"], "cannot be written"),
