@@ -13,9 +13,10 @@ from typing import Any, cast
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
 from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
-    ROPE_SECTIONS,
     SILU,
+    flattened,
     layer_number,
+    layers_with_window,
     read_rope,
     refuse_unsupported,
     scaled_positions,
@@ -46,15 +47,10 @@ _ONLY = SILU | {
 
 
 def block_settings(config: Settings) -> Settings:
-    """All settings in one object without nulls. speculators nests the layers' settings in ``transformer_layer_config``,
-    z-lab and SpecForge nest the block's in ``dflash_config``."""
-    layer, block = config.section("transformer_layer_config"), config.section("dflash_config")
-    nested_rope = any(layer.get(key) is not None for key in ("rope_theta", *ROPE_SECTIONS))
-    hidden = {"rope_theta", *ROPE_SECTIONS} if nested_rope else set()
-    outer = {key: value for key, value in config.items() if key not in hidden}
-    merged = Settings((key, part[key]) for part in (outer, layer, block) for key in part if part[key] is not None)
-    refuse_unsupported(merged, _ONLY)
-    return merged
+    """The settings of a head, which z-lab and SpecForge nest in ``dflash_config``."""
+    settings = flattened(config, "dflash_config")
+    refuse_unsupported(settings, _ONLY)
+    return settings
 
 
 def block_config(
@@ -75,8 +71,7 @@ def block_config(
     features = _features(settings, target, layers)
     own = set(tensors) - not_read(settings)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size)
-    mapped = vocab_size != target.vocab_size
-    attention_bias = settings.boolean("attention_bias")
+    mapped, attention_bias = vocab_size != target.vocab_size, settings.boolean("attention_bias")
     cap = settings.number("final_logit_softcapping") if settings.get("final_logit_softcapping") else None
     result = BlockConfig(
         hidden_size=hidden, feature_size=len(features) * target.hidden_size, num_heads=heads, head_dim=head_dim,
@@ -134,22 +129,19 @@ def _attention(settings: Settings, layers: int, architecture: str) -> tuple[tupl
     As in vLLM, a layer with a window is causal unless the file says otherwise; DFlash2 and files with ``use_swa`` are
     not causal. speculators' ``sliding_window_non_causal`` is for layers with a window, other keys are for all layers.
     """
-    sliding_type, full_type = LAYER_TYPES
-    types, size, swa = settings.get("layer_types"), settings.get("sliding_window"), settings.boolean("use_swa")
-    by_swa = types is None and swa
+    size, by_swa = settings.get("sliding_window"), settings.boolean("use_swa") and "layer_types" not in settings
     if by_swa:
-        types, size = [sliding_type] * layers, settings.get("swa_window_size")
-    elif types is None:  # as in transformers' Qwen3
+        sliding, size = [True] * layers, settings.get("swa_window_size")
+    elif "layer_types" in settings:
+        sliding = layers_with_window(settings, layers)
+    else:  # as in transformers' Qwen3
         windowed = settings.boolean("use_sliding_window") and size is not None
         first = layer_number(settings, "max_window_layers", 28) if windowed else layers
-        types = [full_type if layer < first else sliding_type for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
-        raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
-    sliding = [name == sliding_type for name in types]
+        sliding = [layer >= first for layer in range(layers)]
     if any(sliding):
         size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")
         if not by_swa and not settings.optional("use_sliding_window", True):
-            raise unsupported("use_sliding_window", False, f"true where layer_types has {sliding_type}")
+            raise unsupported("use_sliding_window", False, f"true where layer_types has {LAYER_TYPES[0]}")
     said = next((key for key in ("is_causal", "causal", "causal_head") if key in settings), None)
     non_causal = by_swa or architecture in DFLASH2
     if "sliding_window_non_causal" in settings:

@@ -22,8 +22,8 @@ from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed
 from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
     NO_WINDOW,
-    ROPE_SECTIONS,
     SILU,
+    flattened,
     read_rope,
     refuse_unsupported,
     scaled_positions,
@@ -48,7 +48,7 @@ from specjax.models import head_spec as heads_of
 from specjax.models import mtp_spec
 from specjax.models.head_spec import EMBED, FC, HEAD, LAYER, MASK, OFFSETS, HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
-from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
+from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, Placement, placements
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -149,12 +149,7 @@ def _describe_block(
     config = replace(config, vocab_size=vocab_size, mapped=ids is not None)
     shapes = {name: array.shape for name, array in tensors.arrays.items()}
     rules = list(placements(head_table(config), head_sizes(config, target.vocab_size)))
-    problems = misfits(shapes, rules, "block heads", not_read(settings))
-    read = {rule.tensor for rule in rules} & shapes.keys()
-    if integers := listed(name for name in read if tensors.arrays[name].dtype not in DTYPES.values()):
-        problems += f"; parameters that are no floats (quantised heads are not supported): {integers}"
-    if problems:
-        raise CheckpointError(f"unsupported block head; {problems.removeprefix('; ')}")
+    _refuse_misfits(tensors, rules, "block", misfits(shapes, rules, "block heads", not_read(settings)))
     return tensors, config, ids
 
 
@@ -341,12 +336,19 @@ def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig
         problems += " (EAGLE-3.1, whose extra norms are not supported)"
     if "input_norm.weight" in arrays and not config.norm_before_fc:
         problems += " (input_norm is for heads whose config.json has norm_before_fc true)"
-    integers = {name for name in names.keys() & arrays.keys() if arrays[name].dtype not in DTYPES.values()}
+    _refuse_misfits(tensors, rules, "draft", problems)
+
+
+def _refuse_misfits(tensors: HeadTensors, rules: Sequence[Placement], kind: str, problems: str) -> None:
+    """Raises CheckpointError for ``problems``, or for parameters that are not floats."""
+    arrays = tensors.arrays
+    read = {rule.tensor for rule in rules} & arrays.keys()
+    integers = [name for name in read if arrays[name].dtype not in DTYPES.values()]
     if integers:
         labels = listed(f"{tensors.label(name)} is of {arrays[name].dtype}" for name in integers)
         problems += f"; parameters that are no floats (quantised heads are not supported): {labels}"
     if problems:
-        raise CheckpointError(f"unsupported draft head; {problems.removeprefix('; ')}")
+        raise CheckpointError(f"unsupported {kind} head; {problems.removeprefix('; ')}")
 
 
 @dataclass(frozen=True)
@@ -396,13 +398,8 @@ def published_name(spec: HeadSpec, name: str) -> str:
 
 
 def layer_config(config: Settings) -> Settings:
-    """Settings of the head and of its layer without nulls. speculators and NeMo nest the layer's settings in
-    ``transformer_layer_config``, whose rotary embedding replaces the head's as a whole."""
-    nested = config.section("transformer_layer_config")
-    ropes = {"rope_theta", *ROPE_SECTIONS}
-    hidden = ropes if any(nested.get(key) is not None for key in ropes) else set()
-    outer = {key: value for key, value in config.items() if key not in hidden}
-    settings = Settings((key, value) for part in (outer, nested) for key, value in part.items() if value is not None)
+    """Settings of an EAGLE or MTP head and of its layer. Unsupported ones are refused by name."""
+    settings = flattened(config)
     # Qwen2 configs have a window that is disabled, speculators' have one that no layer has.
     if not settings.get("use_sliding_window", True) or settings.get("layer_types"):
         settings.pop("sliding_window", None)

@@ -72,7 +72,7 @@ def model_config(
         raise invalid("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     max_positions = config.integer("max_position_embeddings", 2048)
     layers, head_dim = config.integer("num_hidden_layers"), config.integer("head_dim", hidden // heads)
-    fields = reader.read(config, layers)
+    fields = {name: value for part in reader.parts for name, value in part(config, layers).items()}
     if "rope" not in fields:
         fields["rope"] = read_rope(
             config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
@@ -156,7 +156,7 @@ def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
 class Reader:
     """Reads the settings that depend on the architecture."""
 
-    read: Callable[[Settings, int], dict[str, Any]]  # (config.json, layers) -> fields of `ModelConfig`
+    parts: tuple[Callable[[Settings, int], dict[str, Any]], ...]  # (config.json, layers) -> fields of `ModelConfig`
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, as in transformers
     only: Values = field(default_factory=lambda: SILU)
     partial_rope: bool = False
@@ -165,25 +165,13 @@ class Reader:
     float16: bool = True  # False: activations overflow; vLLM refuses float16 for Gemma, and scales DeepSeek's
 
 
-def _attention_bias(config: Settings) -> dict[str, Any]:
+def _attention_bias(config: Settings, layers: int) -> dict[str, Any]:
     bias = config.boolean("attention_bias")
     return {"attention_bias": bias, "output_bias": bias}
 
 
-def _llama(config: Settings, layers: int) -> dict[str, Any]:
-    return _attention_bias(config) | {"mlp_bias": config.boolean("mlp_bias")}
-
-
-def _mistral(config: Settings, layers: int) -> dict[str, Any]:
-    return _llama(config, layers) | _phi3(config, layers)
-
-
-def _qwen2(config: Settings, layers: int) -> dict[str, Any]:
-    return {"attention_bias": True} | _qwen_windows(config, layers)
-
-
-def _qwen3(config: Settings, layers: int) -> dict[str, Any]:
-    return _attention_bias(config) | _qwen_windows(config, layers)
+def _mlp_bias(config: Settings, layers: int) -> dict[str, Any]:
+    return {"mlp_bias": config.boolean("mlp_bias")}
 
 
 def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
@@ -196,28 +184,23 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
     sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
     width, normalised = config.integer("moe_intermediate_size"), config.boolean("norm_topk_prob")
     experts = Experts(count, per_token, width, sparse, normalised=normalised)
-    windows = _phi3(config, layers) if config.boolean("use_sliding_window") else {}
-    return _attention_bias(config) | windows | {"experts": experts if sparse else None}
+    windows = _every_window(config, layers) if config.boolean("use_sliding_window") else {}
+    return windows | {"experts": experts if sparse else None}
 
 
 def _gpt_oss(config: Settings, layers: int) -> dict[str, Any]:
     count, per_token = config.integer("num_local_experts"), config.integer("num_experts_per_tok")
     _at_most(per_token, count, "num_experts_per_tok", "num_local_experts")
     experts = Experts(count, per_token, config.integer("intermediate_size"), tuple(range(layers)))
-    return _attention_bias(config) | _windows(config, layers, lambda layer: layer % 2 == 0) | {"experts": experts}
+    return {"experts": experts}
 
 
-def _phi3(config: Settings, layers: int) -> dict[str, Any]:
-    return _windows(config, layers, lambda layer: True)
-
-
-def _gemma2(config: Settings, layers: int) -> dict[str, Any]:
+def _gemma(config: Settings, layers: int) -> dict[str, Any]:
     caps = {
         name: None if config.get(key) is None else config.number(key)
         for name, key in (("attention_softcap", "attn_logit_softcapping"), ("logit_softcap", "final_logit_softcapping"))
     }
-    fields = {"query_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5}
-    return fields | caps | _attention_bias(config) | _windows(config, layers, lambda layer: layer % 2 == 0)
+    return caps | {"query_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5}
 
 
 def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
@@ -234,7 +217,7 @@ def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
         "rope": read_rope(full, positions, head_dim=head_dim, theta=1e6),
         "window_rope": read_rope(local, positions, head_dim=head_dim, theta=1e4),
     }
-    return _gemma2(config, layers) | windows | ropes
+    return windows | ropes
 
 
 def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
@@ -269,13 +252,6 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _qwen_windows(config: Settings, layers: int) -> dict[str, Any]:
-    if not config.boolean("use_sliding_window"):
-        return {}
-    first = layer_number(config, "max_window_layers", 28)
-    return _windows(config, layers, lambda layer: layer >= first)
-
-
 def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]:
     kinds, linear, full = config.optional("layer_types", None), "linear_attention", LAYER_TYPES[1]
     if kinds is None:
@@ -298,20 +274,39 @@ def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]
     return fields | {"delta": delta if delta_layers else None}
 
 
+def _every_window(config: Settings, layers: int) -> dict[str, Any]:
+    return _windows(config, layers, lambda layer: True)
+
+
+def _even_windows(config: Settings, layers: int) -> dict[str, Any]:
+    return _windows(config, layers, lambda layer: layer % 2 == 0)
+
+
+def _late_windows(config: Settings, layers: int) -> dict[str, Any]:
+    if not config.boolean("use_sliding_window"):
+        return {}
+    first = layer_number(config, "max_window_layers", 28)
+    return _windows(config, layers, lambda layer: layer >= first)
+
+
 def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -> dict[str, Any]:
     """The window of each layer; ``layer_types`` overrides ``has_window``."""
-    types = config.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
-            raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
-        has_window = lambda layer: types[layer] == LAYER_TYPES[0]  # noqa: E731
+    has_types = config.get("layer_types") is not None
+    sliding = layers_with_window(config, layers) if has_types else [has_window(layer) for layer in range(layers)]
     if config.get("sliding_window") is None:
-        if types is not None and LAYER_TYPES[0] in types:
+        if has_types and any(sliding):
             raise CheckpointError(f"config.json: layer_types has {LAYER_TYPES[0]}, and sliding_window is null")
         return {}
     window = config.integer("sliding_window")
-    windows = tuple(window if has_window(layer) else None for layer in range(layers))
-    return {"windows": windows} if any(windows) else {}
+    return {"windows": tuple(window if each else None for each in sliding)} if any(sliding) else {}
+
+
+def layers_with_window(config: Settings, layers: int) -> list[bool]:
+    """Whether each layer has a window, by ``layer_types``."""
+    types = config["layer_types"]
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+        raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
+    return [name == LAYER_TYPES[0] for name in types]
 
 
 def layer_number(config: Settings, key: str, default: int) -> int:
@@ -326,6 +321,7 @@ def _at_most(value: int, limit: int, name: str, bound: str) -> None:
 
 
 _QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_QWEN2 = (lambda config, layers: {"attention_bias": True}, _late_windows)
 _GEMMA = {
     "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192,
     "tie_word_embeddings": True, "num_key_value_heads": 4,
@@ -336,22 +332,25 @@ _GEMMA_ONLY = {
 }
 
 _DELTA: Any = {
+    "defaults": {
+        "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "norm_topk_prob": True
+    },
     "only": SILU | {"attention_bias": (False, "false"), "use_sliding_window": (False, "false")},
     "partial_rope": True,
-}
-_DELTA_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
+}  # fmt: skip
 
 READERS: Mapping[str, Reader] = {
-    "LlamaForCausalLM": Reader(_llama, only=SILU | NO_WINDOW),
+    "LlamaForCausalLM": Reader((_attention_bias, _mlp_bias), only=SILU | NO_WINDOW),
     "MistralForCausalLM": Reader(
-        _mistral, {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        (_attention_bias, _mlp_bias, _every_window),
+        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
-    "Qwen2ForCausalLM": Reader(_qwen2, _QWEN),
-    "MiMoForCausalLM": Reader(_qwen2, _QWEN, remote_code=True),
-    "Qwen3ForCausalLM": Reader(_qwen3, _QWEN | {"head_dim": 128}),
-    "Qwen3MoeForCausalLM": Reader(_qwen3_moe, _QWEN | {"num_key_value_heads": 4}),
+    "Qwen2ForCausalLM": Reader(_QWEN2, _QWEN),
+    "MiMoForCausalLM": Reader(_QWEN2, _QWEN, remote_code=True),
+    "Qwen3ForCausalLM": Reader((_attention_bias, _late_windows), _QWEN | {"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Reader((_attention_bias, _qwen3_moe), _QWEN | {"num_key_value_heads": 4}),
     "GptOssForCausalLM": Reader(
-        _gpt_oss,
+        (_attention_bias, _even_windows, _gpt_oss),
         {
             "head_dim": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "sliding_window": 128,
             "attention_bias": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
@@ -362,18 +361,22 @@ READERS: Mapping[str, Reader] = {
         SILU | {"swiglu_alpha": (1.702, "1.702"), "swiglu_limit": (7.0, "7.0")}, float16=False,
     ),
     "Gemma2ForCausalLM": Reader(
-        _gemma2, _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, _GEMMA_ONLY, float16=False
+        (_attention_bias, _even_windows, _gemma),
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, _GEMMA_ONLY, float16=False,
     ),
-    "Gemma3ForCausalLM": Reader(_gemma3, _GEMMA | {"max_position_embeddings": 131072}, _GEMMA_ONLY, float16=False),
+    "Gemma3ForCausalLM": Reader(
+        (_attention_bias, _gemma, _gemma3), _GEMMA | {"max_position_embeddings": 131072}, _GEMMA_ONLY, float16=False
+    ),
     "Gemma3ForConditionalGeneration": Reader(
-        _gemma3, _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
+        (_attention_bias, _gemma, _gemma3),
+        _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
         _GEMMA_ONLY, text_config=True, float16=False,
     ),
     "Phi3ForCausalLM": Reader(
-        _phi3, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
+        (_every_window,), {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
     ),
     "DeepseekV3ForCausalLM": Reader(
-        _deepseek_v3,
+        (_deepseek_v3,),
         {
             "max_position_embeddings": 4096, "norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8,
             "topk_group": 4, "routed_scaling_factor": 2.5,
@@ -384,17 +387,24 @@ READERS: Mapping[str, Reader] = {
         },
         remote_code=True, float16=False,
     ),
-    "Qwen3NextForCausalLM": Reader(
-        partial(_qwen3_next, fused=True), _DELTA_DEFAULTS | {"norm_topk_prob": True}, **_DELTA
-    ),
+    "Qwen3NextForCausalLM": Reader((partial(_qwen3_next, fused=True),), **_DELTA),
     **{
         f"Qwen3_5{kind}For{use}": Reader(
-            partial(_qwen3_next, fused=False), _DELTA_DEFAULTS | {"norm_topk_prob": True},
-            text_config=use == "ConditionalGeneration", **_DELTA,
+            (partial(_qwen3_next, fused=False),), text_config=use == "ConditionalGeneration", **_DELTA
         )
         for kind in ("", "Moe") for use in ("CausalLM", "ConditionalGeneration")
     },
 }  # fmt: skip
+
+
+def flattened(config: Settings, *sections: str) -> Settings:
+    """The settings of a head and of these sections in one object without nulls. speculators and NeMo nest the layer's
+    settings in ``transformer_layer_config``, whose rotary embedding replaces the head's as a whole."""
+    layer, ropes = config.section("transformer_layer_config"), {"rope_theta", *ROPE_SECTIONS}
+    hidden = ropes if any(layer.get(key) is not None for key in ropes) else set()
+    outer = {key: value for key, value in config.items() if key not in hidden}
+    parts = (outer, layer, *(config.section(name) for name in sections))
+    return Settings((key, value) for part in parts for key, value in part.items() if value is not None)
 
 
 def rope_section(config: Settings) -> Settings:

@@ -234,7 +234,7 @@ losses [...]. A negative id is not in the draft vocabulary; its loss is arbitrar
 
 # Block heads
 
-D_PACE = 0.5  # alpha: the least rate at which later slots are taken to be reached
+D_PACE = 0.5  # alpha: the smallest rate at which a slot is taken to be accepted
 
 
 class BlockObjective(NamedTuple):
@@ -362,13 +362,13 @@ def draw_anchors(batch: Rows, count: int, key: Array) -> tuple[Int32[Array, "B A
     return places.astype(jnp.int32), spaced < total
 
 
-def d_pace(entropy: Losses, counted: Losses, alpha: float = D_PACE) -> Losses:
+def d_pace(entropy: Losses, counted: Losses) -> Losses:
     """Weights [n, D] of slots: how much the expected accept length gains from a slot's log-probability.
 
-    With q' = (1 - alpha) q + alpha, the rate at which a slot is accepted, slot j weighs the sum over counted m >= j of
-    q'_0 ... q'_m. A slot that does not count has q = 0: its label is not in the draft vocabulary.
+    With q' = (1 - `D_PACE`) q + `D_PACE`, the rate at which a slot is accepted, slot j weighs the sum over counted
+    m >= j of q'_0 ... q'_m. A slot that does not count has q = 0: its label is not in the draft vocabulary.
     """
-    rates = (1 - alpha) * jnp.exp(-entropy) * counted + alpha
+    rates = (1 - D_PACE) * jnp.exp(-entropy) * counted + D_PACE
     reached = jnp.cumprod(rates, axis=1) * counted
     return jnp.cumsum(reached[:, ::-1], axis=1)[:, ::-1] * counted
 

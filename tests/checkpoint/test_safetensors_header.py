@@ -37,23 +37,19 @@ ODD = st.one_of(
 
 @st.composite
 def headers(draw) -> str:
-    """The header with one to three parts replaced, removed or added."""
+    """The header with one to three entries, or keys of entries, replaced or removed."""
     header = json.loads(json.dumps(HEADER))
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from([*HEADER, "d", "\ud800"]))
-        entry = header.get(name)
-        key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
-        kind = draw(st.sampled_from(["entry", "no entry", "key", "no key", "item"]))
-        if kind == "no entry":
-            header.pop(name, None)
-        elif kind == "entry" or not isinstance(entry, dict):
-            header[name] = draw(st.one_of(ODD, st.sampled_from([HEADER["a"], HEADER["b"], HEADER["c"]])))
-        elif kind == "no key":
-            entry.pop(key, None)
-        elif kind == "item" and isinstance(entry.get(key), list) and entry[key]:
-            entry[key][draw(st.integers(0, len(entry[key]) - 1))] = draw(ODD)
+        part, key = header, name
+        if isinstance(header.get(name), dict) and draw(st.booleans()):
+            part, key = header[name], draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+            if isinstance(part.get(key), list) and part[key] and draw(st.booleans()):
+                part, key = part[key], draw(st.integers(0, len(part[key]) - 1))
+        if isinstance(part, dict) and draw(st.integers(0, 4)) == 0:
+            part.pop(key, None)
         else:
-            entry[key] = draw(ODD)
+            part[key] = draw(st.one_of(ODD, st.sampled_from([HEADER["a"], HEADER["b"], HEADER["c"]])))
     return json.dumps(header)
 
 

@@ -6,7 +6,6 @@ The table of heads is replaced by a row for a tiny model, with a head of random 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import shutil
 import tomllib
@@ -22,7 +21,7 @@ from tiny_heads import save_head
 from specjax import checkpoint, load
 from specjax.checkpoint import shipped
 from specjax.checkpoint.hub import resolve
-from specjax.cli import generate
+from specjax.config import ModelConfig, RopeConfig
 from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape, options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 
@@ -216,29 +215,6 @@ def test_measured_tree_of_the_platform(row, saved, monkeypatch, platform, tree):
     assert chosen == (Eagle3(str(row.folder)), TreeShape(*tree), row, None)
 
 
-# The command.
-
-
-def test_command_reports_the_choice_of_auto(row, saved, tmp_path, capsys):
-    lines = [{"prompt": "hello"}, {"prompt": "a", "logit_bias": {str(token): 60.0 for token in LETTERS}}]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = {}
-    for algorithm, name in (("AUTO", "EAGLE3"), ("NONE", "NONE")):
-        argv = ["--model", saved / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
-        argv += ["--speculative-algorithm", algorithm, "--max-total-tokens", 256, "--chunked-prefill-size", 16]
-        argv += ["--max-running-requests", 1, "--max-new-tokens", 12, "--ignore-eos", "--no-progress"]
-        argv += ["--no-speculative-adaptive"]
-        assert generate.main([str(part) for part in argv]) == 0
-        summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert summary["algorithm"] == name
-        assert ("comes with specjax" in summary["draft"]) is (name == "EAGLE3")
-        rows[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-        # The tree holds every text of two of the head's letters, and the second line has no other tokens.
-        assert rows[name][1]["spec_verify_ct"] == (4 if name == "EAGLE3" else 11)
-    for drafted, plain in zip(rows["EAGLE3"], rows["NONE"], strict=True):
-        assert drafted["output_ids"] == plain["output_ids"]
-
-
 # The heads in the package.
 
 
@@ -270,6 +246,10 @@ def test_shipped_files(head):
         tree = TreeShape(**head.serving(device))
         options = {"eagle3": Eagle3, "eagle": Eagle}[head.kind](steps=tree.steps, topk=tree.topk, nodes=tree.nodes)
         assert options.shape() == tree
+    others: Any = {"norm_epsilon": 1e-5, "rope": RopeConfig(1e5), "max_positions": 8192, "tied_embeddings": True}
+    target = ModelConfig("llama", **head.sizes | others)
+    config, _ = checkpoint.load_head(str(head.folder), target, kind=head.kind, progress=False)
+    assert config.aux_layers == {"eagle3": (1, 14, 26), "eagle": ()}[head.kind]
 
 
 @pytest.mark.real_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
@@ -204,137 +203,91 @@ def test_other_objects_are_refused(tmp_path, value, name):
     assert re.search(rf"asks for [\w.]*{name}", message), message
 
 
-def test_other_instructions_are_refused(tmp_path):
-    ordered = global_("collections", "OrderedDict")
-    for name, program in (
-        ("STRING", b"(S'x'\nios\nsystem\n"),
-        ("INST", b"(" + text("x") + b"ios\nsystem\n"),
-        ("OBJ", b"(" + ordered + b"o"),
-        ("NEWOBJ", ordered + b")\x81"),
-        ("PERSID", b"Pstorage\n"),
-        ("EXT1", b"\x82\x01"),
-    ):
-        assert f"the instruction {name}" in refused(crafted(tmp_path, program))
+STORED, BUILD = storage("FloatStorage", "0", 6), b"}" + text("array") + number(1) + b"sb"
+ORDERED, SIZE, KIND = global_("collections", "OrderedDict"), global_("torch", "Size"), global_("torch", "FloatStorage")
+# A tensor that repeats a number 2**59 times must not be expanded as arguments.
+ENDLESS = tensor(STORED, 0, (2**31 - 1, 2**28), (0, 0))
+ONE = (1,), (1,)
+PROGRAMS: list[tuple[bytes, str]] = [
+    # Instructions that no state dict needs.
+    (b"(S'x'\nios\nsystem\n", "the instruction STRING"),
+    (b"(" + text("x") + b"ios\nsystem\n", "the instruction INST"),
+    (b"(" + ORDERED + b"o", "the instruction OBJ"),
+    (ORDERED + b")\x81", "the instruction NEWOBJ"),
+    (b"Pstorage\n", "the instruction PERSID"),
+    (b"\x82\x01", "the instruction EXT1"),
+    (b"0", "the instruction POP"),
+    # Attributes and arguments.
+    *((target + BUILD, "sets attributes of") for target in (STORED, tensor(STORED, 0, (2,), (1,)), KIND, SIZE)),
+    (SIZE + b")R", "calls torch.Size with"),
+    (KIND + number(5) + b"\x85R", "calls torch.FloatStorage"),
+    (global_("torch._utils", "_rebuild_parameter") + b")R", "_rebuild_parameter"),
+    (SIZE + ENDLESS + b"R", "calls torch.Size"),
+    (SIZE + ENDLESS + b"\x85R", "calls torch.Size"),
+    # Bounds of tensors.
+    *((tensor(STORED, *bounds), "of storage 0, which has 6") for bounds in (
+        (0, (7,), (1,)), (5, (2,), (1,)), (6, *ONE), (0, (2, 3), (4, 1)), (0, (2,), (6,)), (2**30, *ONE),
+        (0, (2**31 - 1, 2**31 - 1), (1, 1)), (6, (), ()),
+    )),
+    *((tensor(STORED, *bounds), "wrong kind") for bounds in ((-1, *ONE), (5, (2,), (-1,)), (0, (-2,), (1,)))),
+    (tensor(STORED, 0, (2,), (1, 1)), "of size"),
+    (tensor(STORED, 0, (1,) * 40, (1,) * 40), "of size"),
+    (tensor(STORED, 0, (2**31 - 1,) * 3, (0, 0, 0)), "damaged"),
+    # Storages.
+    *((storage(kind, "0", size), f"data/0 has 24 bytes; {size} elements") for kind, size in (
+        ("FloatStorage", 7), ("FloatStorage", 5), ("DoubleStorage", 6),
+    )),
+    (storage("FloatStorage", "0", -6), "a storage with key '0'"),
+    (storage("FloatStorage", "1", 6), "has no member archive/data/1"),
+    *((storage("FloatStorage", key, 6), "a storage with key") for key in ("../byteorder", "/etc/passwd", "0/../0", "")),
+    (b"]" + STORED + b"a" + storage("IntStorage", "0", 6) + b"a", "used as float32 and as int32"),
+    (b"(" + text("module") + number(1) + b"tQ", "not a storage: ('module'"),
+    (number(3) + b"Q", "not a storage: 3"),
+    # Broken pickles.
+    *((program, "damaged") for program in (b"", b"t", b"K", b"s", b"X\xff\xff\xff\x7fa", b"(((", b"R")),
+]  # fmt: skip
 
 
-def test_attributes_and_arguments_are_checked(tmp_path):
-    build, stored = b"}" + text("array") + number(1) + b"sb", storage("FloatStorage", "0", 6)
-    size, kind = global_("torch", "Size"), global_("torch", "FloatStorage")
-    for target in (stored, tensor(stored, 0, (2,), (1,)), kind, size):
-        assert "sets attributes of" in refused(crafted(tmp_path, target + build, SIX))
-    refused(crafted(tmp_path, global_("collections", "OrderedDict") + build, SIX))
-    assert "calls torch.Size with" in refused(crafted(tmp_path, size + b")R"))
-    assert "calls torch.FloatStorage" in refused(crafted(tmp_path, kind + number(5) + b"\x85R"))
-    assert "_rebuild_parameter" in refused(crafted(tmp_path, global_("torch._utils", "_rebuild_parameter") + b")R"))
-    # A tensor that repeats a number 2**59 times must not be expanded as arguments.
-    endless = tensor(stored, 0, (2**31 - 1, 2**28), (0, 0))
-    assert "calls torch.Size" in refused(crafted(tmp_path, size + endless + b"R", SIX))
-    assert "calls torch.Size" in refused(crafted(tmp_path, size + endless + b"\x85R", SIX))
-    # The replacement of OrderedDict is unchanged after these files.
-    np.testing.assert_array_equal(read_torch_file(crafted(tmp_path, tensor(stored, 0, (2,), (1,)), SIX)), [0, 1])
+@pytest.mark.parametrize(("program", "message"), PROGRAMS)
+def test_refused_programs(tmp_path, program, message):
+    assert message in refused(crafted(tmp_path, program, SIX))
 
 
-# Bounds.
-
-
-@pytest.mark.parametrize(
-    ("offset", "size", "stride", "message"),
-    [
-        *((offset, size, stride, "of storage 0, which has 6") for offset, size, stride in (
-            (0, (7,), (1,)), (5, (2,), (1,)), (6, (1,), (1,)), (0, (2, 3), (4, 1)), (0, (2,), (6,)),
-            (2**30, (1,), (1,)), (0, (2**31 - 1, 2**31 - 1), (1, 1)), (6, (), ()),
-        )),
-        (-1, (1,), (1,), "wrong kind"),
-        (5, (2,), (-1,), "wrong kind"),
-        (0, (-2,), (1,), "wrong kind"),
-        (0, (2,), (1, 1), "of size"),
-        (0, (1,) * 40, (1,) * 40, "of size"),
-        (0, (2**31 - 1,) * 3, (0, 0, 0), "damaged"),
-    ],
-)  # fmt: skip
-def test_bounds_of_tensors(tmp_path, offset, size, stride, message):
-    assert message in refused(crafted(tmp_path, tensor(storage("FloatStorage", "0", 6), offset, size, stride), SIX))
-
-
-def test_sizes_of_storages(tmp_path):
-    for kind, size in (("FloatStorage", 7), ("FloatStorage", 5), ("DoubleStorage", 6), ("FloatStorage", -6)):
-        file = crafted(tmp_path, tensor(storage(kind, "0", size), 0, (1,), (1,)), SIX)
-        assert re.search(rf"data/0 has 24 bytes; {size} elements|a storage with key '0'", refused(file))
-    assert "has no member archive/data/1" in refused(crafted(tmp_path, storage("FloatStorage", "1", 6), SIX))
-    for key in ("../byteorder", "/etc/passwd", "0/../0", ""):
-        assert "a storage with key" in refused(crafted(tmp_path, storage("FloatStorage", key, 6), SIX))
-    twice = b"]" + storage("FloatStorage", "0", 6) + b"a" + storage("IntStorage", "0", 6) + b"a"
-    assert "used as float32 and as int32" in refused(crafted(tmp_path, twice, SIX))
-    assert "not a storage: ('module'" in refused(crafted(tmp_path, b"(" + text("module") + number(1) + b"tQ"))
-    assert "not a storage: 3" in refused(crafted(tmp_path, number(3) + b"Q"))
-
-
-def test_wrong_places_of_members(tmp_path):
-    stored = tensor(storage("FloatStorage", "0", 6), 0, (6,), (1,))
-    whole = crafted(tmp_path, stored, SIX).read_bytes()
-    entry = whole.rindex(b"PK\x01\x02", 0, whole.index(b"archive/data/0", whole.index(b"PK\x01\x02")))
-    for place in (0xFFFFFF, 1, len(whole) - 30):
-        damaged = bytearray(whole)
-        damaged[entry + 42 : entry + 46] = struct.pack("<I", place)
-        (tmp_path / "moved.bin").write_bytes(damaged)
-        assert "is damaged" in refused(tmp_path / "moved.bin")
-    huge = bytearray(whole)  # the directory and the pickle say 2**30 bytes, which the file does not have
-    huge[entry + 20 : entry + 28] = struct.pack("<II", 1 << 30, 1 << 30)
-    huge = bytes(huge).replace(number(6) + b"tQ", number(1 << 28) + b"tQ")
-    start = huge.index(b"PK\x03\x04")
-    with zipfile.ZipFile(io.BytesIO(huge)) as archive:
-        info = archive.getinfo("archive/data.pkl")
-    body = start + 30 + len("archive/data.pkl")
-    checked = bytearray(huge)
-    crc = struct.pack("<I", zipfile.crc32(huge[body : body + info.file_size]))
-    checked[start + 14 : start + 18] = crc
-    directory = huge.index(b"PK\x01\x02")
-    checked[directory + 16 : directory + 20] = crc
-    (tmp_path / "huge.bin").write_bytes(checked)
-    assert "is damaged" in refused(tmp_path / "huge.bin")
+def test_replaced_types_stay_unchanged(tmp_path):
+    refused(crafted(tmp_path, ORDERED + BUILD, SIX))
+    np.testing.assert_array_equal(read_torch_file(crafted(tmp_path, tensor(STORED, 0, (2,), (1,)), SIX)), [0, 1])
 
 
 # Files of other formats.
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_damaged_and_foreign_files(tmp_path):
     file = saved(tmp_path, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
     message = refused(file)
     assert "before version 1.6" in message and "torch.save(torch.load(FILE" in message
     file = saved(tmp_path, {"a": torch.ones(2000)})
     whole = file.read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2, 100):
-        file.write_bytes(whole[:length])
-        assert "damaged" in refused(file)
-    file.write_bytes(b"")
-    assert "starts with b''" in refused(file)
-    file.write_bytes(b"<html>not found</html>")
-    assert "starts with b'<html>no'" in refused(file)
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    assert "git lfs pull" in refused(file)
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("readme", "no pickle")
-    assert "0 members <name>/data.pkl" in refused(file)
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("a/data.pkl", b"\x80\x02].")
-        archive.writestr("b/data.pkl", b"\x80\x02].")
-    assert "2 members <name>/data.pkl" in refused(file)
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_zip_members(tmp_path):
-    file = crafted(tmp_path, b"]")
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("archive/byteorder", b"little")
-    assert "two of its members have one name" in refused(file)
-    assert "byte order is 'big'; only 'little'" in refused(crafted(tmp_path, b"]", {"byteorder": b"big"}))
-    stored = tensor(storage("FloatStorage", "0", 6), 0, (1,), (1,))
-    assert "has compressed members" in refused(crafted(tmp_path, stored, SIX, compress=True))
-
-
-def test_broken_pickles(tmp_path):
-    for program in (b"", b"t", b"0", b"K", b"h\x09", b"s", b"X\xff\xff\xff\x7fa", b"(((", b"Q", b"R"):
-        refused(crafted(tmp_path, program))
+    for content, message in (
+        *((whole[:length], "damaged") for length in (len(whole) - 1, len(whole) // 2, 100)),
+        (b"", "starts with b''"),
+        (b"<html>not found</html>", "starts with b'<html>no'"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ):
+        file.write_bytes(content)
+        assert message in refused(file)
+    pickled = b"\x80\x02]."
+    for members, message in (
+        ([("readme", b"no pickle")], "0 members <name>/data.pkl"),
+        ([("a/data.pkl", pickled), ("b/data.pkl", pickled)], "2 members <name>/data.pkl"),
+        ([("a/data.pkl", pickled), *[("a/byteorder", b"little")] * 2], "two of its members have one name"),
+        ([("a/data.pkl", pickled), ("a/byteorder", b"big")], "byte order is 'big'; only 'little'"),
+    ):
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, content in members:
+                archive.writestr(name, content)
+        assert message in refused(file)
+    assert "has compressed members" in refused(crafted(tmp_path, tensor(STORED, 0, *ONE), SIX, compress=True))
 
 
 def test_memory_is_bounded_by_the_pickle(tmp_path, monkeypatch):

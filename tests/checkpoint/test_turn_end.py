@@ -19,10 +19,6 @@ ROLES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
 LAST = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
 SYSTEM = "<s><|im_start|>system\nHelp.<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
-)
 
 
 class Case(NamedTuple):
@@ -31,31 +27,17 @@ class Case(NamedTuple):
     tokens: tuple[str, ...] = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")  # special tokens of the vocabulary
 
 
+# Beside the families of `chat_templates`.
 CASES: dict[str, Case] = {
     "chatml": Case(ROLES + "<|im_end|>\n{% endfor %}" + ASK, "<|im_end|>"),
-    "no newline": Case(ROLES + "<|im_end|>{% endfor %}" + ASK, "<|im_end|>"),
     "newline before": Case(ROLES + "\n<|im_end|>\n{% endfor %}" + ASK, "<|im_end|>"),
     "default system": Case(SYSTEM + ROLES + "<|im_end|>\n{% endfor %}", "<|im_end|>"),
-    "trimmed": Case(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}", "<|im_end|>"
-    ),
     "not at the end": Case(ROLES + LAST + ASK, "<|im_end|>"),  # Qwen's first template
     "always a prompt": Case(ROLES + "<|im_end|>\n{% endfor %}<|im_start|>assistant\n", "<|im_end|>"),
     "parts": Case(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
         "<|im_end|>\n{% endfor %}",
         "<|im_end|>",
-    ),
-    "llama 3": Case(
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>{% endfor %}",
-        "<|eot_id|>", ("<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    "gemma": Case(
-        "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}<start_of_turn>"
-        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}",
-        "<end_of_turn>", ("<s>", "</s>", "<start_of_turn>", "<end_of_turn>"),
     ),
     "gemma 4": Case(
         "<s>{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}",
@@ -64,21 +46,6 @@ CASES: dict[str, Case] = {
     "cohere": Case(
         "<s>{% for m in messages %}<|START|><|{{ m.role }}|>{{ m.content }}<|STOP|>{% endfor %}",
         "<|STOP|>", ("<s>", "</s>", "<|START|>", "<|STOP|>", "<|user|>", "<|assistant|>"),
-    ),
-    "llama 2": Case(LLAMA2, "</s>", ("<s>", "</s>")),
-    "mistral": Case(
-        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}</s>"
-        "{% endif %}{% endfor %}",
-        "</s>", ("<s>", "</s>", "[INST]", "[/INST]"),
-    ),
-    "deepseek": Case(
-        "<s>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>"
-        "{{ m.content }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}",
-        "<｜end▁of▁sentence｜>", ("<s>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    ),
-    "phi 3": Case(
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}</s>",
-        "<|end|>", ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"),
     ),
     "vicuna": Case(
         "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{% if m.role == 'assistant' %}</s>\n{% endif %}"
@@ -123,8 +90,6 @@ CASES: dict[str, Case] = {
     ),
     # Nothing is written after an answer, or the next turn's header.
     "nothing": Case(ROLES + "\n{% endfor %}" + ASK, None),
-    "nothing, always a prompt": Case(ROLES + "\n{% endfor %}<|im_start|>assistant\n", None),
-    "nothing, default system": Case("Help.\n" + ROLES + "\n{% endfor %}" + ASK, None),
     "nothing, default system, always a prompt": Case("Help.\n" + ROLES + "\n{% endfor %}<|im_start|>assistant\n", None),
     "roles as tokens": Case(
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}",
@@ -136,12 +101,6 @@ CASES: dict[str, Case] = {
         None, ("<s>", "<|system|>", "<|user|>", "<|assistant|>"),
     ),
     "roles as text": Case("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
-    "harmony": Case(
-        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
-        "<|message|>{{ m.content }}{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}"
-        "{% endfor %}",
-        None, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
-    ),
     # The token is absent, or several tokens.
     "absent": Case(ROLES + "<|im_end|>\n{% endfor %}", None, ("<s>", "</s>", "<|im_start|>")),
     "several tokens": Case(ROLES + "### End\n{% endfor %}", None),
@@ -214,7 +173,7 @@ GGUF: dict[str, tuple[dict[str, Any], str | None, tuple[int, ...]]] = {
     "eot is eos": ({"eos_token_id": 2, "eot_token_id": 2}, None, (2,)),
     "neither": ({"eos_token_id": None}, CASES["chatml"].template, (2,)),
     "no template": ({"eos_token_id": 0}, None, (0,)),
-    "another end": ({"eos_token_id": 0}, CASES["llama 3"].template, (0,)),
+    "another end": ({"eos_token_id": 0}, FAMILIES["llama 3"].template, (0,)),
     "refuses": ({"eos_token_id": 0}, CASES["refuses"].template, (0,)),
 }  # fmt: skip
 

@@ -3,29 +3,67 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-DIALECTS: dict[str, str] = {
-    "eagle": "eagle",
-    "eagle-nobias": "eagle",
-    "eagle-qwen2": "eagle",
-    "eagle-speculators": "eagle",
-    "eagle3": "eagle3",
-    "eagle3-speculators": "eagle3",
-    "eagle3-model-prefix": "eagle3",
-    "eagle3-full-vocabulary": "eagle3",
-    "eagle3-norm-before-residual": "eagle3",
-    "eagle3-norm-before-fc": "eagle3",
-    "eagle3-own-embedding": "eagle3",
-    "mtp": "mtp",
-    "mtp-nobias": "mtp",
-}
+
+class Dialect(NamedTuple):
+    kind: str
+    config: Mapping[str, Any] = {}  # keys of config.json, beside those of all heads
+    nested: bool = False  # the layer's keys are in `transformer_layer_config`
+    renamed: tuple[tuple[str, str], ...] = ()  # patterns of tensor names, and their replacements
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    embedding: bool = False
+    whole: bool = False  # with the target's vocabulary
+    joint_norm: bool = False
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}
+MIMO = {
+    "architectures": ["MiMoMTP"], "model_type": "mimo", "num_nextn_predict_layers": 1, "head_dim": 8,
+    "rope_theta": 640000.0,
+}  # fmt: skip
+SPECULATORS_EAGLE = {
+    "speculators_model_type": "eagle", "architectures": ["EagleSpeculator"], "fusion_bias": False, "layernorms": False
+}  # fmt: skip
+SPECULATORS_EAGLE3 = {
+    "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "norm_before_residual": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+}  # fmt: skip
+LAYERS = ((r"^midlayer\.", "layers.0."),)
+_DIALECTS: dict[str, Dialect] = {
+    "eagle": Dialect("eagle", LLAMA, fc_bias=True, embedding=True),
+    "eagle-nobias": Dialect("eagle", LLAMA | {"bias": False, "rope_theta": 500000.0}, embedding=True),
+    "eagle-qwen2": Dialect(
+        "eagle", LLAMA | {"num_key_value_heads": 1}, fc_bias=True, qkv_bias=True, embedding=True
+    ),
+    "eagle-speculators": Dialect(
+        "eagle", SPECULATORS_EAGLE, True, ((r"^fc\.", "fusion_fc."), (r"^layers\.0\.", "transformer."))
+    ),
+    "eagle3": Dialect("eagle3", EAGLE3),
+    "eagle3-speculators": Dialect("eagle3", SPECULATORS_EAGLE3, True, LAYERS, embedding=True),
+    "eagle3-model-prefix": Dialect(
+        "eagle3", EAGLE3, renamed=(*LAYERS, (r"^(?!lm_head|d2t|t2d)", "model."))
+    ),
+    "eagle3-full-vocabulary": Dialect("eagle3", EAGLE3, whole=True),
+    "eagle3-norm-before-residual": Dialect("eagle3", EAGLE3 | {"norm_before_residual": True}),
+    "eagle3-norm-before-fc": Dialect(
+        "eagle3", SPECULATORS_EAGLE3 | {"norm_before_residual": True, "norm_before_fc": True}, True, LAYERS,
+        embedding=True, joint_norm=True,
+    ),
+    "eagle3-own-embedding": Dialect("eagle3", EAGLE3, embedding=True),
+    "mtp": Dialect("mtp", MIMO | {"attention_bias": True}, qkv_bias=True),
+    "mtp-nobias": Dialect("mtp", MIMO | {"attention_bias": False}),
+}  # fmt: skip
+DIALECTS = {name: dialect.kind for name, dialect in _DIALECTS.items()}
 """Dialect -> kind."""
-SPECULATORS = ("eagle-speculators", "eagle3-speculators", "eagle3-norm-before-fc")
+SPECULATORS = tuple(name for name, dialect in _DIALECTS.items() if dialect.nested)
 """Dialects of vLLM's speculators."""
 
 SIZES: dict[str, int] = {
@@ -71,10 +109,9 @@ def save_head(
     """
     import torch
 
-    dialect = dialect or kind
-    assert DIALECTS[dialect] == kind, (dialect, kind)
-    size = SIZES | sizes
-    raw = _random(kind, dialect, size, np.random.default_rng(seed))
+    form, size = _DIALECTS[dialect or kind], SIZES | sizes
+    assert form.kind == kind, (dialect, kind)
+    raw = _random(form, size, np.random.default_rng(seed))
     rounded = {
         name: array if array.dtype.kind in "ib" else torch.from_numpy(array).to(getattr(torch, dtype))
         for name, array in raw.items()
@@ -83,23 +120,24 @@ def save_head(
     stored = {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in rounded.items()
     }
-    stored = _renamed(stored, dialect)
+    for pattern, replacement in form.renamed:
+        stored = {re.sub(pattern, replacement, name): tensor for name, tensor in stored.items()}
     for name, value in (tensors or {}).items():
         if value is None:
             del stored[name]
         else:
             stored[name] = torch.from_numpy(np.ascontiguousarray(value))
     folder.mkdir(parents=True, exist_ok=True)
-    described = _config(dialect, size, dtype) | dict(config or {})
+    described = _config(form, size) | {"torch_dtype": dtype} | dict(config or {})
     (folder / "config.json").write_text(json.dumps({key: item for key, item in described.items() if item is not None}))
     _write(folder, stored, format or ("bin" if kind == "eagle" else "safetensors"))
     return raw
 
 
-def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
     m, i, e = size["hidden_size"], size["intermediate_size"], size["head_dim"]
     q, kv = size["heads"] * e, size["kv_heads"] * e
-    vocab, target = size["target_vocab_size"], size["target_hidden_size"]
+    vocab, target, kind = size["target_vocab_size"], size["target_hidden_size"], form.kind
     wide = kind == "eagle3"
     layer = {"eagle": "layers.0.", "eagle3": "midlayer.", "mtp": "model.mtp_layers.0."}[kind]
     read = 2 * m if wide else m
@@ -119,19 +157,18 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
     }
     if wide:
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in ("input_layernorm", "hidden_norm")}
-        words = vocab if dialect == "eagle3-full-vocabulary" else size["draft_vocab_size"]
+        words = vocab if form.whole else size["draft_vocab_size"]
         shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
-    if dialect == "eagle3-norm-before-fc":
+    if form.joint_norm:
         shapes["input_norm.weight"] = (size["aux_layers"] * target,)
     if kind == "mtp":
         norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in norms}
-    if dialect in ("eagle", "eagle-qwen2"):
+    if form.fc_bias:
         shapes["fc.bias"] = (m,)
-    if dialect in ("eagle-qwen2", "mtp"):
+    if form.qkv_bias:
         shapes |= {f"{layer}self_attn.{part}_proj.bias": (rows,) for part, rows in zip("qkv", (q, kv, kv), strict=True)}
-    own = ("eagle3-own-embedding", "eagle3-speculators", "eagle3-norm-before-fc")
-    if dialect in ("eagle", "eagle-nobias", "eagle-qwen2", *own):
+    if form.embedding:
         shapes["embed_tokens.weight"] = (vocab, m)
     raw = {}
     for name, shape in shapes.items():
@@ -139,67 +176,31 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
             raw[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         else:
             raw[name] = rng.normal(0, 1 / np.sqrt(shape[-1]), shape).astype(np.float32)
-    if wide and dialect != "eagle3-full-vocabulary":
+    if wide and not form.whole:
         ids = np.sort(rng.choice(vocab, size["draft_vocab_size"], replace=False))
         raw["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
         raw["t2d"] = np.isin(np.arange(vocab), ids)
     return raw
 
 
-def _renamed(tensors: dict[str, Any], dialect: str) -> dict[str, Any]:
-    """The tensors under the names of the dialect."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        if (dialect in SPECULATORS and DIALECTS[dialect] == "eagle3") or dialect == "eagle3-model-prefix":
-            name = name.replace("midlayer.", "layers.0.")
-        if dialect == "eagle3-model-prefix" and name not in ("lm_head.weight", "d2t", "t2d"):
-            name = f"model.{name}"
-        if dialect == "eagle-speculators":
-            name = name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer.")
-        renamed[name] = tensor
-    return renamed
-
-
-def _config(dialect: str, size: Mapping[str, int], dtype: str) -> dict[str, Any]:
+def _config(form: Dialect, size: Mapping[str, int]) -> dict[str, Any]:
     layer: dict[str, Any] = {
         "hidden_size": size["hidden_size"],
         "intermediate_size": size["intermediate_size"],
         "num_attention_heads": size["heads"],
-        "num_key_value_heads": 1 if dialect == "eagle-qwen2" else size["kv_heads"],
+        "num_key_value_heads": size["kv_heads"],
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 128,
         "vocab_size": size["target_vocab_size"],
     }
-    if dialect in SPECULATORS:
-        layer |= {"head_dim": size["head_dim"], "rope_theta": 500000.0, "model_type": "llama"}
-        top = {"speculators_model_type": DIALECTS[dialect], "transformer_layer_config": layer, "torch_dtype": dtype}
-        if DIALECTS[dialect] == "eagle":
-            return {**top, "architectures": ["EagleSpeculator"], "fusion_bias": False, "layernorms": False}
-        norms = dialect == "eagle3-norm-before-fc"
-        return {
-            **top,
-            "architectures": ["Eagle3Speculator"],
-            "draft_vocab_size": size["draft_vocab_size"],
-            "norm_before_residual": norms,
-            "target_hidden_size": None,
-            "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-            **({"norm_before_fc": True} if norms else {}),
-        }
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype, **layer}
-    if dialect == "eagle-nobias":
-        config |= {"bias": False, "rope_theta": 500000.0}
-    if DIALECTS[dialect] == "mtp":
-        config |= {"architectures": ["MiMoMTP"], "model_type": "mimo", "num_nextn_predict_layers": 1}
-        config |= {"attention_bias": dialect == "mtp", "head_dim": size["head_dim"], "rope_theta": 640000.0}
-    if DIALECTS[dialect] == "eagle3":
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size["draft_vocab_size"]}
-    if dialect == "eagle3-full-vocabulary":
-        config["draft_vocab_size"] = size["target_vocab_size"]
-    if dialect == "eagle3-norm-before-residual":
-        config["norm_before_residual"] = True
-    return config
+    words = size["target_vocab_size" if form.whole else "draft_vocab_size"]
+    config = {"draft_vocab_size": words} if form.kind == "eagle3" else {}
+    if form.nested:
+        nested = layer | {"head_dim": size["head_dim"], "rope_theta": 500000.0, "model_type": "llama"}
+        return config | form.config | {"transformer_layer_config": nested}
+    return layer | config | form.config
 
 
 def _write(folder: Path, tensors: dict[str, Any], format: str) -> None:

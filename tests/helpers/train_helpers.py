@@ -16,11 +16,6 @@ import numpy as np
 from engine_helpers import END, VOCABULARY, tokenizer
 from specjax_kernels.cpu import object_code
 from tiny_checkpoints import save_llama
-from toy_models import Toy
-
-from specjax import checkpoint
-from specjax.checkpoint import ModelFiles
-from specjax.train.head import TargetSource
 
 SMALL: dict[str, Any] = {
     "steps": 6, "batch-size": 2, "row-length": 64, "rounds": 2, "held-back": 4, "warmup-steps": 2,
@@ -89,17 +84,3 @@ def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess
         [sys.executable, "-c", program, *command], env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
     )  # fmt: skip
-
-
-def target_source(toy: Toy, tokenizer: Any) -> TargetSource:
-    """The toy as a target of heads."""
-    c = toy.target.config
-    described = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "head_dim": c.head_dim,
-        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "rms_norm_eps": c.norm_epsilon,
-        "max_position_embeddings": c.max_positions, "rope_theta": c.rope.theta,
-        "tie_word_embeddings": c.tied_embeddings,
-    }  # fmt: skip
-    files = ModelFiles("toy", Path("/nowhere"), described, ())
-    return TargetSource(files, tokenizer, checkpoint.model_config(described, dtype="float32"), (END,))

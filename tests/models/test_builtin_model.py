@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import zipfile
 from pathlib import Path
 
@@ -21,10 +23,13 @@ from specjax.checkpoint import (
     stop_token_ids,
 )
 from specjax.checkpoint.files import default_cache_dir
+from specjax.models import table
+from specjax.models.params import dimensions, placements, tensors_of
 
 pytestmark = pytest.mark.real_model
 
 PROMPT_FILES = sorted((Path(__file__).parents[2] / "specjax" / "data" / "prompts").glob("*.jsonl"))
+FIRST_AND_LAST = ("embed", "final_norm", "layers_0", "layers_29")
 PROMPTS = [
     "What is 12345 + 67890? In 1984, 3.14159 was 22/7.",
     "def f(x):\n    return {'a': [1, 2, 3]}\n\n\n# don't   stop",
@@ -109,7 +114,7 @@ def test_tokens_equal_transformers(files, gguf):
 
 
 def test_weights_equal_transformers(files, gguf):
-    """Bit for bit, on the first and last layer."""
+    """Bit for bit. test_params.py has what `placements` mean."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -124,24 +129,11 @@ def test_weights_equal_transformers(files, gguf):
 
     config = model_config(files.config, dtype="float32")
     params = load_params(files, config, quantization="none")
-    np.testing.assert_array_equal(params["embed"], theirs("model.embed_tokens.weight"))
-    np.testing.assert_array_equal(params["final_norm"], theirs("model.norm.weight"))
-    for i in (0, 29):
-        layer = {name: np.asarray(leaf) for name, leaf in params[f"layers_{i}"].items()}
-        prefix = f"model.layers.{i}."
-        query = layer["qkv"][:, :, :3].reshape(576, 576).T
-        np.testing.assert_array_equal(query, theirs(prefix + "self_attn.q_proj.weight"))
-        np.testing.assert_array_equal(
-            layer["qkv"][:, :, 3].reshape(576, 192).T, theirs(prefix + "self_attn.k_proj.weight")
-        )
-        np.testing.assert_array_equal(
-            layer["qkv"][:, :, 4].reshape(576, 192).T, theirs(prefix + "self_attn.v_proj.weight")
-        )
-        np.testing.assert_array_equal(layer["output"].reshape(576, 576).T, theirs(prefix + "self_attn.o_proj.weight"))
-        np.testing.assert_array_equal(layer["gate_up"][:, 0].T, theirs(prefix + "mlp.gate_proj.weight"))
-        np.testing.assert_array_equal(layer["gate_up"][:, 1].T, theirs(prefix + "mlp.up_proj.weight"))
-        np.testing.assert_array_equal(layer["down"].T, theirs(prefix + "mlp.down_proj.weight"))
-        np.testing.assert_array_equal(layer["attention_norm"], theirs(prefix + "input_layernorm.weight"))
+    rules = [rule for rule in placements(table(config), dimensions(config)) if rule.leaf[0] in FIRST_AND_LAST]
+    ours = tensors_of(rules, lambda path: np.asarray(functools.reduce(operator.getitem, path, params)))
+    assert len(ours) == 2 + 2 * 9
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(tensor, theirs(name), name)
 
 
 def test_offline_with_a_filled_cache(files, monkeypatch):

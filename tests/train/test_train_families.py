@@ -1,7 +1,4 @@
-"""Heads for every family: the target's features, ten steps on its own answers, and serving the exported head.
-
-transformers' models are the oracle for features and answers.
-"""
+"""Heads for every family: the target's features in packed rows, first weights, and ten steps of training."""
 
 from __future__ import annotations
 
@@ -16,18 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import END, NEAR, VOCABULARY, tokenizer
-from family_helpers import FAMILIES, RECURRENT, WINDOW, load_oracle, save_family
+from family_helpers import FAMILIES, RECURRENT, WINDOW, save_family
 from train_helpers import arguments
 
-from specjax import Engine, EngineConfig, SamplingParams
 from specjax.checkpoint import load_head, load_params, model_config, resolve
 from specjax.config import ModelConfig
-from specjax.drafters import options_of
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params, with_token_map
-from specjax.train import generate
+from specjax.models.target import hidden_states
 from specjax.train.__main__ import main
-from specjax.train.data import Rows
+from specjax.train.data import Example, pack
 from specjax.train.features import teach, training_target
 from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
@@ -35,9 +30,6 @@ from specjax.train.output import read_metrics
 
 PACKED = [family for family in FAMILIES if family not in RECURRENT]
 """Families whose training packs several texts in a row."""
-PROMPTS = ["the hell 1", "12 cat the the end", "hello", "a b c 12 12"]
-MEMORY: dict[str, Any] = {"max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16}
-MEMORY |= {"max_running_requests": 4, "adaptive": False}
 
 
 @pytest.fixture(scope="module")
@@ -62,32 +54,28 @@ def read(folder: Path) -> tuple[ModelConfig, Any]:
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_features_of_packed_rows_against_transformers(folders, family):
-    """Two examples in a row, both longer than a window."""
-    import torch
-
+def test_features_of_packed_rows(folders, family):
+    """Two examples in a row, both longer than a window, equal texts alone, which tests/models compares with
+    transformers."""
     config, params = read(folders(family))
     lengths = (WINDOW + 17, WINDOW + 9)
-    texts = [np.random.default_rng(i).integers(3, VOCABULARY, length) for i, length in enumerate(lengths)]
-    positions = [np.arange(length, dtype=np.int32) for length in lengths]
-    parts = np.concatenate(texts), np.concatenate(positions), np.repeat([1, 2], lengths), np.ones(sum(lengths))
-    rows = Rows(*(jnp.asarray(part[None].astype(dtype)) for part, dtype in zip(parts, "iii?", strict=True)))
-    teacher = jax.jit(teach(training_target(config, "float32"), (0, 1)))(params, rows)
-    oracle, start = load_oracle(folders(family), family), 0
+    texts = [
+        np.random.default_rng(i).integers(3, VOCABULARY, length).astype(np.int32) for i, length in enumerate(lengths)
+    ]
+    rows = pack([Example(text, np.ones(len(text), bool)) for text in texts], sum(lengths), 0)
+    teacher = jax.jit(teach(training_target(config, "float32"), (0, 1)))(params, jax.tree.map(jnp.asarray, rows))
+    target = make_target(config)
     for text in texts:
-        with torch.inference_mode():
-            output = oracle(torch.tensor(text[None]), output_hidden_states=True)
-        states = [state[0].numpy() for state in output.hidden_states]  # [0]: the embedding; the last is normalised
-        slots = slice(start, start := start + len(text))
-        expected = np.concatenate(states[1:3], axis=-1)
-        np.testing.assert_allclose(teacher.features[0, slots], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-        np.testing.assert_allclose(teacher.hidden[0, slots], states[-1], rtol=0, atol=1e-4 * np.abs(states[-1]).max())
-        best = output.logits[0].topk(2).values.numpy()
-        sure = best[:, 0] - best[:, 1] > NEAR
+        alone = [hidden_states(target, params, jnp.asarray(text[None]), kind)[0] for kind in ((0, 1), "final")]
+        logits = np.asarray(target.unembed(params, alone[1]))
+        segment = next(n for n in (1, 2) if (rows.tokens[0][rows.segments[0] == n]).tolist() == text.tolist())
+        slots = rows.segments[0] == segment
+        for part, expected in zip((teacher.features, teacher.hidden), alone, strict=True):
+            np.testing.assert_allclose(part[0, slots], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+        best = np.sort(logits)[:, -2:]
+        sure = best[:, 1] - best[:, 0] > NEAR
         assert sure.any()
-        np.testing.assert_array_equal(
-            np.asarray(teacher.top[0, slots])[sure], output.logits[0].argmax(-1).numpy()[sure]
-        )
+        np.testing.assert_array_equal(np.asarray(teacher.top[0, slots])[sure], logits.argmax(-1)[sure])
 
 
 TRAINED = [
@@ -98,46 +86,19 @@ TRAINED = [
 test_train_run.py."""
 
 
-@pytest.fixture(scope="module")
-def answers(folders, tmp_path_factory) -> Callable[[str], Path]:
-    """Family to the target's greedy answers, by `specjax.train.generate`."""
-    root = tmp_path_factory.mktemp("answers")
-
-    def make(family: str) -> Path:
-        prompts, output = root / f"{family}-in.jsonl", root / f"{family}.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        flags = {"model": folders(family), "input": prompts, "output": output, "temperatures": 0}
-        flags |= {"max-new-tokens": 16, "max-prompt-tokens": 48, "chunked-prefill-size": 16}
-        command = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-        assert generate.main([*command, "--max-running-requests", "4", "--no-progress"]) == 0
-        return output
-
-    return functools.cache(make)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "algorithm"), TRAINED)
-def test_ten_steps(folders, answers, tmp_path, capfd, family, algorithm):
-    model, data = folders(family), answers(family)
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    # A batch has all the data.
-    flags = {"draft": algorithm, "steps": 10, "batch_size": 4, "held_back": 0, "checkpoint_every": 10, "log_every": 1}
+def test_ten_steps(folders, data, tmp_path, capfd, family, algorithm):
+    """The loss falls, and the head that is written can be read."""
+    flags = {"draft": algorithm, "steps": 10, "batch_size": 4, "checkpoint_every": 10, "log_every": 1}
     flags |= {"draft_vocab_size": 60} if (family, algorithm) == TRAINED[0] else {}
-    status = main(arguments(model, data, tmp_path / "run", export_dtype="float32", **flags))
-    assert status == 0, capfd.readouterr().err
+    assert main(arguments(folders(family), data, tmp_path / "run", **flags)) == 0, capfd.readouterr().err
     losses = [row["loss"] for row in read_metrics(tmp_path / "run")]
     assert len(losses) == 10 and np.isfinite(losses).all()
     assert losses[-1] < 0.98 * losses[0], losses
-    head = tmp_path / "run" / "head"
+    config, _ = load_head(str(tmp_path / "run" / "head"), read(folders(family))[0], kind=algorithm.lower())
     if algorithm == "MTP":
-        config, _ = load_head(str(head), read(model)[0], kind="mtp")
-        assert config == head_config(DraftSettings(draft=algorithm), read(model)[0])
-        return
-    draft = options_of(algorithm, path=str(head), steps=3, topk=2, nodes=6)
-    engine = Engine.from_pretrained(str(model), draft=draft, config=EngineConfig(**MEMORY), progress=False)
-    params = SamplingParams(max_new_tokens=16, temperature=0.0)
-    completions = engine.generate([row["prompt_ids"] for row in rows], params)
-    assert [done.output_ids for done in completions] == [row["response_ids"] for row in rows]
+        assert config == head_config(DraftSettings(draft=algorithm), read(folders(family))[0])
 
 
 def test_a_copied_output_layer_has_no_soft_cap(folders):

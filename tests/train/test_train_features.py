@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
-import pytest
-import torch
-from safetensors.torch import load_file
-from train_helpers import save_data, save_model
-from transformers import AutoModelForCausalLM
+from safetensors.numpy import load_file
 
+from specjax.checkpoint import load_params, model_config, resolve
+from specjax.models import make_target
+from specjax.models.target import hidden_states
 from specjax.train.features import main
 
 
@@ -18,36 +18,22 @@ def write(model, data, output, *more) -> int:
     return main(["--model", str(model), "--dtype", "float32", "--data", str(data), "--output", str(output), *more])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("target") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return save_data(tmp_path_factory.mktemp("data") / "data.jsonl")
-
-
-def test_files_equal_transformers(model, data, tmp_path, capsys):
+def test_files_hold_hidden_states(model, data, tmp_path, capsys):
+    """tests/models compares `hidden_states` with transformers."""
     assert write(model, data, tmp_path, "--store-dtype", "float32", "--aux-layers", "1", "0", "--max-length", "40") == 0
     summary = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     assert summary["texts"] == len(rows) > 3 and summary["tokens"] == sum(row["seq_len"] for row in rows)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    *_, last = layers = summary["layers"]
-    assert layers[:2] == [1, 0] and last == reference.config.num_hidden_layers - 1
-    outputs = {}
-    for number, layer in enumerate(reference.model.layers):  # transformers returns the last state after the norm
-        layer.register_forward_hook(
-            lambda _, __, out, n=number: outputs.update({n: out[0] if type(out) is tuple else out})
-        )
+    files = resolve(str(model))
+    config = model_config(files.config, dtype="float32")
+    target, params = make_target(config), load_params(files, config, progress=False)
+    assert summary["layers"] == [1, 0, config.num_layers - 1]
     for number, row in enumerate(rows):
         stored = load_file(tmp_path / "hidden_states" / f"hs_{number}.safetensors")
         assert stored["token_ids"].tolist() == row["input_ids"] and len(row["loss_mask"]) == row["seq_len"] <= 40
-        with torch.no_grad():
-            reference(torch.tensor([row["input_ids"]]))
-        expected = np.stack([outputs[layer].reshape(row["seq_len"], -1) for layer in layers], axis=1)
-        np.testing.assert_allclose(stored["hidden_states"].numpy(), expected, atol=1e-4)
+        states = hidden_states(target, params, jnp.asarray([row["input_ids"]], jnp.int32), tuple(summary["layers"]))
+        expected = np.asarray(states).reshape(row["seq_len"], 3, -1)
+        np.testing.assert_allclose(stored["hidden_states"], expected, atol=1e-4)
 
 
 def test_a_stopped_run_is_resumed(model, data, tmp_path, capsys):

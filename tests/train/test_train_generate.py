@@ -164,13 +164,6 @@ def test_a_folder_is_answered_as_a_file(files, tmp_path):
     assert status == 2 and "deeper has no file that ends in .jsonl or .jsonl.gz" in err
 
 
-def test_temperatures():
-    assert generate.parse_temperatures(["0", "0.8 0.8"]) == [0.0, 0.8, 0.8]
-    for text in ("hot", "-1", "0.8=2", "nan", " "):
-        with pytest.raises(ValueError, match="--temperatures"):
-            generate.parse_temperatures([text])
-
-
 def test_long_prompts_are_skipped_and_bad_lines_named(files):
     long = {"prompt": "x" * 70}
     lines = [PROMPTS[0], long, "", "{", {"prompt": ""}, {"prompt": "a", "messages": []}, {"input_ids": [5]}]
@@ -209,16 +202,6 @@ def test_an_output_that_was_cut_anywhere_is_completed(files, whole, complete):
         assert status in (0, 1) and summary is not None
         assert files.target.read_bytes() == whole
         assert summary["requests"] == 12 - complete, "only missing lines are answered"
-
-
-def test_batch_and_algorithm_change_no_answer(files, whole):
-    files.target.write_bytes(b"".join(whole.splitlines(keepends=True)[:6]))
-    _, summary, _ = files(
-        "--max-running-requests", 1, "--speculative-algorithm", "ngram", "--page-size", 4,
-        "--speculative-num-draft-tokens", 4, "--speculative-ngram-capacity", 4096,
-    )  # fmt: skip
-    assert summary is not None and summary["algorithm"] == "NGRAM"
-    assert files.target.read_bytes() == whole
 
 
 def test_a_complete_run_loads_no_model(files, whole, monkeypatch):
@@ -289,7 +272,7 @@ def test_outputs_that_are_in_use(files):
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--max-new-tokens", "100"], "come to 164 tokens, and the context is 128"),
         (["--context-length", "40"], "come to 72 tokens, and the context is 40"),
-        (["--temperatures", "hot"], "--temperatures must be numbers"),
+        *((["--temperatures", text], "--temperatures") for text in ("hot", "0 -1", "0.8=2", "nan", " ")),
         (["--seed", str(2**64)], "seed must be"),
         (["--input", "-"], "--input must be a file"),
         (["--output", "/no/such/folder/out"], "cannot be written"),

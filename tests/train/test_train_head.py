@@ -18,20 +18,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from eagle_oracle import HeadSpec, draft_logits, head_forward, target_ids
 from safetensors.numpy import load_file
-from specjax_kernels import CAUSAL
 from tiny_heads import save_head
 from toy_models import tiny_llama
 
 from specjax.checkpoint import CheckpointError, load_head
 from specjax.checkpoint.draft_head import aux_layer_ids
 from specjax.config import HeadConfig, RopeConfig
-from specjax.models.blocks import KeyValue, Past
-from specjax.models.draft_head import draft_head, init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.train import head
 from specjax.train.data import Example, pack
-from specjax.train.export import export_head, head_description, head_tensors
+from specjax.train.export import export_head, head_description
+from specjax.train.losses import Teacher
 from specjax.train.options import DraftSettings, LossSettings
 
 
@@ -207,68 +205,21 @@ def test_an_export_loads_with_equal_parameters(tmp_path, name, dtype):
             np.testing.assert_array_equal(np.asarray(again[leaf], np.float32), np.asarray(array, np.float32))
 
 
-ATTENTION = {"q_proj.weight": (32, 16), "k_proj.weight": (16, 16), "v_proj.weight": (16, 16), "o_proj.weight": (16, 32)}
-MLP = {"gate_proj.weight": (24, 16), "up_proj.weight": (24, 16), "down_proj.weight": (16, 24)}
-KEYS: dict[str, dict[str, tuple[int, ...]]] = {
-    "eagle3": {
-        "fc.weight": (16, 48),
-        "midlayer.input_layernorm.weight": (16,),
-        "midlayer.hidden_norm.weight": (16,),
-        "midlayer.self_attn.q_proj.weight": (32, 32),
-        "midlayer.self_attn.k_proj.weight": (16, 32),
-        "midlayer.self_attn.v_proj.weight": (16, 32),
-        "midlayer.self_attn.o_proj.weight": (16, 32),
-        "midlayer.post_attention_layernorm.weight": (16,),
-        **{f"midlayer.mlp.{name}": shape for name, shape in MLP.items()},
-        "norm.weight": (16,),
-        "lm_head.weight": (11, 16),
-        "d2t": (11,),
-        "t2d": (31,),
-    },
-    "eagle": {
-        "fc.weight": (16, 32),
-        "fc.bias": (16,),
-        **{f"layers.0.self_attn.{name}": shape for name, shape in ATTENTION.items()},
-        "layers.0.post_attention_layernorm.weight": (16,),
-        **{f"layers.0.mlp.{name}": shape for name, shape in MLP.items()},
-    },
-    "mtp": {
-        "model.mtp_layers.0.token_layernorm.weight": (16,),
-        "model.mtp_layers.0.hidden_layernorm.weight": (16,),
-        "model.mtp_layers.0.input_proj.weight": (16, 32),
-        "model.mtp_layers.0.input_layernorm.weight": (16,),
-        **{f"model.mtp_layers.0.self_attn.{name}": shape for name, shape in ATTENTION.items()},
-        "model.mtp_layers.0.self_attn.q_proj.bias": (32,),
-        "model.mtp_layers.0.self_attn.k_proj.bias": (16,),
-        "model.mtp_layers.0.self_attn.v_proj.bias": (16,),
-        "model.mtp_layers.0.post_attention_layernorm.weight": (16,),
-        **{f"model.mtp_layers.0.mlp.{name}": shape for name, shape in MLP.items()},
-        "model.mtp_layers.0.final_layernorm.weight": (16,),
-    },
-}
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_documented_tensors(tmp_path, name):
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp"])
+def test_published_tensors(tmp_path, name):
+    """Names and shapes are those of published heads."""
     folder = export(tmp_path / "head", name)
     assert sorted(content(folder)) == ["README.md", "config.json", "model.safetensors"]
-    tensors = load_file(folder / "model.safetensors")
-    assert {key: tensor.shape for key, tensor in tensors.items()} == KEYS[name]
+    tensors, published = load_file(folder / "model.safetensors"), save_head(tmp_path / "published", name)
+    published.pop("embed_tokens.weight", None)  # the target's
+    assert {key: tensor.shape for key, tensor in tensors.items()} == {k: array.shape for k, array in published.items()}
     narrow = {key for key, tensor in tensors.items() if tensor.dtype == ml_dtypes.bfloat16}
-    assert narrow == KEYS[name].keys() - {"d2t", "t2d"}
+    assert narrow == published.keys() - {"d2t", "t2d"}
     if name == "eagle3":
         ids = params_of(name)["ids"]
         assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
         assert [i + offset for i, offset in enumerate(tensors["d2t"].tolist())] == ids.tolist()
         assert np.flatnonzero(tensors["t2d"]).tolist() == sorted(ids.tolist())
-
-
-COMMON = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 777.0,
-    "rope_scaling": None, "max_position_embeddings": 256, "vocab_size": 31, "attention_bias": False, "mlp_bias": False,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
@@ -291,49 +242,54 @@ def test_layer_ids_in_other_engines(layers, family):
     assert nested == list(layers) if layers[0] == 1 and family != "gpt_oss" else nested[0] != 1 or family == "gpt_oss"
 
 
-def test_training_a_head_with_a_norm_before_fc():
-    """The features' scale cannot be folded through the norm, so it is not used."""
-    draft, params = object.__new__(head.HeadDraft), params_of("eagle3 norm before fc")
-    draft.config, draft._init_params, draft._scale = HEADS["eagle3 norm before fc"], dict(params), None
+@pytest.mark.parametrize("name", ["eagle3 unmapped", "eagle3 norm before fc"])
+def test_scale_of_features(name):
+    """Folded into `fc` of the export; unused before a norm, through which it cannot be folded."""
+    draft, params, rng = object.__new__(head.HeadDraft), params_of(name), np.random.default_rng(0)
+    draft.config, draft._init_params, draft._scale = HEADS[name], dict(params), None
     draft._source = SimpleNamespace(config=target().target.config)  # type: ignore[assignment]
     rows = pack([Example(np.array([1, 2, 3], np.int32), np.ones(3, bool))], 4, 0)
-    weights, frozen = draft.first_weights({}, rows, lambda: pytest.fail("no features are needed"))
+    features = jnp.asarray(rng.normal(0, 9, (1, 4, 48)), jnp.float32)
+    teacher = Teacher(features, jnp.zeros((1, 4, 16)), jnp.zeros((1, 4), jnp.int32))
+    weights, frozen = draft.first_weights({}, rows, lambda: (teacher, rows))
+    has_scale = name == "eagle3 unmapped"
+    assert (draft._scale is not None) == has_scale
+    expected = jnp.einsum("bnf,fm->bnm", features, params["fc"])
+    read = features * draft._scale[None, None] if has_scale else features
+    np.testing.assert_allclose(jnp.einsum("bnf,fm->bnm", read, weights["fc"]), expected, rtol=1e-3, atol=1e-4)
     exported = draft.exported(weights, frozen)
     assert exported.keys() == params.keys()
-    for name, leaf in params.items():
-        np.testing.assert_array_equal(exported[name], leaf, name)
+    for leaf, array in params.items():
+        np.testing.assert_allclose(exported[leaf], array, rtol=1e-6, err_msg=leaf)
     described = head_description(draft.config, target().target.config)
-    assert described["norm_before_fc"] is True and described["eagle_config"]["norm_before_fc"] is True
+    assert described.get("norm_before_fc", False) == (not has_scale)
+    assert described["eagle_config"].get("norm_before_fc", False) == (not has_scale)
 
 
 def test_config_json(tmp_path):
+    """Keys that differ between kinds, or whose defaults differ between engines."""
     model = target().target.config
-    assert head_description(HEADS["eagle3"], model) == COMMON | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "draft_vocab_size": 11,
-        "norm_before_residual": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5], "use_aux_hidden_state": True},
-        "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
-    }
-    assert head_description(HEADS["eagle"], model, "float16") == COMMON | {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "model_type": "llama",
-        "torch_dtype": "float16",
-    }
-    wider = dataclasses.replace(model, hidden_size=24)
-    assert head_description(HEADS["eagle3"], wider)["target_hidden_size"] == 24
-    assert head_description(HEADS["eagle nobias"], model)["bias"] is False
-    assert head_description(HEADS["eagle3 biases"], model)["bias"] is True
-    assert head_description(HEADS["eagle3 target's head"], model)["draft_vocab_size"] is None
-    assert head_description(HEADS["mtp"], model) == COMMON | {
-        "architectures": ["MiMoMTP"],
-        "model_type": "qwen2",
-        "attention_bias": True,
-        "num_nextn_predict_layers": 1,
-    }
+
+    def described(name: str, model: Any = model, dtype: str = "bfloat16") -> dict[str, Any]:
+        return head_description(HEADS[name], model, dtype)
+
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 2, 5], "use_aux_hidden_state": True}
+    own = {"draft_vocab_size": 11, "norm_before_residual": False, "eagle_config": layers, "attention_bias": False}
+    for name, keys in {
+        "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "rope_theta": 777.0} | own,
+        "eagle": {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "torch_dtype": "bfloat16"},
+        "mtp": {"architectures": ["MiMoMTP"], "model_type": "qwen2", "attention_bias": True,
+                "num_nextn_predict_layers": 1},
+    }.items():  # fmt: skip
+        assert described(name) | keys == described(name)
+    assert described("eagle", dtype="float16")["torch_dtype"] == "float16"
+    absent = {"bias", "target_hidden_size", "norm_before_fc", "partial_rotary_factor"}
+    assert not absent & (described("eagle3").keys() | described("eagle").keys() | described("mtp").keys())
+    assert described("eagle3", dataclasses.replace(model, hidden_size=24))["target_hidden_size"] == 24
+    assert described("eagle nobias")["bias"] is False and described("eagle3 biases")["bias"] is True
+    assert described("eagle3 target's head")["draft_vocab_size"] is None
     folder = export(tmp_path / "head", "eagle3")
-    assert json.loads((folder / "config.json").read_text()) == head_description(HEADS["eagle3"], model)
+    assert json.loads((folder / "config.json").read_text()) == described("eagle3")
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 biases", "eagle3 own embedding", "eagle3 dynamic", "eagle", "mtp"])
@@ -361,54 +317,28 @@ def test_model_card(tmp_path):
     assert "license" not in (export(tmp_path / "head", "eagle3", card=card) / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3 unmapped", "eagle", "mtp"])
-def test_oracle_computes_equal_outputs_from_the_file(tmp_path, name):
-    """A forward over six slots from position 0, by numpy and plain loops."""
-    config, toy, rng = HEADS[name], target(), np.random.default_rng(1)
-    tensors = load_file(export(tmp_path / "head", name, dtype="float32") / "model.safetensors")
-    spec = HeadSpec(config.kind, 4, 8, 1e-5, 777.0, config.norm_before_residual)
-    tokens, features = rng.integers(0, 31, 6), rng.normal(0, 1, (6, config.feature_size)).astype(np.float32)
-    visible = [set(range(item + 1)) for item in range(6)]
-    embedding, rows = np.asarray(toy.params["embed"]), np.asarray(toy.params["head"]).T
-    expected = head_forward(tensors, spec, embedding[tokens], features, list(range(6)), visible, [False] * 6)
-
-    head, params = draft_head(config, toy.target, backend="reference"), jax.tree.map(jnp.asarray, params_of(name))
-    empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
-    past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
-    positions = jnp.arange(6, dtype=jnp.int32)[None]
-    embedded = head.embed(toy.params, params, jnp.asarray(tokens[None], jnp.int32))
-    out, _ = head.forward(params, embedded, head.fuse(params, jnp.asarray(features[None])), positions, CAUSAL, past)
-    np.testing.assert_allclose(out[0], expected, atol=2e-4, rtol=1e-4)
-    logits = head.unembed(toy.params, params, out)
-    expected_logits = np.stack([draft_logits(tensors, spec, item, rows) for item in expected])
-    np.testing.assert_allclose(logits[0], expected_logits, atol=1e-3, rtol=1e-4)
-    ours = head.target_ids(params, jnp.arange(config.vocab_size, dtype=jnp.int32))
-    assert np.asarray(ours).tolist() == target_ids(tensors, spec, 31).tolist()
+MISFITS: list[tuple[str, dict[str, Any], str, str]] = [
+    # (head, changes of its parameters, dtype, the end of the message)
+    ("eagle", {"fc_bias": None}, "bfloat16", "missing or more: fc_bias"),
+    ("eagle", {"embed": np.zeros(1)}, "bfloat16", "missing or more: embed"),
+    ("eagle3", {"ids": None}, "bfloat16", "missing or more: ids"),
+    ("mtp", {"mlp_norm": np.zeros(15)}, "bfloat16", "mlp_norm is [15]; the head's description implies [16]"),
+    ("eagle", {"down": np.full((24, 16), np.nan)}, "bfloat16", "not finite in bfloat16; the training diverged"),
+    ("eagle", {"down": np.full((24, 16), 1e6)}, "float16", "not finite in float16; the training diverged"),
+    ("eagle", {}, "int8", "dtype is 'int8'; a draft can be written as: float32, bfloat16, float16"),
+    ("eagle with a map", {}, "bfloat16", "no published format of eagle heads with a token map; export without it"),
+]
 
 
-def test_parameters_that_do_not_fit(tmp_path):
-    def refusal(name: str, changes: dict[str, Any], dtype: str = "bfloat16") -> str:
-        params = {leaf: array for leaf, array in (params_of(name) | changes).items() if array is not None}
-        with pytest.raises(ValueError, match=r"head|draft|parameter") as caught:
-            export_head(
-                tmp_path / "head", HEADS[name], params, target().target.config, target_name="t", card="", dtype=dtype
-            )
-        assert not list(tmp_path.iterdir())
-        return str(caught.value)
-
-    assert refusal("eagle", {"fc_bias": None}).endswith("missing or more: fc_bias")
-    assert refusal("eagle", {"embed": np.zeros(1)}).endswith("missing or more: embed")
-    assert refusal("eagle3", {"ids": None}).endswith("missing or more: ids")
-    message = refusal("mtp", {"mlp_norm": np.zeros(15)})
-    assert message == "parameter mlp_norm is [15]; the head's description implies [16]"
-    assert "down has values that are not finite in bfloat16" in refusal("eagle", {"down": np.full((24, 16), np.nan)})
-    assert "down has values that are not finite in float16" in refusal(
-        "eagle", {"down": np.full((24, 16), 1e6)}, "float16"
-    )
-    assert refusal("eagle", {}, "int8") == "dtype is 'int8'; a draft can be written as: float32, bfloat16, float16"
+@pytest.mark.parametrize(("name", "changes", "dtype", "message"), MISFITS)
+def test_parameters_that_do_not_fit(tmp_path, name, changes, dtype, message):
     mapped = HeadConfig("eagle", **SHARED | {"own_head": True, "mapped": True})
-    with pytest.raises(ValueError, match="no published format of eagle heads with a token map"):
-        head_tensors(mapped, {}, target().target.config)
+    params = {} if name not in HEADS else params_of(name) | changes
+    params = {leaf: array for leaf, array in params.items() if array is not None}
+    options: dict[str, Any] = {"target_name": "t", "card": "", "dtype": dtype}
+    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
+        export_head(tmp_path / "head", HEADS.get(name, mapped), params, target().target.config, **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_export_replaces_the_previous_one(tmp_path):
