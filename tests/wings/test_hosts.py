@@ -28,10 +28,9 @@ from tiny_checkpoints import save_llama
 from specjax.checkpoint.weights import read_folder
 from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.fleet.agreement import file_facts
+from specjax.fleet.agreement import file_facts, make_group
 from specjax.fleet.following import shared_by
 from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
-from specjax.fleet.launch import make_group
 from specjax.settings import Parser, add_flags, parse
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "hosts_program.py"
