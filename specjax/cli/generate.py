@@ -30,7 +30,7 @@ from specjax import settings
 from specjax.acceptance import SyntheticAcceptance
 from specjax.cli import build, flags, run_command
 from specjax.cli.lines import Line as InputLine
-from specjax.cli.lines import check_writable, line_files, parse_object, read_lines
+from specjax.cli.lines import check_writable, line_files, read_lines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.plan import as_lines, speculation_table
 from specjax.engine.runtime import Counters
@@ -54,6 +54,7 @@ RESULT_FIELDS = (
 Row = Mapping[str, Any]  # a line of the output
 
 MIN_AHEAD = 256  # lines tokenised ahead of the results
+BAD_LINE = (ValueError, TypeError, OverflowError, RecursionError)  # errors of a line and its values
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +85,15 @@ def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT
     return name
 
 
-def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
-    """Parses line number `count` of the run, counted from 0; it uses seed + `count`."""
-    try:
-        row = parse_object(text)
-        prompt = row[prompt_field(row)]
-        sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
-        merged = dict(defaults) | sampling
-        if "seed" not in sampling and merged.get("seed") is not None:
-            merged["seed"] = later_seed(merged["seed"], count)
-        return Line(number, row.get("id", count), prompt, SamplingParams.from_mapping(merged))
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        return BadLine(number, str(error))
+def make_line(number: int, row: Mapping[str, Any], defaults: Mapping[str, Any], count: int) -> Line:
+    """A request from line number `count` of the run, counted from 0; it uses seed + `count`. Raises ValueError,
+    TypeError or OverflowError."""
+    prompt = row[prompt_field(row)]
+    sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
+    merged = dict(defaults) | sampling
+    if "seed" not in sampling and merged.get("seed") is not None:
+        merged["seed"] = later_seed(merged["seed"], count)
+    return Line(number, row.get("id", count), prompt, SamplingParams.from_mapping(merged))
 
 
 def read_input(path: str) -> list[InputLine]:
@@ -105,7 +103,7 @@ def read_input(path: str) -> list[InputLine]:
     return [line._replace(place=place) for place, line in enumerate(lines)]
 
 
-def bad_line(raw: InputLine, path: str, error: Exception | str) -> BadLine:
+def bad_line(raw: InputLine, path: str, error: Exception) -> BadLine:
     """Describes a bad line, with the name of its file if the input `path` is a folder."""
     return BadLine(raw.number, str(error) if raw.path in (path, "stdin") else f"{raw.path}: {error}")
 
@@ -309,11 +307,13 @@ def main(argv: list[str] | None = None) -> int:
         engine, *others = build.make_engines(chosen, progress=progress)
         if progress:
             print(f"Speculation:{as_lines(speculation_table(engine.speculation, engine.buckets))}", file=sys.stderr)
-        requests, defaults = [], {**engine.sampling_defaults, **sampling}
+        defaults = {**engine.sampling_defaults, **sampling}
+        requests: list[Line | BadLine] = []
         for raw in lines:
-            line = raw.problem or parse_line(raw.number, raw.data, defaults, raw.place)
-            problem = line.reason if isinstance(line, BadLine) else line
-            requests.append(bad_line(raw, args.input, problem) if isinstance(problem, str) else line)
+            try:
+                requests.append(make_line(raw.number, raw.row(), defaults, raw.place))
+            except BAD_LINE as error:
+                requests.append(bad_line(raw, args.input, error))
         # Opened last: a run that cannot start keeps the old file.
         with Path(args.output).open("w", encoding="utf-8") as file:
             return run(engine, requests, line_writer(file), others=others, progress=progress)

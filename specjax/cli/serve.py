@@ -141,11 +141,10 @@ def main(argv: list[str] | None = None) -> int:
         if server.profile is not None:
             make_folder(server.profile)
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:
-            launch = fleet("launch")
-            group = launch.make_group(settings)
-            make_engine = partial(load, settings, kind=fleet("following").shared_by(group), join=group.join)
+            group, following = fleet("agreement").make_group(settings), fleet("following")
+            make_engine = partial(load, settings, kind=following.shared_by(group), join=group.join)
             if server.node_rank:
-                return launch.run_follower(group, make_engine)
+                return following.run_follower(group, make_engine)
         sock = listen(server.host, server.port)
         runner = make_service(settings, make_engine)
     except ValueError as error:

@@ -2,9 +2,8 @@
 
 replicas     data parallelism: several engines in one process
 hosts        how processes that share one model find each other, and end together: `Leader`, `Follower`
-agreement    the properties that their engines must have in common
-following    `SharedEngine`, whose device sends each launch to the followers; the loop of a follower
-launch       from the flags of `specjax serve` to a group of processes
+agreement    from the flags of `specjax serve` to a group; what its processes must have in common
+following    `SharedEngine`, whose device sends each launch to the followers; the command of a follower
 routers      `/v1/loads` and `/get_load`, which routers read
 ray          Ray Serve: `SpecjaxServer`, `build_app`; `ray_ingress` carries requests to the replicas
 ray_data     Ray Data: `Generate` completes the rows of a dataset

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +37,8 @@ from specjax.engine.plan import Key
 from specjax.fleet.agreement import engine_facts, file_facts
 from specjax.fleet.hosts import Follower, Group, Leader, Message
 from specjax.parallel.sharding import make_mesh
+
+logger = logging.getLogger("specjax.serve")
 
 COMPILERS = 2  # threads
 
@@ -185,3 +190,25 @@ def _report(follower: Follower, outputs: SimpleQueue[tuple[Key, Output]]) -> Non
         except Exception as error:
             follower.fail(f"{key} failed on node rank {follower.place.rank}: {error}")
         follower.report(value)
+
+
+def run_follower(group: Follower, load: Callable[[], Engine]) -> int:
+    """Loads this process's part of the model, and launches the leader's programs until the leader ends this process.
+    Returns the exit status if this process cannot start. The first signal asks the leader to stop."""
+    signalled = False
+
+    def stop(*_: Any) -> None:
+        nonlocal signalled
+        if signalled:
+            os._exit(1)
+        signalled = True
+        logger.info("Asking the leader to stop; once more: exit at once")
+        group.ask_to_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        follow(load(), group)
+    except Exception as error:
+        group.end(f"Node rank {group.place.rank} could not start: {error}")
+    return 1

@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -234,16 +233,15 @@ class Leader(Group):
         host, port = place.address.next
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(address[:2], family=family, backlog=place.nodes)
-        self._changed = threading.Condition()
-        self._numbers: dict[int, Message] = {}  # the followers' messages for `agree`, by rank
-        self._digests = {rank: deque[str]() for rank in range(1, place.nodes)}  # before they are compared
+        # By rank: messages for `agree`, then digests, in the order of the leader's calls.
+        self._unread = {rank: queue.SimpleQueue[Message]() for rank in range(1, place.nodes)}
 
     def join(self) -> None:
         """Waits for all followers, and connects JAX's devices. Raises TimeoutError."""
         until = time.monotonic() + JOIN
         logger.info("Waiting for %d followers at %s", self.place.nodes - 1, self.place.address.next)
         with self._sock:
-            while missing := sorted(set(self._digests) - set(self._connections)):
+            while missing := sorted(set(self._unread) - set(self._connections)):
                 self._sock.settimeout(max(until - time.monotonic(), 0.01))
                 try:
                     sock, (host, *_) = self._sock.accept()
@@ -271,7 +269,7 @@ class Leader(Group):
         problem = None
         if count != self.place.nodes:
             problem = f"node rank {rank} was started with --nnodes {count}, the leader with {self.place.nodes}"
-        elif rank not in self._digests or rank in self._connections:
+        elif rank not in self._unread or rank in self._connections:
             problem = f"two processes were started with --node-rank {rank}"
         elif different:
             problem = f"node rank {rank} was started with other settings than the leader: {different}"
@@ -287,13 +285,12 @@ class Leader(Group):
         if message.kind == "stop":  # the follower received a signal
             logger.info("Node rank %d received a signal to stop", rank)
             os.kill(os.getpid(), signal.SIGTERM)
-            return
-        with self._changed:
-            if message.kind == "agree":
-                self._numbers[rank] = message
-            else:
-                self._digests[rank].append(message.fields["digest"])
-            self._changed.notify_all()
+        else:
+            self._unread[rank].put(message)
+
+    def _next_fields(self) -> dict[int, Mapping[str, Any]]:
+        """Waits for the next message of each follower."""
+        return {rank: messages.get().fields for rank, messages in self._unread.items()}
 
     def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None:
         """Sends a message to all followers. They receive messages that are sent under one lock in order."""
@@ -301,24 +298,19 @@ class Leader(Group):
             connection.send(kind, array, **fields)
 
     def agree(self, facts: Mapping[str, str], number: int) -> int:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._numbers) == self.place.nodes - 1)
-        for rank, message in self._numbers.items():
-            if different := _differences(facts, message.fields["facts"]):
+        others = self._next_fields()
+        for rank, fields in others.items():
+            if different := _differences(facts, fields["facts"]):
                 self.end(f"Node rank {rank} differs from the leader: {different}")
-        least = min(number, *(message.fields["number"] for message in self._numbers.values()))
-        self._numbers.clear()
+        least = min(number, *(fields["number"] for fields in others.values()))
         self.send("agree", number=least)
         return least
 
     def compare(self, digest: str, what: str) -> None:
         """Waits for the next digest of each follower. Ends the group if one differs; `what` names the program in the
         message. Call from one thread at a time."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(self._digests.values()))
-            others = {rank: digests.popleft() for rank, digests in self._digests.items()}
-        for rank, other in others.items():
-            if other != digest:
+        for rank, fields in self._next_fields().items():
+            if (other := fields["digest"]) != digest:
                 self.end(
                     f"Node rank {rank} has diverged: {what} gave other tokens there (digest {other}) than on the "
                     f"leader ({digest})"

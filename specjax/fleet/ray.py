@@ -227,26 +227,27 @@ class SpecjaxServer:
     async def _answer(self, path: str, kind: str, request: Any, raw: Any) -> AsyncGenerator[Any, None]:
         headers = [item for item in ({} if raw is None else raw.headers).items() if item[0].lower() in HEADERS]
         headers.append(("content-type", "application/json"))
-        answer = await call(self._app, "POST", path, headers=headers, body=body_of(request))
-        async with contextlib.aclosing(answer.chunks) as chunks:
-            if answer.status != 200:
-                error = json.loads(await answer.read())["error"]
-                yield _error_response(error["message"], error["type"], answer.status, error["param"])
-            elif getattr(request, "stream", False):
-                async for chunk in chunks:
+        items = call(self._app, "POST", path, headers=headers, body=body_of(request))
+        async with contextlib.aclosing(items):
+            status, _ = await anext(items)
+            if status == 200 and getattr(request, "stream", False):
+                async for chunk in items:
                     yield chunk.decode()
+                return
+            body = b"".join([chunk async for chunk in items])
+            if status == 200:
+                yield getattr(_types(), kind).model_validate_json(body)
             else:
-                yield getattr(_types(), kind).model_validate_json(await answer.read())
+                error = json.loads(body)["error"]
+                yield _error_response(error["message"], error["type"], status, error["param"])
 
     async def http(
         self, method: str, path: str, query: bytes, headers: list[tuple[str, str]], body: bytes
     ) -> AsyncGenerator[Any, None]:
         """Any request, as a client sent it: first yields the status and the headers, then the body's chunks."""
-        answer = await call(self._app, method, path, query=query, headers=headers, body=body)
-        async with contextlib.aclosing(answer.chunks) as chunks:
-            yield answer.status, answer.headers
-            async for chunk in chunks:
-                yield chunk
+        async with contextlib.aclosing(call(self._app, method, path, query=query, headers=headers, body=body)) as items:
+            async for item in items:
+                yield item
 
     async def __serve_build_asgi_app__(self) -> Any:
         """For RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING: Ray's proxies reach the application without an ingress."""

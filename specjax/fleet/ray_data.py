@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from specjax.cli import build
-from specjax.cli.generate import DEFAULTS, BadLine, parse_line, result
+from specjax.cli.generate import BAD_LINE, DEFAULTS, make_line, result
+from specjax.cli.lines import parse_object
 from specjax.engine import SamplingParams
 from specjax.serve.fields import whole
 from specjax.settings import from_mapping
@@ -79,15 +80,13 @@ class Generate:
         intake, answers, waiting = self._engine.intake, {}, []
         for index, row in enumerate(rows):
             fields = {name: value for name, value in row.items() if name not in self._keep or name == "id"}
-            line = parse_line(index, json.dumps(fields, default=str), self._defaults, number_of(fields))
-            if not isinstance(line, BadLine):
-                try:
-                    waiting.append((line, intake.sequence(line.prompt, line.sampling)))
-                    continue
-                except ValueError as error:
-                    line = BadLine(index, str(error))
-            logger.warning("a row has no answer: %s", line.reason)
-            answers[index] = {"id": row.get("id"), ERROR: line.reason}
+            try:
+                plain = parse_object(json.dumps(fields, default=str))
+                line = make_line(index, plain, self._defaults, number_of(fields))
+                waiting.append((line, intake.sequence(line.prompt, line.sampling)))
+            except BAD_LINE as error:
+                logger.warning("a row has no answer: %s", error)
+                answers[index] = {"id": row.get("id"), ERROR: str(error)}
         completions = self._engine.complete([sequence for _, sequence in waiting])
         for (line, _), done in zip(waiting, completions, strict=True):
             problem = done.finish_reason.get("message") if done.finish_reason["type"] == "abort" else None

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -113,17 +113,6 @@ class Ingress:
 MAX_AHEAD = 64  # maximum number of unread messages of an answer
 
 
-class Answer(NamedTuple):
-    """Status, headers in lower case, and the chunks of the body, which must be read to the end or closed."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    chunks: AsyncGenerator[bytes, None]
-
-    async def read(self) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks])
-
-
 async def call(
     app: ASGIApp,
     method: str,
@@ -132,11 +121,11 @@ async def call(
     query: bytes = b"",
     headers: Iterable[tuple[str, str]] = (),
     body: bytes = b"",
-) -> Answer:
-    """Sends one request. Returns after the first chunk of the body: before it, the request can be sent again.
+) -> AsyncGenerator[Any, None]:
+    """Sends one request. Yields the status with the headers, in lower case, then the chunks of the body.
 
-    Closing the chunks early, or cancelling this call, cancels the request. Raises the application's exceptions before
-    its first chunk; reading the chunks raises later ones.
+    Yields nothing before the first chunk has arrived: until then, the request can be sent again. Raises the
+    application's exceptions. Closing the generator cancels the request.
     """
     scope = {
         "type": "http",
@@ -171,42 +160,26 @@ async def call(
         await messages.put(problem)  # not read after a whole answer
 
     task = asyncio.create_task(run())
-
-    async def stop() -> None:
+    try:
+        start, message = _checked(await messages.get()), _checked(await messages.get())
+        while not message.get("body") and message.get("more_body"):
+            message = _checked(await messages.get())
+        fields = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
+        yield start["status"], fields
+        while True:
+            parts = [message.get("body", b"")]
+            while message.get("more_body") and not messages.empty():  # join the chunks that have arrived
+                message = _checked(messages.get_nowait())
+                parts.append(message.get("body", b""))
+            if data := b"".join(parts):
+                yield data
+            if not message.get("more_body"):
+                return
+            message = _checked(await messages.get())
+    finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-    try:
-        start = _checked(await messages.get())
-        first = _checked(await messages.get())
-        while not first.get("body") and first.get("more_body"):
-            first = _checked(await messages.get())
-    except BaseException:
-        await stop()
-        raise
-
-    async def chunks() -> AsyncGenerator[bytes, None]:
-        message: Any = first
-        try:
-            yield b""  # closing a generator before its first step runs no `finally`
-            while True:
-                parts = [message.get("body", b"")]
-                while message.get("more_body") and not messages.empty():  # join the chunks that have arrived
-                    message = _checked(messages.get_nowait())
-                    parts.append(message.get("body", b""))
-                if data := b"".join(parts):
-                    yield data
-                if not message.get("more_body"):
-                    return
-                message = _checked(await messages.get())
-        finally:
-            await stop()
-
-    fields = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
-    content = chunks()
-    await anext(content)
-    return Answer(start["status"], fields, content)
 
 
 def _checked(message: Message | Exception) -> Message:

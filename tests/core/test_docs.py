@@ -40,7 +40,7 @@ def test_links_and_named_files(page):
         assert not anchor or anchor in anchors(target), f"{name or page.name} has no heading #{anchor}"
     if page.name == "CHANGELOG.md":
         return  # names removed files
-    folders = "specjax|kernels|benchmarks|tests|configs|docs|notebooks|examples"
+    folders = "specjax|kernels|benchmarks|tests|configs|deploy|docs|notebooks|examples"
     for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]+\.\w+)", page.read_text()):
         assert (ROOT / name).exists() or (page.parent / name).exists(), f"{name} does not exist"
     for target in re.findall(r"`make ([a-z-]+)", page.read_text()):

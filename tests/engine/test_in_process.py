@@ -23,9 +23,11 @@ def test_failing_application(sent):
             raise KeyError("broken")
 
     async def main():
-        answer = await call(app, "GET", "/half")
+        items = call(app, "GET", "/half")
+        await anext(items)
         assert sent == 2
-        await answer.read()
+        await anext(items)
+        await anext(items)
 
     error = RuntimeError if sent == 1 else KeyError
     with pytest.raises(error, match=r"broken|GET /half: the application ended without a whole answer"):
@@ -47,12 +49,13 @@ def test_leaving_caller_ends_the_request(place):
             finally:
                 ended.set()
 
-        waiting = asyncio.create_task(call(app, "GET", "/"))
+        items = call(app, "GET", "/")
+        waiting = asyncio.ensure_future(anext(items))
         if place != "before the first chunk":
-            answer = await waiting
+            assert await waiting == (200, [])
             if place == "after the first chunk":
-                assert await anext(answer.chunks)
-            await answer.chunks.aclose()
+                assert await anext(items)
+            await items.aclose()
         else:
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,10 @@ def saved_model(folder: Path, **changes: Any) -> str:
     save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=2, **changes)
     tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def saved_prompts(folder: Path, count: int) -> str:
+    """A file with conversations of one and two turns, for `specjax bench`."""
+    lines = [{"id": str(i), "turns": [f"{i} {i} 1 2 1 2", "3 4"][: 1 + i % 2]} for i in range(count)]
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(folder / "mine.jsonl")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
 from specjax.bench import command, sets
 from specjax.bench.command import BenchSettings, make_plan
-from specjax.bench.methods import check_available, parse_method, parse_methods
+from specjax.bench.methods import parse_method
 from specjax.drafters import Auto, Eagle, Eagle3, Ngram, NoDraft, Standalone
 from specjax.settings import parse
 
@@ -42,38 +44,8 @@ def test_custom_methods():
     assert (own.drafter, own.adaptive, own.name) == ("a.b:c", True, "a.b:c adaptive")
     custom = parse_method("EAGLE3:adaptive=on,verifier=x:y")
     assert (custom.verifier, custom.adaptive, custom.name) == ("x:y", True, "EAGLE3 adaptive verifier x:y")
-
-
-WRONG_METHODS = {
-    "quick": "no method is called quick; there are: AUTO, NONE",
-    "EAGLE3:stepz=3": "EAGLE3 has no option stepz; did you mean steps?",
-    "NONE:steps=3": "NONE has no option steps",
-    "NGRAM:nodes=x": "nodes must be an integer, got 'x'",
-    "NGRAM:nodes=900": "must be an integer from 2 to 64, got 900",
-    "NGRAM:match_type=ALL": "match_type must be one of BFS, PROB",
-    "NGRAM:nodes=4,nodes=5": "nodes is given twice",
-    "AUTO:adaptive=maybe": "adaptive must be on or off",
-    "STANDALONE:path=a,model=b": "model and path are one option",
-    "EAGLE3:steps=1,topk=2,nodes=8": "give 2 candidates",
-    "EAGLE3:path": "path needs a value",
-    "NGRAM:": "nothing follows",
-}
-
-
-@pytest.mark.parametrize("text", WRONG_METHODS)
-def test_wrong_methods(text):
-    with pytest.raises(ValueError, match=r"^--methods") as refused:
-        parse_method(text)
-    assert WRONG_METHODS[text] in str(refused.value)
-
-
-def test_unavailable_methods(tmp_path):
-    with pytest.raises(ValueError, match="two are called NGRAM; add name="):
-        parse_methods(["NGRAM", "ngram"])
-    with pytest.raises(ValueError, match="nowhere does not exist"):
-        check_available([parse_method(f"EAGLE3:path={tmp_path}/nowhere")])
-    with pytest.raises(ValueError, match="cannot import no_such_module"):
-        check_available([parse_method("no_such_module:make")])
+    synthetic = parse_method("EAGLE3:acceptance=0.8/0.7")
+    assert (synthetic.rates, synthetic.name) == ((0.8, 0.7), "EAGLE3 synthetic 0.8/0.7")
 
 
 # Sets
@@ -107,55 +79,9 @@ def test_files(tmp_path):
     prompts = sets.read_sets(map(str, files))
     assert [group.name for group in prompts] == ["test", str(files[1]), str(files[2])]
     assert [*prompts[0].conversations] == [("test-1", ("a",)), ("7", ("b", "c"))]
-    with pytest.raises(ValueError, match="twice"):
-        sets.read_sets([str(files[0]), str(files[1]), str(files[1])])
-
-
-def test_a_set_without_one_of_its_categories(tmp_path):
-    (tmp_path / "spec_bench.jsonl").write_text('{"prompt": "a", "category": "rag"}\n')
-    with pytest.raises(ValueError, match="has no conversation of mt_bench, translation"):
-        sets.read_sets(["spec_bench"], data=tmp_path)
-    assert [group.name for group in sets.read_sets(["spec_bench/rag"], data=tmp_path)] == ["spec_bench/rag"]
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "line 1 is not JSON"),
-        ('{"turns": []}', "line 1 needs `turns`"),
-        ('{"turns": [1]}', "line 1 needs `turns`"),
-        ("3", "line 1 needs `turns`"),
-        ("", "holds no prompts"),
-        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "two lines have the same id"),
-    ],
-)
-def test_wrong_files(tmp_path, line, problem):
-    (tmp_path / "mine.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=problem):
-        sets.read_sets([str(tmp_path / "mine.jsonl")])
 
 
 # Settings
-
-WRONG_SETTINGS = {
-    "has no no_such_set.jsonl": {"sets": ("no_such_set",)},
-    "there is no such file": {"sets": ("nothing.jsonl",)},
-    "spec_bench has no category x": {"sets": ("spec_bench/x",)},
-    "names mt_bench twice": {"sets": ("mt_bench", "mt_bench")},
-    "--temperatures must be numbers, got 'warm'": {"temperatures": ("warm",)},
-    "--temperatures must be at least 0": {"temperatures": ("-1",)},
-    "--batch-sizes must be at least 1": {"batch_sizes": ("0",)},
-    "--batch-sizes must be different": {"batch_sizes": ("1", "1")},
-    "--baseline EAGLE3 is none of the methods": {"baseline": "EAGLE3"},
-    "both need at least one name": {"methods": ()},
-}
-
-
-@pytest.mark.parametrize("problem", WRONG_SETTINGS)
-def test_wrong_settings_name_the_flag(problem):
-    with pytest.raises(ValueError, match="--") as refused:
-        make_plan(BenchSettings(**{"methods": ("none",), "sets": ("mt_bench",), **WRONG_SETTINGS[problem]}))
-    assert problem in str(refused.value)
 
 
 def test_a_configuration_file(tmp_path):
@@ -182,18 +108,68 @@ def test_splits_of_speed_bench(tmp_path):
     assert (coding.name, [one.id for one in coding.conversations]) == ("qualitative/coding", ["a", "c"])
     assert math.conversations == (("b", ("add",)),)
     assert sets.read_sets(["qualitative/math"], data=tmp_path) == [math]
-    rows[0]["turns"] = ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]
-    (tmp_path / "throughput_1k.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(ValueError, match=r"throughput_1k.* has placeholders in place of prompts; run SPEED-Bench's"):
-        sets.read_sets(["throughput_1k"], data=tmp_path)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "no"}]}))
-    with pytest.raises(ValueError, match="`messages` of the user"):
-        sets.read_sets(["chat"], data=tmp_path)
 
 
-def test_synthetic_methods():
-    method = parse_method("EAGLE3:acceptance=0.8/0.7")
-    assert method.rates == (0.8, 0.7) and method.name == "EAGLE3 synthetic 0.8/0.7"
-    for wrong, message in (("0.5/0.6", "none larger"), ("0.5,verifier=a:b", "exclude each other"), ("x", "could not")):
-        with pytest.raises(ValueError, match=f"--methods .*{message}"):
-            parse_method(f"EAGLE3:acceptance={wrong}")
+# Refusals
+
+METHOD_ERRORS = {
+    "quick": "no method is called quick; there are: AUTO, NONE",
+    "EAGLE3:stepz=3": "EAGLE3 has no option stepz; did you mean steps?",
+    "NONE:steps=3": "NONE has no option steps",
+    "NGRAM:nodes=x": "nodes must be an integer, got 'x'",
+    "NGRAM:nodes=900": "must be an integer from 2 to 64, got 900",
+    "NGRAM:match_type=ALL": "match_type must be one of BFS, PROB",
+    "NGRAM:nodes=4,nodes=5": "nodes is given twice",
+    "AUTO:adaptive=maybe": "adaptive must be on or off",
+    "STANDALONE:path=a,model=b": "model and path are one option",
+    "EAGLE3:steps=1,topk=2,nodes=8": "give 2 candidates",
+    "EAGLE3:path": "path needs a value",
+    "NGRAM:": "nothing follows",
+    "EAGLE3:acceptance=0.5/0.6": "none larger",
+    "EAGLE3:acceptance=0.5,verifier=a:b": "exclude each other",
+    "EAGLE3:acceptance=x": "could not",
+    "none ngram NGRAM": "two are called NGRAM; add name=",
+    "EAGLE3:path=./nowhere": "nowhere does not exist",
+    "no_such_module:make": "cannot import no_such_module",
+}
+FILE_ERRORS = {
+    "{": "mine.jsonl, line 1 is not JSON",
+    '{"turns": []}': "line 1 needs `turns`",
+    '{"turns": [1]}': "line 1 needs `turns`",
+    "3": "line 1 needs `turns`",
+    '{"messages": [{"role": "assistant", "content": "no"}]}': "`messages` of the user",
+    "": "holds no prompts",
+    '{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}': "two lines have the same id",
+}
+SETTING_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"sets": ("no_such_set",)}, "has no no_such_set.jsonl"),
+    ({"sets": ("nothing.jsonl",)}, "there is no such file"),
+    ({"sets": ("spec_bench/x",)}, "spec_bench has no category x"),
+    ({"sets": ("mt_bench", "mt_bench")}, "names mt_bench twice"),
+    ({"sets": ("spec_bench",), "data": "."}, "has no conversation of mt_bench, translation"),
+    ({"sets": ("throughput_1k",), "data": "."}, "has placeholders in place of prompts; run SPEED-Bench's"),
+    ({"temperatures": ("warm",)}, "--temperatures must be numbers, got 'warm'"),
+    ({"temperatures": ("-1",)}, "--temperatures must be at least 0"),
+    ({"batch_sizes": ("0",)}, "--batch-sizes must be at least 1"),
+    ({"batch_sizes": ("1", "1")}, "--batch-sizes must be different"),
+    ({"baseline": "EAGLE3"}, "--baseline EAGLE3 is none of the methods"),
+    ({"methods": ()}, "both need at least one name"),
+]
+REFUSED = [
+    *(({"methods": tuple(texts.split())}, message) for texts, message in METHOD_ERRORS.items()),
+    *(({"sets": ("mine.jsonl",), "mine": text}, message) for text, message in FILE_ERRORS.items()),
+    *SETTING_ERRORS,
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refused(changes, message, tmp_path, monkeypatch):
+    """A wrong method, set, file or flag, before a model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    settings = {name: value for name, value in changes.items() if name != "mine"}
+    (tmp_path / "mine.jsonl").write_text(changes.get("mine", ""))
+    (tmp_path / "spec_bench.jsonl").write_text('{"prompt": "a", "category": "rag"}\n')
+    row = {"category": "rag", "prompt": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"}
+    (tmp_path / "throughput_1k.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_plan(BenchSettings(**{"methods": ("none",), "sets": ("mt_bench",), **settings}))

@@ -58,7 +58,9 @@ def test_a_row_and_its_table():
     base = [sample("NONE", str(i), 2.0) for i in range(3)]
     texts = {"equal": 1, "near tie": 1}
     ours = [sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts=texts) for i in range(3)]
+    ours[0] = replace(ours[0], drafted_steps=9)
     rows = [row(samples, base) for samples in (base, ours)]
+    assert rows[1]["drafted_steps"] == 9 and results.cells(rows[1])[8] == "50%"  # of 18 steps
     assert rows[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
     assert rows[1]["acceptance_by_depth"] == [0.3333] and rows[1]["texts"]["near tie"] == 3
     markdown = results.as_markdown(rows)
@@ -83,13 +85,6 @@ def test_the_table_fits_a_terminal():
         str(cells["tokens_per_second"]["value"])[:6] in line for cells, line in zip(rows, lines[1:], strict=True)
     )
     assert "EAGLE3" in lines[3] and "one" in lines[3] and lines[3].endswith("900/1080")
-
-
-def test_drafted_steps():
-    base = [sample("x", "1", 1.0, histogram=(4,))]
-    rows = [row([replace(base[0], drafted_steps=count)], base) for count in (4, 1)]
-    assert [cells["drafted_steps"] for cells in rows] == [4, 1]
-    assert [results.cells(cells)[8] for cells in rows] == ["100%", "25%"]
 
 
 def test_short_titles_of_sets():

@@ -8,7 +8,7 @@ import shutil
 import sys
 
 import pytest
-from generate_helpers import saved_model
+from generate_helpers import saved_model, saved_prompts
 
 from specjax.bench.__main__ import main
 
@@ -22,15 +22,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    file = tmp_path / "mine.jsonl"
-    lines = [{"id": str(i), "turns": [f"{i} {i} 1 2 1 2", "3 4"][: 1 + i % 2]} for i in range(3)]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    return str(file)
+def bench(model, tmp_path):
+    prompts = saved_prompts(tmp_path, 3)
 
-
-@pytest.fixture
-def bench(model, prompts, tmp_path):
     def call(*flags, methods=("none", NGRAM)):
         shared = ["--model", model, "--sets", prompts, "--output", str(tmp_path / "out"), "--max-new-tokens", "8"]
         return main([*shared, "--no-progress", "--methods", *methods, *flags])

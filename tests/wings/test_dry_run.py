@@ -38,6 +38,13 @@ LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
 }  # fmt: skip
 EAGLE3 = LLAMA_8B | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 1024,
+    "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "num_experts": 64,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 712, "norm_topk_prob": True, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 class Output(NamedTuple):
@@ -63,7 +70,7 @@ def quiet(monkeypatch):
 @pytest.fixture
 def configs(tmp_path):
     """Folders that hold only a config.json."""
-    for name, config in (("8b", LLAMA_8B), ("70b", LLAMA_70B), ("eagle3", EAGLE3)):
+    for name, config in (("8b", LLAMA_8B), ("70b", LLAMA_70B), ("eagle3", EAGLE3), ("mixture", MIXTURE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -117,8 +124,6 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     forward, context = document["reads"]["forward"], 1024
     for batch in (1, 48):
         assert document["speeds"][str(batch)] == pytest.approx(batch * 4.8e12 / (forward + batch * context * token))
-    assert "48 requests" in output.text
-    assert re.search(r"^fits: \d+\.\d\d GB are left$", output.text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("device", ["T4", "A10G", "L4"])
@@ -130,7 +135,6 @@ def test_8b_models_in_few_bits_fit_small_gpus(configs, dry_run, device, kind):
     assert output.status == 0 and output.document["fits"] and output.document["device"]["memory"] == smallest
     assert output.document["pool_tokens"] > 8192 and memory["total"] < memory["limit"] < 0.97 * smallest
     if device == "T4":
-        assert "T4, 16 GB, 320 GB/s, data sheet; float16 for models in bfloat16" in output.text
         assert memory["temporaries"] > 1.5e9, "the gathered pages of a layer, beside a prefill's activations"
     whole = dry_run("--model", configs / "8b", "--assume-device", device)
     assert whole.document["fits"] == (device != "T4")
@@ -174,36 +178,38 @@ def test_several_devices(configs):
     assert many["token_bytes"] == one["token_bytes"] // 8
 
 
-def test_devices_that_cannot_split_the_heads(configs, dry_run):
-    given = "--model", configs / "70b", "--assume-device", "H100", "--tp"
-    output = dry_run(*given, 3)
-    reason = "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly"
-    assert output.status == 1 and reason in output.document["problems"]
-    assert [change for change in output.document["changes"] if "parallel" in change] == ["--tensor-parallel-size 4"]
-    assert dry_run(*given, 4).status == 0
+@pytest.mark.parametrize(
+    ("argv", "reason", "changes"),
+    [
+        (
+            "70b --tp 3",
+            "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly",
+            ["--tensor-parallel-size 4"],
+        ),
+        (
+            "mixture --tp 32 --ep 2",
+            "--expert-parallel-size 2 cannot spread the 64 experts of the model, each 712 wide, .* over 32 devices; "
+            "these can: 1, 4, 8, 16, 32$",
+            None,
+        ),
+        ("70b --tp 8 --ep 8", "--expert-parallel-size 8 spreads the experts of a mixture over devices, and", None),
+    ],
+)
+def test_devices_that_cannot_split_a_model(configs, dry_run, argv, reason, changes):
+    name, *given = argv.split()
+    document = dry_run("--model", configs / name, "--assume-device", "H100", *given).document
+    assert any(re.match(reason, problem) for problem in document["problems"]), document["problems"]
+    if changes is not None:
+        assert [change for change in document["changes"] if "parallel" in change] == changes
+        assert dry_run("--model", configs / name, "--assume-device", "H100", *changes[0].split()).status == 0
 
 
 def test_expert_parallel(configs, dry_run):
     """32 devices do not divide the width of 712: each has all experts, or the experts of one group."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 1024,
-        "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "num_experts": 64,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 712, "norm_topk_prob": True, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (configs / "mixture").mkdir()
-    (configs / "mixture" / "config.json").write_text(json.dumps(config))
     given = "--model", configs / "mixture", "--assume-device", "H200", "--tp", 32
     whole, spread = dry_run(*given), dry_run(*given, "--ep", 32)
     experts = 2 * 4 * 64 * 3 * 1024 * 712
     assert whole.document["memory"]["weights"] - spread.document["memory"]["weights"] == experts - experts // 32
-    (reason,) = dry_run(*given, "--ep", 2).document["problems"]
-    assert reason.startswith("--expert-parallel-size 2 cannot spread the 64 experts of the model, each 712 wide")
-    assert reason.endswith("over 32 devices; these can: 1, 4, 8, 16, 32"), reason
-    document = dry_run("--model", configs / "70b", "--tp", 8, "--ep", 8, "--assume-device", "H100").document
-    (reason,) = document["problems"]
-    assert reason.startswith("--expert-parallel-size 8 spreads the experts of a mixture over devices, and the model")
 
 
 # Engines.
@@ -344,30 +350,24 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--assume-device H200", "--assume-device needs --dry-run"),
-        ("--dry-run --assume-device B9", "argument --assume-device: invalid choice: 'B9' (choose from "),
+        ("--assume-device H200", "error: --assume-device needs --dry-run"),
+        ("--dry-run --assume-device B9", "error: argument --assume-device: invalid choice: 'B9' (choose from "),
+        ("--dry-run --model ./nowhere", "the model './nowhere' looks like a path"),
+        ("--dry-run --context-length 1000000", "--context-length 1000000 exceeds the model's 131072 positions"),
+        (
+            "--dry-run --speculative-algorithm EAGLE3",
+            "--speculative-draft-model-path is missing: EAGLE3 needs a draft head",
+        ),
+        ("--dry-run --tokenizer-path ./nowhere", "(tokenizer_path, --tokenizer-path) is not a folder"),
     ],
 )
-def test_wrong_flags(capsys, argv, message):
-    with pytest.raises(SystemExit) as end:
-        command.main(argv.split())
-    assert end.value.code == 2 and capsys.readouterr().err.startswith(f"specjax serve: error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("--model", "./nowhere"), "the model './nowhere' looks like a path"),
-        (("--context-length", 10**6), "--context-length 1000000 exceeds the model's 131072 positions"),
-        (("--speculative-algorithm", "EAGLE3"), "--speculative-draft-model-path is missing: EAGLE3 needs a draft head"),
-        (("--tokenizer-path", "./nowhere"), "(tokenizer_path, --tokenizer-path) is not a folder"),
-    ],
-)
-def test_wrong_settings_give_status_2(configs, capsys, argv, message):
-    model = () if "--model" in argv else ("--model", configs / "8b")
-    assert command.main([*map(str, ("--dry-run", "--assume-device", "H100", *model, *argv))]) == 2
+def test_refused(configs, capsys, argv, message):
+    try:
+        status = command.main(["--model", str(configs / "8b"), *argv.split()])
+    except SystemExit as end:  # argparse
+        status = end.code
     printed = capsys.readouterr()
-    assert printed.out == "" and message in printed.err and printed.err.startswith("specjax serve: ")
+    assert (status, printed.out) == (2, "") and printed.err.startswith("specjax serve: ") and message in printed.err
 
 
 def test_measured_speed_of_this_machine(tiny, dry_run):

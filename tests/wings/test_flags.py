@@ -1,7 +1,6 @@
 """The flags of specjax: help, engine arguments, errors, the files in `configs/`, and the commands."""
 
 import argparse
-import dataclasses
 import itertools
 import re
 import subprocess
@@ -42,21 +41,6 @@ def toml(tmp_path):
         return str(tmp_path / "my.toml")
 
     return write
-
-
-@pytest.fixture
-def refused(capsys):
-    """refused(flags) -> the error line of a command that exits with status 2."""
-
-    def call(*argv) -> str:
-        with pytest.raises(SystemExit) as end:
-            ours(*argv)
-        printed = capsys.readouterr()
-        assert (end.value.code, printed.out) == (2, "")
-        (line,) = printed.err.splitlines()
-        return line.removeprefix("program: error: ")
-
-    return call
 
 
 # Help.
@@ -297,54 +281,22 @@ def test_algorithm_flag_overrides_the_file(toml, caplog):
         drafting("--config", file, "--speculative-draft-model-path", "h")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            "--speculative-algorithm eagle9",
-            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN', 'DSPARK'))}, got 'eagle9'",
-        ),
-        ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
-        ("--page-size 0", "--page-size must be an integer of at least 1, got 0"),
-        ("--mem-fraction 0", "--mem-fraction-static must be a number above 0 and at most 1, got 0.0"),
-        ("--port 65536", "--port must be an integer from 0 to 65535, got 65536"),
-        ("--shutdown-timeout -1", "--shutdown-timeout must be a number of at least 0, got -1.0"),
-        ("--watchdog-timeout 0", "--watchdog-timeout must be a number above 0, got 0.0"),
-        ("--log-level loud", "--log-level must be one of debug, info, warning, error, got 'loud'"),
-    ],
-)
-def test_wrong_flags(refused, argv, message):
-    assert refused(*argv.split()) == message
-
-
-def test_model_as_key_and_table(toml, refused):
+def test_model_as_key_and_table(toml):
     assert ours("--config", toml("model = 'm'")).model.model == "m"
     assert ours("--config", toml("[model]\nmodel = 'm'")).model.model == "m"
     assert ours("--config", toml("model-path = 'm'\n[model]\ndtype = 'float16'")).model == flags.ModelSettings(
         model="m", dtype="float16"
     )
-    assert refused("--config", toml("[[model]]")).endswith("model must be a string, got [{}]")
 
 
-def test_generate_with_a_file_of_the_server(toml, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(generate.Engine, "from_pretrained", lambda **arguments: pytest.fail("a model was loaded"))
+def test_generate_with_a_file_of_the_server(toml, tmp_path, monkeypatch):
     (tmp_path / "in").write_text("")
-    argv = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--config"]
-    for text, message in {
-        "[server]\nport = 'x'": "[server] port must be an integer from 0 to 65535, got 'x'",
-        "[server]\nprot = 1": "unknown key [server] prot; did you mean port?",
-        "temperature = 1.0": "unknown key temperature; keys are named as the flags in --help are",
-    }.items():
-        path = toml(text)
-        with pytest.raises(SystemExit) as end:
-            generate.main([*argv, path])
-        printed = capsys.readouterr()
-        assert (end.value.code, printed.out) == (2, "")
-        assert printed.err == f"specjax generate: error: --config {path}: {message}\n"
     seen = {}
     monkeypatch.setattr(generate.Engine, "from_pretrained", lambda **arguments: seen.update(arguments) or 1 / 0)
+    file = toml("page-size = 4\n[model]\nmodel = 'm'\n[server]\nport = 80\n")
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--config", file]
     with pytest.raises(ZeroDivisionError):
-        generate.main([*argv, toml("page-size = 4\n[model]\nmodel = 'm'\n[server]\nport = 80\n"), "--model", "n"])
+        generate.main([*files, "--model", "n"])
     assert (seen["model"], seen["config"].page_size, seen["config"].max_running_requests) == ("n", 4, 8)
 
 
@@ -359,35 +311,24 @@ def test_shipped_files(defaults):
 
 
 @pytest.mark.parametrize("file", [SHIPPED, NGRAM], ids=["eagle3", "ngram"])
-def test_keys_and_comments_of_shipped_files(file, toml):
-    lines = file.read_text(encoding="utf-8").splitlines()
+def test_keys_of_shipped_files(file, toml):
+    text = file.read_text(encoding="utf-8")
     held, table = set(), ""
-    for i, line in enumerate(lines):
-        if match := re.fullmatch(r"\[(\w+)\]", line):
-            table = match[1]
-        elif match := re.fullmatch(r"(#?)([a-z-]+) = .+", line):
-            held.add((table, match[2].replace("-", "_")))
-            assert re.fullmatch(r"# .+\.", lines[i - 1]), f"{line} has no comment"
-            default = getattr(getattr(DEFAULTS, table), match[2].replace("-", "_"))
-            assert bool(match[1]) is (default is None or match[2] == "max-running-requests"), line
-        else:
-            assert not line or line.startswith("# "), line
+    for title, hidden, key in re.findall(r"^\[(\w+)\]$|^(#?)([a-z-]+) = .+$", text, flags=re.M):
+        table = title or table
+        if key:
+            held.add((table, key.replace("-", "_")))
+            default = getattr(getattr(DEFAULTS, table), key.replace("-", "_"))
+            assert bool(hidden) is (default is None or key == "max-running-requests"), key
     assert held == {(table, field.name) for table in TABLES for field in fields(getattr(DEFAULTS, table))}
-    everything = ours("--config", toml("\n".join(re.sub("^#(?! )", "", line) for line in lines)))
-    for table in TABLES:
-        for name, value in dataclasses.asdict(getattr(everything, table)).items():
-            assert value is not None, name
+    everything = ours("--config", toml(re.sub("^#(?! )", "", text, flags=re.M)))
+    unset = [name for table in TABLES for name, value in vars(getattr(everything, table)).items() if value is None]
+    assert not unset
 
 
 # Commands, which exit while they parse flags.
 
-DRAFTING = [name for name in COMMANDS if name not in ("train", "train features", "train vocab", "viz", "bench")]
-REQUIRED = {
-    "generate": "--input in --output out",
-    "train generate": "--input in --output out",
-    "train vocab": "--input in --output out.pt",
-    "viz": "--prompt x --output x.svg",
-}
+STEP = "unrecognized argument --speculative-num-step; did you mean --speculative-num-steps?"
 
 
 @pytest.fixture
@@ -405,36 +346,34 @@ def command(capsys, monkeypatch):
     return call
 
 
-def misspelt(name: str) -> list[tuple[str, str]]:
-    """(wrong arguments, message) of a command."""
-    cases = [
-        ("--mode x", "--mode; did you mean --model?"),
-        ("-model x", "-model; did you mean --model?"),
-        ("--zzzzzz x", "--zzzzzz; see --help."),
-    ]
-    if name in DRAFTING:
-        meant = "did you mean --speculative-num-steps?"
-        cases.append(("--speculative-num-step 3", f"--speculative-num-step; {meant}"))
-    if name in REQUIRED:
-        flag = REQUIRED[name].split()[0]
-        cases.append((f"{flag}x x", f"{flag}x; did you mean {flag}?"))
-    if name == "train vocab":
-        cases[0] = ("--mod x", "--mod; did you mean --model?")
-    return cases
-
-
-@pytest.mark.parametrize(("name", "argv", "message"), [(name, *each) for name in COMMANDS for each in misspelt(name)])
-def test_misspelt_flags(name, argv, message, command):
-    expected = 2, "", f"specjax {name}: error: unrecognized argument {message}\n"
-    assert command(f"{name} {argv}") == expected, "required flags are missing"
-    assert command(f"{name} {REQUIRED.get(name, '')} {argv}") == expected
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (
+            "serve --speculative-algorithm eagle9",
+            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN', 'DSPARK'))}, got 'eagle9'",
+        ),
+        ("serve --dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
+        ("serve --page-size 0", "--page-size must be an integer of at least 1, got 0"),
+        ("serve --mem-fraction 0", "--mem-fraction-static must be a number above 0 and at most 1, got 0.0"),
         ("serve --port x", "--port must be an integer from 0 to 65535, got 'x'"),
+        ("serve --port 65536", "--port must be an integer from 0 to 65535, got 65536"),
+        ("serve --shutdown-timeout -1", "--shutdown-timeout must be a number of at least 0, got -1.0"),
+        ("serve --watchdog-timeout 0", "--watchdog-timeout must be a number above 0, got 0.0"),
+        ("serve --log-level loud", "--log-level must be one of debug, info, warning, error, got 'loud'"),
         ("serve --page-size", "argument --page-size: expected one argument"),
+        ("serve --mode x", "unrecognized argument --mode; did you mean --model?"),
+        ("serve -model x", "unrecognized argument -model; did you mean --model?"),
+        ("serve --zzzzzz x", "unrecognized argument --zzzzzz; see --help."),
+        ("bench --mode x", "unrecognized argument --mode; did you mean --model?"),
+        ("bench tune-tree --speculative-num-step 3", STEP),
+        ("train --mode x", "unrecognized argument --mode; did you mean --model?"),
+        ("train features --mode x", "unrecognized argument --mode; did you mean --model?"),
+        # Before required flags that are missing.
+        ("generate --speculative-num-step 3", STEP),
+        ("train generate --inputx x", "unrecognized argument --inputx; did you mean --input?"),
+        ("train vocab --mod x", "unrecognized argument --mod; did you mean --model?"),
+        ("viz --promptx x", "unrecognized argument --promptx; did you mean --prompt?"),
         ("generate --output out", "the following arguments are required: --input"),
         ("bench --repeats 0", "--repeats must be an integer of at least 1, got 0"),
         ("bench tune-tree --best many", "--best must be an integer of at least 1, got 'many'"),
@@ -449,6 +388,22 @@ def test_wrong_values(line, message, command):
     name = " ".join(itertools.takewhile(lambda word: word[0] != "-", line.split()))
     assert (status, out) == (2, "")
     assert re.match(rf"specjax {name}: (error: )?{re.escape(message)}[^\n]*\n\Z", err), err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[server]\nport = 'x'", "[server] port must be an integer from 0 to 65535, got 'x'"),
+        ("[server]\nprot = 1", "unknown key [server] prot; did you mean port?"),
+        ("temperature = 1.0", "unknown key temperature; keys are named as the flags in --help are"),
+        ("[[model]]", "model must be a string, got [{}]"),
+    ],
+)
+@pytest.mark.parametrize("line", ["serve", "generate --input in --output out"])
+def test_wrong_files(line, text, message, toml, command):
+    path = toml(text)
+    expected = 2, "", f"specjax {line.split()[0]}: error: --config {path}: {message}\n"
+    assert command(f"{line} --config {path}") == expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)

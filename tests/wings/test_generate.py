@@ -12,7 +12,7 @@ from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
 from generate_helpers import QUICK, saved_model
 from train_helpers import environment
 
-from specjax import SamplingParams, settings
+from specjax import SamplingParams
 from specjax.cli import generate
 from specjax.engine import Engine
 
@@ -115,23 +115,6 @@ def test_prompts_results_and_summary(run):
     assert summary["tokens_per_second"] == pytest.approx(summary["completion_tokens"] / summary["seconds"], rel=0.2)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        [],
-        ["--temperature", "1.0", "--top-p", "0.9", "--frequency-penalty", "0.5"],
-        pytest.param(["--temperature", "0.8", "--speculative-adaptive"], marks=pytest.mark.slow),
-    ],
-)
-def test_text_with_and_without_drafts(run, sampling):
-    lines = [{"prompt": text * 3, "max_new_tokens": 20} for text in ("the ", "hell", "a", "12")]
-    plain, drafted = (run(lines, "--speculative-algorithm", name, *sampling) for name in ("none", "ngram"))
-    assert plain[2]["algorithm"] == "NONE" and drafted[2]["algorithm"] == "NGRAM"
-    assert plain[2]["accept_length"] == 1.0
-    same = ("id", "text", "output_ids", "finish_reason", "seed")
-    assert [[row[name] for name in same] for row in plain[1]] == [[row[name] for name in same] for row in drafted[1]]
-
-
 def test_log_probabilities_and_origins(run):
     lines = [
         {"prompt": "the the the", "logprobs": 2, "origins": True, "max_new_tokens": 9},
@@ -180,33 +163,24 @@ def test_seeds_and_order_of_lines(run):
 
 
 def test_sampling_of_lines_and_flags(run):
+    """A line's fields win over flags. Stop strings and tokens of a flag, which may be repeated, hold for all lines."""
     free = run([{"prompt": "a", "max_new_tokens": 30}], "--ignore-eos")[1][0]
-    token = free["output_ids"][4]
-    first = free["output_ids"].index(token)
-    stop = decode(free["output_ids"])[3:5]
+    token, stop = free["output_ids"][4], decode(free["output_ids"])[3:5]
+    flags = ["--ignore-eos", "--max-new-tokens", 30]
     lines = [
         {"prompt": "a", "stop_token_ids": [token]},
-        {"prompt": "a", "stop": stop},
         {"prompt": "a", "stop": [stop], "no_stop_trim": True},
         {"prompt": "a", "speculate": False},
         {"prompt": "a", "logit_bias": {str(byte_ids(b"x")[0]): 100.0}, "max_new_tokens": 5},
     ]
-    _, rows, _, _ = run(lines, "--max-new-tokens", 30, "--ignore-eos")
-    assert rows[0]["output_ids"] == free["output_ids"][: first + 1]
-    assert rows[0]["finish_reason"] == {"type": "stop", "matched": token}
-    assert rows[1]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert rows[1]["text"] == free["text"][: free["text"].index(stop)]
-    assert rows[2]["text"] == rows[1]["text"] + stop
-    assert rows[3]["output_ids"] == free["output_ids"] and rows[3]["spec_accept_length"] == 1.0
-    assert rows[4]["text"] == "xxxxx"
-    flags = ["--ignore-eos", "--max-new-tokens", 30]
-    (row,) = run([{"prompt": "a"}], "--stop-token-ids", 250, token, *flags)[1]
-    assert row["finish_reason"] == {"type": "stop", "matched": token}
-    (row,) = run([{"prompt": "a"}], "--stop", "never", "--stop", stop, *flags)[1]
-    assert row["finish_reason"] == {"type": "stop", "matched": stop}
-    beyond = {"prompt": "a", "temperature": 1.0, "seed": 0}
-    rows = run([beyond | {"top_k": 10**10}, beyond])[1]
-    assert rows[0]["output_ids"] == rows[1]["output_ids"], "top_k beyond the vocabulary"
+    by_token, by_text, plain, biased = run(lines, *flags)[1]
+    assert by_token["output_ids"] == free["output_ids"][: free["output_ids"].index(token) + 1]
+    assert by_text["text"] == free["text"][: free["text"].index(stop)] + stop
+    assert plain["output_ids"] == free["output_ids"] and plain["spec_accept_length"] == 1.0
+    assert biased["text"] == "xxxxx"
+    for given, matched in ((("--stop-token-ids", 250, token), token), (("--stop", "never", "--stop", stop), stop)):
+        (row,) = run([{"prompt": "a"}], *given, *flags)[1]
+        assert row["finish_reason"] == {"type": "stop", "matched": matched}
 
 
 GOOD = {"id": "good", "prompt": "the"}
@@ -263,26 +237,10 @@ def test_standard_input_and_empty_input(run, model, tmp_path):
     assert json.loads((tmp_path / "o").read_text())["id"] == "good"
 
 
-def by_hand(model, tmp_path, lines):
-    """Runs the program in another process, without the import hook."""
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(
-        b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
-    )
-    command = [sys.executable, "-m", "specjax", "generate", "--model", model, "--input", source, "--output", target]
-    done = subprocess.run(
-        [*map(str, command), *(flag for flag in QUICK if flag != "--no-progress")],
-        capture_output=True, encoding="utf-8", timeout=240, cwd=tmp_path,
-        env=environment(),
-    )  # fmt: skip
-    return done, [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.process
 def test_as_a_program(model, tmp_path):
     """Values of wrong types (which the import hook would refuse), bars, and only the summary on stdout."""
-    lines = [
-        {"prompt": "a", "temperature": 1, "top_p": 1, "seed": 5},
+    wrong = [
         {"prompt": "a", "temperature": "1"},
         {"prompt": "a", "max_new_tokens": 1.5},
         {"prompt": "a", "stop_token_ids": "5"},
@@ -290,68 +248,66 @@ def test_as_a_program(model, tmp_path):
         {"input_ids": [5, 1.5]},
         {"input_ids": ["5"]},
         {"messages": ["hi"]},
-        {"prompt": "é🙂", "max_new_tokens": 4},
     ]
-    done, rows = by_hand(model, tmp_path, lines)
+    good = {"prompt": "a", "temperature": 1, "top_p": 1, "seed": 5}, {"prompt": "é🙂", "max_new_tokens": 4}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in (good[0], *wrong, good[1])), encoding="utf-8")
+    files = ["--model", model, "--input", str(source), "--output", str(target)]
+    done = subprocess.run(
+        [sys.executable, "-m", "specjax", "generate", *files, *(flag for flag in QUICK if flag != "--no-progress")],
+        capture_output=True, encoding="utf-8", timeout=240, cwd=tmp_path, env=environment(),
+    )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert [row["id"] for row in rows] == [0, 8]
-    for number in range(2, 9):
-        assert f"line {number}: " in done.stderr
+    assert [json.loads(row)["id"] for row in target.read_text(encoding="utf-8").splitlines()] == [0, 8]
+    assert all(f"line {number}: " in done.stderr for number in range(2, 9)) and "Traceback" not in done.stderr
     assert "temperature must be a number from 0 to 10000, got '1'" in done.stderr
-    assert "Traceback" not in done.stderr
     assert "Generating" in done.stderr and "Compiling" in done.stderr
     (line,) = done.stdout.splitlines()
-    assert list(json.loads(line)) == SUMMARY
-    assert json.loads(line)["requests"] == 2
+    assert list(json.loads(line)) == SUMMARY and json.loads(line)["requests"] == 2
 
 
 # Runs that cannot start: exit status 2.
 
 
-@pytest.fixture
-def refused(tmp_path, capsys, model):
-    """refused(flags) -> stderr of a run that could not start."""
-    (tmp_path / "in.jsonl").write_text(json.dumps(GOOD) + "\n")
-    files = {"--model": model, "--input": str(tmp_path / "in.jsonl"), "--output": str(tmp_path / "out.jsonl")}
-
-    def call(**changes):
-        arguments = files | {f"--{name.replace('_', '-')}": str(value) for name, value in changes.items()}
-        try:
-            status = generate.main([part for pair in arguments.items() for part in pair])
-        except SystemExit as end:  # argparse
-            status = end.code
-        printed = capsys.readouterr()
-        assert status == 2
-        assert printed.out == ""
-        return printed.err
-
-    return call
+REFUSED = {
+    "missing input": ("--input {tmp}/no.jsonl", "{tmp}/no.jsonl"),
+    "missing folder": ("--output {tmp}/no/such/out", "no/such/out"),
+    "output is the input": ("--output {tmp}/in.jsonl", "is also an input"),
+    "missing model": ("--model {tmp}/nowhere", "{tmp}/nowhere"),
+    "unknown key": ("--config {tmp}/my.toml", "--config {tmp}/my.toml: unknown key [engine] page-sise; did you mean "),
+    "no replicas": ("--dp 0", "specjax generate: --data-parallel-size must be at least 1, got 0"),
+    "devices": ("--dp-size 30", "specjax generate: --data-parallel-size 30 needs 30 devices, and JAX has "),
+    "suppressed tokens": ("--model {tmp}/suppressing", "suppress_tokens"),
+}
 
 
-def test_wrong_files(refused, tmp_path):
-    assert str(tmp_path / "no.jsonl") in refused(input=tmp_path / "no.jsonl")
-    assert "no/such/out" in refused(output=tmp_path / "no/such/out")
-    assert "is also an input" in refused(output=tmp_path / "in.jsonl")
-    assert json.loads((tmp_path / "in.jsonl").read_text()) == GOOD
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_runs(case, model, tmp_path, capsys):
+    """The exit status is 2, and the file of an earlier run stays."""
+    flags, message = (text.replace("{tmp}", str(tmp_path)) for text in REFUSED[case])
+    (tmp_path / "in.jsonl").write_text(json.dumps(GOOD))
     (tmp_path / "out.jsonl").write_text("earlier run")
-    assert str(tmp_path / "nowhere") in refused(model=tmp_path / "nowhere")
-    assert (tmp_path / "out.jsonl").read_text() == "earlier run"
     (tmp_path / "my.toml").write_text("[engine]\npage-sise = 4\n")
-    line = f"--config {tmp_path}/my.toml: unknown key [engine] page-sise; did you mean page-size?"
-    assert refused(config=tmp_path / "my.toml") == f"specjax generate: error: {line}\n"
+    shutil.copytree(model, tmp_path / "suppressing")
+    (tmp_path / "suppressing" / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5]}))
+    files = ["--model", model, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    try:
+        status = generate.main([*files, *QUICK, *flags.split()])
+    except SystemExit as end:  # argparse
+        status = end.code
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "") and message in printed.err
+    assert (tmp_path / "out.jsonl").read_text() == "earlier run"
+    assert (tmp_path / "in.jsonl").read_text() == json.dumps(GOOD)
 
 
-def test_defaults():
-    argv = ["--input", "a", "--output", "b"]
-    args, chosen = settings.parse(generate.build_parser(), argv, generate.DEFAULTS)
-    assert (args.max_new_tokens, args.seed) == (128, 0)
+def test_sampling_flags():
+    """Flags that are not given leave the model's defaults."""
+    args = generate.build_parser().parse_args(["--input", "a", "--output", "b"])
     assert SamplingParams.from_mapping(generate.sampling_given(args)) == SamplingParams(seed=0)
-    of_model = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-    assert not of_model & set(generate.sampling_given(args))
-    args = generate.build_parser().parse_args([*argv, "--temperature", "0", "--top-k", "-1"])
+    assert not set(generate.MODEL_DEFAULTS) & set(generate.sampling_given(args))
+    args = generate.build_parser().parse_args(["--input", "a", "--output", "b", "--temperature", "0", "--top-k", "-1"])
     assert generate.sampling_given(args).items() >= {"temperature": 0.0, "top_k": -1}.items()
-    assert (chosen.model.model, chosen.model.dtype) == ("smollm2-135m-instruct", "auto")
-    assert (chosen.speculative.speculative_algorithm, chosen.engine.max_running_requests) == ("AUTO", 8)
 
 
 def test_sampling_defaults_of_the_model(run, model, tmp_path):
@@ -369,19 +325,3 @@ def test_sampling_defaults_of_the_model(run, model, tmp_path):
     ours, cold, hot = texts()
     assert ours == hot != cold
     assert texts("--sampling-defaults", "openai") == [cold, cold, hot]
-    file.write_text(json.dumps({"suppress_tokens": [5]}))
-    files = ["--model", str(folder), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "none")]
-    assert generate.main(files) == 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--dp", 0), "--data-parallel-size must be at least 1, got 0"),
-        (("--dp-size", 30), "--data-parallel-size 30 needs 30 devices, and JAX has "),
-    ],
-)
-def test_wrong_replicas(run, tmp_path, flags, message):
-    (tmp_path / "out.jsonl").write_text("")
-    status, _, summary, err = run([{"prompt": "x"}], *flags)
-    assert (status, summary) == (2, None) and err.startswith(f"specjax generate: {message}")

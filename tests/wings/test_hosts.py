@@ -20,7 +20,6 @@ import httpx
 import numpy as np
 import pytest
 from engine_helpers import tokenizer
-from family_helpers import save_family
 from mesh_helpers import environment, run
 from server_helpers import SECONDS, in_background, wait_until
 from tiny_checkpoints import save_llama
@@ -28,10 +27,9 @@ from tiny_checkpoints import save_llama
 from specjax.checkpoint.weights import read_folder
 from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.fleet.agreement import file_facts
+from specjax.fleet.agreement import file_facts, make_group
 from specjax.fleet.following import shared_by
 from specjax.fleet.hosts import Address, Follower, Group, Leader, Place
-from specjax.fleet.launch import make_group
 from specjax.settings import Parser, add_flags, parse
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "hosts_program.py"
@@ -183,9 +181,9 @@ SIZES: dict[str, Any] = {"max_running_requests": 2, "context_length": 128, "chun
 SAMPLED = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
 
 
-def served(folder: str, *more: Any) -> Callable[[int, str], list[str]]:
+def served(folder: str) -> Callable[[int, str], list[str]]:
     """The command of a server on two processes, for `start`."""
-    arguments = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
+    arguments = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1]
     arguments += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
 
     def command(rank: int, address: str) -> list[str]:
@@ -199,9 +197,12 @@ def url(both: Together) -> str:
     return both.log(0).partition("ready to roll! ")[2].split()[0]
 
 
-def check_answers(both: Together, folder: str) -> None:
-    """Checks that the leader's answers equal those of one process, also with cached pages."""
-    prompts = ["hello hello hello", "a b a b a"]
+@pytest.mark.process
+def test_servers(start, folder):
+    """With adaptive n-grams. The answers equal those of one process, also with cached pages. SIGTERM to a follower ends
+    both with status 0; a killed follower ends the leader."""
+    command, prompts = served(folder), ["hello hello hello", "a b a b a"]
+    both = start(command)
     alone = Engine.from_pretrained(folder, config=EngineConfig(**SIZES), compilation_cache=False, progress=False)
     expected = [alone.generate(prompt, SamplingParams(**SAMPLED)).output_ids for prompt in prompts]
     with httpx.Client(base_url=url(both), timeout=SECONDS) as client:
@@ -210,14 +211,6 @@ def check_answers(both: Together, folder: str) -> None:
         assert client.post("/flush_cache").status_code == 200
         answer = client.post("/generate", json={"text": prompts[0], "sampling_params": SAMPLED})
         assert answer.json()["output_ids"] == expected[0]
-
-
-@pytest.mark.process
-def test_servers(start, folder):
-    """With adaptive n-grams. SIGTERM to a follower ends both with status 0; a killed follower ends the leader."""
-    command = served(folder)
-    both = start(command)
-    check_answers(both, folder)
     both.processes[1].send_signal(signal.SIGTERM)
     assert [process.wait(MOST) for process in both.processes] == [0, 0]
 
@@ -225,19 +218,6 @@ def test_servers(start, folder):
     url(both)
     assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
     assert both.processes[0].returncode == 1
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_servers_with_experts(start, tmp_path):
-    """Expert parallelism: each process has half of the experts."""
-    folder = tmp_path / "qwen3_moe"
-    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
-    save_family(folder, "qwen3_moe", num_key_value_heads=4, **sizes)
-    tokenizer().save_pretrained(folder)
-    both = start(served(str(folder), "--ep", 2))
-    check_answers(both, str(folder))
-    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
 
 
 # Groups within one process.
@@ -372,20 +352,13 @@ def test_leader_that_accepts_late(ends, monkeypatch):
 def test_files_are_compared_before_weights_are_read(folder, tmp_path, monkeypatch):
     """Two models of one shape with equal norms differ in any tensor."""
 
-    class Compared(Exception):
-        pass
-
-    class Alone(Group):
-        def join(self) -> None:
-            pass
-
-        def agree(self, facts: Mapping[str, str], number: int) -> int:
-            raise Compared(*facts)
+    def compared(self: Group, facts: Mapping[str, str], number: int) -> int:
+        raise KeyError(*facts)
 
     monkeypatch.setattr("specjax.engine.engine.load", None)
-    alone = Alone(Place(Address("", 1), 1, 0))
-    with pytest.raises(Compared, match="files of the weights"):
-        shared_by(alone).from_pretrained(folder, compilation_cache=False, progress=False)
+    monkeypatch.setattr(Follower, "agree", compared)
+    with pytest.raises(KeyError, match="files of the weights"):
+        shared_by(Follower(Place(Address("", 1), 2, 1))).from_pretrained(folder, compilation_cache=False)
 
     for name in "ab":
         shutil.copytree(folder, tmp_path / name)

@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from generate_helpers import saved_model
+from generate_helpers import saved_model, saved_prompts
 from safetensors.numpy import load_file, save_file
 
 from specjax import settings
@@ -37,19 +37,6 @@ def test_the_grid_has_no_equivalent_trees():
     grid = make_grid(Eagle3(steps=3, topk=2, nodes=8), tune)
     shapes = {(method.draft.steps, method.draft.topk, method.draft.nodes) for method in grid}
     assert shapes == {(1, 1, 2), (3, 1, 4), (1, 2, 2), (1, 2, 3), (3, 2, 8)}
-
-
-WRONG = {
-    "--draft-tokens must be at least 2, got 1": {"draft_tokens": ("1",)},
-    "--steps must be numbers, got 'x'": {"steps": ("x",)},
-    "topk must be an integer from 1 to 64, got 65": {"topks": ("65",)},
-}
-
-
-@pytest.mark.parametrize("problem", WRONG)
-def test_wrong_grids(problem):
-    with pytest.raises(ValueError, match=problem):
-        make_grid(HEAD, TuneSettings(**WRONG[problem]))
 
 
 def test_schedule():
@@ -137,12 +124,10 @@ def similar(model, tmp_path_factory):
 
 @pytest.fixture
 def tune(model, tmp_path):
-    file = tmp_path / "mine.jsonl"
-    lines = [{"id": str(i), "turns": [f"{i} {i} 1 2 1 2", "3 4"][: 1 + i % 2]} for i in range(4)]
-    file.write_text("\n".join(map(json.dumps, lines)))
+    prompts = saved_prompts(tmp_path, 4)
 
     def call(*arguments):
-        shared = ["--model", model, "--sets", str(file), "--output", str(tmp_path / "out"), "--max-new-tokens", "24"]
+        shared = ["--model", model, "--sets", prompts, "--output", str(tmp_path / "out"), "--max-new-tokens", "24"]
         return main(["tune-tree", *shared, "--limit", "4", "--no-progress", *arguments])
 
     return call
@@ -203,6 +188,8 @@ MISTAKES = {
         "STANDALONE",
     ),
     "--match-types must be one of BFS, PROB, got": ("--match-types", "DFS"),
+    "--draft-tokens must be at least 2, got 1": ("--speculative-algorithm", "NGRAM", "--draft-tokens", "1"),
+    "--steps must be numbers, got 'x'": ("--speculative-algorithm", "NGRAM", "--steps", "x"),
 }
 
 
