@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -187,6 +188,15 @@ def check_plain(model: Toy, prompt: List[int], params: SamplingParams, done: Com
     stopped = expected.finish == oracle.STOP
     assert done.finish_reason["type"] == ("stop" if stopped else "length")
     assert done.text == decode(expected.tokens[:-1] if stopped else expected.tokens)
+
+
+def check_counts(done: Completion) -> None:
+    """The histogram of accepted drafts agrees with the numbers of steps and tokens."""
+    bins = done.spec_accept_histogram
+    assert sum(bins) == done.spec_verify_ct
+    assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == done.completion_tokens - 1
+    if done.spec_verify_ct:
+        assert math.isclose(done.spec_accept_length, (done.completion_tokens - 1) / done.spec_verify_ct)
 
 
 def devices(engine: Engine) -> list[int]:
