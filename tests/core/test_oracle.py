@@ -89,21 +89,6 @@ def test_distribution_and_ties():
     np.testing.assert_allclose(law, np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(), rtol=1e-6)
 
 
-def test_top_k_expansion():
-    """k = 2: level one is a .6, b .4; then a: a .9, b .1 and b: b .5, c .5. The pool is a b | aa ab bb bc."""
-    rows = {(): [0.6, 0.4, 0], (0,): [0.9, 0.1, 0], (1,): [0, 0.5, 0.5]}
-
-    def log_probs(path):
-        with np.errstate(divide="ignore"):
-            return np.log(np.array(rows[path]))
-
-    assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=5).parents == (-1, 0, 0, 1, 2)
-    tree = oracle.expand_tree(9, log_probs, k=2, depth=2, width=6)  # .6 .54 .4 .2 .2: the tie to the lower index
-    assert tree.tokens == (9, 0, 1, 0, 1, 2)
-    np.testing.assert_allclose(np.exp(tree.scores[1:]), [0.6, 0.4, 0.54, 0.2, 0.2], rtol=1e-6)
-    assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=3).tokens == (9, 0, 0)  # a, aa: deep before broad
-
-
 @st.composite
 def samplings(draw):
     return Sampling(
