@@ -70,6 +70,7 @@ SAMPLING: dict[str, tuple[list[int], dict[str, Any]]] = {
     ),
     "stop tokens": ([30, 31, 30, 31], {"stop_token_ids": [17, 23], "min_new_tokens": 8}),
     "no drafts": ([3, 3], {"speculate": False}),
+    "draft limit": ([12, 13] * 4, {"draft_limit": 1}),
 }  # fmt: skip
 WITH_GRAMMARS: list[dict[str, Any]] = [
     {},
@@ -250,6 +251,7 @@ def test_text_equals_plain_decoding(models, case):
         check_counts(done)
         if case.drafter == "NONE" or sampling.speculate is False:
             assert done.spec_accept_length == 1
+        assert sampling.draft_limit is None or not any(done.spec_accept_histogram[sampling.draft_limit + 1 :])
     if case.batch > 1:
         assert engine.scheduler.retractions and (engine.counters.cached_tokens or case.family in RECURRENT)
     check_idle(engine)

@@ -50,8 +50,8 @@ def thinking_tokenizer() -> Any:
 @functools.cache
 def engine_of(algorithm: str, **config: Any) -> Engine:
     """An engine over the pair model, for which all drafters are right often."""
-    toy, params, make = right_often("eagle3" if algorithm == "EAGLE3" else "mtp" if algorithm == "MTP" else "eagle")
-    learned = algorithm in ("EAGLE3", "MTP")
+    learned = algorithm == "EAGLE3"
+    toy, params, make = right_often("eagle3" if learned else "eagle")
     drafter = make(TreeShape(3, 2, 6)) if learned else make_drafter(DRAFTS[algorithm])
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 96}
     settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
@@ -117,8 +117,8 @@ PROMPTS: list[tuple[list[int], bool | None]] = [
 @pytest.mark.parametrize(
     ("algorithm", "config"),
     [
-        ("NONE", {}), ("NGRAM", {}), ("EAGLE3", {}), ("MTP", {}), ("EAGLE3", {"overlap": False}),
-        ("NGRAM", {"prefix_cache": False}), ("EAGLE3", {"max_total_tokens": 96, "max_running_requests": 6}),
+        ("NONE", {}), ("NGRAM", {"prefix_cache": False}), ("EAGLE3", {"overlap": False}),
+        ("EAGLE3", {"max_total_tokens": 96, "max_running_requests": 6}),
     ],
 )  # fmt: skip
 def test_text_under_a_budget_is_that_of_plain_decoding(algorithm, config):
