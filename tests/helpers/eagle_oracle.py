@@ -468,10 +468,10 @@ class Case:
         )
 
 
-def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
+def read_golden() -> list[tuple[Case, dict[str, Any]]]:
     """The cases with their expected trees, impossible log-probabilities and invalid nodes' scores being -inf."""
     cases = []
-    for record in json.loads(path.read_text())["cases"]:
+    for record in json.loads(GOLDEN.read_text())["cases"]:
         expected = record.pop("tree")
         expected["scores"] = [-math.inf if score is None else score for score in expected["scores"]]
         for key in ("gap", "order_gap"):

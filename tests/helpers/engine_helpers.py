@@ -212,19 +212,19 @@ def check_idle(engine: Engine) -> None:
     assert engine.scheduler.allocator.free + engine.scheduler.prefix.evictable == engine.pool.pages
 
 
-def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any, eos=()) -> list[Completion]:
+def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any) -> list[Completion]:
     """Generate; all texts equal plain decoding, and the engine is idle."""
     completions = engine.generate(prompts, params)
     for prompt, sampling, done in zip(prompts, params, completions, strict=True):
-        check_plain(model, prompt, sampling, done, eos)
+        check_plain(model, prompt, sampling, done)
     check_idle(engine)
     return completions
 
 
-def drain(engine: Engine, most: int = 5000) -> dict[str, Completion]:
+def drain(engine: Engine) -> dict[str, Completion]:
     """Steps until all is done, checking after each; what finished by itself, by id."""
     done: dict[str, Completion] = {}
-    for _ in range(most):
+    for _ in range(5000):
         if not engine.unfinished:
             return done
         for sequence in engine.step():
@@ -232,7 +232,7 @@ def drain(engine: Engine, most: int = 5000) -> dict[str, Completion]:
                 assert sequence.id not in done, "reported twice"
                 done[sequence.id] = completion(sequence)
         engine.check_integrity()
-    raise AssertionError(f"not done after {most} steps: {engine.scheduler.waiting} {engine.scheduler.active}")
+    raise AssertionError(f"does not end: {engine.scheduler.waiting} {engine.scheduler.active}")
 
 
 def outcome(done: Completion) -> tuple[str, list[int], dict[str, Any]]:

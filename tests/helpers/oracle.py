@@ -141,11 +141,9 @@ def _nonzero(gap: float) -> float:
     return float(gap) if gap else math.inf
 
 
-def distribution(
-    logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None
-) -> np.ndarray:
+def distribution(logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens) -> np.ndarray:
     """Distribution of the next token, float64 [V]."""
-    edited = edited_logits(logits, params, prompt, generated, allowed)
+    edited = edited_logits(logits, params, prompt, generated)
     if params.temperature == 0:
         return np.eye(len(edited))[int(np.argmax(edited))]
     return softmax(truncated_logits(edited, params)[0])
