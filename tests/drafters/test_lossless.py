@@ -245,10 +245,10 @@ def test_text_equals_plain_decoding(models, case):
     for (prompt, sampling), done in zip(requests, completions, strict=True):
         if sampling.grammar is None:
             check_plain(model.toy, prompt, sampling, done, eos)
+            check_counts(done)
         else:
             check_masked(model.toy, prompt, sampling, done)
             assert follows(sampling.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
-        check_counts(done)
         if case.drafter == "NONE" or sampling.speculate is False:
             assert done.spec_accept_length == 1
         assert sampling.draft_limit is None or not any(done.spec_accept_histogram[sampling.draft_limit + 1 :])
