@@ -123,7 +123,7 @@ class World:
 
 @pytest.mark.parametrize("snapshots", [None, 1, 6])
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_shared_pages_hold_the_expected_tokens(seed, policy, snapshots):
     """Random requests with common prefixes in a pool that is too small for them."""
     rng = random.Random(seed)

@@ -48,7 +48,7 @@ def alone() -> list:
     return [outcome(plain.generate(prompt, params)) for prompt, params in requests()]
 
 
-@pytest.mark.parametrize("pool", PAGES)
+@pytest.mark.parametrize("pool", ["tiny", pytest.param("ample", marks=pytest.mark.slow)])
 def test_texts_with_arrivals_aborts_and_retractions(pool):
     here, rng = engine(pool), np.random.default_rng(6)
     assert here.buckets.tree_widths(16) == (1, 4), "this batch drafts"

@@ -107,18 +107,20 @@ def make_engine(
     *,
     eos=(),
     warm=True,
+    tokens: PreTrainedTokenizerFast | None = None,
     draft: Any = None,
     verify: Verifier = verify_tree,
     retract_every: int | None = None,
     **config: Any,
 ) -> Engine:
-    """Four rows, small pages, several chunks a prompt. `draft` are the drafter's parameters; `config` is
-    the engine's."""
+    """Four rows, small pages, several chunks a prompt. `tokens`: the tokenizer; `draft`: the drafter's parameters;
+    `config`: the engine's."""
     drafter = drafter if isinstance(drafter, Drafter) else make_drafter(drafter)
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
     settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
-    engine = Engine(model.target, params, tokenizer(), drafter, verify=verify, config=options, eos_ids=tuple(eos))
+    tokens = tokens or tokenizer()
+    engine = Engine(model.target, params, tokens, drafter, verify=verify, config=options, eos_ids=tuple(eos))
     if retract_every is not None:
         _retract(engine, retract_every)
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several

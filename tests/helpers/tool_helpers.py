@@ -10,15 +10,12 @@ import functools
 from typing import Any
 
 import numpy as np
-from engine_helpers import END, NGRAM, SPECIAL
+from engine_helpers import END, NGRAM, SPECIAL, make_engine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model, table_row
 from transformers import PreTrainedTokenizerFast
 
-from specjax.drafters import make_drafter
-from specjax.drafters.base import Params
-from specjax.engine import Engine, EngineConfig
-from specjax.engine.programs import Key
+from specjax.engine import Engine
 from specjax.serve.calls import Harmony
 from specjax.serve.message_format import PARSERS, Reply
 
@@ -147,14 +144,10 @@ def tool_engine() -> Engine:
 
 
 def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Engine:
-    config = EngineConfig(
-        max_running_requests=4, page_size=16, max_total_tokens=8192, context_length=2048, chunked_prefill_size=256
-    )
-    engine = Engine(
-        model.target, Params(model.params, None), tokenizer, make_drafter(NGRAM), config=config, eos_ids=eos_ids
-    )
-    engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
-    return engine
+    return make_engine(
+        model, NGRAM, tokens=tokenizer, eos=eos_ids, page_size=16, max_total_tokens=8192, context_length=2048,
+        chunked_prefill_size=256, adaptive=True,
+    )  # fmt: skip
 
 
 def ask(last: str, **more: Any) -> dict[str, Any]:
