@@ -146,7 +146,7 @@ def tool_engine() -> Engine:
 def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Engine:
     return make_engine(
         model, NGRAM, tokens=tokenizer, eos=eos_ids, page_size=16, max_total_tokens=8192, context_length=2048,
-        chunked_prefill_size=256, adaptive=True,
+        chunked_prefill_size=256,
     )  # fmt: skip
 
 
