@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import oracle
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model
 from transformers import PreTrainedTokenizerFast
 
@@ -40,13 +40,22 @@ NEAR = 1e-3
 """A draw whose gap is below this may go either way (docs/design.md, Floating point)."""
 
 
-def byte_level_bpe(special: List[str] = SPECIAL) -> Tokenizer:
-    """A new byte-level BPE: special tokens, the 256 bytes, six merges."""
-    words = [*special, *LETTERS, *(a + b for a, b in MERGES)]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_level_bpe(
+    special: List[str] = SPECIAL,
+    *,
+    words: List[str] = (),
+    added: List[str] = (),
+    merges: List[tuple[str, str]] = MERGES,
+    use_regex: bool = True,
+) -> Tokenizer:
+    """A new byte-level BPE: special tokens, the 256 bytes, six merges. `words`: replaces these tokens; `added`: tokens
+    that are not special."""
+    words = words or [*special, *LETTERS, *(a + b for a, b in merges)]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(special))
+    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in added])
     return core
 
 
@@ -60,9 +69,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def spelled(words: List[str], special=SPECIAL) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with these tokens."""
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.add_special_tokens(list(special))
+    core = byte_level_bpe(special, words=words, merges=())
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
 
 

@@ -10,8 +10,7 @@ import functools
 from typing import Any
 
 import numpy as np
-from engine_helpers import END, NGRAM, SPECIAL, make_engine
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from engine_helpers import END, LETTERS, NGRAM, SPECIAL, byte_level_bpe, make_engine
 from toy_models import Toy, table_model, table_row
 from transformers import PreTrainedTokenizerFast
 
@@ -83,13 +82,10 @@ SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _S
 @functools.cache
 def tool_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE without merges. Markers and the pieces of the scripts are tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate([*SPECIAL, *letters])}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([*SPECIAL, *MARKERS])
     pieces = dict.fromkeys(piece for script in SCRIPTS.values() for piece in script if piece not in MARKERS)
-    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in (*PLAIN_MARKERS, *pieces)])
+    core = byte_level_bpe(
+        [*SPECIAL, *MARKERS], words=[*SPECIAL, *LETTERS], added=[*PLAIN_MARKERS, *pieces], merges=(), use_regex=False
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
     )
