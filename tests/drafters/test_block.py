@@ -164,11 +164,8 @@ def check(driven: Driven, shape: TreeShape, block: int | None = None) -> int:
     for row in range(ROWS):
         log_probs = driven.log_probs(row, width)
         if config.walk != "none" or shape.topk == 1:
-            n = int(driven.done[row])
-            expected = grow_tree(
-                log_probs, int(driven.tokens[row, n]), shape.steps, shape.topk, shape.nodes, prefix_length=n,
-                target_ids=saved.ids,
-            )  # fmt: skip
+            root = int(driven.tokens[row, driven.done[row]])
+            expected = grow_tree(log_probs, root, shape.steps, shape.topk, shape.nodes, target_ids=saved.ids)
             compared += check_tree(tree, row, expected)
             continue
         chosen, gap = best_paths(log_probs, shape.steps, shape.topk, shape.nodes - 1, saved.ids)
@@ -236,7 +233,7 @@ def test_drafts_with_the_targets_noise(heads, dialect, shape):
                 compared += 1
         else:
             root = int(driven.tokens[row, n])
-            compared += check_tree(tree, row, grow_tree(noisy, root, *shape, prefix_length=n, target_ids=saved.ids))
+            compared += check_tree(tree, row, grow_tree(noisy, root, *shape, target_ids=saved.ids))
     assert compared > 1
 
 
