@@ -292,16 +292,14 @@ def forward(family: str, count: int, width: int, kind: str | None = None, groups
     result, placed = compared(model, mesh, parameters if kind is None else in_few_bits(parameters, config, kind), width)
     again = place_params(mesh, Params(placed), model, None).target
     assert jax.tree.structure(again) == jax.tree.structure(placed)
-    experts = [leaf for name, leaf in placed["layers_1"].items() if name in ("experts_gate_up", "experts_down")]
+    names = ("experts_gate_up", "experts_down")
+    experts = [placed["layers_1"][name] for name in names if name in placed["layers_1"]]
     arrays = [leaf.codes if isinstance(leaf, Quantised) else leaf for leaf in experts]
     return result | {
         "collectives": [kind for *_, kind in result["collectives"]],
         "quantised": len(quantised_leaves(placed)),
         "quantised experts": len(quantised_leaves(experts)),
-        "parts": {
-            name: np.divide(array.sharding.shard_shape(array.shape), array.shape).tolist()
-            for name, array in zip(("experts_gate_up", "experts_down"), arrays, strict=False)
-        },
+        "parts": [np.divide(array.sharding.shard_shape(array.shape), array.shape).tolist() for array in arrays],
     }
 
 
